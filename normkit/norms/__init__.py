@@ -1,0 +1,121 @@
+"""The table of norms, and the one string that names a norm everywhere."""
+
+import ast
+import difflib
+
+from normkit.norms._base import Norm, RowNorm, Split, Stat, StatNorm, option_defaults
+from normkit.norms.batch import BatchNorm
+from normkit.norms.dyt import DyT
+from normkit.norms.fix import FixNorm, fix_embedding
+from normkit.norms.group import GroupNorm
+from normkit.norms.layer import LayerNorm
+from normkit.norms.mabn import MABN, CentralizeWeight, centralize_weight
+from normkit.norms.nonorm import NoNorm
+from normkit.norms.pnv import PNV
+from normkit.norms.power import PowerNorm
+from normkit.norms.renorm import BatchRenorm
+from normkit.norms.rms import RMSNorm
+from normkit.norms.scale import ScaleNorm
+from normkit.norms.un import UN
+
+NORMS: dict[str, type[Norm]] = {
+    "layer": LayerNorm,
+    "rms": RMSNorm,
+    "scale": ScaleNorm,
+    "group": GroupNorm,
+    "nonorm": NoNorm,
+    "dyt": DyT,
+    "batch": BatchNorm,
+    "renorm": BatchRenorm,
+    "mabn": MABN,
+    "pnv": PNV,
+    "power": PowerNorm,
+    "un": UN,
+}
+
+__all__ = [
+    "MABN",
+    "NORMS",
+    "PNV",
+    "UN",
+    "BatchNorm",
+    "BatchRenorm",
+    "CentralizeWeight",
+    "DyT",
+    "FixNorm",
+    "GroupNorm",
+    "LayerNorm",
+    "NoNorm",
+    "Norm",
+    "PowerNorm",
+    "RMSNorm",
+    "RowNorm",
+    "ScaleNorm",
+    "Split",
+    "Stat",
+    "StatNorm",
+    "centralize_weight",
+    "fix_embedding",
+    "make",
+    "options",
+    "parse",
+]
+
+
+def make(spec: str, dim: int) -> Norm:
+    """Build a norm of `dim` channels from its spec: a name, or a name with options.
+
+    The same string names the norm in files, tables and plots. ValueError for a name, an option or a value that there
+    is not, with the nearest one that there is.
+
+    >>> make("mabn(window=8)", 16).window
+    8
+    """
+    name, given = parse(spec)
+    try:
+        return NORMS[name](dim, **given)
+    except ValueError as error:
+        raise ValueError(f"{spec!r} with dim={dim!r}: {error}") from None
+
+
+def parse(spec: str) -> tuple[str, dict[str, object]]:
+    """The name and the options that a spec gives, checked against the table.
+
+    >>> parse("un(window=2)")
+    ('un', {'window': 2})
+    """
+    if not isinstance(spec, str):
+        raise TypeError(f"a norm spec is a string such as 'un(window=4)'; got {type(spec).__name__}")
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+            name, given = call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        elif isinstance(call, ast.Name):
+            name, given = call.id, {}
+        else:
+            raise ValueError
+    except (SyntaxError, ValueError):
+        raise ValueError(f"cannot read norm spec {spec!r}; write a name or name(option=value), as 'un(window=4)'") from None
+    if name not in NORMS:
+        raise ValueError(f"there is no norm named {name!r}{_nearest(name, NORMS)}; there are {', '.join(NORMS)}")
+    known = options(name)
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{name} has no option {key!r}{_nearest(key, known)}; it has {', '.join(known)}")
+    return name, given
+
+
+def options(name: str) -> dict[str, object]:
+    """The options of a norm and their defaults.
+
+    >>> options("rms")
+    {'eps': 1e-05, 'affine': True, 'bias': False, 'eps_at': 'inside'}
+    """
+    if name not in NORMS:
+        raise ValueError(f"there is no norm named {name!r}{_nearest(name, NORMS)}; there are {', '.join(NORMS)}")
+    return option_defaults(NORMS[name])
+
+
+def _nearest(word: str, among: dict) -> str:
+    close = difflib.get_close_matches(word, among, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,442 @@
+"""What a norm is: `rest(x) * scale + shift` at inference; anything it likes while training."""
+
+import collections
+import inspect
+import weakref
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normkit.ops import channels
+
+
+class Split(NamedTuple):
+    """At inference `norm(x) == rest(x) * scale + shift`; folding, export and inspection need nothing else."""
+
+    rest: nn.Module
+    scale: Tensor
+    shift: Tensor
+
+
+class Norm(nn.Module):
+    """Base of every norm: normalizes `x[..., dim]`, channels last; the output has the shape and type of `x`.
+
+    Parameters are `weight` and `bias` (None where switched off), so old checkpoints load. `mask[...]` is True where a
+    token is real; norms that look at one token only check it and leave it at that.
+    """
+
+    offline: bool = False  # True: statistics are frozen at inference, `rest` is the identity, so it folds
+    exact_grad: ClassVar[bool] = True  # True: backward is the derivative of the training forward
+    batch_free: ClassVar[bool] = True  # True: an output depends on its own token only, in training too
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    mask: Tensor | None = None  # set around a forward of the whole model by convert(), where call sites pass none
+
+    def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = True, bias: bool = True):
+        super().__init__()
+        require(_is_int(dim) and dim > 0, "dim", dim, "a whole number above 0")
+        require(_is_number(eps) and eps >= 0, "eps", eps, "a number >= 0")
+        require(isinstance(affine, bool), "affine", affine, "True or False")
+        require(isinstance(bias, bool), "bias", bias, "True or False")
+        self.dim, self.eps, self.affine = dim, eps, affine
+        self.weight = nn.Parameter(torch.ones(self.weight_shape())) if affine else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if affine and bias else None
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of `weight`: one number a channel."""
+        return (self.dim,)
+
+    def reset_parameters(self) -> None:
+        """Set parameters and state to their initial values."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def reset_warmup(self) -> None:
+        """Start the warm-up of statistics anew, before fine-tuning; nothing to do for norms without."""
+
+    def split(self) -> Split:
+        """The norm at inference as `Split(rest, scale, shift)`; `scale` and `shift` are `[dim]`."""
+        raise NotImplementedError
+
+    @property
+    def spec(self) -> str:
+        """The norm's name with the options that differ from their defaults, as `make` reads it.
+
+        >>> import normkit
+        >>> normkit.UN(8, window=2).spec
+        'un(window=2)'
+        """
+        from normkit.norms import NORMS
+
+        name = next(name for name, kind in NORMS.items() if kind is type(self))
+        given = {key: self.option(key) for key in option_defaults(type(self))}
+        changed = {key: value for key, value in given.items() if value != option_defaults(type(self))[key]}
+        return name + (f"({', '.join(f'{key}={value!r}' for key, value in changed.items())})" if changed else "")
+
+    def option(self, name: str) -> object:
+        """The value that this norm has for one of its options."""
+        if name == "bias":
+            return self.bias is not None if self.affine else option_defaults(type(self))["bias"]
+        return getattr(self, name)
+
+    def extra_repr(self) -> str:
+        """Size and spec."""
+        return f"{self.dim}, {self.spec}"
+
+    def check(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The mask to use; ValueError or TypeError, saying what is allowed, where `x` or `mask` cannot be right."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{type(self).__name__} takes a tensor [..., {self.dim}], not {type(x).__name__}")
+        if x.dim() < 1 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"{type(self).__name__}(dim={self.dim}) takes x[..., {self.dim}], channels last; got shape "
+                f"{tuple(x.shape)}. Build the norm with dim={x.shape[-1] if x.dim() else '?'}, or move the channels last"
+            )
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{type(self).__name__} takes floating-point x, not {x.dtype}; convert it first")
+        mask = self.mask if mask is None else mask
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a boolean tensor, True where a token is real; got {kind}. Use mask.bool()")
+        if mask.shape != x.shape[:-1]:
+            raise ValueError(
+                f"mask must have the shape of x without its channels, {tuple(x.shape[:-1])}; got {tuple(mask.shape)}"
+            )
+        if mask.device != x.device:
+            raise ValueError(f"mask is on {mask.device}, x on {x.device}; move one of them")
+        return mask
+
+
+class RowNorm(Norm):
+    """A norm of each token by itself: no state, the same in training and at inference ("online")."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalize `x[..., dim]`; the mask is checked, then has nothing to say."""
+        return self.normalize(x, self.check(x, mask))
+
+    def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The norm itself, of a checked `x`."""
+        raise NotImplementedError
+
+    def split(self) -> Split:
+        """The norm without parameters as `rest`, then the affine part."""
+        rest = type(self)(self.dim, **{**{k: self.option(k) for k in option_defaults(type(self))}, "affine": False})
+        device = self.weight.device if self.weight is not None else None
+        scale = torch.ones(self.dim, device=device) if self.weight is None else self.weight.expand(self.dim)
+        return Split(rest, scale, torch.zeros_like(scale) if self.bias is None else self.bias)
+
+
+class Stat(NamedTuple):
+    """What a method decides in a training forward. All `[C]` but `value` and the state; None means 1 (shift: 0)."""
+
+    value: Tensor  # [k, C], to standardize with
+    state: dict[str, Tensor]  # what its buffers become
+    post: Tensor | None = None  # constant factor on the standardized x, forward and backward
+    shift: Tensor | None = None  # constant added after `post`
+    gain: Tensor | None = None  # constant factor on the gradient, backward only
+    back: Tensor | None = None  # constant factor on dx
+    memo: tuple[Tensor, ...] = ()  # handed on to grad_stat
+
+
+class _Plan(NamedTuple):
+    """All that one training forward decided; kept so that a recomputed forward decides the same."""
+
+    batch: Tensor
+    value: Tensor
+    count: Tensor
+    step: Tensor
+    post: Tensor | None
+    shift: Tensor | None
+    gain: Tensor | None
+    back: Tensor | None
+    memo: tuple[Tensor, ...]
+
+    def tensors(self) -> list[Tensor | None]:
+        return [*self[:-1], *self.memo]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor | None]) -> "_Plan":
+        return cls(*tensors[:8], tuple(tensors[8:]))  # type: ignore[arg-type]
+
+
+class _Record:
+    """A plan that lives as long as the graph that it belongs to."""
+
+    def __init__(self, plan: _Plan):
+        self.plan = plan
+
+
+class StatNorm(Norm):
+    """A norm whose statistics outlive the batch. A method is two rules on `[k, C]` tensors.
+
+    `train_stat` says what to standardize with, `grad_stat` which gradient statistics to remove. Both are pure: they
+    read the buffers and return what these become. Everything else is written here, once: masks, which batches count,
+    recomputation, several uses in one graph, accumulation, processes.
+
+    Options of every such norm: `sync` computes the statistics over all processes of the default group;
+    `steps_per_update=k` moves the state once in k training forwards, by the statistics of the k batches together.
+    Buffers: `running [k, C]`, `step` (updates so far), `skipped` (forwards and backwards that moved no state because
+    their statistics were not finite or no row was real).
+    """
+
+    offline: bool = True
+    batch_free: ClassVar[bool] = False
+    center: ClassVar[bool] = False
+    pad_grad: ClassVar[str] = "exact"  # gradient statistics sum over "exact"ly all rows, or over "real" ones
+
+    alpha: float
+    running: Tensor
+    step: Tensor
+    skipped: Tensor
+    pending: Tensor
+    pending_grad: Tensor
+    micro_step: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        eps: float = 1e-5,
+        affine: bool = True,
+        bias: bool = True,
+        sync: bool = False,
+        steps_per_update: int = 1,
+    ):
+        super().__init__(dim, eps=eps, affine=affine, bias=bias)
+        require(isinstance(sync, bool), "sync", sync, "True or False")
+        require_count("steps_per_update", steps_per_update)
+        self.sync, self.steps_per_update = sync, steps_per_update
+        k = 1 + self.center
+        self.register_buffer("running", torch.zeros(k, dim))
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+        self.register_buffer("skipped", torch.zeros((), dtype=torch.long))
+        if steps_per_update > 1:
+            self.register_buffer("micro_step", torch.zeros(2, dtype=torch.long))  # forwards, backwards
+            self.register_buffer("pending", torch.zeros(k * dim + 1))
+            self.register_buffer("pending_grad", torch.zeros(k * dim + 1))
+        self.running[-1] = 1.0
+        self._records: list[weakref.ref[_Record]] = []
+        self._ungraphed: collections.deque[_Record] = collections.deque(maxlen=16)
+
+    # -- the two rules of a method ----------------------------------------------------------------------------------
+
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:
+        """What to standardize with, given the statistics `[k, C]` of this batch of `count` rows, the `step`-th."""
+        raise NotImplementedError
+
+    def grad_stat(self, batch: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Gradient statistics `[k, C]` to remove, given this batch's, and what the buffers become.
+
+        Returning them unchanged is the exact gradient.
+        """
+        return batch, {}
+
+    # -- the frame --------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalize `x[..., dim]`, by batch and history while training, by `running` otherwise."""
+        mask = self.check(x, mask)
+        x = self.rest(x)
+        wide = torch.promote_types(x.dtype, self.running.dtype)
+        if not self.training:
+            scale, shift = self._affine()
+            return torch.addcmul(shift.to(wide), x.to(wide), scale.to(wide)).to(x.dtype)
+        with torch.no_grad():
+            plan = self._replay(x, mask) or self._advance(x.detach().to(wide), mask)
+            if torch.compiler.is_compiling():
+                plan = _shield(plan)
+        record = self._remember(plan)
+        y = channels.Standardize.apply(
+            self, x, self.weight, self.bias, mask, plan.value, plan.count, plan.step,
+            plan.post, plan.shift, plan.gain, plan.back, *plan.memo,
+        )  # fmt: skip
+        if record is not None and y.grad_fn is not None:
+            y.grad_fn.record = record  # type: ignore[attr-defined]
+        return y
+
+    def rest(self, x: Tensor) -> Tensor:
+        """What is done to each token first, in training and at inference; nothing for most."""
+        return x
+
+    def _advance(self, x: Tensor, mask: Tensor | None) -> _Plan:
+        """Look at the batch, let the method decide, and move the state once."""
+        local, count = channels.moments(x, mask, self.center)
+        batch = local
+        if self.sync:
+            batch, count = channels.unpack(channels.all_reduce(channels.pack(local, count, self.running)), self.running)
+        ok = batch.isfinite().all() & (count > 0)
+        batch = torch.where(ok, batch, self.running.to(batch.dtype))  # a batch that says nothing: the past stands in
+        step = self.step + 1
+        stat = self.train_stat(batch, step, count)
+        state, moved = stat.state, ok
+        if self.steps_per_update > 1:
+            joint, joint_count, moved = self._accumulate(self.pending, 0, channels.pack(batch, count, self.running), ok)
+            joint, joint_count = channels.unpack(joint, self.running)
+            state = self.train_stat(joint, step, joint_count).state
+        self._commit({**state, "step": step}, moved)
+        self.skipped += ~ok
+        return _Plan(local, stat.value, count, step, stat.post, stat.shift, stat.gain, stat.back, stat.memo)
+
+    @torch.no_grad()
+    def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> Tensor:
+        """Gradient statistics to remove from `dx`, given this batch's `[k, C]`; moves the state once."""
+        value, state = self.grad_stat(batch, step, memo)
+        if not state:
+            return value
+        ok = batch.isfinite().all() & (count > 0)
+        moved = ok
+        if self.steps_per_update > 1:
+            sums = torch.cat([(batch * count).flatten(), count.view(1)])
+            sums, total, moved = self._accumulate(self.pending_grad, 1, sums, ok)
+            state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, memo)[1]
+        self._commit(state, moved)
+        self.skipped += ~ok
+        return value
+
+    def _accumulate(self, pending: Tensor, side: int, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add `sums` to `pending`; the joint sums, their count, and whether this was the last of the k batches."""
+        joint = torch.where(ok, pending + sums, pending)
+        ends = (self.micro_step[side] + 1) % self.steps_per_update == 0
+        moved = ends & (joint[-1] > 0)
+        pending.copy_(torch.where(ends, 0, joint))
+        self.micro_step[side] += 1
+        return joint, joint[-1], moved
+
+    def _commit(self, state: dict[str, Tensor], moved: Tensor) -> None:
+        for name, new in state.items():
+            old = getattr(self, name)
+            old.copy_(torch.where(moved, new, old))
+
+    def average(self, batch: Tensor) -> Tensor:
+        """The running statistics after this batch: `alpha * running + (1 - alpha) * batch`."""
+        return self.running.lerp(batch.to(self.running.dtype), 1 - self.alpha)
+
+    def _affine(self) -> tuple[Tensor, Tensor]:
+        """Inference as `x * scale + shift`, both `[dim]`."""
+        scale = torch.rsqrt(self.running[-1] + self.eps)
+        shift = -self.running[0] * scale if self.center else torch.zeros_like(scale)
+        if self.weight is not None:
+            scale, shift = scale * self.weight, shift * self.weight
+        return scale, shift if self.bias is None else shift + self.bias
+
+    def split(self) -> Split:
+        """`Split(identity, scale, shift)`, from the running statistics."""
+        return Split(nn.Identity(), *self._affine())
+
+    # -- recomputation (activation checkpointing): a forward that runs inside a backward decides what it decided ------
+
+    def _remember(self, plan: _Plan) -> _Record | None:
+        if torch.compiler.is_compiling() or _inside_backward():
+            return None
+        record = _Record(plan)
+        if torch.is_grad_enabled():
+            self._records = [r for r in self._records if r() is not None]
+            self._records.append(weakref.ref(record))
+        else:  # reentrant checkpointing runs its first forward without a graph to hang the record on
+            self._ungraphed.append(record)
+        return record
+
+    def _replay(self, x: Tensor, mask: Tensor | None) -> _Plan | None:
+        if torch.compiler.is_compiling() or not _inside_backward():
+            return None
+        alive = [record for ref in self._records if (record := ref()) is not None]
+        plans = [record.plan for record in [*self._ungraphed, *alive]][::-1]
+        if len(plans) < 2:
+            return plans[0] if plans else None
+        # several forwards are waiting: the one with this batch's statistics, found without asking the device
+        wide = torch.promote_types(x.dtype, self.running.dtype)
+        batch = channels.moments(x.detach().to(wide), mask, self.center)[0]
+        distance = torch.stack([(plan.batch - batch).abs().sum() for plan in plans])
+        best = distance.nan_to_num(nan=0.0).argmin().view(1)
+        columns = zip(*(plan.tensors() for plan in plans), strict=True)
+        return _Plan.of([None if c[0] is None else torch.stack(c).index_select(0, best)[0] for c in columns])
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """Parameters, running statistics, windows and counters as at the start."""
+        super().reset_parameters()
+        with torch.no_grad():
+            for buffer in self.buffers(recurse=False):
+                buffer.zero_()
+            self.running[-1] = 1.0
+
+    def reset_warmup(self) -> None:
+        """Start the warm-up anew, before fine-tuning: counters and gradient statistics to zero, `running` stays."""
+        for name, buffer in self.named_buffers(recurse=False):
+            if name != "running":
+                buffer.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "StatNorm":
+        """State stays float32 or wider through `.half()`, `.bfloat16()` and `.to(dtype)`."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(recurse=False):
+            if buffer.dtype in (torch.float16, torch.bfloat16):
+                setattr(self, name, before[name].to(buffer.device, torch.float32))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the module takes no memory of forwards that it did not make."""
+        return {**super().__getstate__(), "_records": [], "_ungraphed": collections.deque(maxlen=16)}
+
+
+def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:
+    """The window `[M, ...]` with `entry` in the slot of this step, `step % M`."""
+    slots = torch.arange(len(window), device=window.device).view(-1, *[1] * entry.dim())
+    return torch.where(slots == step % len(window), entry, window)
+
+
+def option_defaults(kind: type[Norm]) -> dict[str, Any]:
+    """Options of a norm class and their defaults, read off its constructors."""
+    found: dict[str, Any] = {}
+    for cls in reversed(kind.__mro__):
+        if "__init__" in vars(cls) and issubclass(cls, Norm):
+            found.update({p.name: p.default for p in inspect.signature(cls.__init__).parameters.values()
+                          if p.kind is p.KEYWORD_ONLY})  # fmt: skip
+    return found
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise a ValueError that says what was given and what is allowed, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")
+
+
+def require_count(name: str, value: object, least: int = 1) -> None:
+    """`value` is a whole number, at least `least`."""
+    require(_is_int(value) and value >= least, name, value, f"a whole number >= {least}")  # type: ignore[operator]
+
+
+def require_fraction(name: str, value: object) -> None:
+    """`value` is a weight of the old value: at least 0, below 1."""
+    require(_is_number(value) and 0 <= value < 1, name, value, "a number >= 0 and < 1")  # type: ignore[operator]
+
+
+def require_positive(name: str, value: object) -> None:
+    """`value` is a number above 0."""
+    require(_is_number(value) and value > 0, name, value, "a number above 0")  # type: ignore[operator]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _shield(plan: _Plan) -> _Plan:
+    """The plan in copies that a compiled backward pass will not recompute from overwritten buffers."""
+    tensors = plan.tensors()
+    copies = iter(channels.snapshot([t for t in tensors if t is not None]))
+    return _Plan.of([None if t is None else next(copies) for t in tensors])

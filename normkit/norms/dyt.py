@@ -1,0 +1,41 @@
+"""Dynamic Tanh (Zhu, Chen, He, LeCun & Liu 2025, arXiv:2503.10622): a norm without statistics."""
+
+import torch
+from torch import Tensor, nn
+
+from normkit.norms._base import RowNorm, Split, require_positive
+from normkit.ops import rows
+
+
+class DyT(RowNorm):
+    """Squash each value: `y = weight * tanh(a * x) + bias`, with one learned scalar `a` that starts at `alpha`.
+
+    `eps` is accepted like everywhere and unused. tanh cannot be folded into a Linear.
+
+    >>> import torch
+    >>> DyT(2)(torch.zeros(1, 2)).tolist()
+    [[0.0, 0.0]]
+    """
+
+    def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = True, bias: bool = True, alpha: float = 0.5):
+        super().__init__(dim, eps=eps, affine=affine, bias=bias)
+        require_positive("alpha", alpha)
+        self.alpha = alpha
+        self.a = nn.Parameter(torch.full((1,), float(alpha)))
+
+    def reset_parameters(self) -> None:  # noqa: D102
+        super().reset_parameters()
+        nn.init.constant_(self.a, self.alpha)
+
+    def squash(self, x: Tensor) -> Tensor:
+        """`tanh(a * x)`."""
+        return torch.tanh(x * self.a)
+
+    def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
+        wide = x.to(torch.promote_types(x.dtype, self.a.dtype))
+        return rows.affine(self.squash(wide), self.weight, self.bias).to(x.dtype)
+
+    def split(self) -> Split:  # noqa: D102
+        rest, scale, shift = super().split()
+        rest.load_state_dict({k: v for k, v in self.state_dict().items() if k in rest.state_dict()})
+        return Split(rest.to(self.a.device, self.a.dtype), scale.to(self.a.device), shift.to(self.a.device))

@@ -1,0 +1,1 @@
+"""Numerics without state: no `nn.Module`, no method names."""

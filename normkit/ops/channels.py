@@ -1,0 +1,162 @@
+"""Per-channel arithmetic over all real rows of `x[..., C]`: moments, standardize, its gradient, the all-reduce.
+
+`k` rows of statistics describe a batch: `[2, C]` (mean, variance) where the mean is removed, else `[1, C]` (quadratic
+mean). What the statistics *are* is the business of `normkit.norms`; nothing here knows a method's name.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tuple[Tensor, Tensor]:
+    """Statistics `[k, C]` of the real rows of `x`, and how many rows there are.
+
+    `x` is `[..., C]`, already in the type to compute in; `mask` is `[...]`, True where a row is real. Without a real
+    row the statistics are zero.
+
+    >>> moments(torch.tensor([[1.0], [3.0], [9.0]]), torch.tensor([True, True, False]), center=True)
+    (tensor([[2.],
+            [1.]]), tensor(2.))
+    """
+    rows = x.flatten(0, -2)
+    if mask is None:
+        count = rows.new_full((), rows.shape[0])
+        if rows.shape[0] == 0:
+            return rows.new_zeros(1 + center, rows.shape[1]), count
+        if center:
+            var, mean = torch.var_mean(rows, 0, correction=0)
+            return torch.stack([mean, var]), count
+        return rows.square().mean(0, keepdim=True), count
+    keep = mask.reshape(-1, 1)
+    real = keep.sum(dtype=rows.dtype)
+    count = real.clamp(min=1)
+    rows = torch.where(keep, rows, 0)
+    if center:
+        mean = rows.sum(0) / count
+        var = torch.where(keep, rows - mean, 0).square().sum(0) / count
+        return torch.stack([mean, var]), real
+    return rows.square().sum(0, keepdim=True) / count, real
+
+
+def pack(batch: Tensor, count: Tensor, origin: Tensor) -> Tensor:
+    """Statistics as sums that add up over batches and processes: `[k * C + 1]`, the count last.
+
+    Second moments are taken about `origin[0]` when there is a mean, so that the variance survives the subtraction.
+    """
+    if len(batch) == 2:
+        offset = batch[0] - origin[0]
+        batch = torch.stack([offset, batch[1] + offset.square()])
+    return torch.cat([(batch * count).flatten(), count.view(1)])
+
+
+def unpack(sums: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+    """What `pack` packed: joint statistics `[k, C]` and joint count."""
+    count = sums[-1]
+    batch = sums[:-1].view_as(origin) / count.clamp(min=1)
+    if len(batch) == 2:
+        batch = torch.stack([batch[0] + origin[0], (batch[1] - batch[0].square()).clamp(min=0)])
+    return batch, count
+
+
+def all_reduce(sums: Tensor) -> Tensor:
+    """The sum over all processes of the default group; the tensor itself where there is no group."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return sums
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+    return wait_tensor(all_reduce(sums, "sum", torch.distributed.group.WORLD))
+
+
+class GradRule(Protocol):
+    """What the backward pass asks of its owner: the gradient statistics to remove, given this batch's."""
+
+    eps: float
+    center: bool
+    sync: bool
+    pad_grad: str
+
+    def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> Tensor:
+        """Gradient statistics `[k, C]` to remove, given this batch's; the owner updates its state."""
+        ...
+
+
+class Standardize(torch.autograd.Function):
+    """`y = weight * (post * z + shift) + bias` with `z = (x - mean) / sqrt(var + eps)`, the statistics given.
+
+    The backward pass removes the gradient statistics that `rule` chooses (`s0` of `g`, `s1` of `g * z`):
+    `dx = back * (g - s0 - z * s1) / sqrt(var + eps)` with `g = gain * post * weight * dy`. Rows of padding take part
+    in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, rule, x, weight, bias, mask, stat, count, step, post, shift, gain, back, *memo):  # noqa: D102
+        inv = torch.rsqrt(stat[-1] + rule.eps)
+        a = inv if post is None else inv * post
+        b = 0.0 if shift is None else shift
+        if rule.center:
+            b = b - stat[0] * a
+        if weight is not None:
+            a, b = a * weight, b * weight
+        if bias is not None:
+            b = b + bias
+        y = x * a if isinstance(b, float) else torch.addcmul(b, x, a)
+        ctx.rule, ctx.has_bias = rule, bias is not None
+        ctx.save_for_backward(x, weight, mask, stat, count, step, post, shift, gain, back, *memo)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # noqa: D102
+        x, weight, mask, stat, count, step, post, shift, gain, back, *memo = ctx.saved_tensors
+        rule, shape, dtype = ctx.rule, x.shape, x.dtype
+        x, dy = x.to(stat.dtype).flatten(0, -2), dy.to(stat.dtype).flatten(0, -2)
+        inv = torch.rsqrt(stat[-1] + rule.eps)
+        z = (x - stat[0]) * inv if rule.center else x * inv
+        keep = None if mask is None else mask.reshape(-1, 1)
+
+        sums = torch.stack([dy.sum(0), (dy * z).sum(0)])
+        dweight, dbias = sums[1], sums[0]
+        if post is not None:
+            dweight = dweight * post
+        if shift is not None:
+            dweight = dweight + shift * dbias
+        if gain is not None:
+            dweight = dweight * gain
+        factor = inv.new_ones(()) if weight is None else weight.to(stat.dtype)
+        for constant in (post, gain):
+            factor = factor if constant is None else factor * constant
+
+        if keep is not None and rule.pad_grad == "real":
+            real = torch.where(keep, dy, 0)
+            sums = torch.stack([real.sum(0), (real * z).sum(0)])
+        sums = (sums if rule.center else sums[1:]) * factor
+        if rule.sync:
+            sums = all_reduce(sums)
+        s = rule.take_gradient(sums / count.clamp(min=1), count, step, tuple(memo))
+
+        removed = z * s[-1] + s[0] if rule.center else z * s[-1]
+        if keep is not None:
+            removed = torch.where(keep, removed, 0)
+        scale = inv if back is None else inv * back
+        dx = ((dy * factor - removed) * scale).to(dtype).view(shape)
+        dweight = None if weight is None else dweight.to(weight.dtype)
+        dbias = dbias.to(dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return None, dx, dweight, dbias, *[None] * (8 + len(memo))
+
+
+@torch.library.custom_op("normkit::snapshot", mutates_args=())
+def snapshot(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies that a compiled backward must keep instead of recomputing them.
+
+    A compiled graph would otherwise recompute small tensors in the backward pass from the buffers that they were
+    made of, which the forward pass has overwritten by then (seen with torch 2.13: window slots off by one).
+    """
+    return [t.clone() for t in tensors]
+
+
+@snapshot.register_fake
+def _(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(t) for t in tensors]
