@@ -180,8 +180,9 @@ class StatNorm(Norm):
 
     Options of every such norm: `sync` computes the statistics over all processes of the default group;
     `steps_per_update=k` moves the state once in k training forwards, by the statistics of the k batches together.
-    Buffers: `running [k, C]`, `step` (updates so far), `skipped` (forwards and backwards that moved no state because
-    their statistics were not finite or no row was real).
+    Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards that moved no
+    state because their statistics were not finite or no row was real). A buffer is written by the forward or by the
+    backward, never by both: compiled graphs cannot.
     """
 
     offline: bool = True
@@ -193,9 +194,11 @@ class StatNorm(Norm):
     running: Tensor
     step: Tensor
     skipped: Tensor
+    skipped_grad: Tensor
     pending: Tensor
     pending_grad: Tensor
     micro_step: Tensor
+    micro_step_grad: Tensor
 
     def __init__(
         self,
@@ -215,10 +218,11 @@ class StatNorm(Norm):
         self.register_buffer("running", torch.zeros(k, dim))
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self.register_buffer("skipped", torch.zeros((), dtype=torch.long))
+        self.register_buffer("skipped_grad", torch.zeros((), dtype=torch.long))
         if steps_per_update > 1:
-            self.register_buffer("micro_step", torch.zeros(2, dtype=torch.long))  # forwards, backwards
-            self.register_buffer("pending", torch.zeros(k * dim + 1))
-            self.register_buffer("pending_grad", torch.zeros(k * dim + 1))
+            for side in ("", "_grad"):
+                self.register_buffer(f"micro_step{side}", torch.zeros((), dtype=torch.long))
+                self.register_buffer(f"pending{side}", torch.zeros(k * dim + 1))
         self.running[-1] = 1.0
         self._records: list[weakref.ref[_Record]] = []
         self._ungraphed: collections.deque[_Record] = collections.deque(maxlen=16)
@@ -245,6 +249,8 @@ class StatNorm(Norm):
         wide = torch.promote_types(x.dtype, self.running.dtype)
         if not self.training:
             scale, shift = self._affine()
+            if x.dtype == scale.dtype:  # no casts in an exported graph
+                return torch.addcmul(shift, x, scale)
             return torch.addcmul(shift.to(wide), x.to(wide), scale.to(wide)).to(x.dtype)
         with torch.no_grad():
             plan = self._replay(x, mask) or self._advance(x.detach().to(wide), mask)
@@ -275,11 +281,11 @@ class StatNorm(Norm):
         stat = self.train_stat(batch, step, count)
         state, moved = stat.state, ok
         if self.steps_per_update > 1:
-            joint, joint_count, moved = self._accumulate(self.pending, 0, channels.pack(batch, count, self.running), ok)
+            joint, joint_count, moved = self._accumulate(self.pending, self.micro_step, channels.pack(batch, count, self.running), ok)
             joint, joint_count = channels.unpack(joint, self.running)
             state = self.train_stat(joint, step, joint_count).state
         self._commit({**state, "step": step}, moved)
-        self.skipped += ~ok
+        self.skipped.add_(~ok)
         return _Plan(local, stat.value, count, step, stat.post, stat.shift, stat.gain, stat.back, stat.memo)
 
     @torch.no_grad()
@@ -292,19 +298,19 @@ class StatNorm(Norm):
         moved = ok
         if self.steps_per_update > 1:
             sums = torch.cat([(batch * count).flatten(), count.view(1)])
-            sums, total, moved = self._accumulate(self.pending_grad, 1, sums, ok)
+            sums, total, moved = self._accumulate(self.pending_grad, self.micro_step_grad, sums, ok)
             state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, memo)[1]
         self._commit(state, moved)
-        self.skipped += ~ok
+        self.skipped_grad.add_(~ok)
         return value
 
-    def _accumulate(self, pending: Tensor, side: int, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _accumulate(self, pending: Tensor, micro_step: Tensor, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add `sums` to `pending`; the joint sums, their count, and whether this was the last of the k batches."""
         joint = torch.where(ok, pending + sums, pending)
-        ends = (self.micro_step[side] + 1) % self.steps_per_update == 0
+        ends = (micro_step + 1) % self.steps_per_update == 0
         moved = ends & (joint[-1] > 0)
         pending.copy_(torch.where(ends, 0, joint))
-        self.micro_step[side] += 1
+        micro_step.add_(1)
         return joint, joint[-1], moved
 
     def _commit(self, state: dict[str, Tensor], moved: Tensor) -> None:

@@ -20,4 +20,4 @@ class NoNorm(RowNorm):
         super().__init__(dim, eps=eps, affine=affine, bias=bias)
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return rows.affine(x, self.weight, self.bias).to(x.dtype)
+        return x if self.weight is None else rows.affine(x, self.weight, self.bias).to(x.dtype)

@@ -21,7 +21,7 @@ def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tupl
     (tensor([[2.],
             [1.]]), tensor(2.))
     """
-    rows = x.flatten(0, -2)
+    rows = x.reshape(-1, x.shape[-1])
     if mask is None:
         count = rows.new_full((), rows.shape[0])
         if rows.shape[0] == 0:
@@ -112,7 +112,7 @@ class Standardize(torch.autograd.Function):
     def backward(ctx, dy):  # noqa: D102
         x, weight, mask, stat, count, step, post, shift, gain, back, *memo = ctx.saved_tensors
         rule, shape, dtype = ctx.rule, x.shape, x.dtype
-        x, dy = x.to(stat.dtype).flatten(0, -2), dy.to(stat.dtype).flatten(0, -2)
+        x, dy = (t.reshape(-1, t.shape[-1]).to(stat.dtype) for t in (x, dy))
         inv = torch.rsqrt(stat[-1] + rule.eps)
         z = (x - stat[0]) * inv if rule.center else x * inv
         keep = None if mask is None else mask.reshape(-1, 1)

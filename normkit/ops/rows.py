@@ -58,6 +58,8 @@ def group_sample(
     `x` is `[batch, ..., C]`; `mask` is `[batch, ...]`, True where a position is real (Wu & He 2018, Eq. 7).
     """
     split = x.to(_wide(x, weight)).unflatten(-1, (groups, -1))  # [batch, ..., groups, C / groups]
+    if split.numel() == 0:
+        return x
     over = (*range(1, split.dim() - 2), split.dim() - 1)
     if mask is None:
         var, mean = torch.var_mean(split, over, correction=0, keepdim=True)

@@ -1,0 +1,71 @@
+"""What the laws over the table of norms share: short warm-ups, randomised parameters and state, one training step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normkit.norms import NORMS, Norm, StatNorm, make, options
+
+DIM = 8
+SHORT = {"warmup": 2, "window": 2, "renorm_after": 2, "compensate_after": 2, "r_until": 4, "d_until": 4, "groups": 2}
+VARIANTS = [
+    "power(groups=0, warmup=2)",
+    "power(groups=0, warmup=2, denominator='batch', accumulate='released', warmup_grad='nu')",
+    "un(window=2, warmup=2, outlier_filtration=True)",
+    "un(window=2, warmup=2, compensate=True, compensate_after=2, window_bkw=3)",
+    "mabn(window=2, warmup=2, form='unp')",
+    "group(groups=2, over='sample')",
+    "scale(unit_init=True)",
+    "rms(eps_at='outside', bias=True)",
+]
+
+
+def short(name: str) -> str:
+    """The spec of a norm with warm-ups and windows so short that six steps pass through them."""
+    known = options(name)
+    given = ", ".join(f"{key}={value}" for key, value in SHORT.items() if key in known)
+    return f"{name}({given})" if given else name
+
+
+SPECS = [short(name) for name in NORMS] + VARIANTS
+STAT_SPECS = [spec for spec in SPECS if isinstance(make(spec, DIM), StatNorm)]
+
+
+def random_norm(spec: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Norm:
+    """A norm whose parameters are anything but 0 and 1: an identity affine hides bugs."""
+    generator = torch.Generator().manual_seed(seed)
+    norm = make(spec, DIM).to(dtype)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(parameter.mean() + 0.5 + noise)
+    return norm
+
+
+def batch(seed: int, *shape: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
+    """Random rows whose channels differ in size and mean."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    spread = torch.linspace(0.5, 2.0, shape[-1], dtype=torch.float64)
+    return ((x + 0.3) * spread * scale).to(dtype)
+
+
+def train_step(norm: Norm, x: Tensor, dy: Tensor, mask: Tensor | None = None, call: Any = None) -> dict[str, Tensor]:
+    """One forward and backward with a random upstream gradient: output, gradients and state by name."""
+    norm.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_()
+    y = (norm if call is None else call)(x, mask)
+    y.backward(dy)
+    out = {"y": y.detach(), "dx": x.grad}
+    out.update({f"d{name}": p.grad.clone() for name, p in norm.named_parameters() if p.grad is not None})
+    out.update({name: buffer.clone() for name, buffer in norm.named_buffers()})
+    return out
+
+
+def trained(spec: str, steps: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0) -> Norm:
+    """A norm in the middle of its life, past a short warm-up."""
+    norm = random_norm(spec, seed, dtype)
+    for i in range(steps):
+        train_step(norm, batch(i, 6, DIM, dtype=dtype, scale=1 + 0.1 * i), batch(50 + i, 6, DIM, dtype=dtype))
+    return norm
