@@ -1,0 +1,156 @@
+"""Statistics over several processes: what `sync=True` promises, on gloo, with unequal numbers of tokens."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from norm_cases import DIM, batch, random_norm, train_step
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+SPECS = [
+    "batch(sync=True)",
+    "renorm(sync=True, warmup=2, r_until=4, d_until=4)",
+    "mabn(sync=True, window=2, warmup=2, renorm_after=2)",
+    "pnv(sync=True)",
+    "power(sync=True, warmup=2)",
+    "power(sync=True, groups=0, warmup=2)",
+    "un(sync=True, window=2, warmup=2)",
+]
+SIZES = (5, 2, 7)  # tokens a process
+STEPS = 5
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch is built without torch.distributed")
+
+
+def shares(world: int, step: int) -> tuple[list, list, list]:
+    """What each process gets in a step: rows, upstream gradients, masks (the last row of each is padding)."""
+    xs = [batch(10 * step + r, n, DIM, scale=1 + r) for r, n in enumerate(SIZES[:world])]
+    dys = [batch(500 + 10 * step + r, n, DIM) for r, n in enumerate(SIZES[:world])]
+    masks = [torch.arange(n) < n - 1 for n in SIZES[:world]]
+    return xs, dys, masks
+
+
+def spawn(worker, world: int, tmp_path, *args) -> None:
+    """Run `worker(rank, world, *args)` in `world` processes that share a group."""
+    mp.start_processes(_enter, (worker, world, str(tmp_path / "rendezvous"), args), world, start_method="spawn")
+
+
+def _enter(rank, worker, world, rendezvous, args):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    try:
+        worker(rank, world, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def one_process(spec: str, world: int) -> list[dict]:
+    """The same steps in one process on the joint batch."""
+    norm = random_norm(spec)
+    return [train_step(norm, *(torch.cat(part) for part in shares(world, step))) for step in range(STEPS)]
+
+
+def compare(got: dict, joint: dict, rank: int, grads: dict) -> None:
+    """One process' results against its share of the joint ones; parameter gradients are sums over processes."""
+    start = sum(SIZES[:rank])
+    for name in ("y", "dx"):
+        assert_close(got[name], joint[name][start : start + SIZES[rank]])
+    for name, value in joint.items():
+        if name in grads:
+            assert_close(grads[name], value)
+        elif name not in ("y", "dx"):
+            assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _plain(rank, world, wanted):
+    for spec, want in wanted.items():
+        norm = random_norm(spec)
+        for step in range(STEPS):
+            got = train_step(norm, *(part[rank] for part in shares(world, step)))
+            grads = {name: got[name].clone() for name in got if name in ("dweight", "dbias")}
+            for grad in grads.values():
+                dist.all_reduce(grad)
+            compare(got, want[step], rank, grads)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_equal_one_process_with_the_joint_batch(world, tmp_path):
+    spawn(_plain, world, tmp_path, {spec: one_process(spec, world) for spec in SPECS})
+
+
+def _ddp(rank, world, spec, broadcast, want):
+    norm = random_norm(spec)
+    model = DistributedDataParallel(norm, broadcast_buffers=broadcast)
+    for step in range(STEPS):
+        x, dy, mask = (part[rank] for part in shares(world, step))
+        if step == 2:  # gradients stay at home; statistics do not
+            with model.no_sync():
+                got = train_step(norm, x, dy, mask, call=model)
+            assert_close(got["y"], want[step]["y"][sum(SIZES[:rank]) : sum(SIZES[: rank + 1])])
+            continue
+        got = train_step(norm, x, dy, mask, call=model)
+        compare(got, want[step], rank, {n: got[n] * world for n in ("dweight", "dbias")})
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_under_ddp_with_and_without_broadcast_buffers(broadcast, tmp_path):
+    spec = "un(sync=True, window=2, warmup=2)"
+    spawn(_ddp, 2, tmp_path, spec, broadcast, one_process(spec, 2))
+
+
+def _fsdp(rank, world, spec, want):
+    norm = random_norm(spec)
+    fully_shard(norm, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)))
+    start = sum(SIZES[:rank])
+    for step in range(STEPS):
+        x, dy, mask = (part[rank] for part in shares(world, step))
+        leaf = x.clone().requires_grad_()
+        norm.zero_grad()
+        y = norm(leaf, mask)
+        y.backward(dy)
+        assert_close(y.detach(), want[step]["y"][start : start + SIZES[rank]])
+        assert_close(leaf.grad, want[step]["dx"][start : start + SIZES[rank]])
+        assert_close(norm.weight.grad.full_tensor() * world, want[step]["dweight"])
+        for name, buffer in norm.named_buffers():
+            assert_close(buffer, want[step][name])
+
+
+def test_under_fsdp2(tmp_path):
+    spec = "power(sync=True, groups=0, warmup=2)"
+    spawn(_fsdp, 2, tmp_path, spec, one_process(spec, 2))
+
+
+def _unsynchronised(rank, world):
+    norm = random_norm("pnv")
+    train_step(norm, *(part[rank] for part in shares(world, 0)))
+    gathered = [torch.empty_like(norm.running) for _ in range(world)]
+    dist.all_gather(gathered, norm.running)
+    assert not torch.allclose(*gathered)
+
+
+def test_without_sync_every_process_keeps_its_own_statistics(tmp_path):
+    spawn(_unsynchronised, 2, tmp_path)
+
+
+def _one_all_reduce_a_pass(rank, world):
+    calls = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "all_reduce" in str(func):
+                calls.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    norm = random_norm("un(sync=True)")
+    x, dy, mask = (part[rank] for part in shares(world, 0))
+    leaf = x.clone().requires_grad_()
+    with Count():
+        y = norm(leaf, mask)
+    y.backward(dy)
+    assert calls == [DIM + 1]
+
+
+def test_one_small_all_reduce_a_pass(tmp_path):
+    spawn(_one_all_reduce_a_pass, 2, tmp_path)
