@@ -1,0 +1,5 @@
+"""Transforms of models that somebody else wrote; none changes the model that it is given, unless asked."""
+
+from normkit.transforms.convert import convert, find, unreadable
+
+__all__ = ["convert", "find", "unreadable"]

@@ -1,0 +1,197 @@
+"""Swap the norms of a model you did not write."""
+
+import copy
+import fnmatch
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from normkit.norms import Norm, StatNorm, make, options, parse
+from normkit.transforms.fastpath import leave_fast_path
+from normkit.transforms.foreign import CannotRead, Found, looks_like_a_norm, read, statistics, write
+from normkit.transforms.layout import channels_first
+from normkit.transforms.masks import MaskFrom, route_mask
+from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def find(model: nn.Module) -> dict[str, Found]:
+    """Every norm of the model that `convert` can read, by its name in the model.
+
+    >>> list(find(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
+    ['1']
+    """
+    found = {}
+    for name, module in model.named_modules():
+        try:
+            found[name] = read(module)
+        except CannotRead:
+            continue
+    return found
+
+
+def unreadable(model: nn.Module) -> dict[str, str]:
+    """Modules whose class name says "norm" and that cannot be read, with the reason.
+
+    >>> unreadable(nn.Sequential(nn.InstanceNorm1d(4)))
+    {'0': 'no reader for the class name InstanceNorm1d'}
+    """
+    reasons = {}
+    for name, module in model.named_modules():
+        if looks_like_a_norm(module):
+            try:
+                read(module)
+            except CannotRead as error:
+                reasons[name] = str(error)
+    return reasons
+
+
+def convert(
+    model: nn.Module,
+    to: str | Mapping[str, str],
+    *,
+    where: Callable[[str, nn.Module], bool] | None = None,
+    mask_from: MaskFrom = None,
+    inplace: bool = False,
+) -> nn.Module:
+    """Return the model with its norms replaced: by a spec, or by rules from name pattern to spec.
+
+    Rules are tried in order and the first that matches a norm's name wins; a norm that none matches stays as it is.
+    Patterns are those of `fnmatch`: `{"encoder.*": "un", "*.final_norm": "layer"}`. `where(name, module)` may say no.
+    `weight` and `bias` are the same parameters under the same names, eps carries over unless the spec gives one, and so
+    do frozen statistics, hooks, device, dtype, training mode and sharing. A norm without bias gets one without.
+
+    `mask_from` names the argument of the model's forward that marks real tokens, so that statistics never see padding:
+    see `normkit.transforms.masks`. ValueError where nothing was converted or a pattern matches no norm; TypeError for
+    wrapped, compiled or quantized models. `inplace=False` leaves the given model alone.
+
+    >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un(window=2)")[1]
+    UN(4, un(window=2))
+    """
+    refuse_wrapped(model, "convert")
+    refuse_quantized(model, "convert")
+    rules = {"*": to} if isinstance(to, str) else dict(to)
+    for spec in rules.values():
+        parse(spec)
+    places = {name: module for name, module in model.named_modules(remove_duplicate=False) if _readable(module)}
+    if isinstance(to, Mapping):
+        _refuse_idle_patterns(rules, list(places))
+    chosen = {}
+    for name, module in places.items():
+        spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if spec is not None and (where is None or where(name, module)):
+            chosen[name] = spec
+    if not chosen:
+        raise ValueError(_nothing_found(model, list(places)))
+
+    model = model if inplace else copy.deepcopy(model)
+    made: dict[int, nn.Module] = {}  # one new module per old one, however often it is shared
+    for name, spec in chosen.items():
+        old = model.get_submodule(name)
+        if id(old) not in made:
+            made[id(old)] = replacement(old, spec, like=next(model.parameters(), None))
+            made[id(made[id(old)])] = made[id(old)]  # so that its other names find it, too
+        model = put(model, name, made[id(old)])
+    leave_fast_path(model)
+    if mask_from is not None:
+        route_mask(model, mask_from)
+    return model
+
+
+@torch.no_grad()
+def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> Norm:
+    """A norm of the given spec with the parameters, statistics, hooks and mode of an old one (itself, if it is one).
+
+    `like` gives device and dtype where the old norm has neither parameters nor buffers.
+    """
+    found = read(old)
+    name, given = parse(spec)
+    if isinstance(old, Norm) and parse(old.spec)[0] == name and all(old.option(k) == v for k, v in given.items()):
+        return old
+    given = {**_carried(found, name), **given}
+    new = make(write(name, given), found.dim)
+    for key in ("weight", "bias"):
+        _carry(new, key, getattr(found, key))
+    tensors = [t for t in (found.weight, found.bias, found.running, *old.buffers(), like) if t is not None]
+    if tensors:
+        new.to(tensors[0].device, tensors[0].dtype)
+    if isinstance(new, StatNorm) and found.running is not None:
+        new.running.copy_(statistics(found.running, new.center))
+    for hooks in HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
+    if found.channel_dim != -1 and not isinstance(old, Norm):
+        channels_first(new)
+    elif isinstance(old, Norm) and hasattr(old, "channel_dim"):
+        new.channel_dim = old.channel_dim  # type: ignore[assignment]
+    return new.train(old.training)
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """The model with `module` at `name`; the module itself where the name is that of the whole model."""
+    if not name:
+        return module
+    model.set_submodule(name, module)
+    return model
+
+
+def _carried(found: Found, name: str) -> dict[str, object]:
+    """What the new norm takes over from the old one's make-up, where its spec does not say otherwise."""
+    carried: dict[str, object] = {"eps": found.eps}
+    if options(name)["affine"]:  # nonorm stays without, unless told
+        affine = found.weight is not None or found.bias is not None
+        carried.update(affine=affine, bias=affine and found.bias is not None)
+    return carried
+
+
+def _carry(new: Norm, key: str, value: torch.Tensor | None) -> None:
+    """Give the new norm an old parameter: the very same one where the shapes agree."""
+    mine = getattr(new, key)
+    if mine is None or value is None:
+        return
+    if isinstance(value, nn.Parameter) and value.shape == mine.shape:
+        setattr(new, key, value)
+    elif value.shape == mine.shape:
+        setattr(new, key, nn.Parameter(value.detach().clone(), value.requires_grad))
+    else:  # ScaleNorm has one length: the mean of the old gains times its own
+        length = mine.to(value.device, value.dtype) * value.mean()
+        setattr(new, key, nn.Parameter(length, mine.requires_grad and value.requires_grad))
+
+
+def _readable(module: nn.Module) -> bool:
+    try:
+        read(module)
+    except CannotRead:
+        return False
+    return True
+
+
+def _refuse_idle_patterns(rules: dict[str, str], names: list[str]) -> None:
+    for pattern in rules:
+        if names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"the pattern {pattern!r} matches no norm; the norms are {_listed(names)}")
+
+
+def _nothing_found(model: nn.Module, readable: list[str]) -> str:
+    if readable:
+        return f"convert() was told to convert none of the norms that it found: {_listed(readable)}"
+    seen = unreadable(model)
+    if seen:
+        named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
+        return f"convert() found no norm that it can read. It saw {named}. A row in normkit/transforms/foreign.py teaches it"
+    kinds = sorted({type(module).__name__ for module in model.modules()})
+    return f"convert() found no norm: no class in this model has 'norm' in its name. Classes seen: {_listed(kinds)}"
+
+
+def _listed(names: list[str], most: int = 12) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name or "(the model itself)" for name in names[:most]) + more

@@ -1,0 +1,220 @@
+"""How to read norms that other libraries wrote: by class name, importing none of them, and checked by running them."""
+
+import copy
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normkit.norms import Norm, StatNorm, make, options, parse
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A norm of somebody's model: `kind` is the spec of the norm of ours that computes the same.
+
+    `weight` and `bias` are those that act, `[dim]` or None (Gemma stores `weight - 1`); `running` are the frozen
+    statistics of a norm that has some; `channel_dim` is 1 where the channels do not come last.
+    """
+
+    dim: int
+    eps: float
+    weight: Tensor | None
+    bias: Tensor | None
+    kind: str
+    channel_dim: int = -1
+    running: Tensor | None = None
+
+
+class CannotRead(Exception):
+    """A module whose name looks like a norm's, and which is none that can be read; the text says why."""
+
+
+def read(module: nn.Module) -> Found:
+    """What a norm computes. CannotRead for anything that is no norm, or that does not compute what its name says.
+
+    >>> read(nn.LayerNorm(8, eps=1e-6)).kind
+    'layer'
+    """
+    if isinstance(module, Norm):
+        return _ours(module)
+    name = type(module).__name__
+    for pattern, readers in READERS.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            if any(module.children()):
+                raise CannotRead(f"{name} has modules of its own")
+            return _first_that_agrees(module, readers)
+    raise CannotRead(f"no reader for the class name {name}")
+
+
+def looks_like_a_norm(module: nn.Module) -> bool:
+    """Whether a class name says "norm" and the module has no parts: what an error message names when nothing is read."""
+    return "norm" in type(module).__name__.lower() and not any(module.children())
+
+
+def equivalent(found: Found) -> Norm:
+    """A norm of ours that computes what was found, in evaluation mode; it shares no memory with the model.
+
+    >>> equivalent(read(nn.RMSNorm(4, eps=1e-6))).spec
+    'rms(eps=1e-06)'
+    """
+    name, given = parse(found.kind)
+    affine = found.weight is not None or found.bias is not None
+    if name != "dyt":
+        given = {**given, "eps": found.eps}
+    given = {"affine": affine, "bias": affine and found.bias is not None, **given}
+    if name == "scale":  # the length is a single number; here it is spread over the channels
+        raise CannotRead("ScaleNorm is read from normkit's own class only")
+    norm = make(write(name, given), found.dim)
+    tensors = [t for t in (found.weight, found.bias, found.running) if t is not None]
+    norm = norm.to(*((tensors[0].device, tensors[0].dtype) if tensors else ("cpu",))).eval()
+    with torch.no_grad():
+        for mine, theirs in ((norm.weight, found.weight), (norm.bias, found.bias)):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+        if isinstance(norm, StatNorm) and found.running is not None:
+            norm.running.copy_(statistics(found.running, norm.center))
+    return norm
+
+
+def statistics(running: Tensor, center: bool) -> Tensor:
+    """Frozen statistics `[k, dim]` for a norm that removes the mean (`center`, k = 2), or does not (k = 1).
+
+    Mean and variance give the quadratic mean exactly; the other way about, the quadratic mean stands as a variance
+    about zero, which divides by the same number.
+    """
+    if len(running) == 1 + center:
+        return running
+    if center:
+        return torch.cat([torch.zeros_like(running), running])
+    return (running[1] + running[0].square())[None]
+
+
+def write(name: str, given: dict[str, object]) -> str:
+    """The spec of a norm with these options.
+
+    >>> write("un", {"window": 2})
+    'un(window=2)'
+    """
+    given = {key: value for key, value in given.items() if key in options(name) and options(name)[key] != value}
+    return name + (f"({', '.join(f'{key}={value!r}' for key, value in given.items())})" if given else "")
+
+
+def _ours(norm: Norm) -> Found:
+    weight, bias = norm.weight, norm.bias
+    if weight is not None and weight.shape != (norm.dim,):
+        weight = norm.split().scale  # ScaleNorm's one length
+    running = norm.running if isinstance(norm, StatNorm) else None
+    return Found(norm.dim, norm.eps, weight, bias, norm.spec, getattr(norm, "channel_dim", -1), running)
+
+
+def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[nn.Module], Found], ...]) -> Found:
+    reasons = []
+    for reader in readers:
+        try:
+            found = reader(module)
+            _check(module, found)
+            return found
+        except CannotRead as error:
+            reasons.append(str(error))
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+    raise CannotRead(
+        f"{type(module).__name__} does not compute what its name says ({'; '.join(dict.fromkeys(reasons))})"
+    )
+
+
+@torch.no_grad()
+def _check(module: nn.Module, found: Found) -> None:
+    """Run the module beside our reading of it, on rows of ordinary and of tiny size (these tell eps apart)."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(t.device.type == "meta" for t in tensors):
+        return
+    device = tensors[0].device if tensors else torch.device("cpu")
+    theirs, mine = copy.deepcopy(module).double().eval(), equivalent(found).double()
+    shape = (2, 3, found.dim) if found.channel_dim == -1 else (2, 2, 3, found.dim)
+    if type(module).__name__ == "BatchNorm1d":
+        shape = (2, 3, found.dim)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    for size in (1.0, 1e-2):
+        y = theirs.forward((x * size).movedim(-1, found.channel_dim)).movedim(found.channel_dim, -1)
+        if not torch.allclose(y.double(), mine(x * size), rtol=1e-4, atol=1e-5 * float(y.abs().max())):
+            raise CannotRead(f"read as {found.kind}, its output differs")
+
+
+# -- one function a formula; each says where the numbers are kept ----------------------------------------------------
+
+
+def _eps(module: nn.Module) -> float:
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        if hasattr(module, name):
+            eps = getattr(module, name)
+            weight = getattr(module, "weight", None)
+            return torch.finfo(torch.float32 if weight is None else weight.dtype).eps if eps is None else float(eps)
+    raise CannotRead("it keeps no eps")
+
+
+def _dim(module: nn.Module) -> int:
+    shape = getattr(module, "normalized_shape", None)
+    if shape is not None and not isinstance(shape, int):
+        if len(shape) != 1:
+            raise CannotRead(
+                f"it normalizes over {len(shape)} axes at once, {tuple(shape)}; only the last can be converted"
+            )
+        return int(shape[0])
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        raise CannotRead("it has no weight with one number a channel")
+    return weight.numel()
+
+
+def _layer(module: nn.Module) -> Found:
+    return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "layer")
+
+
+def _layer_channels_first(module: nn.Module) -> Found:
+    return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "layer", channel_dim=1)
+
+
+def _rms(module: nn.Module) -> Found:
+    return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "rms")
+
+
+def _rms_unit_offset(module: nn.Module) -> Found:
+    weight = 1 + module.weight.detach()
+    return Found(_dim(module), _eps(module), nn.Parameter(weight, module.weight.requires_grad), None, "rms")
+
+
+def _rms_channels_first(module: nn.Module) -> Found:
+    return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "rms", channel_dim=1)
+
+
+def _batch(module: nn.Module) -> Found:
+    if module.running_mean is None:
+        raise CannotRead("BatchNorm without running statistics normalizes by the batch at inference too")
+    running = torch.stack([module.running_mean, module.running_var])
+    return Found(module.num_features, module.eps, module.weight, module.bias, "batch", 1, running)
+
+
+def _group(module: nn.Module) -> Found:
+    kind = f"group(groups={module.num_groups}, over='sample')"
+    return Found(module.num_channels, module.eps, module.weight, module.bias, kind, channel_dim=1)
+
+
+READERS: dict[str, tuple[Callable[[nn.Module], Found], ...]] = {  # by class name; the first reading that proves right
+    "LayerNorm": (_layer, _layer_channels_first),  # torch, timm
+    "LayerNormFp32": (_layer,),  # timm
+    "LayerNorm2d": (_layer_channels_first,),  # timm, torchvision
+    "LayerNorm2dFp32": (_layer_channels_first,),
+    "*LayerNorm": (_layer, _rms, _layer_channels_first),  # T5LayerNorm is an RMSNorm, ConvNextLayerNorm has two layouts
+    "*RMSNorm": (_rms, _rms_unit_offset),  # torch, Llama, Mistral, Qwen; Gemma keeps weight - 1
+    "RmsNorm": (_rms,),  # timm
+    "RmsNormFp32": (_rms,),
+    "RmsNorm2d": (_rms_channels_first,),
+    "RmsNorm2dFp32": (_rms_channels_first,),
+    "BatchNorm1d": (_batch,),
+    "GroupNorm": (_group,),
+    "GroupNorm1": (_group,),
+}

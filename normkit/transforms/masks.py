@@ -1,0 +1,148 @@
+"""Tell every norm which tokens are real, in models whose blocks call `self.norm(x)` and know no mask."""
+
+import fnmatch
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normkit.norms import Norm
+
+MaskFrom = str | Mapping[str, str] | None
+
+
+def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
+    """Hand an argument of the model's forward to its norms as their mask, in place.
+
+    `mask_from` is the argument's name, or rules from norm-name pattern to argument name (first match wins). A single
+    name serves both halves of an encoder-decoder: where the forward also takes `decoder_<name>`, norms under a module
+    called "decoder" get that one. What an argument's values mean follows its shape and name:
+
+    - `[batch, tokens]`, bool or number: True or above 0.5 is real; in an argument named `...padding_mask` (PyTorch's)
+      True, or a number below -1, is padding;
+    - `[batch, (heads,) queries, keys]`: bool says who may be looked at, numbers are added to the scores; a token that
+      any query may look at is real.
+
+    The mask stays until the model's next forward, because recomputation (activation checkpointing) runs after it. A norm
+    whose input is laid out otherwise than the mask, a pooled token say, gets none.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    names = list(parameters)
+    loose = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    rules = _rules(mask_from, names)
+    for argument in rules.values():
+        if argument not in names and not loose:
+            raise ValueError(
+                f"the model's forward has no argument {argument!r} to take masks from; it has {', '.join(names)}"
+            )
+    remove_routes(model)
+    route = Route({a: names.index(a) if a in names else None for a in rules.values()}, _time_first(model))
+    given = set()
+    for name, norm in model.named_modules():
+        if isinstance(norm, Norm):
+            argument = next((a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
+            if argument is not None:
+                given.add(argument)
+                norm.register_forward_pre_hook(GiveMask(route, argument), prepend=False, with_kwargs=True)
+    if unused := set(rules.values()) - given - {f"decoder_{mask_from}"}:
+        raise ValueError(f"no norm takes its mask from {', '.join(sorted(unused))}; check the patterns of mask_from")
+    model.register_forward_pre_hook(route, with_kwargs=True)
+
+
+def remove_routes(model: nn.Module) -> None:
+    """Take away what `route_mask` put in."""
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Route | GiveMask)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+class Route:
+    """Forward pre-hook of a model: keeps the masks of this call where its norms find them."""
+
+    def __init__(self, arguments: dict[str, int | None], time_first: bool):
+        self.arguments, self.time_first = arguments, time_first
+        self.masks: dict[str, Tensor | None] = {}
+
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Read the masks of this call."""
+        for name, index in self.arguments.items():
+            given = kwargs.get(name)
+            if given is None and index is not None and index < len(args):
+                given = args[index]
+            self.masks[name] = None if given is None else real_tokens(given, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "masks": {}}
+
+
+class GiveMask:
+    """Forward pre-hook of a norm: passes on the mask of this call, unless the caller gave one."""
+
+    def __init__(self, route: Route, argument: str):
+        self.route, self.argument = route, argument
+
+    def __call__(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Add `mask=` to the call."""
+        mask = self.route.masks.get(self.argument)
+        if mask is None or len(args) > 1 or kwargs.get("mask") is not None:
+            return None
+        x = args[0] if args else kwargs["x"]
+        return args, {**kwargs, "mask": fit(mask, x.shape[:-1], self.route.time_first)}
+
+
+def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
+    """A model's mask as `[batch, tokens]`, True where a token is real.
+
+    >>> real_tokens(torch.tensor([[1, 1, 0]])).tolist()
+    [[True, True, False]]
+    """
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a tensor for normkit to read a mask from it; got {type(given).__name__}")
+    if given.dim() not in (2, 3, 4):
+        raise ValueError(
+            f"{name} must be [batch, tokens] or [batch, (heads,) queries, keys]; got shape {tuple(given.shape)}"
+        )
+    if name.endswith("padding_mask"):
+        return given > -1 if given.dtype.is_floating_point else ~given.bool()
+    if given.dim() == 2:
+        return given > 0.5 if given.dtype.is_floating_point else given.bool()
+    keep = given > -1 if given.dtype.is_floating_point else given.bool()
+    return keep.any(1) if given.dim() == 3 else keep.any(1).any(1)
+
+
+def fit(mask: Tensor, shape: torch.Size, time_first: bool) -> Tensor | None:
+    """The mask `[batch, tokens]` for an input `x` with `x.shape[:-1] == shape`; None where it does not fit."""
+    if len(shape) == 2 and time_first:
+        mask = mask.T
+    if mask.shape == shape:
+        return mask
+    batch, tokens = mask.shape
+    if len(shape) == 1:
+        return mask.flatten() if shape[0] == batch * tokens else None
+    if batch == 1 and shape[0] != 1 and not time_first:  # one mask for the whole batch
+        return fit(mask.expand(shape[0], tokens), shape, time_first)
+    if len(shape) == 3 and tuple(shape[:2]) == (batch, tokens):  # [batch, tokens, heads]
+        return mask[:, :, None].expand(shape)
+    if len(shape) == 3 and (shape[0], shape[2]) == (batch, tokens):  # [batch, heads, tokens]
+        return mask[:, None, :].expand(shape)
+    return None
+
+
+def _rules(mask_from: MaskFrom, names: list[str]) -> dict[str, str]:
+    if isinstance(mask_from, Mapping):
+        return dict(mask_from)
+    if not isinstance(mask_from, str):
+        raise TypeError(
+            f"mask_from is the name of an argument, or rules pattern -> name; got {type(mask_from).__name__}"
+        )
+    if f"decoder_{mask_from}" in names:
+        return {"decoder.*": f"decoder_{mask_from}", "*.decoder.*": f"decoder_{mask_from}", "*": mask_from}
+    return {"*": mask_from}
+
+
+def _time_first(model: nn.Module) -> bool:
+    layouts = {m.batch_first for m in model.modules() if isinstance(getattr(m, "batch_first", None), bool)}
+    return layouts == {False}

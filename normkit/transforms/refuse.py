@@ -1,0 +1,51 @@
+"""Models that cannot be taken apart, recognised before anything is done to them."""
+
+from torch import nn
+
+WRAPPERS = {  # class name: what to do instead
+    "DistributedDataParallel": "transform `model.module` and wrap the result",
+    "DataParallel": "transform `model.module` and wrap the result",
+    "FullyShardedDataParallel": "transform the model before it is sharded",
+    "FSDPModule": "transform the model before fully_shard()",
+    "OptimizedModule": "transform the original (`model._orig_mod`) and compile the result",
+    "ScriptModule": "transform the eager model; TorchScript has no modules to swap",
+    "GraphModule": "transform the model that it was traced from",
+}
+QUANTIZED = ("torch.ao.nn.quantized", "torchao", "bitsandbytes", "auto_gptq", "awq", "hqq", "optimum.quanto")
+
+
+def refuse_wrapped(model: nn.Module, verb: str) -> None:
+    """Raise a TypeError for what is no model, or is wrapped, sharded or compiled, saying what to do instead."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{verb}() takes an nn.Module; got {type(model).__name__}")
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} is wrapped in"
+        for kind in type(module).__mro__:
+            if kind.__name__ in WRAPPERS:
+                raise TypeError(
+                    f"{verb}() cannot look into this model: {where} {kind.__name__}; {WRAPPERS[kind.__name__]}"
+                )
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise TypeError(f"{verb}() cannot look into this model: {name or 'it'} is compiled; compile after {verb}()")
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise TypeError(f"{verb}() cannot look into this model: {name} is sharded; transform it before sharding")
+
+
+def quantized(model: nn.Module) -> str | None:
+    """What is quantized in a model, in words; None where nothing is."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(QUANTIZED) or hasattr(module, "_packed_params"):
+            return f"{name or 'the model'} is a quantized {type(module).__name__}"
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith(QUANTIZED):
+            return f"{name} is a quantized {type(parameter).__name__}"
+        if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
+            return f"{name} is stored as {parameter.dtype}"
+    return None
+
+
+def refuse_quantized(model: nn.Module, verb: str) -> None:
+    """Raise a TypeError for a model with quantized weights."""
+    if what := quantized(model):
+        raise TypeError(f"{verb}() cannot change this model: {what}. Transform the model first, then quantize it")
