@@ -466,6 +466,22 @@ def test_at_inference_offline_norms_export_as_plain_affine_arithmetic(spec):
         assert {str(op).split(".")[1] for op in after} <= {"mul", "add", "addcmul", "alias", "sub", "expand", "_to_copy"}
 
 
+@every
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_at_inference_offline_norms_become_mul_and_add_in_onnx(spec):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    norm = trained(spec, dtype=torch.float32).eval()
+    x = batch(0, 2, 4, DIM, dtype=torch.float32)
+    program = torch.onnx.export(norm, (x,), dynamo=True, verbose=False)
+    if norm.offline:
+        assert {node.op_type for node in program.model.graph} <= {"Mul", "Add", "Identity"}
+    session = runtime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert_close(torch.from_numpy(got), norm(x), rtol=1e-4, atol=1e-5)
+
+
 def _reads_input(node) -> bool:
     return any(a.op == "placeholder" and a.name == "x" or _reads_input(a) for a in node.all_input_nodes)
 

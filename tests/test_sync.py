@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from norm_cases import DIM, batch, random_norm, train_step
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -120,6 +120,20 @@ def _fsdp(rank, world, spec, want):
 def test_under_fsdp2(tmp_path):
     spec = "power(sync=True, groups=0, warmup=2)"
     spawn(_fsdp, 2, tmp_path, spec, one_process(spec, 2))
+
+
+def _fsdp_mixed(rank, world):
+    norm = random_norm("un(sync=True, window=2, warmup=2)", dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    fully_shard(norm, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)), mp_policy=policy)
+    for step in range(3):
+        y = norm(batch(step, 6, DIM, dtype=torch.float32))
+        assert y.dtype is torch.bfloat16
+    assert all(b.dtype in (torch.float32, torch.int64) for b in norm.buffers())
+
+
+def test_state_stays_float32_under_fsdp2_mixed_precision(tmp_path):
+    spawn(_fsdp_mixed, 2, tmp_path)
 
 
 def _unsynchronised(rank, world):
