@@ -21,6 +21,7 @@ from normkit.norms import (
     make,
     options,
 )
+from normkit.transforms import convert, find
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,8 @@ __all__ = [
     "RMSNorm",
     "ScaleNorm",
     "Split",
+    "convert",
+    "find",
     "fix_embedding",
     "make",
     "options",
