@@ -1,0 +1,470 @@
+"""Swapping norms: every source library, everything that must survive, and masks that must arrive."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from foreign_models import CASES, missing, padding, pixels, randomize, tokens
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from normkit.norms import UN, BatchNorm, LayerNorm, Norm, RMSNorm, StatNorm, make
+from normkit.transforms import convert, find, unreadable
+from normkit.transforms.foreign import CannotRead, equivalent, read
+from normkit.transforms.masks import real_tokens
+
+
+def case_of(name: str):
+    if library := missing(name):
+        pytest.skip(f"{library} is not installed")
+    return CASES[name]()
+
+
+def run(case, model=None, **changes):
+    out = (case.model if model is None else model)(*case.args, **{**case.kwargs, **changes})
+    return out if isinstance(out, torch.Tensor) else case.outputs(out)
+
+
+def same_kind(found):
+    """The rules that put our own version in place of every norm."""
+    return {name: each.kind for name, each in found.items()}
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_our_version_of_every_foreign_norm_computes_the_same(name):
+    case = case_of(name)
+    found = find(case.model)
+    assert len(found) >= 4
+    assert not unreadable(case.model)
+    converted = convert(case.model, same_kind(found))
+    assert all(isinstance(converted.get_submodule(site), Norm) for site in found)
+    with torch.no_grad():
+        torch.testing.assert_close(run(case, converted), run(case), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_offline_norm_really_runs_in_place_of_every_norm(name):
+    case = case_of(name)
+    converted = convert(case.model, "un", mask_from=case.mask_from)
+    keys = set(case.model.state_dict())
+    kept = {key for key in converted.state_dict() if key in keys}
+    assert kept == keys, "parameter names stay"
+    ran = set()
+    for site in find(case.model):
+        norm = converted.get_submodule(site)
+        assert isinstance(norm, UN)
+        norm.register_forward_hook(lambda module, args, out, site=site: ran.add(site))
+    before = {key: t.clone() for key, t in case.model.state_dict().items()}
+    converted.train()
+    run(case, converted)
+    assert ran == set(find(case.model))
+    assert all(norm.step == 1 for norm in converted.modules() if isinstance(norm, UN))
+    for key, t in case.model.state_dict().items():
+        torch.testing.assert_close(t, before[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "shape"),
+    [
+        (nn.LayerNorm(6, eps=1e-3), "layer", (2, 5, 6)),
+        (nn.LayerNorm(6, bias=False), "layer", (2, 5, 6)),
+        (nn.LayerNorm(6, elementwise_affine=False), "layer", (2, 5, 6)),
+        (nn.RMSNorm(6, eps=1e-3), "rms", (2, 5, 6)),
+        (nn.RMSNorm(6), "rms", (2, 5, 6)),
+        (nn.BatchNorm1d(6, eps=1e-3), "batch", (2, 6, 5)),
+        (nn.BatchNorm1d(6, affine=False), "batch", (5, 6)),
+        (nn.GroupNorm(3, 6, eps=1e-3), "group(groups=3, over='sample')", (2, 6, 4, 3)),
+    ],
+)
+def test_torch_norms_convert_to_our_own_at_any_layout(module, kind, shape):
+    module = randomize(nn.Sequential(module)).eval()
+    assert find(module)["0"].kind == kind
+    x = torch.randn(shape) * torch.linspace(0.01, 2, shape[-1])
+    torch.testing.assert_close(convert(module, kind)(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_batch_statistics_carry_over_and_serve_norms_that_do_not_centre():
+    model = randomize(nn.Sequential(nn.BatchNorm1d(6))).eval()
+    converted = convert(model, "un")
+    quadratic = model[0].running_var + model[0].running_mean.square()
+    torch.testing.assert_close(converted[0].running[0], quadratic)
+    again = convert(converted, "batch")
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(again(x), converted(x))
+
+
+@pytest.mark.parametrize("center", [True, False])
+def test_our_own_norms_convert_too_with_their_statistics(center):
+    model = randomize(nn.Sequential(make("renorm" if center else "un", 6))).eval()
+    converted = convert(model, "batch" if center else "pnv")
+    x = torch.randn(4, 6)
+    assert type(converted[0]) is not type(model[0])
+    torch.testing.assert_close(converted(x), model(x))
+
+
+def test_gains_become_one_length_in_scale_norm():
+    model = nn.Sequential(nn.RMSNorm(16, eps=1e-12))
+    nn.init.constant_(model[0].weight, 0.7)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(convert(model, "scale")(x), model(x))
+    torch.testing.assert_close(convert(model, "scale(unit_init=True)")(x), model(x))
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.LayerNorm(4) for _ in range(12)])
+        self.final_norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        for norm in self.encoder:
+            x = norm(x) + x
+        return self.final_norm(x)
+
+
+def test_the_first_rule_that_matches_wins_and_the_rest_stays():
+    model = convert(Pair(), {"encoder.[0-3]": "un", "encoder.1?": "rms(bias=True)", "encoder.*": "batch"})
+    kinds = [type(norm).__name__ for norm in model.encoder]
+    assert kinds == ["UN"] * 4 + ["BatchNorm"] * 6 + ["RMSNorm"] * 2
+    assert type(model.final_norm) is nn.LayerNorm
+
+
+def test_a_predicate_chooses_by_name_and_module():
+    model = convert(Pair(), "un", where=lambda name, module: name.endswith("norm") and isinstance(module, nn.LayerNorm))
+    assert isinstance(model.final_norm, UN)
+    assert type(model.encoder[0]) is nn.LayerNorm
+
+
+def test_a_norm_that_is_what_the_rule_asks_for_is_left_alone():
+    model = nn.Sequential(make("un(window=2)", 4), LayerNorm(4))
+    model[0].step += 7
+    converted = convert(model, {"0": "un(window=2)", "1": "layer"})
+    assert converted[0].step == 7
+    assert convert(model, {"0": "un(window=3)"})[0].window == 3
+
+
+def test_eps_and_bias_follow_the_old_norm_unless_the_spec_says_otherwise():
+    model = nn.Sequential(nn.LayerNorm(4, eps=1e-3, bias=False))
+    assert convert(model, "un")[0].spec == "un(eps=0.001, bias=False)"
+    assert convert(model, "un(eps=1e-6, bias=True)")[0].spec == "un(eps=1e-06)"
+    assert convert(nn.Sequential(nn.LayerNorm(4)), "rms")[0].bias is not None
+    assert convert(nn.Sequential(nn.LayerNorm(4)), "nonorm")[0].weight is None
+
+
+# -- what survives ----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_hooks_mode_dtype_and_sharing_survive():
+    shared = nn.LayerNorm(4, dtype=torch.bfloat16)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": nn.LayerNorm(4, dtype=torch.bfloat16)})
+    model["c"].eval()
+    shared.weight.requires_grad_(False)
+    seen = []
+    handle = shared.register_forward_hook(lambda module, args, out: seen.append(out))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    converted = convert(model, "un", inplace=True)
+    assert converted is model
+    assert model["a"] is model["b"][0]
+    assert model["a"].weight is shared.weight
+    assert not model["a"].weight.requires_grad
+    assert model["a"].bias.requires_grad
+    assert (model["a"].training, model["c"].training) == (True, False)
+    assert model["a"].weight.dtype == torch.bfloat16
+    assert model["a"].running.dtype == torch.float32, "statistics stay wide"
+    assert {id(p) for p in model.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
+    y = model["a"](torch.randn(3, 4, dtype=torch.bfloat16))
+    assert seen[0] is y
+    handle.remove()
+    model["a"](torch.randn(3, 4, dtype=torch.bfloat16))
+    assert len(seen) == 1
+
+
+def test_the_model_itself_may_be_a_norm_and_copies_are_independent():
+    norm = nn.LayerNorm(4)
+    converted = convert(norm, "batch")
+    assert isinstance(converted, BatchNorm)
+    converted.weight.data.fill_(3)
+    assert norm.weight[0] == 1
+
+
+def test_channels_first_norms_keep_layout_and_user_hooks():
+    class LayerNorm2d(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    model = nn.Sequential(LayerNorm2d(5))
+    shapes = []
+    model[0].register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    model[0].register_forward_hook(lambda module, args, out: shapes.append(out.shape))
+    x = torch.randn(2, 5, 3, 4)
+    converted = convert(convert(model, "un"), "layer")
+    torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
+    assert set(shapes) == {x.shape}
+    assert list(converted.state_dict()) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
+def test_a_converted_model_compiles_whole_and_pickles():
+    case = CASES["torch_encoder_pre"]()
+    model = convert(case.model, "un(warmup=2)", mask_from="src_key_padding_mask")
+    compiled = torch.compile(copy.deepcopy(model).train(), backend="aot_eager", fullgraph=True)
+    eager = copy.deepcopy(model).train()
+    for step in range(3):
+        x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(step))
+        torch.testing.assert_close(compiled(x, **case.kwargs), eager(x, **case.kwargs))
+    for (name, mine), theirs in zip(eager.named_buffers(), compiled.buffers(), strict=True):
+        torch.testing.assert_close(theirs, mine, msg=name)
+    again = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(run(case, again), run(case, model))
+
+
+@pytest.mark.parametrize("name", ["torch_encoder_post", "torch_encoder_pre"])
+def test_the_fused_fast_path_does_not_bypass_the_new_norm(name):
+    case = CASES[name]()
+    rules = {"*": "un"} if name.endswith("pre") else {"layers.1.norm2": "un"}
+    model = randomize(convert(case.model, rules)).eval()
+    new = {site: norm for site, norm in model.named_modules() if isinstance(norm, UN)}
+    ran = set()
+    for site, norm in new.items():  # the fast path also gives way to hooks, so they come after the output
+        norm.forward = lambda x, mask=None, site=site, norm=norm: (ran.add(site), UN.forward(norm, x, mask))[1]
+    with torch.no_grad():
+        model(*case.args, **case.kwargs)
+    assert ran == set(new)
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+MASKED = [name for name in CASES if not missing(name) and name.split("_")[0] not in ("timm", "torchvision", "hf")]
+
+
+def statistics(model):
+    return {name: t.clone() for name, t in model.named_buffers() if not torch.equal(t, t.new_zeros(()))}
+
+
+def change_padding(case):
+    """The same call with other content where there is padding, and which outputs are real."""
+    if "input_ids" not in case.kwargs:
+        x, mask = case.args[0].clone(), ~case.kwargs["src_key_padding_mask"]
+        x[~mask] += 100
+        return (x,), {}, mask
+    ids = case.kwargs["input_ids"].clone()
+    mask = case.kwargs["attention_mask"].bool()
+    ids[~mask] = 7
+    changes = {"input_ids": ids}
+    if "decoder_input_ids" in case.kwargs:
+        mask = case.kwargs["decoder_attention_mask"].bool()
+        changes["decoder_input_ids"] = case.kwargs["decoder_input_ids"].masked_fill(~mask, 7)
+    return case.args, changes, mask
+
+
+@pytest.mark.parametrize("spec", ["batch", "un(warmup=1)"])
+@pytest.mark.parametrize("name", MASKED)
+def test_padding_changes_neither_outputs_nor_statistics(name, spec):
+    case = case_of(name)
+    torch.manual_seed(0)
+    model = convert(case.model, spec, mask_from=case.mask_from).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for rate in ("dropout", "attention_dropout", "activation_dropout", "dropout_rate"):
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
+    other = copy.deepcopy(model)
+    args, changes, real = change_padding(case)
+    first = run(case, model)
+    case = case._replace(args=args)
+    second = run(case, other, **changes)
+    torch.testing.assert_close(second[real], first[real], rtol=1e-4, atol=1e-4)
+    for name, before in statistics(model).items():
+        torch.testing.assert_close(other.get_buffer(name), before, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_without_a_mask_padding_does_change_statistics():
+    case = CASES["torch_encoder_pre"]()
+    model = convert(case.model, "batch").train()
+    other = copy.deepcopy(model)
+    run(case, model)
+    args, _, _ = change_padding(case)
+    run(case._replace(args=args), other)
+    assert not torch.allclose(model.norm.running, other.norm.running, rtol=1e-2)
+
+
+def test_masks_arrive_under_checkpointing():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+        def forward(self, x, attention_mask=None, again=True):
+            return checkpoint(self.block, x, use_reentrant=False) if again else self.block(x)
+
+    model = convert(Wrapped(), "pnv", mask_from="attention_mask").train()
+    other = copy.deepcopy(model)
+    x, mask, dy = torch.randn(2, 7, 4), padding(), torch.randn(2, 7, 4)
+    dy[~mask.bool()] = 0
+    model(x, mask, again=True).backward(dy)
+    other(x, attention_mask=mask, again=False).backward(dy)
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+    blind = copy.deepcopy(other)
+    blind.zero_grad()
+    blind(x, attention_mask=None, again=False).backward(dy)
+    assert not torch.allclose(blind.block[0].weight.grad, other.block[0].weight.grad, rtol=1e-2)
+
+
+def test_a_mask_is_forgotten_with_the_next_call():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x, attention_mask=None):
+            return self.norm(x)
+
+    model = convert(Masked(), "batch(alpha=0.0)", mask_from="attention_mask").train()
+    x = torch.randn(2, 7, 4)
+    model(x, attention_mask=padding())
+    masked = model.norm.running.clone()
+    torch.testing.assert_close(masked[0], x[padding().bool()].mean(0))
+    model(x)
+    torch.testing.assert_close(model.norm.running[0], x.mean((0, 1)))
+
+
+def test_a_time_first_model_gets_its_mask_turned():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+    model = convert(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "batch(alpha=0.0)",
+                    mask_from="src_key_padding_mask").train()  # fmt: skip
+    x, mask = pixels(7, 2, 16), padding().bool()
+    other = copy.deepcopy(model)
+    model(x, src_key_padding_mask=~mask)
+    changed = x.clone()
+    changed[~mask.T] = 50.0
+    other(changed, src_key_padding_mask=~mask)
+    torch.testing.assert_close(model.layers[0].norm2.running, other.layers[0].norm2.running)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (padding(), "attention_mask"),
+        (padding().bool(), "attention_mask"),
+        (padding().float(), "attention_mask"),
+        (~padding().bool(), "src_key_padding_mask"),
+        ((1 - padding().float()) * -1e9, "src_key_padding_mask"),
+        ((1 - padding().float())[:, None, None, :] * -1e9, "attention_mask"),
+        (padding().bool()[:, None, None, :].expand(2, 3, 7, 7), "attention_mask"),
+        (torch.full((7, 7), -torch.inf).triu(1) + (1 - padding().float())[:, None, :] * -1e9, "attention_mask"),
+    ],
+)
+def test_every_way_to_write_a_mask_is_read(given, name):
+    assert torch.equal(real_tokens(given, name), padding().bool())
+
+
+def test_a_four_dimensional_additive_mask_reaches_the_norms_of_a_real_model():
+    case = case_of("bert")
+    two = convert(case.model, "batch", mask_from="attention_mask").eval()
+    mask = padding()
+    additive = (1 - mask.float())[:, None, None, :].expand(2, 1, 7, 7) * torch.finfo(torch.float32).min
+    for norm in two.modules():
+        norm.train(isinstance(norm, StatNorm))
+    four = copy.deepcopy(two)
+    two(case.kwargs["input_ids"], attention_mask=mask)
+    four(case.kwargs["input_ids"], attention_mask=additive)
+    for name, before in statistics(two).items():
+        torch.testing.assert_close(four.get_buffer(name), before, msg=name)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_convert_says_what_was_seen():
+    with pytest.raises(ValueError, match="no class in this model has 'norm' in its name.*Linear"):
+        convert(nn.Sequential(nn.Linear(3, 3)), "un")
+    with pytest.raises(ValueError, match="InstanceNorm1d"):
+        convert(nn.Sequential(nn.InstanceNorm1d(3)), "un")
+    with pytest.raises(ValueError, match="none of the norms that it found: 0"):
+        convert(nn.Sequential(nn.LayerNorm(3)), "un", where=lambda name, module: False)
+
+
+def test_a_pattern_without_a_norm_and_a_wrong_spec_are_refused():
+    with pytest.raises(ValueError, match=r"'decoder\.\*' matches no norm; the norms are encoder\.0"):
+        convert(Pair(), {"decoder.*": "un", "*": "layer"})
+    with pytest.raises(ValueError, match="did you mean 'batch'"):
+        convert(Pair(), "bach")
+
+
+def test_modules_that_only_sound_like_norms_are_not_believed():
+    class LayerNorm(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    class RMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(4)), 1e-6
+
+        def forward(self, x):
+            return self.weight * x / x.abs().mean(-1, keepdim=True)
+
+    for module in (LayerNorm(4), RMSNorm(), nn.LayerNorm((3, 4)), nn.BatchNorm1d(4, track_running_stats=False)):
+        with pytest.raises(CannotRead):
+            read(module)
+    with pytest.raises(ValueError, match="RMSNorm does not compute what its name says"):
+        convert(nn.Sequential(RMSNorm()), "un")
+
+
+def test_our_equivalent_of_a_reading_shares_nothing():
+    module = nn.LayerNorm(4)
+    norm = equivalent(read(module))
+    norm.weight.data.zero_()
+    assert module.weight.sum() == 4
+    assert isinstance(equivalent(read(RMSNorm(4, eps_at="outside"))), RMSNorm)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
+def test_wrapped_compiled_and_quantized_models_are_refused_with_advice():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with pytest.raises(TypeError, match=r"DataParallel.*model\.module"):
+        convert(nn.DataParallel(model), "un")
+    with pytest.raises(TypeError, match="OptimizedModule.*compile the result"):
+        convert(torch.compile(model), "un")
+    compiled = copy.deepcopy(model)
+    compiled.compile()
+    with pytest.raises(TypeError, match="compile after"):
+        convert(compiled, "un")
+    with pytest.raises(TypeError, match="takes an nn.Module"):
+        convert("model", "un")
+    quantized = copy.deepcopy(model)
+    quantized[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"stored as torch.int8.*then quantize"):
+        convert(quantized, "un")
+
+
+def test_a_model_in_ddp_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+        with pytest.raises(TypeError, match="DistributedDataParallel"):
+            convert(wrapped, "un")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_wrong_sources_of_masks_are_named():
+    case = CASES["torch_encoder_pre"]()
+    with pytest.raises(ValueError, match=r"no argument 'attention_mask'.*src_key_padding_mask"):
+        convert(case.model, "un", mask_from="attention_mask")
+    with pytest.raises(ValueError, match="no norm takes its mask"):
+        convert(case.model, "un", mask_from={"encoder.*": "src_key_padding_mask"})
+    with pytest.raises(TypeError, match="mask_from is the name"):
+        convert(case.model, "un", mask_from=3)
+    with pytest.raises(ValueError, match="must be \\[batch, tokens\\]"):
+        real_tokens(torch.ones(3))
+    assert tokens(1, 2).shape == (1, 2)
