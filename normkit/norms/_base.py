@@ -275,7 +275,7 @@ class StatNorm(Norm):
         batch = local
         if self.sync:
             batch, count = channels.unpack(channels.all_reduce(channels.pack(local, count, self.running)), self.running)
-        ok = batch.isfinite().all() & (count > 0)
+        ok = _usable(batch, count)
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # a batch that says nothing: the past stands in
         step = self.step + 1
         stat = self.train_stat(batch, step, count)
@@ -294,7 +294,7 @@ class StatNorm(Norm):
         value, state = self.grad_stat(batch, step, memo)
         if not state:
             return value
-        ok = batch.isfinite().all() & (count > 0)
+        ok = _usable(batch, count)
         moved = ok
         if self.steps_per_update > 1:
             sums = torch.cat([(batch * count).flatten(), count.view(1)])
@@ -435,6 +435,11 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _usable(batch: Tensor, count: Tensor) -> Tensor:
+    """Whether every statistic is finite (inf - inf and nan - nan are nan) and some row was real, without a sync."""
+    return ((batch - batch) == 0).all() & (count > 0)
 
 
 def _inside_backward() -> bool:

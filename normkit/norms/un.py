@@ -90,18 +90,23 @@ class UN(StatNorm):
         early = self._batch_phase(step, self.window_x)
         floor = self.eps or torch.finfo(self.running.dtype).tiny
         window = push(self.window_x, step, batch[0].clamp(min=floor))
-        skip = torch.zeros_like(early)
+        skip = None
         if self.outlier_filtration:
             skip = ~early & self._is_outlier(window)
             window = torch.where(skip, push(self.window_x, step, self.running[0].clamp(min=floor)), window)
-        value = torch.where(early | skip, batch, _geometric_mean(window)[None].to(batch.dtype))
+            early = early | skip
+        value = torch.where(early, batch, _geometric_mean(window)[None].to(batch.dtype))
+        state = {"window_x": window, "running": self.average(value)}
+        if skip is not None:
+            state["filtered"] = self.filtered + skip
+            if self.hold:
+                state["running"] = torch.where(skip, self.running, state["running"])
         gain = None
         if self.compensate:
             r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / 5, 5)
-            gain = torch.where((step <= max(self.compensate_after, self.warmup)) | skip, 1.0, r)
-        running = torch.where(skip & self.hold, self.running, self.average(value))
-        state = {"running": running, "window_x": window, "filtered": self.filtered + skip}
-        return Stat(value, state, gain=gain, memo=(skip,))
+            late = step > max(self.compensate_after, self.warmup)
+            gain = torch.where(late if skip is None else late & ~skip, r, 1.0)
+        return Stat(value, state, gain=gain, memo=() if skip is None else (skip,))
 
     def _is_outlier(self, window: Tensor) -> Tensor:
         before = self.window_x.sqrt()
@@ -109,14 +114,18 @@ class UN(StatNorm):
         return (window.mean(0) - _geometric_mean(window) > spread * self.window).any()
 
     def grad_stat(self, batch: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
-        (skip,) = memo
-        early = self._batch_phase(step, self.window_g) | skip
-        window = push(self.window_g, step, torch.where(skip, self.psi, batch)[0])
+        early, entry = self._batch_phase(step, self.window_g), batch
+        skip = memo[0] if memo else None
+        if skip is not None:
+            early, entry = early | skip, torch.where(skip, self.psi, batch)
+        window = push(self.window_g, step, entry[0])
         smooth = torch.where(early, batch, window.mean(0, keepdim=True))
         psi = self.alpha * self.psi + (1 - self.alpha) * smooth
         own = early if self.warmup_grad == "exact" else skip
-        value = torch.where(own, batch, psi.to(batch.dtype))
-        return value, {"window_g": window, "psi": torch.where(skip & self.hold, self.psi, psi)}
+        value = psi.to(batch.dtype) if own is None else torch.where(own, batch, psi.to(batch.dtype))
+        if skip is not None and self.hold:
+            psi = torch.where(skip, self.psi, psi)
+        return value, {"window_g": window, "psi": psi}
 
 
 def _geometric_mean(window: Tensor) -> Tensor:
