@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -253,6 +254,13 @@ def missing(name: str) -> str | None:
     library = {"timm": "timm", "torchvision": "torchvision", "torch": "torch"}.get(name.split("_")[0], "transformers")
     needed = ("torchvision",) if library in ("timm", "torchvision") else ()
     return next((package for package in (library, *needed) if importlib.util.find_spec(package) is None), None)
+
+
+def case_of(name: str) -> Case:
+    """The case, or a skipped test where its library is not installed."""
+    if library := missing(name):
+        pytest.skip(f"{library} is not installed")
+    return CASES[name]()
 
 
 # The registry's torchvision is built for CUDA; beside a CPU torch its import looks for two operators. Their schemas are

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from foreign_models import CASES, missing, padding, pixels, randomize, tokens
+from foreign_models import CASES, case_of, missing, padding, pixels, randomize, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,12 +13,6 @@ from normkit.norms import UN, BatchNorm, LayerNorm, Norm, RMSNorm, StatNorm, mak
 from normkit.transforms import convert, find, unreadable
 from normkit.transforms.foreign import CannotRead, equivalent, read
 from normkit.transforms.masks import real_tokens
-
-
-def case_of(name: str):
-    if library := missing(name):
-        pytest.skip(f"{library} is not installed")
-    return CASES[name]()
 
 
 def run(case, model=None, **changes):
