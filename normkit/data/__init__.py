@@ -1,0 +1,1 @@
+"""Real data to learn from: readers, vocabularies, batches."""

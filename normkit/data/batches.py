@@ -1,0 +1,93 @@
+"""Which examples go together in a batch, in what order: a pure function of seed and epoch, so a run can resume."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from normkit.data.vocab import BOS, PAD
+
+CHUNK = 50  # batches that are sorted by length together
+
+
+def batches_of(sizes: Sequence[int], tokens: int, *, bucketing: bool, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+    """Indices of the examples of each batch of an epoch, every example once.
+
+    `sizes` are the examples' lengths; a batch has at most `tokens` of them (padding not counted), at least one example.
+    The examples are shuffled by seed and epoch. With `bucketing`, runs of about 50 batches are then sorted by length, so
+    that a batch holds sequences of about one length and little padding, and the batches are shuffled again; without,
+    a batch is a random sample.
+
+    >>> batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)
+    [[2], [1, 0]]
+    """
+    if not sizes:
+        raise ValueError("there are no examples to make batches of")
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(sizes), generator=generator).tolist()
+    if bucketing:
+        run = max(1, round(CHUNK * tokens * len(sizes) / max(sum(sizes), 1)))
+        order = [i for at in range(0, len(order), run) for i in sorted(order[at : at + run], key=sizes.__getitem__)]
+    batches, batch, total = [], [], 0
+    for i in order:
+        if batch and total + sizes[i] > tokens:
+            batches.append(batch)
+            batch, total = [], 0
+        batch.append(i)
+        total += sizes[i]
+    batches.append(batch)
+    if bucketing:
+        batches = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    return batches
+
+
+class Batches(IterableDataset):
+    """Batches without end, from position `start` on: epoch after epoch, each in an order of its own.
+
+    `epoch(n)` lists the index lists of an epoch; `collate` makes a batch of one.
+    """
+
+    def __init__(self, epoch: Callable[[int], list[list[int]]], collate: Callable[[list[int]], Any], start: int = 0):
+        self.epoch, self.collate, self.position = epoch, collate, start
+
+    def __iter__(self) -> Iterator[Any]:
+        number, skip = 0, self.position
+        while skip >= len(batches := self.epoch(number)):
+            number, skip = number + 1, skip - len(batches)
+        while True:
+            for batch in batches[skip:]:
+                self.position += 1
+                yield self.collate(batch)
+            number, skip = number + 1, 0
+            batches = self.epoch(number)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch is."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.position = state["position"]
+
+
+def pad(sequences: Sequence[Sequence[int]], value: int = PAD) -> Tensor:
+    """Sequences as one tensor `[B, T]`, the shorter ones filled up.
+
+    >>> pad([[5, 6], [7]]).tolist()
+    [[5, 6], [7, 0]]
+    """
+    longest = max(map(len, sequences))
+    return torch.tensor([[*s, *[value] * (longest - len(s))] for s in sequences], dtype=torch.long)
+
+
+def collate_pairs(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Source `[B, S]`, decoder input `[B, T]` (begin, then the target but its end), target `[B, T]`.
+
+    >>> [t.tolist() for t in collate_pairs([([4, 2], [5, 6, 2])])]
+    [[[4, 2]], [[1, 5, 6]], [[5, 6, 2]]]
+    """
+    source, target = pad([p[0] for p in pairs]), pad([p[1] for p in pairs])
+    given = torch.cat([torch.full((len(pairs), 1), BOS), target[:, :-1]], 1)
+    return source, given.masked_fill(target == PAD, PAD), target

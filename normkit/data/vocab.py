@@ -1,0 +1,65 @@
+"""Symbols and their numbers."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+PAD, BOS, EOS, UNK = range(4)
+
+
+class Vocab:
+    """A fixed list of symbols; the first four are padding, begin, end and unknown.
+
+    >>> vocab = Vocab(["a", "b"])
+    >>> vocab.encode(["b", "z"]), vocab.decode([1, 5, 2, 4])
+    ([5, 3], ['b'])
+    """
+
+    def __init__(self, symbols: Iterable[str]):
+        self.symbols = [*SPECIAL, *symbols]
+        self.number = {symbol: number for number, symbol in enumerate(self.symbols)}
+        if len(self.number) != len(self.symbols):
+            twice = sorted({s for s in self.symbols if self.symbols.count(s) > 1})
+            raise ValueError(f"a vocabulary lists each symbol once; twice or more: {', '.join(twice[:5])}")
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def encode(self, symbols: Iterable[str]) -> list[int]:
+        """Numbers of the symbols, without begin and end."""
+        return [self.number.get(symbol, UNK) for symbol in symbols]
+
+    def decode(self, numbers: Iterable[int]) -> list[str]:
+        """Symbols up to the end, without begin and padding."""
+        symbols = []
+        for number in numbers:
+            if number == EOS:
+                break
+            if number not in (PAD, BOS):
+                symbols.append(self.symbols[number])
+        return symbols
+
+    def to_json(self) -> str:
+        """The vocabulary as text."""
+        return json.dumps(self.symbols[len(SPECIAL) :], ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Vocab":
+        """The vocabulary that `to_json` wrote; ValueError where it is not one."""
+        try:
+            symbols = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a vocabulary: {error}") from None
+        if not isinstance(symbols, list) or not all(isinstance(s, str) for s in symbols):
+            raise ValueError("not a vocabulary: it must be a list of strings")
+        return cls(symbols)
+
+    def save(self, path: str | Path) -> None:
+        """Write the vocabulary to a JSON file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Vocab":
+        """Read a vocabulary from a JSON file."""
+        return cls.from_json(Path(path).read_text(encoding="utf8"))

@@ -1,0 +1,1 @@
+"""Transformers of our own, with any norm at any place."""

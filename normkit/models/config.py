@@ -1,0 +1,62 @@
+"""What a Transformer of ours looks like, as one frozen value."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes, norms and dropout of a model.
+
+    >>> Model(norm="un(window=4)", norm_at={"decoder.*": "layer"}).placement
+    'pre'
+    """
+
+    width: int = 512
+    """Channels of the residual stream."""
+    hidden: int = 1024
+    """Channels inside the feed-forward blocks."""
+    depth: int = 6
+    """Layers of the encoder, and of the decoder unless decoder_depth says otherwise."""
+    decoder_depth: int | None = None
+    """Layers of the decoder."""
+    heads: int = 8
+    """Attention heads."""
+    norm: str = "layer"
+    """Spec of the norms, as un(window=4)."""
+    norm_at: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Specs for some places: pattern of module names, as decoder.* or *.final_norm, then spec; the first match wins."""
+    placement: Literal["pre", "post"] = "pre"
+    """Norm before each block, or after the addition."""
+    init: Literal["xavier", "small"] = "xavier"
+    """Xavier, or SmallInit of the attention (Transformers without Tears)."""
+    fixnorm: bool = False
+    """Word vectors of length one."""
+    tie: bool = True
+    """Output projection and target embedding are one matrix."""
+    share: bool = False
+    """Source and target embedding are one matrix; needs one vocabulary."""
+    dropout: float = 0.0
+    """Dropout of embeddings and of each block's output."""
+    attention_dropout: float = 0.0
+    """Dropout of attention weights."""
+    hidden_dropout: float = 0.0
+    """Dropout inside the feed-forward blocks."""
+    max_length: int = 1024
+    """Longest sequence."""
+
+    def __post_init__(self):
+        for name in ("width", "hidden", "depth", "heads", "max_length"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.decoder_depth is None or self.decoder_depth >= 1, "decoder_depth", self.decoder_depth, "at least 1")
+        _require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of width={self.width}")
+        _require(self.width % 2 == 0, "width", self.width, "even, for sines and cosines of positions")
+        _require(self.placement in ("pre", "post"), "placement", self.placement, "pre or post")
+        _require(self.init in ("xavier", "small"), "init", self.init, "xavier or small")
+        for name in ("dropout", "attention_dropout", "hidden_dropout"):
+            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")

@@ -1,0 +1,109 @@
+"""Learning rates over time, as PyTorch schedulers; the papers' rules (Transformers without Tears, section 3)."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+
+class InverseSqrt(LRScheduler):
+    """Linear warm-up, then `n ** -0.5` (Eq. 7), so that the optimizer's lr is the peak, reached at step `warmup`.
+
+    `lr(n) = peak * sqrt(warmup) * min(n ** -0.5, n * warmup ** -1.5)`. The paper's constant lambda is a peak of
+    `lambda / sqrt(d * warmup)`; fairseq's warm-up from `start` instead of 0 is `start + n (peak - start) / warmup`.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> schedule = InverseSqrt(optimizer, warmup=4)
+    >>> [round(schedule.rate(n), 3) for n in (1, 4, 16)]
+    [0.25, 1.0, 0.5]
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup: int, start: float = 0.0, last_epoch: int = -1):
+        if warmup < 1:
+            raise ValueError(f"warmup must be at least 1 step; got {warmup}")
+        self.warmup, self.start = warmup, start
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, n: int, peak: float = 1.0) -> float:
+        """Learning rate of step n = 1, 2, ..."""
+        if n < self.warmup:
+            return self.start + (peak - self.start) * n / self.warmup
+        return peak * math.sqrt(self.warmup / n)
+
+    def get_lr(self) -> list[float]:
+        """Learning rates of the step to come."""
+        return [self.rate(self.last_epoch + 1, peak) for peak in self.base_lrs]
+
+
+class Constant(LRScheduler):
+    """The optimizer's lr, after a linear warm-up over `warmup` steps (0: at once)."""
+
+    def __init__(self, optimizer: Optimizer, warmup: int = 0, last_epoch: int = -1):
+        if warmup < 0:
+            raise ValueError(f"warmup must be at least 0 steps; got {warmup}")
+        self.warmup = warmup
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float]:
+        """Learning rates of the step to come."""
+        share = min(1.0, (self.last_epoch + 1) / self.warmup) if self.warmup else 1.0
+        return [peak * share for peak in self.base_lrs]
+
+
+class ValidationDecay(Constant):
+    """Constant after its warm-up, times `factor` whenever the validation score (higher is better) stagnates.
+
+    `rule="paper"`: no new best in `patience` evaluations, then the count starts anew. `rule="code"`: the latest score is
+    below each of the `patience` before it (Tears' released code, which crashed at its first evaluation).
+    Call `validated(score)` after each evaluation; training should end when `lr < stop`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup: int = 0,
+        factor: float = 0.8,
+        patience: int = 3,
+        rule: Literal["paper", "code"] = "paper",
+        last_epoch: int = -1,
+    ):
+        if not 0 < factor < 1 or patience < 1 or rule not in ("paper", "code"):
+            raise ValueError(f"needs 0 < factor < 1, patience >= 1, rule paper or code; got {factor}, {patience}, {rule!r}")
+        self.factor, self.patience, self.rule = factor, patience, rule
+        self.decays, self.waited, self.scores = 0, 0, list[float]()
+        super().__init__(optimizer, warmup, last_epoch)
+
+    def validated(self, score: float) -> bool:
+        """Take note of a validation score; True where the learning rate falls."""
+        before = self.scores[-self.patience :]
+        self.waited = 0 if score > max(self.scores, default=-math.inf) else self.waited + 1
+        self.scores.append(score)
+        stagnates = (
+            self.waited >= self.patience
+            if self.rule == "paper"
+            else len(before) == self.patience and score < min(before)
+        )
+        if stagnates:
+            self.decays, self.waited = self.decays + 1, 0
+            for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+                group["lr"] = rate
+        return stagnates
+
+    def get_lr(self) -> list[float]:
+        """Learning rates of the step to come."""
+        return [rate * self.factor**self.decays for rate in super().get_lr()]
+
+
+def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0) -> LRScheduler:
+    """Linear warm-up over `warmup` steps, then a half cosine down to `floor` at `steps`, out of PyTorch's own pieces."""
+    if not 0 <= warmup < steps:
+        raise ValueError(f"warmup must be at least 0 and below steps={steps}; got {warmup}")
+    falling = CosineAnnealingLR(optimizer, max(steps - warmup, 1), floor)
+    if warmup == 0:
+        return falling
+    rising = LinearLR(optimizer, 1 / warmup, 1.0, max(warmup - 1, 1))
+    parts: Sequence[LRScheduler] = [rising, falling]
+    return SequentialLR(optimizer, list(parts), [warmup])
