@@ -21,7 +21,7 @@ def batches_of(sizes: Sequence[int], tokens: int, *, bucketing: bool, seed: int 
     a batch is a random sample.
 
     >>> batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)
-    [[2], [1, 0]]
+    [[2], [0, 1]]
     """
     if not sizes:
         raise ValueError("there are no examples to make batches of")

