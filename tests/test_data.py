@@ -21,7 +21,9 @@ def words():
 
 def test_cmudict_is_split_by_word_and_keeps_variants_together(words):
     source, target = words.vocabularies["source"], words.vocabularies["target"]
-    spelled = {split: {"".join(source.decode(s)) for s, _ in getattr(words, split)} for split in ("train", "valid", "test")}
+    spelled = {
+        split: {"".join(source.decode(s)) for s, _ in getattr(words, split)} for split in ("train", "valid", "test")
+    }
     assert not spelled["train"] & spelled["test"]
     assert not spelled["train"] & spelled["valid"]
     assert not spelled["valid"] & spelled["test"]

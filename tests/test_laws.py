@@ -230,7 +230,7 @@ def _compiles_alike(spec: str, backend: str) -> None:
     eager = random_norm(spec, dtype=torch.float32)
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend=backend)
-    kinds = dict(dtype=torch.float32)
+    kinds = {"dtype": torch.float32}
     for i in range(7):
         x, dy = batch(i, 2, 4, DIM, **kinds, scale=1 + i / 4), batch(20 + i, 2, 4, DIM, **kinds)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
@@ -423,20 +423,23 @@ def test_reset_warmup_starts_again_and_keeps_running(spec):
 
 @every_stat
 def test_accumulated_steps_move_the_state_once_by_the_joint_batch(spec):
-    if "(" in spec:
-        accumulating = spec.replace("(", "(steps_per_update=3, ", 1)
-    else:
-        accumulating = f"{spec}(steps_per_update=3)"
+    name, _, given = spec.partition("(")
+    accumulating = f"{name}(steps_per_update=3, {given or ')'}"
     parts, whole = random_norm(accumulating), random_norm(spec)
     for i in range(4):
         sizes = (2, 5, 3)
-        xs, dys = [batch(9 * i + j, n, DIM) for j, n in enumerate(sizes)], [batch(99 + j, n, DIM) for j, n in enumerate(sizes)]
+        xs, dys = (
+            [batch(9 * i + j, n, DIM) for j, n in enumerate(sizes)],
+            [batch(99 + j, n, DIM) for j, n in enumerate(sizes)],
+        )
         for x, dy in zip(xs, dys, strict=True):
             train_step(parts, x, dy)
         train_step(whole, torch.cat(xs), torch.cat(dys))
         assert int(parts.step) == int(whole.step) == i + 1
         if i == 0 or spec.startswith(("batch", "pnv", "renorm")):  # later, others have normalized by other values
-            names = dict(whole.named_buffers()) if spec.startswith(("batch", "renorm")) else {"running": 0, "window_x": 0}
+            names = (
+                dict(whole.named_buffers()) if spec.startswith(("batch", "renorm")) else {"running": 0, "window_x": 0}
+            )
             for name in names:
                 if hasattr(whole, name) and not name.startswith("skipped"):
                     assert_close(getattr(parts, name), getattr(whole, name), msg=lambda t, name=name: f"{name}: {t}")
@@ -462,8 +465,18 @@ def test_at_inference_offline_norms_export_as_plain_affine_arithmetic(spec):
     program = torch.export.export(norm, (x,))
     assert_close(program.module()(x), norm(x))
     if norm.offline:
-        after = {n.target for n in program.run_decompositions().graph.nodes if n.op == "call_function" and _reads_input(n)}
-        assert {str(op).split(".")[1] for op in after} <= {"mul", "add", "addcmul", "alias", "sub", "expand", "_to_copy"}
+        after = {
+            n.target for n in program.run_decompositions().graph.nodes if n.op == "call_function" and _reads_input(n)
+        }
+        assert {str(op).split(".")[1] for op in after} <= {
+            "mul",
+            "add",
+            "addcmul",
+            "alias",
+            "sub",
+            "expand",
+            "_to_copy",
+        }
 
 
 @every
@@ -483,7 +496,7 @@ def test_at_inference_offline_norms_become_mul_and_add_in_onnx(spec):
 
 
 def _reads_input(node) -> bool:
-    return any(a.op == "placeholder" and a.name == "x" or _reads_input(a) for a in node.all_input_nodes)
+    return any((a.op == "placeholder" and a.name == "x") or _reads_input(a) for a in node.all_input_nodes)
 
 
 @every

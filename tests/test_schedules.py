@@ -65,7 +65,12 @@ def test_validation_decay_by_the_code_looks_at_the_last_three():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda o: InverseSqrt(o, 5), lambda o: Constant(o, 5), lambda o: ValidationDecay(o, 5), lambda o: cosine(o, 3, 30)],
+    [
+        lambda o: InverseSqrt(o, 5),
+        lambda o: Constant(o, 5),
+        lambda o: ValidationDecay(o, 5),
+        lambda o: cosine(o, 3, 30),
+    ],
 )
 def test_state_round_trips(make):
     one, two = make(optimizer(1.0)), make(optimizer(1.0))

@@ -16,8 +16,8 @@ def batches_of(sizes: Sequence[int], tokens: int, *, bucketing: bool, seed: int 
     """Indices of the examples of each batch of an epoch, every example once.
 
     `sizes` are the examples' lengths; a batch has at most `tokens` of them (padding not counted), at least one example.
-    The examples are shuffled by seed and epoch. With `bucketing`, runs of about 50 batches are then sorted by length, so
-    that a batch holds sequences of about one length and little padding, and the batches are shuffled again; without,
+    The examples are shuffled by seed and epoch. With `bucketing`, runs of about 50 batches are then sorted by length,
+    so that a batch holds sequences of about one length and little padding, and the batches are shuffled again; without,
     a batch is a random sample.
 
     >>> batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)

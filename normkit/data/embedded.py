@@ -15,6 +15,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def digits() -> Pictures:
         from sklearn.datasets import load_digits
     except ImportError:
         raise _missing("scikit-learn") from None
-    bunch = load_digits()
+    bunch: Any = load_digits()
     images = torch.from_numpy(bunch.images).float().div(16)[:, None]
     labels = torch.from_numpy(bunch.target)
     where = [split_of(f"digit {number}") for number in range(len(labels))]
@@ -149,7 +150,9 @@ def parallel(source: Sequence[str], target: Sequence[str], name: str = "the corp
         raise ValueError(f"{name} is empty; needs at least one pair of lines")
     empty = [number for number, pair in enumerate(zip(source, target, strict=True), 1) if not all(map(str.strip, pair))]
     if empty:
-        raise ValueError(f"{name} has an empty side in {len(empty)} lines, the first of them line {empty[0]}; drop them")
+        raise ValueError(
+            f"{name} has an empty side in {len(empty)} lines, the first of them line {empty[0]}; drop them"
+        )
     return list(zip(source, target, strict=True))
 
 

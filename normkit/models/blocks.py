@@ -15,7 +15,7 @@ Cache = dict[str, tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
-    """Multi-head attention: queries from `x [B, T, D]`, keys and values from `memory [B, S, D]` (Vaswani et al. 2017)."""
+    """Multi-head attention: queries from `x [B, T, D]`, keys and values from `memory [B, S, D]`."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -26,7 +26,9 @@ class Attention(nn.Module):
         """Keys and values of `memory`, split into heads."""
         return self._split(self.key(memory)), self._split(self.value(memory))
 
-    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
         """Attend to keys and values; `mask` is True where attention is allowed, broadcast to `[B, heads, T, S]`."""
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
@@ -84,13 +86,14 @@ class Layer(nn.Module):
         cache: Cache | None = None,
         name: str = "",
     ) -> Tensor:
-        """`x [B, T, D]`; `real [B, T]` is for the norms, `mask` for the attention; `cache` holds earlier keys, values."""
+        """`x [B, T, D]`; `real [B, T]` is for the norms, `mask` for the attention; `cache`: earlier keys and values."""
 
         def attend(y: Tensor) -> Tensor:
             pair = self.attention.project(y)
             if cache is not None:
                 if name in cache:
-                    pair = tuple(torch.cat(both, 2) for both in zip(cache[name], pair, strict=True))  # type: ignore[assignment]
+                    (old_key, old_value), (key, value) = cache[name], pair
+                    pair = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
                 cache[name] = pair
             return self.attention(y, pair, mask, causal)
 
@@ -171,7 +174,7 @@ class Output(nn.Module):
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """`[length, width]`: sines in the first half of the channels, cosines in the second, as in fairseq and tensor2tensor.
+    """`[length, width]`: sines in the first half of the channels, cosines in the second, as in fairseq.
 
     >>> sinusoids(2, 4)[0].tolist()
     [0.0, 0.0, 1.0, 1.0]

@@ -48,7 +48,9 @@ class Model:
     def __post_init__(self):
         for name in ("width", "hidden", "depth", "heads", "max_length"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.decoder_depth is None or self.decoder_depth >= 1, "decoder_depth", self.decoder_depth, "at least 1")
+        _require(
+            self.decoder_depth is None or self.decoder_depth >= 1, "decoder_depth", self.decoder_depth, "at least 1"
+        )
         _require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of width={self.width}")
         _require(self.width % 2 == 0, "width", self.width, "even, for sines and cosines of positions")
         _require(self.placement in ("pre", "post"), "placement", self.placement, "pre or post")

@@ -19,7 +19,9 @@ class Seq2Seq(nn.Module):
     def __init__(self, config: Model, source_vocab: int, target_vocab: int, pad: int = 0):
         super().__init__()
         if config.share and source_vocab != target_vocab:
-            raise ValueError(f"share=True needs one vocabulary; got {source_vocab} source and {target_vocab} target words")
+            raise ValueError(
+                f"share=True needs one vocabulary; got {source_vocab} source and {target_vocab} target words"
+            )
         self.config, self.pad = config, pad
         self.target_embedding = Embedding(config, target_vocab, pad)
         self.source_embedding = self.target_embedding if config.share else Embedding(config, source_vocab, pad)
@@ -40,7 +42,9 @@ class Seq2Seq(nn.Module):
         x = self.encoder(self.source_embedding(source), real, mask=real[:, None, None, :])
         return x, real
 
-    def decode(self, target: Tensor, memory: Tensor, real: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
+    def decode(
+        self, target: Tensor, memory: Tensor, real: Tensor, cache: Cache | None = None, start: int = 0
+    ) -> Tensor:
         """Scores of what follows each of `target [B, T]`, whose first token stands at `start`.
 
         With a cache, `target` holds the new tokens only; the cache takes up their keys and values.

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+from typing import Any
 
 from normkit.norms._base import Norm, RowNorm, Split, Stat, StatNorm, option_defaults
 from normkit.norms.batch import BatchNorm
@@ -78,7 +79,7 @@ def make(spec: str, dim: int) -> Norm:
         raise ValueError(f"{spec!r} with dim={dim!r}: {error}") from None
 
 
-def parse(spec: str) -> tuple[str, dict[str, object]]:
+def parse(spec: str) -> tuple[str, dict[str, Any]]:
     """The name and the options that a spec gives, checked against the table.
 
     >>> parse("un(window=2)")
@@ -95,7 +96,9 @@ def parse(spec: str) -> tuple[str, dict[str, object]]:
         else:
             raise ValueError
     except (SyntaxError, ValueError):
-        raise ValueError(f"cannot read norm spec {spec!r}; write a name or name(option=value), as 'un(window=4)'") from None
+        raise ValueError(
+            f"cannot read norm spec {spec!r}; write a name or name(option=value), as 'un(window=4)'"
+        ) from None
     if name not in NORMS:
         raise ValueError(f"there is no norm named {name!r}{_nearest(name, NORMS)}; there are {', '.join(NORMS)}")
     known = options(name)

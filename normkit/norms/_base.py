@@ -93,7 +93,7 @@ class Norm(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"{type(self).__name__}(dim={self.dim}) takes x[..., {self.dim}], channels last; got shape "
-                f"{tuple(x.shape)}. Build the norm with dim={x.shape[-1] if x.dim() else '?'}, or move the channels last"
+                f"{tuple(x.shape)}. Build it with dim={x.shape[-1] if x.dim() else '?'}, or move the channels last"
             )
         if not x.dtype.is_floating_point:
             raise TypeError(f"{type(self).__name__} takes floating-point x, not {x.dtype}; convert it first")
@@ -148,7 +148,7 @@ class _Plan(NamedTuple):
 
     batch: Tensor
     value: Tensor
-    count: Tensor
+    rows: Tensor
     step: Tensor
     post: Tensor | None
     shift: Tensor | None
@@ -180,9 +180,9 @@ class StatNorm(Norm):
 
     Options of every such norm: `sync` computes the statistics over all processes of the default group;
     `steps_per_update=k` moves the state once in k training forwards, by the statistics of the k batches together.
-    Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards that moved no
-    state because their statistics were not finite or no row was real). A buffer is written by the forward or by the
-    backward, never by both: compiled graphs cannot.
+    Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards that moved
+    no state because their statistics were not finite or no row was real). A buffer is written by the forward or by
+    the backward, never by both: compiled graphs cannot.
     """
 
     offline: bool = True
@@ -258,7 +258,7 @@ class StatNorm(Norm):
                 plan = _shield(plan)
         record = self._remember(plan)
         y = channels.Standardize.apply(
-            self, x, self.weight, self.bias, mask, plan.value, plan.count, plan.step,
+            self, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
             plan.post, plan.shift, plan.gain, plan.back, *plan.memo,
         )  # fmt: skip
         if record is not None and y.grad_fn is not None:
@@ -281,7 +281,9 @@ class StatNorm(Norm):
         stat = self.train_stat(batch, step, count)
         state, moved = stat.state, ok
         if self.steps_per_update > 1:
-            joint, joint_count, moved = self._accumulate(self.pending, self.micro_step, channels.pack(batch, count, self.running), ok)
+            joint, joint_count, moved = self._accumulate(
+                self.pending, self.micro_step, channels.pack(batch, count, self.running), ok
+            )
             joint, joint_count = channels.unpack(joint, self.running)
             state = self.train_stat(joint, step, joint_count).state
         self._commit({**state, "step": step}, moved)
@@ -304,7 +306,9 @@ class StatNorm(Norm):
         self.skipped_grad.add_(~ok)
         return value
 
-    def _accumulate(self, pending: Tensor, micro_step: Tensor, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _accumulate(
+        self, pending: Tensor, micro_step: Tensor, sums: Tensor, ok: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Add `sums` to `pending`; the joint sums, their count, and whether this was the last of the k batches."""
         joint = torch.where(ok, pending + sums, pending)
         ends = (micro_step + 1) % self.steps_per_update == 0

@@ -14,9 +14,9 @@ class MABN(StatNorm):
     `form="megvii"` (default; every published MABN number came from this code): once `step > window` and
     `step >= warmup`, `v = mean(window of mean(x^2))`, before that the batch's own; `z = x / sqrt(v + eps)`,
     `y = weight * r * z + bias`; the gradient removes the mean of the last `window` values of `mean(g * z)`. After
-    `max(renorm_after, warmup)` steps `r = clip(sqrt(v + eps) / sqrt(var + eps), 1/r_max, r_max)`, with the running var from
-    before the step, constant to the gradient. `form="unp"` is how the UN paper describes MABN (Eq. 13-14): forward by
-    the running value including this batch, no r. `running <- alpha running + (1 - alpha) v`.
+    `max(renorm_after, warmup)` steps `r = clip(sqrt(v + eps) / sqrt(var + eps), 1/r_max, r_max)`, with the running var
+    from before the step, constant to the gradient. `form="unp"` is how the UN paper describes MABN (Eq. 13-14): forward
+    by the running value including this batch, no r. `running <- alpha running + (1 - alpha) v`.
 
     >>> import torch
     >>> MABN(1, window=2, eps=0.0)(torch.tensor([[3.0], [-3.0]])).tolist()

@@ -13,10 +13,10 @@ class PowerNorm(StatNorm):
     """Divide each channel by a running quadratic mean from *before* this batch, with an approximate backward.
 
     After `warmup` forwards, with `psi`, `nu` from before the step and g = weight * dy:
-    `z = x / sqrt(psi^2 + eps)` (Eq. 8), `y = weight * z + bias` (9), `psi^2 <- alpha_fwd psi^2 + (1 - alpha_fwd) mean(x^2)`
-    (10); `dx = (g - nu z) / sqrt(psi^2 + eps)` (11, 12), `nu <- nu (1 - (1 - alpha_bkw) Gamma) + (1 - alpha_bkw) Lambda`
-    with Gamma = mean(z^2), Lambda = mean(g z) (13). During the warm-up it is PN-V with its exact gradient, while psi
-    gathers a plain average and nu gathers already.
+    `z = x / sqrt(psi^2 + eps)` (Eq. 8), `y = weight * z + bias` (9),
+    `psi^2 <- alpha_fwd psi^2 + (1 - alpha_fwd) mean(x^2)` (10); `dx = (g - nu z) / sqrt(psi^2 + eps)` (11, 12),
+    `nu <- nu (1 - (1 - alpha_bkw) Gamma) + (1 - alpha_bkw) Lambda` with Gamma = mean(z^2), Lambda = mean(g z) (13).
+    During the warm-up it is PN-V with its exact gradient, while psi gathers a plain average and nu gathers already.
 
     `groups=G` first divides each run of `dim / G` channels of a token by its root mean square (the paper's layer-scale:
     one group; the released recipes: one a head). That part is online: such a norm keeps it as `rest` and cannot be

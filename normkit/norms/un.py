@@ -19,13 +19,13 @@ class UN(StatNorm):
     `outlier_filtration=True` (Eq. 19): where the window's arithmetic mean exceeds its geometric mean by more than
     `window * V(sqrt(window before))` in any channel, this step uses the batch's own statistics for the whole layer, and
     the windows record `running` and `psi` instead. `threshold="scalar"` is the released code's V, one unbiased
-    variance over all entries; with "channel", one a channel as the paper's lemma reads, the filter fires in nearly every
-    step. `hold=True` keeps `running` and `psi` still in such a step. `filtered` counts them. Off by default, as in the
-    released recipes for text; the paper turns it on for images.
+    variance over all entries; with "channel", one a channel as the paper's lemma reads, the filter fires in nearly
+    every step. `hold=True` keeps `running` and `psi` still in such a step. `filtered` counts them. Off by default, as in
+    the released recipes for text; the paper turns it on for images.
 
     `compensate=True` adds the released code's undocumented factor
-    `r = clip(sqrt(v + eps) / sqrt(running + eps), 1/5, 5)` on the gradient after `max(compensate_after, warmup)` steps; the
-    gradient of `weight` then no longer belongs to the output.
+    `r = clip(sqrt(v + eps) / sqrt(running + eps), 1/5, 5)` on the gradient after `max(compensate_after, warmup)` steps;
+    the gradient of `weight` then no longer belongs to the output.
 
     Recorded values are floored at `eps`: one all-zero channel in one batch would otherwise make the geometric mean 0
     and the output 300 times too large for `window - 1` steps.

@@ -67,7 +67,7 @@ def all_reduce(sums: Tensor) -> Tensor:
         return sums
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
-    return wait_tensor(all_reduce(sums, "sum", torch.distributed.group.WORLD))
+    return wait_tensor(all_reduce(sums, "sum", torch.distributed.group.WORLD))  # type: ignore[arg-type]
 
 
 class GradRule(Protocol):
@@ -102,14 +102,14 @@ class Standardize(torch.autograd.Function):
             a, b = a * weight, b * weight
         if bias is not None:
             b = b + bias
-        y = x * a if isinstance(b, float) else torch.addcmul(b, x, a)
+        y = torch.addcmul(b, x, a) if isinstance(b, Tensor) else x * a
         ctx.rule, ctx.has_bias = rule, bias is not None
         ctx.save_for_backward(x, weight, mask, stat, count, step, post, shift, gain, back, *memo)
         return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):  # noqa: D102
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, mask, stat, count, step, post, shift, gain, back, *memo = ctx.saved_tensors
         rule, shape, dtype = ctx.rule, x.shape, x.dtype
         x, dy = (t.reshape(-1, t.shape[-1]).to(stat.dtype) for t in (x, dy))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
@@ -27,13 +27,13 @@ class InverseSqrt(LRScheduler):
         self.warmup, self.start = warmup, start
         super().__init__(optimizer, last_epoch)
 
-    def rate(self, n: int, peak: float = 1.0) -> float:
+    def rate(self, n: int, peak: Any = 1.0) -> Any:
         """Learning rate of step n = 1, 2, ..."""
         if n < self.warmup:
             return self.start + (peak - self.start) * n / self.warmup
         return peak * math.sqrt(self.warmup / n)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list:
         """Learning rates of the step to come."""
         return [self.rate(self.last_epoch + 1, peak) for peak in self.base_lrs]
 
@@ -47,7 +47,7 @@ class Constant(LRScheduler):
         self.warmup = warmup
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list:
         """Learning rates of the step to come."""
         share = min(1.0, (self.last_epoch + 1) / self.warmup) if self.warmup else 1.0
         return [peak * share for peak in self.base_lrs]
@@ -56,8 +56,8 @@ class Constant(LRScheduler):
 class ValidationDecay(Constant):
     """Constant after its warm-up, times `factor` whenever the validation score (higher is better) stagnates.
 
-    `rule="paper"`: no new best in `patience` evaluations, then the count starts anew. `rule="code"`: the latest score is
-    below each of the `patience` before it (Tears' released code, which crashed at its first evaluation).
+    `rule="paper"`: no new best in `patience` evaluations, then the count starts anew. `rule="code"`: the latest score
+    is below each of the `patience` before it (Tears' released code, which crashed at its first evaluation).
     Call `validated(score)` after each evaluation; training should end when `lr < stop`.
     """
 
@@ -71,7 +71,9 @@ class ValidationDecay(Constant):
         last_epoch: int = -1,
     ):
         if not 0 < factor < 1 or patience < 1 or rule not in ("paper", "code"):
-            raise ValueError(f"needs 0 < factor < 1, patience >= 1, rule paper or code; got {factor}, {patience}, {rule!r}")
+            raise ValueError(
+                f"needs 0 < factor < 1, patience >= 1, rule paper or code; got {factor}, {patience}, {rule!r}"
+            )
         self.factor, self.patience, self.rule = factor, patience, rule
         self.decays, self.waited, self.scores = 0, 0, list[float]()
         super().__init__(optimizer, warmup, last_epoch)
@@ -92,13 +94,13 @@ class ValidationDecay(Constant):
                 group["lr"] = rate
         return stagnates
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list:
         """Learning rates of the step to come."""
         return [rate * self.factor**self.decays for rate in super().get_lr()]
 
 
 def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0) -> LRScheduler:
-    """Linear warm-up over `warmup` steps, then a half cosine down to `floor` at `steps`, out of PyTorch's own pieces."""
+    """Linear warm-up over `warmup` steps, then a half cosine down to `floor` at `steps`, of PyTorch's own pieces."""
     if not 0 <= warmup < steps:
         raise ValueError(f"warmup must be at least 0 and below steps={steps}; got {warmup}")
     falling = CosineAnnealingLR(optimizer, max(steps - warmup, 1), floor)
