@@ -65,7 +65,7 @@ def test_scores_are_those_of_the_model_and_wider_is_no_worse_than_exhaustive():
 def test_length_limits_hold_for_each_sentence():
     model = seq2seq(seed=0)
     with torch.no_grad():
-        model.output.bias[EOS] = -50.0  # never ends by itself
+        model.output.linear.bias[EOS] = -50.0  # never ends by itself
     limits = torch.tensor([1, 2, 3, 4, 5])
     assert [len(s) for s in greedy(model, MANY, limits).sequences] == [1, 2, 3, 4, 5]
     found = beam(model, MANY, 3, 0.6, limits)
@@ -76,7 +76,7 @@ def test_length_limits_hold_for_each_sentence():
 def test_stops_when_all_have_ended():
     model = seq2seq(seed=0)
     with torch.no_grad():
-        model.output.bias[EOS] = 50.0
+        model.output.linear.bias[EOS] = 50.0
     calls = []
     decode = model.decode
     model.decode = lambda *a: calls.append(1) or decode(*a)

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from normkit.models.config import Model
 from normkit.norms import LayerNorm, Norm, fix_embedding, parse
@@ -158,19 +159,28 @@ class Embedding(nn.Module):
 
 
 class Output(nn.Module):
-    """Scores of all words, `x @ E.T + bias`: with the matrix of an embedding, or with one of its own."""
+    """Scores of all words, `x @ E.T + bias`, with a matrix of its own or with that of a tied embedding.
+
+    A tied matrix is the very parameter of the embedding; with FixNorm, where the matrix is computed anew at each use, the
+    embedding is asked for it.
+    """
 
     def __init__(self, width: int, words: int, tied: nn.Embedding | None):
         super().__init__()
-        self.linear = nn.Linear(width, words) if tied is None else None
-        self.bias = nn.Parameter(torch.zeros(words)) if tied is not None else None
-        if self.linear is not None:
+        self.fixed = tied is not None and parametrize.is_parametrized(tied, "weight")
+        if self.fixed:
+            self.bias = nn.Parameter(torch.zeros(words))
+            return
+        self.linear = nn.Linear(width, words)
+        nn.init.zeros_(self.linear.bias)
+        if tied is None:
             nn.init.normal_(self.linear.weight, 0, width**-0.5)
-            nn.init.zeros_(self.linear.bias)
+        else:
+            self.linear.weight = tied.weight
 
     def forward(self, x: Tensor, table: nn.Embedding) -> Tensor:
-        """`[B, T, words]`."""
-        return F.linear(x, table.weight, self.bias) if self.linear is None else self.linear(x)
+        """`[B, T, words]`; `table` is the tied embedding, if any."""
+        return F.linear(x, table.weight, self.bias) if self.fixed else self.linear(x)
 
 
 def sinusoids(length: int, width: int) -> Tensor:

@@ -20,8 +20,8 @@ class UN(StatNorm):
     `window * V(sqrt(window before))` in any channel, this step uses the batch's own statistics for the whole layer, and
     the windows record `running` and `psi` instead. `threshold="scalar"` is the released code's V, one unbiased
     variance over all entries; with "channel", one a channel as the paper's lemma reads, the filter fires in nearly
-    every step. `hold=True` keeps `running` and `psi` still in such a step. `filtered` counts them. Off by default, as in
-    the released recipes for text; the paper turns it on for images.
+    every step. `hold=True` keeps `running` and `psi` still in such a step. `filtered` counts them. Off by default, as
+    in the released recipes for text; the paper turns it on for images.
 
     `compensate=True` adds the released code's undocumented factor
     `r = clip(sqrt(v + eps) / sqrt(running + eps), 1/5, 5)` on the gradient after `max(compensate_after, warmup)` steps;
