@@ -31,6 +31,7 @@ def test_a_sentence_comes_out_the_same_alone_and_in_company(search):
         assert alone.scores[0] == pytest.approx(together.scores[i], abs=1e-4)
 
 
+@torch.no_grad()
 def log_p(model: Seq2Seq, source: torch.Tensor, sequence: tuple[int, ...]) -> float:
     """The log probability of a sequence, teacher-forced, padding and begin ruled out."""
     scores = model(source, torch.tensor([[BOS, *sequence[:-1]]]))[0]

@@ -161,8 +161,8 @@ class Embedding(nn.Module):
 class Output(nn.Module):
     """Scores of all words, `x @ E.T + bias`, with a matrix of its own or with that of a tied embedding.
 
-    A tied matrix is the very parameter of the embedding; with FixNorm, where the matrix is computed anew at each use, the
-    embedding is asked for it.
+    A tied matrix is the very parameter of the embedding; with FixNorm, where the matrix is computed anew at each use,
+    the embedding is asked for it.
     """
 
     def __init__(self, width: int, words: int, tied: nn.Embedding | None):
