@@ -1,13 +1,14 @@
 """Norms are channels-last; these two hooks let one stand where a model has its channels in front."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from normkit.norms import Norm
+
+T = TypeVar("T", bound=nn.Module)
 
 
-def channels_first(norm: Norm) -> Norm:
+def channels_first(norm: T) -> T:
     """Make a norm take and return `x[batch, channel, ...]`; the names of its parameters stay.
 
     >>> import torch

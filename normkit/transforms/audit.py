@@ -1,0 +1,192 @@
+"""Per norm: where it stands, who reads it, and what folding can make of it."""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from normkit.transforms.calls import example_call, tensors
+from normkit.transforms.convert import find, unreadable
+from normkit.transforms.plan import Fate, Plan, Planner
+from normkit.transforms.prove import error, in_float64, variants, widened
+from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
+from normkit.transforms.trace import Trace
+from normkit.transforms.tracer import tracing
+
+Calls = dict[str, tuple[tuple, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The fate of every norm; iterates over its rows, prints as a table."""
+
+    rows: tuple[Fate, ...]
+    tried: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[Fate]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def count(self, *actions: str) -> int:
+        """How many norms have one of these actions."""
+        return sum(row.action in actions for row in self.rows)
+
+    @property
+    def foldable(self) -> str:
+        """How many of the norms vanish, as "9 of 10"."""
+        return f"{self.count('folded', 'folded back')} of {len(self.rows)}"
+
+    @property
+    def saved(self) -> int:
+        """Parameters that the model has fewer afterwards."""
+        return sum(row.saved for row in self.rows)
+
+    def __str__(self) -> str:
+        return f"{table(self.rows)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved"
+
+
+def audit(
+    model: nn.Module, *example: Any, outputs: Callable[[Any], Any] | None = None, untie: bool = False, **kwexample: Any
+) -> Audit:
+    """Say for every norm what folding can make of it, without changing anything.
+
+    The model runs on the example, and on random inputs of other shapes made after it, while every number that leaves a
+    norm is followed to who reads it. `outputs` picks what you use of the model's output (`lambda out: out.logits`):
+    a norm whose output goes to you cannot be folded. Errors are those of `fold`.
+
+    >>> import normkit
+    >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
+    >>> audit(model, torch.zeros(3, 4)).foldable
+    '1 of 1'
+    """
+    survey = Survey(model, example, kwexample, outputs, untie, "audit")
+    return Audit(tuple(survey.plan().fates.values()), tuple(survey.calls))
+
+
+class Survey:
+    """A float64 copy of a model, the calls that it was tried on, and the trace of them."""
+
+    def __init__(self, model, args: tuple, kwargs: dict[str, Any], outputs, untie: bool, verb: str):
+        refuse_wrapped(model, verb)
+        refuse_quantized(model, verb)
+        refuse_training(model, verb)
+        names = {name: found.channel_dim for name, found in find(model).items()}
+        if not names:
+            seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
+            raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
+        self.outputs = outputs
+        self.model = copy.deepcopy(model)
+        if untie:
+            untie_embeddings(self.model)
+        self.untied = copy.deepcopy(self.model)
+        self.model.double()
+        entangled = shared_memory(self.model)
+        own_storage(self.model)
+        args, kwargs = widened((args, kwargs))
+        with in_float64():
+            first = example_call(self.model, args, kwargs, verb)
+            self._check_outputs(first, self.model(*args, **kwargs), verb)
+            self.calls: Calls = {"the example": (args, kwargs), **variants(self.model, args, kwargs)}
+            self.trace = Trace(self.model, names)
+            self.trace.entangled = entangled
+            for call in self.calls.values():
+                self._follow(*call)
+
+    def plan(self, refused: dict[str, str] | None = None) -> Plan:
+        """What becomes of each norm; `refused` are norms to leave alone, with the reason."""
+        return Planner(self.trace, self.model, refused).plan()
+
+    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        with tracing(self.trace, self.model) as tracer:
+            for path, tensor in tensors((args, kwargs)).items():
+                if tensor.dtype.is_floating_point and tensor.dim() > 2:
+                    dim = 1 if tensor.dim() == 4 else -1
+                    tracer.mark(tensor, self.trace.source(("input", path), "input", path, tensor.shape[dim]), dim)
+            out = self.model(*args, **kwargs)
+            given = tensors(self.outputs(out) if self.outputs else out)
+        for path, tensor in given.items():
+            tracer.read(tensor, f"the caller of the model ({path})" if path else "the caller of the model")
+        del out, given, tensor
+        gc.collect()
+        alive = [t for t in list(tracer.shadows.keys()) if id(t) not in tracer.tables]
+        for tensor in alive:
+            tracer.read(tensor, "something that keeps it after the forward")
+
+    def _check_outputs(self, first: Any, second: Any, verb: str) -> None:
+        try:
+            picked = tensors(self.outputs(first) if self.outputs else first)
+        except Exception as problem:
+            raise ValueError(f"{verb}() could not apply outputs= to what the model returned: {problem}") from problem
+        if not picked:
+            raise ValueError(
+                f"{verb}() found no tensor in what the model returned ({type(first).__name__}); pass outputs="
+            )
+        if not error(second, first, self.outputs) <= 1e-12:
+            raise ValueError(
+                f"{verb}() ran the model twice on the example and got different outputs: its forward is random or keeps "
+                "state, so nothing can be proved about it. Remove what is random, or reset the state in forward"
+            )
+
+
+def refuse_training(model: nn.Module, verb: str) -> None:
+    """Raise a ValueError unless every module is in evaluation mode."""
+    training = [name for name, module in model.named_modules() if module.training]
+    if training:
+        where = "the model" if "" in training else training[0]
+        raise ValueError(
+            f"{verb}() works on a model for inference, and {where} is in training mode; call model.eval() first"
+        )
+
+
+def untie_embeddings(model: nn.Module) -> list[str]:
+    """Give each layer that shares its weight with an embedding a copy of its own, in place; their names."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    copies: dict[int, nn.Parameter] = {}
+    untied = []
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and id(weight) in tables and not isinstance(module, nn.Embedding):
+            own = copies.setdefault(id(weight), nn.Parameter(weight.detach().clone(), weight.requires_grad))
+            module.weight = own
+            untied.append(name)
+    return untied
+
+
+def shared_memory(model: nn.Module) -> dict[str, str]:
+    """Parameters that are different objects in the same memory, by name."""
+    seen: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if not parameter.numel():
+            continue
+        storage = parameter.untyped_storage().data_ptr()
+        if storage in seen:
+            found[name], found[seen[storage]] = seen[storage], name
+        seen.setdefault(storage, name)
+    return found
+
+
+def own_storage(model: nn.Module) -> None:
+    """Each parameter and buffer contiguous in memory of its own, in place; ties between modules stay."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
+def table(rows: tuple[Fate, ...]) -> str:
+    """The rows as aligned columns."""
+    lines = [("norm", "is", "stands", "becomes", "into, or why not", "saved")]
+    for row in rows:
+        said = "; ".join(part for part in (", ".join(row.into), row.why) if part)
+        lines.append((row.name or "(the model)", row.norm, row.position, row.action, said, f"{row.saved:,}"))
+    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line[:5], widths, strict=True)), line[5]])
+        for line in lines
+    )
