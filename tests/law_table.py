@@ -9,13 +9,14 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 
 HERE = pathlib.Path(__file__).parent
-FILES = ["test_laws.py", "test_sync.py", "test_formulas.py", "test_released.py"]
+FILES = ["test_laws.py", "test_state.py", "test_sync.py", "test_formulas.py", "test_released.py"]
 PAGE = HERE.parent / "docs" / "laws.md"
 HEAD = """# Laws
 
 What is tested for every norm of the table, generated from a run of the tests by `python tests/law_table.py`.
 A cell counts the cases that passed (variants of options, types, modes); `-` where a law does not concern a method
-and **failed** where a case failed. The laws themselves are `tests/test_laws.py`, one function each.
+and **failed** where a case failed. The laws themselves are in `tests/test_laws.py` and
+`tests/test_state.py`, one function each.
 
 """
 

@@ -1,0 +1,29 @@
+"""One thread and fixed seeds; memory that nobody wrote to is NaN, so that reading it shows."""
+
+import pathlib
+
+import pytest
+import torch
+
+SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
+
+
+def pytest_configure():
+    """Fill fresh memory with NaN and count on one thread, in every process of the run."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def pytest_collection_modifyitems(items):
+    """Skip, and say why, what this machine cannot run."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("shared") and not SHARED.is_dir():
+            item.add_marker(pytest.mark.skip(reason="the data sets are not beside the checkout"))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,63 @@
+"""What the documentation says, runs: Python blocks of the README, examples, names of the public API."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import normkit
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def blocks(path: pathlib.Path) -> list[str]:
+    """The Python blocks of a Markdown file."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/choosing.md"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for number, block in enumerate(blocks(ROOT / page)):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+
+
+def test_the_readme_has_blocks_to_run():
+    assert blocks(ROOT / "README.md")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_examples_run(path, tmp_path):
+    code = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert code.returncode == 0, code.stderr[-2000:]
+    assert code.stdout
+
+
+def test_every_public_name_is_in_the_documentation():
+    pages = "\n".join(path.read_text(encoding="utf8") for path in (ROOT / "docs").rglob("*.md"))
+    documented = set(re.findall(r"^::: normkit(?:\.\w+)*\.(\w+)", pages, re.MULTILINE))
+    assert set(normkit.__all__) <= documented | {"NORMS"}
+
+
+def test_every_norm_has_its_page():
+    for name, kind in normkit.NORMS.items():
+        page = ROOT / "docs" / "norms" / f"{name}.md"
+        assert page.is_file(), f"docs/norms/{name}.md is missing"
+        assert f"::: normkit.norms.{kind.__module__.split('.')[-1]}.{kind.__name__}" in page.read_text(encoding="utf8")
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tables_of_laws_name_every_norm():
+    head = (ROOT / "docs" / "laws.md").read_text(encoding="utf8")
+    assert all(f"`{name}`" in head for name in normkit.NORMS), "run `make laws`"

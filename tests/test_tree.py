@@ -1,0 +1,144 @@
+"""The structure that docs/architecture.md tells of, read off the import statements."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "normkit"
+ROOMS = {  # room -> rooms that it may import
+    "ops": set(),
+    "norms": {"ops"},
+    "transforms": {"ops", "norms"},
+    "watch": {"ops", "norms"},
+    "models": {"ops", "norms", "transforms", "watch"},
+    "data": set(),
+    "report": set(),
+    "train": {"ops", "norms", "transforms", "watch", "models", "data", "report"},
+    "studies": {"ops", "norms", "transforms", "watch", "models", "data", "report", "train"},
+    "cli": {"ops", "norms", "transforms", "watch", "models", "data", "report", "train", "studies"},
+}
+ALLOWED = {  # third party -> where it may be imported
+    "torch": set(ROOMS),
+    "triton": {"ops"},
+    "lightning": {"train"},
+    "tokenizers": {"train", "data"},
+    "sacrebleu": {"train", "data"},
+    "jiwer": {"train"},
+    "safetensors": {"train", "transforms"},
+    "sklearn": {"data"},
+    "numpy": {"train", "data", "report"},
+    "matplotlib": {"report"},
+    "altair": {"report"},
+    "vl_convert": {"report"},
+    "jinja2": {"report"},
+    "markupsafe": {"report"},
+    "tyro": {"cli"},
+    "rich": {"cli", "studies"},
+    "onnx": {"transforms"},
+    "onnxruntime": {"transforms"},
+    "onnxscript": {"transforms"},
+    "openvino": {"transforms"},
+    "executorch": {"transforms"},
+    "transformers": {"transforms", "models"},
+    "timm": {"models"},
+    "torchvision": {"models"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+EVERYWHERE = sorted(
+    path for folder in ("normkit", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def room(path: pathlib.Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def imports(path: pathlib.Path, top_only: bool = False) -> list[str]:
+    """Names of the modules that a file imports, late imports too unless `top_only`."""
+    tree = ast.parse(path.read_text(encoding="utf8"))
+    nodes = tree.body if top_only else ast.walk(tree)
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            found += [
+                f"{node.module}.{alias.name}" if node.module == "normkit" else node.module for alias in node.names
+            ]
+    return found
+
+
+def test_the_walls_between_rooms_hold():
+    wrong = []
+    for path in FILES:
+        here = room(path)
+        if here == "__init__":
+            continue
+        for module in imports(path):
+            parts = module.split(".")
+            foreign = parts[0] == "normkit" and len(parts) > 1 and parts[1] in ROOMS and parts[1] != here
+            if foreign and parts[1] not in ROOMS[here]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+
+
+def test_every_room_is_known():
+    assert {room(path) for path in FILES} <= {*ROOMS, "__init__"}
+
+
+def test_third_parties_stay_in_their_rooms():
+    wrong = []
+    for path in FILES:
+        for module in imports(path):
+            party = module.split(".")[0]
+            if party in sys.stdlib_module_names or party == "normkit":
+                continue
+            if room(path) not in ALLOWED.get(party, set()) and path.name != "__init__.py":
+                wrong.append(f"{path.relative_to(ROOT)} imports {party}")
+    assert not wrong
+
+
+def test_there_are_no_circles_inside_a_room():
+    graph = {}
+    for path in FILES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = {m for m in imports(path, top_only=True) if m.startswith("normkit.")}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"a circle of imports: {' -> '.join([*trail, name])}"
+        if name in done:
+            return
+        for other in graph.get(name, ()):
+            visit(other, (*trail, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", EVERYWHERE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_file_is_too_long_to_read(path):
+    assert len(path.read_text(encoding="utf8").splitlines()) <= 500
+
+
+def test_importing_normkit_takes_torch_alone():
+    code = (
+        "import sys, torch; before = set(sys.modules); import normkit; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names) "
+        "- {m.split('.')[0] for m in before}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.split() == ["normkit"]
+
+
+def test_numbers_of_files_and_names_have_not_run_away():
+    assert not list(PACKAGE.rglob("utils.py"))
+    assert not [path for path in ROOT.glob("**/*.y*ml") if PACKAGE in path.parents]
