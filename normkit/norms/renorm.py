@@ -11,9 +11,9 @@ class BatchRenorm(StatNorm):
 
     `r = clip(sigma_B / sigma, 1/r_max, r_max)` and `d = clip((mu_B - mu) / sigma, -d_max, d_max)` use the running
     values from before the step and are constants to the gradient; `sigma = sqrt(var + eps)`. For `warmup` steps
-    r = 1 and d = 0; then the bounds grow linearly to `r_max` at step `r_until` and `d_max` at `d_until` (the
-    paper's schedule). A standard deviation is averaged, not a variance; `running[1]` holds `sigma^2 - eps`, so inference reads like
-    every other norm's.
+    r = 1 and d = 0; then the bounds grow linearly to `r_max` at step `r_until` and `d_max` at `d_until`, the paper's
+    schedule. A standard deviation is averaged, not a variance; `running[1]` holds `sigma^2 - eps`, so inference reads
+    like every other norm's.
 
     >>> import torch
     >>> BatchRenorm(1, eps=0.0)(torch.tensor([[1.0], [3.0]])).tolist()
