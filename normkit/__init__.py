@@ -21,7 +21,7 @@ from normkit.norms import (
     make,
     options,
 )
-from normkit.transforms import convert, find
+from normkit.transforms import audit, calibrate, convert, find, fold
 
 __version__ = "0.1.0"
 
@@ -42,9 +42,12 @@ __all__ = [
     "RMSNorm",
     "ScaleNorm",
     "Split",
+    "audit",
+    "calibrate",
     "convert",
     "find",
     "fix_embedding",
+    "fold",
     "make",
     "options",
 ]
