@@ -129,6 +129,22 @@ def test_embeddings_tied_shared_and_fixed():
     assert float(fixed.target_embedding.table.parametrizations.weight.original.detach().abs().max()) <= 0.01
 
 
+def test_fixnorm_leaves_the_row_of_padding_alone():
+    torch.manual_seed(0)
+    model = Seq2Seq(dataclasses.replace(SMALL, fixnorm=True, norm="scale"), 10, 10)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(3):
+        scores = model(SOURCE, TARGET).flatten(0, 1)  # the tied output gives padding a score, and a gradient
+        loss = torch.nn.functional.cross_entropy(scores, TARGET.flatten(), ignore_index=PAD, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        assert float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])) < 100
+        optimizer.step()
+    table = model.target_embedding.table.weight
+    assert not table[PAD].any()
+    assert_close(table[1:].norm(dim=1), torch.ones(9))
+
+
 def test_the_demo_model_has_the_size_it_should():
     model = Seq2Seq(Model(width=96, hidden=192, depth=2, heads=4), 31, 43)
     assert 380_000 < sum(p.numel() for p in model.parameters()) < 390_000

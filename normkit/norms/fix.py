@@ -1,15 +1,17 @@
 """FixNorm (Nguyen & Salazar 2019, arXiv:1910.05895, section 2.3 and Eq. 6): word vectors of length one."""
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
 class FixNorm(nn.Module):
-    """A parametrization of an embedding: each row of the matrix divided by its length, `E = W / max(||w||, eps)`.
+    """A parametrization of an embedding: each row of the matrix divided by its length, `E = W / ||w||`.
 
-    The gradient goes through the division. Inputs are `sqrt(dim) * E[token]`, tied outputs `h @ E.T (+ bias)`; after a
-    last `ScaleNorm` these are `g cos(w, x)`. Eq. 6 has no bias at the output, the authors' code has one.
+    The gradient goes through the division. A row no longer than `eps`, as that of padding, stays zero and gets no
+    gradient: the paper's `W / max(||w||, eps)` would give it that of a tied output, times 1 / eps. Inputs are
+    `sqrt(dim) * E[token]`, tied outputs `h @ E.T (+ bias)`; after a last `ScaleNorm` these are `g cos(w, x)`. Eq. 6 has
+    no bias at the output, the authors' code has one.
     """
 
     def __init__(self, eps: float = 1e-12):
@@ -18,7 +20,8 @@ class FixNorm(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """The rows of `weight [words, dim]` at length one."""
-        return F.normalize(weight, dim=-1, eps=self.eps)
+        length = weight.norm(dim=-1, keepdim=True)
+        return weight / length.masked_fill(length <= self.eps, torch.inf)
 
 
 def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.Embedding:
@@ -26,7 +29,6 @@ def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.E
 
     `init` draws the matrix from U(-init, init) first, as the authors' code (None keeps it); rows of padding stay zero.
 
-    >>> import torch
     >>> fix_embedding(nn.Embedding(5, 4)).weight.norm(dim=1).round(decimals=4).tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0]
     """
