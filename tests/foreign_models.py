@@ -251,7 +251,8 @@ CASES: dict[str, Callable[[], Case]] = {
 
 def missing(name: str) -> str | None:
     """The library that a case needs and that is not installed; None where it can be built."""
-    library = {"timm": "timm", "torchvision": "torchvision", "torch": "torch"}.get(name.split("_")[0], "transformers")
+    first = name.split("_", maxsplit=1)[0]
+    library = first if first in ("timm", "torchvision", "torch") else "transformers"
     needed = ("torchvision",) if library in ("timm", "torchvision") else ()
     return next((package for package in (library, *needed) if importlib.util.find_spec(package) is None), None)
 

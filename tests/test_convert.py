@@ -379,7 +379,7 @@ def test_a_four_dimensional_additive_mask_reaches_the_norms_of_a_real_model():
 
 
 def test_nothing_to_convert_says_what_was_seen():
-    with pytest.raises(ValueError, match="no class in this model has 'norm' in its name.*Linear"):
+    with pytest.raises(ValueError, match=r"no class in this model has 'norm' in its name.*Linear"):
         convert(nn.Sequential(nn.Linear(3, 3)), "un")
     with pytest.raises(ValueError, match="InstanceNorm1d"):
         convert(nn.Sequential(nn.InstanceNorm1d(3)), "un")
@@ -427,13 +427,13 @@ def test_wrapped_compiled_and_quantized_models_are_refused_with_advice():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     with pytest.raises(TypeError, match=r"DataParallel.*model\.module"):
         convert(nn.DataParallel(model), "un")
-    with pytest.raises(TypeError, match="OptimizedModule.*compile the result"):
+    with pytest.raises(TypeError, match=r"OptimizedModule.*compile the result"):
         convert(torch.compile(model), "un")
     compiled = copy.deepcopy(model)
     compiled.compile()
     with pytest.raises(TypeError, match="compile after"):
         convert(compiled, "un")
-    with pytest.raises(TypeError, match="takes an nn.Module"):
+    with pytest.raises(TypeError, match=r"takes an nn\.Module"):
         convert("model", "un")
     quantized = copy.deepcopy(model)
     quantized[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)

@@ -150,6 +150,8 @@ class _Edit:
             if tensor is None:
                 weight = next(p for k, p in module.named_parameters(recurse=False) if "weight" in k)
                 setattr(module, key, nn.Parameter(value.to(weight.device, weight.dtype), weight.requires_grad))
+                if isinstance(module, nn.MultiheadAttention) and module.out_proj.bias is None:
+                    module.out_proj.bias = nn.Parameter(weight.new_zeros(module.embed_dim), weight.requires_grad)
             else:
                 tensor.copy_(value)
 

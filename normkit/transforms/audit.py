@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normkit.transforms.calls import example_call, tensors
 from normkit.transforms.convert import find, unreadable
@@ -15,7 +15,7 @@ from normkit.transforms.plan import Fate, Plan, Planner
 from normkit.transforms.prove import error, in_float64, variants, widened
 from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
 from normkit.transforms.trace import Trace
-from normkit.transforms.tracer import tracing
+from normkit.transforms.tracer import Tracer, tracing
 
 Calls = dict[str, tuple[tuple, dict[str, Any]]]
 
@@ -86,15 +86,14 @@ class Survey:
             untie_embeddings(self.model)
         self.untied = copy.deepcopy(self.model)
         self.model.double()
-        entangled = shared_memory(self.model)
         own_storage(self.model)
-        args, kwargs = widened((args, kwargs))
+        shown, (args, kwargs) = (args, kwargs), widened((args, kwargs))
         with in_float64():
-            first = example_call(self.model, args, kwargs, verb)
+            first = example_call(self.model, args, kwargs, verb, shown)
             self._check_outputs(first, self.model(*args, **kwargs), verb)
             self.calls: Calls = {"the example": (args, kwargs), **variants(self.model, args, kwargs)}
             self.trace = Trace(self.model, names)
-            self.trace.entangled = entangled
+            self.trace.entangled = shared_memory(model)
             for call in self.calls.values():
                 self._follow(*call)
 
@@ -103,20 +102,25 @@ class Survey:
         return Planner(self.trace, self.model, refused).plan()
 
     def _follow(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        passed = tensors((args, kwargs))
         with tracing(self.trace, self.model) as tracer:
-            for path, tensor in tensors((args, kwargs)).items():
+            for path, tensor in passed.items():
                 if tensor.dtype.is_floating_point and tensor.dim() > 2:
                     dim = 1 if tensor.dim() == 4 else -1
                     tracer.mark(tensor, self.trace.source(("input", path), "input", path, tensor.shape[dim]), dim)
             out = self.model(*args, **kwargs)
             given = tensors(self.outputs(out) if self.outputs else out)
+        self._read_outputs(tracer, given)
+        del out, given
+        known = {id(t) for t in passed.values()} | tracer.tables
+        if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
+            gc.collect()
+        for tensor in [t for t in tracer.shadows.keys() if id(t) not in known]:  # noqa: SIM118
+            tracer.read(tensor, "something that keeps it after the forward")
+
+    def _read_outputs(self, tracer: Tracer, given: dict[str, Tensor]) -> None:
         for path, tensor in given.items():
             tracer.read(tensor, f"the caller of the model ({path})" if path else "the caller of the model")
-        del out, given, tensor
-        gc.collect()
-        alive = [t for t in list(tracer.shadows.keys()) if id(t) not in tracer.tables]
-        for tensor in alive:
-            tracer.read(tensor, "something that keeps it after the forward")
 
     def _check_outputs(self, first: Any, second: Any, verb: str) -> None:
         try:
@@ -129,8 +133,8 @@ class Survey:
             )
         if not error(second, first, self.outputs) <= 1e-12:
             raise ValueError(
-                f"{verb}() ran the model twice on the example and got different outputs: its forward is random or keeps "
-                "state, so nothing can be proved about it. Remove what is random, or reset the state in forward"
+                f"{verb}() ran the model twice on the example and got different outputs: its forward is random or "
+                "keeps state, so nothing can be proved about it. Remove what is random, or reset the state in forward"
             )
 
 

@@ -25,8 +25,9 @@ def calibrate(
 ) -> nn.Module:
     """Return the model with the running statistics of its norms computed from `batches`.
 
-    **What is computed.** The model runs in evaluation mode (no dropout, no state moves), without gradients. In the first
-    pass each norm divides each batch by that batch's own statistics, as in training ("precise" statistics); meanwhile
+    **What is computed.** The model runs in evaluation mode (no dropout, no state moves), without gradients. In the
+    first pass each norm divides each batch by that batch's own statistics, as in training ("precise" statistics);
+    meanwhile
 
         running = sum over batches of sum over real rows of (x, x^2) / number of real rows
 
@@ -34,10 +35,10 @@ def calibrate(
     together, whatever their sizes and order. A group scaling that a norm does first is done first. Masks count: those
     that call sites pass, and those that `mask_from` routes.
 
-    With `passes=2, 3, ...` each further pass repeats this with every norm dividing by the statistics of the pass before,
-    as at inference. After p passes the first p - 1 norms of a chain, counted from the input, have exactly the statistics
-    of what they are given at inference, and the others those of one pass earlier; use it for a model that was converted
-    and not trained. `batches` is then gone through again, so it must not be a generator.
+    With `passes=2, 3, ...` each further pass repeats this with every norm dividing by the statistics of the pass
+    before, as at inference. After p passes the first p - 1 norms of a chain, counted from the input, have exactly the
+    statistics of what they are given at inference, and the others those of one pass earlier; use it for a model that
+    was converted and not trained. `batches` is then gone through again, so it must not be a generator.
 
     A batch is what the model takes: a mapping of keywords, a tuple or list of arguments, or one argument;
     `forward(model, batch)` replaces that. `on_progress(batches done, pass)` is called after each batch. ValueError

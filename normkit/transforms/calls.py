@@ -22,12 +22,15 @@ def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] 
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def example_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: str) -> Any:
-    """The model's output on an example; ValueError, saying what the model takes, where the example does not fit it."""
+def example_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: str, shown: tuple) -> Any:
+    """The model's output on an example; ValueError, saying what the model takes, where the example does not fit it.
+
+    `shown` is the example as the user passed it, `(args, kwargs)`, for the message.
+    """
     try:
         return model(*args, **kwargs)
     except Exception as error:
-        given = ", ".join([describe(a) for a in args] + [f"{key}={describe(value)}" for key, value in kwargs.items()])
+        given = ", ".join([describe(a) for a in shown[0]] + [f"{key}={describe(v)}" for key, v in shown[1].items()])
         takes = ", ".join(map(str, inspect.signature(model.forward).parameters.values()))
         raise ValueError(
             f"{verb}() could not run the model on the example ({given}): {type(error).__name__}: {error}. "

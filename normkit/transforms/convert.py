@@ -187,7 +187,7 @@ def _nothing_found(model: nn.Module, readable: list[str]) -> str:
     seen = unreadable(model)
     if seen:
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
-        return f"convert() found no norm that it can read. It saw {named}. A row in normkit/transforms/foreign.py teaches it"
+        return f"convert() found no norm that it can read. It saw {named}. A row in transforms/foreign.py teaches it"
     kinds = sorted({type(module).__name__ for module in model.modules()})
     return f"convert() found no norm: no class in this model has 'norm' in its name. Classes seen: {_listed(kinds)}"
 

@@ -1,10 +1,12 @@
 """PyTorch's fused encoder layer computes a LayerNorm whatever norm it finds; here it is switched off."""
 
+from typing import Any
+
 from torch import nn
 
 
 def leave_fast_path(model: nn.Module) -> None:
-    """Make `nn.TransformerEncoder(Layer)` call its modules at inference too, once any of its norms is no `nn.LayerNorm`.
+    """Make `nn.TransformerEncoder(Layer)` call its modules at inference too, once a norm of it is no `nn.LayerNorm`.
 
     At inference PyTorch hands `norm1.weight`, `norm1.bias` and `norm1.eps` to one fused kernel, which would silently
     bypass a new norm. The layer's own condition for that, a flag that its activation is relu or gelu, is lowered.
@@ -19,5 +21,5 @@ def leave_fast_path(model: nn.Module) -> None:
 
 
 def _plain(layer: nn.Module) -> bool:
-    norms = (getattr(layer, "norm1", None), getattr(layer, "norm2", None))
+    norms: list[Any] = [getattr(layer, "norm1", None), getattr(layer, "norm2", None)]
     return all(type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None for norm in norms)

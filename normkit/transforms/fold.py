@@ -39,18 +39,18 @@ def fold(
 
     At inference a norm is `rest(x) * scale + shift`. Where `rest` is the identity (offline norms) the norm vanishes:
 
-    - into the layers that read it, if nobody else does: `b += W shift; W *= scale`, for every product with a weight that
-      the model computes: Linear, Conv1D, convolutions without padding, raw in-projections, several readers at once;
-    - else back into the layers that write its input: `W = scale W; b = scale b + shift`, also through embeddings, tables
-      of positions, and sums of these;
+    - into the layers that read it, if nobody else does: `b += W shift; W *= scale`, for every product with a weight
+      that the model computes: Linear, Conv1D, convolutions without padding, raw in-projections, several at once;
+    - else back into the layers that write its input: `W = scale W; b = scale b + shift`, also through embeddings,
+      tables of positions, and sums of these;
     - else it becomes one multiply-add, or one addition where zero padding stands between it and its reader.
 
     Of other norms the gain and bias vanish where they can. What is kept is kept with the reason. Who reads what is not
     assumed but seen, see `audit`, and the result is compared with the original in float64 on the example and on random
     inputs of other shapes. A tied output layer stays tied unless `untie=True` gives it a copy of the embedding.
 
-    The original is not changed. ValueError for a model in training mode, an example that does not fit, a forward that is
-    random; TypeError for wrapped or quantized models.
+    The original is not changed. ValueError for a model in training mode, an example that does not fit, a forward that
+    is random; TypeError for wrapped or quantized models.
 
     >>> import normkit
     >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()

@@ -4,6 +4,7 @@ import copy
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def read(module: nn.Module) -> Found:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether a class name says "norm" and the module has no parts: what an error message names when nothing is read."""
+    """Whether a class name says "norm" and the module has no parts: what an error names when nothing can be read."""
     return "norm" in type(module).__name__.lower() and not any(module.children())
 
 
@@ -69,7 +70,7 @@ def equivalent(found: Found) -> Norm:
         raise CannotRead("ScaleNorm is read from normkit's own class only")
     norm = make(write(name, given), found.dim)
     tensors = [t for t in (found.weight, found.bias, found.running) if t is not None]
-    norm = norm.to(*((tensors[0].device, tensors[0].dtype) if tensors else ("cpu",))).eval()
+    norm = (norm.to(tensors[0].device, tensors[0].dtype) if tensors else norm).eval()
     with torch.no_grad():
         for mine, theirs in ((norm.weight, found.weight), (norm.bias, found.bias)):
             if mine is not None and theirs is not None:
@@ -110,7 +111,7 @@ def _ours(norm: Norm) -> Found:
     return Found(norm.dim, norm.eps, weight, bias, norm.spec, getattr(norm, "channel_dim", -1), running)
 
 
-def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[nn.Module], Found], ...]) -> Found:
+def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found], ...]) -> Found:
     reasons = []
     for reader in readers:
         try:
@@ -133,6 +134,7 @@ def _check(module: nn.Module, found: Found) -> None:
     if any(t.device.type == "meta" for t in tensors):
         return
     device = tensors[0].device if tensors else torch.device("cpu")
+    theirs: Any
     theirs, mine = copy.deepcopy(module).double().eval(), equivalent(found).double()
     if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes the smallest number of its input's type
         theirs.eps = found.eps
@@ -149,7 +151,7 @@ def _check(module: nn.Module, found: Found) -> None:
 # -- one function a formula; each says where the numbers are kept ----------------------------------------------------
 
 
-def _eps(module: nn.Module) -> float:
+def _eps(module: Any) -> float:
     for name in ("eps", "variance_epsilon", "epsilon"):
         if hasattr(module, name):
             eps = getattr(module, name)
@@ -158,7 +160,7 @@ def _eps(module: nn.Module) -> float:
     raise CannotRead("it keeps no eps")
 
 
-def _dim(module: nn.Module) -> int:
+def _dim(module: Any) -> int:
     shape = getattr(module, "normalized_shape", None)
     if shape is not None and not isinstance(shape, int):
         if len(shape) != 1:
@@ -166,46 +168,46 @@ def _dim(module: nn.Module) -> int:
                 f"it normalizes over {len(shape)} axes at once, {tuple(shape)}; only the last can be converted"
             )
         return int(shape[0])
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1:
         raise CannotRead("it has no weight with one number a channel")
     return weight.numel()
 
 
-def _layer(module: nn.Module) -> Found:
+def _layer(module: Any) -> Found:
     return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "layer")
 
 
-def _layer_channels_first(module: nn.Module) -> Found:
+def _layer_channels_first(module: Any) -> Found:
     return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "layer", channel_dim=1)
 
 
-def _rms(module: nn.Module) -> Found:
+def _rms(module: Any) -> Found:
     return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "rms")
 
 
-def _rms_unit_offset(module: nn.Module) -> Found:
+def _rms_unit_offset(module: Any) -> Found:
     weight = 1 + module.weight.detach()
     return Found(_dim(module), _eps(module), nn.Parameter(weight, module.weight.requires_grad), None, "rms")
 
 
-def _rms_channels_first(module: nn.Module) -> Found:
+def _rms_channels_first(module: Any) -> Found:
     return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "rms", channel_dim=1)
 
 
-def _batch(module: nn.Module) -> Found:
+def _batch(module: Any) -> Found:
     if module.running_mean is None:
         raise CannotRead("BatchNorm without running statistics normalizes by the batch at inference too")
     running = torch.stack([module.running_mean, module.running_var])
     return Found(module.num_features, module.eps, module.weight, module.bias, "batch", 1, running)
 
 
-def _group(module: nn.Module) -> Found:
+def _group(module: Any) -> Found:
     kind = f"group(groups={module.num_groups}, over='sample')"
     return Found(module.num_channels, module.eps, module.weight, module.bias, kind, channel_dim=1)
 
 
-READERS: dict[str, tuple[Callable[[nn.Module], Found], ...]] = {  # by class name; the first reading that proves right
+READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the first reading that proves right
     "LayerNorm": (_layer, _layer_channels_first),  # torch, timm
     "LayerNormFp32": (_layer,),  # timm
     "LayerNorm2d": (_layer_channels_first,),  # timm, torchvision

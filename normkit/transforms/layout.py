@@ -4,7 +4,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-
 T = TypeVar("T", bound=nn.Module)
 
 

@@ -25,8 +25,8 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     - `[batch, (heads,) queries, keys]`: bool says who may be looked at, numbers are added to the scores; a token that
       any query may look at is real.
 
-    The mask stays until the model's next forward, because recomputation (activation checkpointing) runs after it. A norm
-    whose input is laid out otherwise than the mask, a pooled token say, gets none.
+    The mask stays until the model's next forward, because recomputation (activation checkpointing) runs after it. A
+    norm whose input is laid out otherwise than the mask, a pooled token say, gets none.
     """
     parameters = inspect.signature(model.forward).parameters
     names = list(parameters)

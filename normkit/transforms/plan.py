@@ -56,7 +56,7 @@ class Planner:
 
     def __init__(self, trace: Trace, model: nn.Module, refused: dict[str, str] | None = None):
         self.trace, self.model, self.refused = trace, model, refused or {}
-        self.reads = _CodeMaps(trace, lambda product: trace.codes_in.get(product))
+        self.reads = _CodeMaps(trace, trace.codes_in.get)
         self.writes = _CodeMaps(trace, None)
 
     def plan(self) -> Plan:
@@ -78,7 +78,8 @@ class Planner:
             return replace(fate, why=self.refused[name])
         if own_hooks(module):
             return replace(fate, why="it has hooks of its own, which see its output")
-        _, scale, shift = norm.split()
+        rest, scale, shift = norm.split()
+        own -= sum(p.numel() for p in rest.parameters())
         trivial = bool((scale == 1).all() and (shift == 0).all())
         if trivial:
             if norm.offline:
@@ -94,7 +95,7 @@ class Planner:
                     raise Blocked("zero padding between the norm and its reader, which a shift would change")
                 plan.forward[name] = products
                 why = "zero padding between the norm and its reader: the gain is folded, one addition stays"
-                return replace(fate, action="add", into=self.names(products), why=why)
+                return replace(fate, action="add", into=self.names(products), why=why, saved=own - norm.dim)
             if bool((shift != 0).any()):
                 self.check_biases(products)
             plan.forward[name] = products
@@ -115,7 +116,8 @@ class Planner:
             return replace(fate, action="folded back", into=into, why=reason, saved=own - new)
         except Blocked as error:
             why = f"{reason}; nor into what precedes it: {error}"
-            return replace(fate, action="multiply-add", why=why)
+            kept = norm.dim * (1 + bool((shift != 0).any()))
+            return replace(fate, action="multiply-add", why=why, saved=own - kept)
 
     # -- forwards -----------------------------------------------------------------------------------------------------
 

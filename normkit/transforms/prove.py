@@ -52,8 +52,9 @@ def widened(example: Any) -> Any:
     )
 
 
+@torch.no_grad()
 def error(mine: Any, theirs: Any, outputs: Callable[[Any], Any] | None = None) -> float:
-    """The largest difference between two outputs, relative to the largest number of each tensor; inf where they differ in kind.
+    """The largest difference between two outputs, relative to each tensor's largest number; inf where kinds differ.
 
     >>> error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0]))
     1.0
@@ -79,7 +80,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def variants(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, tuple[tuple, dict[str, Any]]]:
-    """Random inputs made after an example, each with its label: same shapes, one more in the batch, other lengths and sizes.
+    """Random inputs made after an example, by label: same shapes, one more in the batch, other lengths and sizes.
 
     Masks and flags stay what they are. Those that the model itself refuses are left out.
     """

@@ -86,12 +86,10 @@ def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out
 def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
     """A followed tensor times a number."""
     a, b = args[0], args[1]
-    if isinstance(b, Tensor) and b.numel() == 1 and tracer.shadow(b) is None:
-        factor = float(b)
-    elif isinstance(b, int | float):
-        factor = float(b)
-    else:
+    number = b.numel() == 1 and tracer.shadow(b) is None if isinstance(b, Tensor) else isinstance(b, int | float)
+    if not number:
         return False
+    factor = float(b)
     if packet in (aten.div, aten.div_):
         if factor == 0 or kwargs.get("rounding_mode") is not None:
             return False

@@ -115,16 +115,15 @@ class Tracer(TorchDispatchMode):
                 self._move(func, args, kwargs, out)
             self._copied(packet, given, out)
             return out
-        if rule := RULES.get(packet):
-            if rule(self, packet, args, kwargs, out):
-                return out
+        if (rule := RULES.get(packet)) and rule(self, packet, args, kwargs, out):
+            return out
         self._other(func, given)
         return out
 
     def _followed(self, tensor: Tensor) -> bool:
         return tensor in self.shadows or id(tensor) in self.tables
 
-    def _move(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    def _move(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         def stand_in(t: Any) -> Any:
             if not isinstance(t, Tensor) or not t.dtype.is_floating_point:
                 return t.cpu() if isinstance(t, Tensor) else t

@@ -1,0 +1,91 @@
+"""What becomes of each norm, said before anything is done."""
+
+import pytest
+import torch
+from foreign_models import CASES, case_of, randomize
+from torch import nn
+
+from normkit.norms import make
+from normkit.transforms import audit, convert, fold
+
+
+def positions(name: str, spec: str = "layer") -> dict[str, str]:
+    case = case_of(name)
+    model = case.model if spec == "layer" else convert(case.model, spec)
+    return {row.name: row.position for row in audit(model, *case.args, outputs=case.outputs, **case.kwargs)}
+
+
+def test_pre_norm_positions():
+    assert positions("gpt2") == {
+        "transformer.h.0.ln_1": "pre", "transformer.h.0.ln_2": "pre", "transformer.h.1.ln_1": "pre",
+        "transformer.h.1.ln_2": "pre", "transformer.ln_f": "final",
+    }  # fmt: skip
+
+
+def test_post_norm_positions():
+    assert list(positions("bert").values()) == ["embedding", "post", "post", "post", "post", "inner"]
+
+
+def test_positions_do_not_depend_on_the_kind_of_norm():
+    for name in ("t5", "hf_swin", "gemma2", "bart"):
+        assert positions(name) == positions(name, "un")
+
+
+def test_norms_of_queries_and_keys_and_of_patches():
+    found = positions("qwen")
+    assert {found[name] for name in found if name.endswith(("q_norm", "k_norm"))} == {"inner"}
+    assert positions("hf_swin")["swin.embeddings.norm"] == "embedding"
+    assert positions("torch_encoder_pre")["layers.0.norm1"] == "pre"
+
+
+@pytest.mark.parametrize("name", ["llama", "marian", "torchvision_swin"])
+def test_audit_says_what_fold_does_and_changes_nothing(name):
+    case = case_of(name)
+    model = randomize(convert(case.model, "un")).eval()
+    before = str(model), {key: t.clone() for key, t in model.state_dict().items()}
+    found = audit(model, *case.args, outputs=case.outputs, **case.kwargs)
+    assert str(model) == before[0]
+    for key, t in model.state_dict().items():
+        assert torch.equal(t, before[1][key])
+    folded, report = fold(model, *case.args, outputs=case.outputs, **case.kwargs)
+    assert found.rows == report.rows
+    parameters = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in folded.parameters())
+    assert found.saved == parameters
+    assert len(found) == len(list(found))
+
+
+def test_the_table_names_readers_reasons_and_savings():
+    case = CASES["torch_encoder_pre"]()
+    text = str(audit(convert(case.model, "un"), *case.args, **case.kwargs))
+    assert "layers.0.self_attn.in_proj_weight" in text
+    assert "read by the caller of the model" in text
+    assert text.endswith("4 of 5 norms fold away, 128 parameters saved")
+
+
+def test_what_the_user_reads_decides():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = make("un", 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            y = self.norm(torch.tanh(x))
+            return {"logits": self.head(y), "hidden": y}
+
+    model = randomize(Two()).eval()
+    assert audit(model, torch.randn(3, 4)).rows[0].why.startswith("read by the caller of the model (hidden)")
+    assert audit(model, torch.randn(3, 4), outputs=lambda out: out["logits"]).foldable == "1 of 1"
+
+
+def test_data_dependent_paths_show_on_the_second_input():
+    class Depends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.a, self.b = make("un", 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return self.a(y) if x.shape[0] == 3 else self.b(y) * y[:, :2]
+
+    row = audit(randomize(Depends()).eval(), torch.randn(3, 4)).rows[0]
+    assert "read by aten.mul" in row.why
