@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from test_models import SMALL, SOURCE, seq2seq
+from torch.testing import assert_close
 
 from normkit.data.vocab import BOS, EOS, PAD
 from normkit.models.mt import Seq2Seq
@@ -55,12 +56,38 @@ def test_a_beam_that_holds_everything_finds_the_best(penalty, seed):
 
 
 @torch.no_grad()
-def test_scores_are_those_of_the_model_and_wider_is_no_worse_than_exhaustive():
+def test_scores_are_those_of_the_model():
     model = seq2seq(seed=2)
-    found = greedy(model, MANY, 8)
-    for row, sequence, score in zip(MANY, found.sequences, found.scores, strict=True):
-        if len(sequence) < 8:
-            assert score == pytest.approx(log_p(model, row[row != PAD][None], (*sequence, EOS)), abs=1e-4)
+    for found, penalty in ((greedy(model, MANY, 8), 0.0), (beam(model, MANY, 4, 0.6, 8), 0.6)):
+        for row, sequence, score in zip(MANY, found.sequences, found.scores, strict=True):
+            whole = (*sequence, EOS)[:8]
+            value = log_p(model, row[row != PAD][None], whole) / ((5 + len(whole)) / 6) ** penalty
+            assert score == pytest.approx(value, abs=1e-4)
+
+
+def test_a_wider_beam_finds_what_is_more_likely_on_the_whole():  # always only where it holds everything, see above
+    gains = []
+    for seed in range(6):
+        model = seq2seq(seed=seed)
+        with torch.no_grad():
+            model.output.linear.bias[EOS] = 1.0  # so that all end: what runs out of room was not chosen
+        greedily, widely = greedy(model, MANY, 30), beam(model, MANY, 8, 0.0, 30)
+        gains += [wide - one for wide, one in zip(widely.scores, greedily.scores, strict=True)]
+    assert sum(gains) > 10
+    assert sum(gain > 0.1 for gain in gains) > 2 * sum(gain < -1e-5 for gain in gains)
+
+
+def test_hypotheses_share_the_memory_of_their_sentence():
+    model = seq2seq(seed=3)
+    target = torch.randint(4, 10, (10, 3))
+    memory, real = model.encode(MANY)
+    want = model.decode(target, memory.repeat_interleave(2, 0), real.repeat_interleave(2, 0))
+    assert_close(model.decode(target, memory, real), want)
+
+
+def test_an_empty_batch_finds_nothing():
+    none = MANY[:0]
+    assert greedy(seq2seq(), none) == beam(seq2seq(), none) == ([], [])
 
 
 def test_length_limits_hold_for_each_sentence():
@@ -90,5 +117,7 @@ def test_stops_when_all_have_ended():
 def test_bad_widths_and_lengths_are_refused():
     with pytest.raises(ValueError, match="width must be at least 1"):
         beam(seq2seq(), MANY, 0)
+    with pytest.raises(ValueError, match="length_penalty must be at least 0"):
+        beam(seq2seq(), MANY, 2, -1.0)
     with pytest.raises(ValueError, match="max_length must be at least 1"):
         greedy(seq2seq(), MANY, 0)

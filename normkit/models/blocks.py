@@ -87,7 +87,10 @@ class Layer(nn.Module):
         cache: Cache | None = None,
         name: str = "",
     ) -> Tensor:
-        """`x [B, T, D]`; `real [B, T]` is for the norms, `mask` for the attention; `cache`: earlier keys and values."""
+        """`x [B, T, D]`; `real [B, T]` is for the norms, `mask` for the attention; `cache`: earlier keys and values.
+
+        `x` may hold several rows in succession for each of `memory`, as the hypotheses of a beam.
+        """
 
         def attend(y: Tensor) -> Tensor:
             pair = self.attention.project(y)
@@ -105,7 +108,9 @@ class Layer(nn.Module):
             pair = self.cross.project(memory) if cache is None or key not in cache else cache[key]
             if cache is not None:
                 cache[key] = pair
-            return self.cross(y, pair, memory_mask)
+            if len(y) == len(memory):
+                return self.cross(y, pair, memory_mask)
+            return self.cross(y.reshape(len(memory), -1, y.shape[-1]), pair, memory_mask).view_as(y)
 
         x = self._residual(x, attend, self.attention_norm, real)
         if self.cross_norm is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.data.vocab import BOS, EOS, PAD
+from normkit.models.blocks import Cache
 from normkit.models.mt import Seq2Seq
 
 
@@ -20,28 +21,28 @@ class Found(NamedTuple):
 def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Found:
     """The most likely next symbol, over and over; the score is the sum of log probabilities, the end included.
 
-    `source [B, S]`; `max_length` bounds the symbols of each sentence, one number for all or one each. Stops when all
-    sentences have ended. A sentence comes out the same whatever else is in its batch.
+    `source [B, S]`; `max_length` bounds the symbols of each sentence, one number for all or one each. A sentence that
+    has ended leaves the batch; the search stops when none is left. A sentence comes out the same whatever else is in
+    its batch. ValueError for a limit below 1.
     """
+    limit, found = _prepare(max_length, source)
     memory, real = model.encode(source)
-    limit = _limits(max_length, source)
-    alive = torch.ones(len(source), dtype=torch.bool, device=source.device)
-    last = torch.full((len(source), 1), BOS, device=source.device)
     scores = torch.zeros(len(source), device=source.device, dtype=torch.float64)
-    cache, out = {}, []
-    for step in range(int(limit.max())):
-        log_p = _next(model.decode(last, memory, real, cache, step))
-        best, symbol = log_p.max(-1)
-        alive = alive & (step < limit)
-        scores += torch.where(alive, best.double(), 0)
-        symbol = torch.where(alive, symbol, PAD)
-        out.append(symbol)
-        alive = alive & (symbol != EOS)
-        last = torch.where(alive, symbol, EOS)[:, None]  # what follows an end is never looked at
-        if not alive.any():
+    growing = torch.arange(len(source), device=source.device)  # the sentences that the rows of all else belong to
+    last = torch.full((len(source), 1), BOS, device=source.device)
+    cache: Cache = {}
+    for step in range(found.shape[1]):
+        log_p, symbol = _next(model.decode(last, memory, real, cache, step)).max(-1)
+        found[growing, step] = symbol
+        scores[growing] += log_p
+        rows = ((symbol != EOS) & (step + 1 < limit[growing])).nonzero().flatten()
+        if not len(rows):
             break
-    columns = torch.stack(out, 1).tolist() if out else [[] for _ in source]
-    return Found([_cut(row) for row in columns], scores.tolist())
+        if len(rows) < len(growing):
+            growing, symbol, memory, real = growing[rows], symbol[rows], memory[rows], real[rows]
+            cache = {name: (keys[rows], values[rows]) for name, (keys, values) in cache.items()}
+        last = symbol[:, None]
+    return Found([_cut(row) for row in found.tolist()], scores.tolist())
 
 
 @torch.no_grad()
@@ -51,67 +52,86 @@ def beam(
     """The best of `width` hypotheses kept at every step, by `log p / ((5 + length) / 6) ** length_penalty`.
 
     The length penalty is Wu et al. 2016, Eq. 14, over all symbols with the end; 0 compares plain probabilities. A
-    sentence is done when no hypothesis alive can still beat its best finished one; one that reaches `max_length`
-    without an end counts as it stands, when none has ended. ValueError for a width below 1.
+    sentence is done, and leaves the batch, when no hypothesis alive can still beat its best finished one; when none
+    has ended within `max_length`, the best one alive counts as it stands. `source` and `max_length` are those of
+    `greedy`. ValueError for a width or a limit below 1, or a penalty below 0.
     """
     if width < 1:
         raise ValueError(f"beam width must be at least 1; got {width}")
-    batch, device = len(source), source.device
-    limit = _limits(max_length, source)
+    if length_penalty < 0:
+        raise ValueError(f"length_penalty must be at least 0; got {length_penalty}")
+    limit, found = _prepare(max_length, source)
     memory, real = model.encode(source)
-    memory, real = memory.repeat_interleave(width, 0), real.repeat_interleave(width, 0)
-    scores = torch.full((batch, width), -torch.inf, device=device, dtype=torch.float64)
-    scores[:, 0] = 0  # all beams start alike: let one of them grow
-    history = torch.full((batch, width, 1), BOS, device=device)
-    best = [(-torch.inf, [])] * batch
-    open_ = torch.ones(batch, dtype=torch.bool, device=device)
-    cache, longest = {}, int(limit.max())
-    for step in range(longest):
-        last = history[:, :, -1].reshape(-1, 1)
-        log_p = _next(model.decode(last, memory, real, cache, step)).double().view(batch, width, -1)
+    best = torch.full((len(source),), -torch.inf, device=source.device, dtype=torch.float64)
+    growing = torch.arange(len(source), device=source.device)  # the sentences that the rows of all else belong to
+    history = torch.full((len(source), width, 1), BOS, device=source.device)
+    scores = best[:, None].repeat(1, width)
+    scores[:, 0] = 0  # all hypotheses start alike: let one of them grow
+    cache: Cache = {}
+    for step in range(found.shape[1]):
+        log_p = _next(model.decode(history[:, :, -1].reshape(-1, 1), memory, real, cache, step))
         words = log_p.shape[-1]
-        total = (scores[..., None] + log_p).flatten(1)
-        top, index = total.topk(min(2 * width, total.shape[1]), 1)  # at most `width` of them can be ends
-        beam_of, symbol = index // words, index % words
-        ends = (symbol == EOS) | (step + 1 >= limit)[:, None]
+        total = (scores[..., None] + log_p.view(len(growing), width, words)).flatten(1)
+        scores, index = total.topk(min(2 * width, total.shape[1]))  # at most `width` of them end
+        parent, symbol = index // words, index % words
+        grown = torch.cat([_take(history, parent), symbol[..., None]], 2)
+
         penalty = ((5 + step + 1) / 6) ** length_penalty
-        for i, k in ((ends & (top > -torch.inf) & open_[:, None]).nonzero()).tolist():
-            if k >= width:
-                continue
-            final, value = symbol[i, k] == EOS, float(top[i, k]) / penalty
-            forced = value - 1e9 if not final else value  # an end is better than running out of room
-            if forced > best[i][0]:
-                best[i] = (forced, history[i, beam_of[i, k], 1:].tolist() + ([] if final else [int(symbol[i, k])]))
-        keep = torch.where(ends, -torch.inf, top).topk(width, 1)
-        scores, chosen = keep.values, keep.indices
-        parent = beam_of.gather(1, chosen)
-        history = torch.cat(
-            [history.gather(1, parent[..., None].expand(-1, -1, step + 1)), symbol.gather(1, chosen)[..., None]], 2
-        )
-        rows = (parent + torch.arange(batch, device=device)[:, None] * width).flatten()
-        cache = {name: (k, v) if name.endswith(".cross") else (k[rows], v[rows]) for name, (k, v) in cache.items()}
+        ends = symbol == EOS
+        value, at = (scores.where(ends, -torch.inf)[:, :width] / penalty).max(1)
+        _note(found, best, growing, grown[range(len(at)), at, 1:], value)
+
+        scores, chosen = scores.where(~ends, -torch.inf).topk(width)
+        history, parent = _take(grown, chosen), parent.gather(1, chosen)
+        full = step + 1 >= limit[growing]
+        unended = scores[:, 0].where(full & best[growing].isinf(), -torch.inf) / penalty
+        _note(found, best, growing, history[:, 0, 1:], unended)
+
         # log p only falls from here on, and the penalty is largest at the limit
-        bound = scores[:, 0] / ((5 + limit.double()) / 6) ** length_penalty
-        done = torch.tensor([value for value, _ in best], device=device, dtype=torch.float64)
-        open_ = open_ & (bound > done) & (step + 1 < limit)
-        if not open_.any():
+        hope = scores[:, 0] / ((5 + limit[growing].double()) / 6) ** length_penalty
+        rows = (~full & (hope > best[growing])).nonzero().flatten()
+        if not len(rows):
             break
-    return Found([sequence for _, sequence in best], [v + 1e9 if v < -1e8 else v for v, _ in best])
+        origin = (parent[rows] + width * rows[:, None]).flatten()
+        some = len(rows) < len(growing)
+        for name, (keys, values) in cache.items():
+            if not name.endswith(".cross"):
+                cache[name] = keys[origin], values[origin]
+            elif some:
+                cache[name] = keys[rows], values[rows]
+        if some:
+            growing, history, scores = growing[rows], history[rows], scores[rows]
+            memory, real = memory[rows], real[rows]
+    return Found([_cut(row) for row in found.tolist()], best.tolist())
+
+
+def _note(found: Tensor, best: Tensor, sentences: Tensor, sequences: Tensor, value: Tensor) -> None:
+    """Write down, in place, the sequence of each sentence whose value beats its best so far."""
+    better = value > best[sentences]
+    best[sentences] = torch.where(better, value, best[sentences])
+    found[sentences[better], : sequences.shape[1]] = sequences[better]
+
+
+def _take(of: Tensor, index: Tensor) -> Tensor:
+    """Rows `index [B, n]` of `of [B, m, T]`."""
+    return of.gather(1, index[..., None].expand(-1, -1, of.shape[2]))
 
 
 def _next(scores: Tensor) -> Tensor:
-    """Log probabilities of the next symbol; padding and begin never follow."""
-    scores = scores[:, -1].clone()
+    """Log probabilities of the next symbol, in float64; padding and begin never follow."""
+    scores = scores[:, -1].double()
     scores[:, [PAD, BOS]] = -torch.inf
     return scores.log_softmax(-1)
 
 
-def _limits(max_length: int | Tensor, source: Tensor) -> Tensor:
+def _prepare(max_length: int | Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """The limit of each sentence `[B]`, and room for the sequences `[B, longest]`, ends all over."""
     limit = torch.as_tensor(max_length, device=source.device).expand(len(source))
     if len(limit) and int(limit.min()) < 1:
         raise ValueError(f"max_length must be at least 1; got {int(limit.min())}")
-    return limit
+    longest = int(limit.max()) if len(limit) else 0
+    return limit, torch.full((len(source), longest), EOS, device=source.device)
 
 
 def _cut(row: list[int]) -> list[int]:
-    return row[: row.index(EOS)] if EOS in row else [symbol for symbol in row if symbol != PAD]
+    return row[: row.index(EOS)] if EOS in row else row
