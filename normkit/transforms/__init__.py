@@ -1,9 +1,23 @@
 """Transforms of models that somebody else wrote; none changes the model that it is given, unless asked."""
 
 from normkit.transforms.audit import Audit, audit
+from normkit.transforms.blend import Blend, blend, settle
 from normkit.transforms.calibrate import calibrate
 from normkit.transforms.convert import convert, find, unreadable
 from normkit.transforms.fold import Report, fold
 from normkit.transforms.plan import Fate
 
-__all__ = ["Audit", "Fate", "Report", "audit", "calibrate", "convert", "find", "fold", "unreadable"]
+__all__ = [
+    "Audit",
+    "Blend",
+    "Fate",
+    "Report",
+    "audit",
+    "blend",
+    "calibrate",
+    "convert",
+    "find",
+    "fold",
+    "settle",
+    "unreadable",
+]

@@ -32,12 +32,24 @@ def find(model: nn.Module) -> dict[str, Found]:
     ['1']
     """
     found = {}
-    for name, module in model.named_modules():
+    for name, module in outermost(model).items():
         try:
             found[name] = read(module)
         except CannotRead:
             continue
     return found
+
+
+def outermost(model: nn.Module, shared: bool = False) -> dict[str, nn.Module]:
+    """A model's modules but for those inside a norm of ours; with `shared`, a shared one under each of its names."""
+    modules: dict[str, nn.Module] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=not shared):
+        if not name.startswith(inside):
+            modules[name] = module
+            if isinstance(module, Norm):
+                inside = (*inside, f"{name}." if name else "")
+    return modules
 
 
 def unreadable(model: nn.Module) -> dict[str, str]:
@@ -80,20 +92,7 @@ def convert(
     """
     refuse_wrapped(model, "convert")
     refuse_quantized(model, "convert")
-    rules = {"*": to} if isinstance(to, str) else dict(to)
-    for spec in rules.values():
-        parse(spec)
-    places = {name: module for name, module in model.named_modules(remove_duplicate=False) if _readable(module)}
-    if isinstance(to, Mapping):
-        _refuse_idle_patterns(rules, list(places))
-    chosen = {}
-    for name, module in places.items():
-        spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        if spec is not None and (where is None or where(name, module)):
-            chosen[name] = spec
-    if not chosen:
-        raise ValueError(_nothing_found(model, list(places)))
-
+    chosen = chosen_sites(model, to, where, "convert")
     model = model if inplace else copy.deepcopy(model)
     made: dict[int, nn.Module] = {}  # one new module per old one, however often it is shared
     for name, spec in chosen.items():
@@ -106,6 +105,26 @@ def convert(
     if mask_from is not None:
         route_mask(model, mask_from)
     return model
+
+
+def chosen_sites(
+    model: nn.Module, to: str | Mapping[str, str], where: Callable[[str, nn.Module], bool] | None, verb: str
+) -> dict[str, str]:
+    """The names of the norms to change with their specs, shared ones by every name; ValueError where there are none."""
+    rules = {"*": to} if isinstance(to, str) else dict(to)
+    for spec in rules.values():
+        parse(spec)
+    places = {name: module for name, module in outermost(model, shared=True).items() if _readable(module)}
+    if isinstance(to, Mapping):
+        _refuse_idle_patterns(rules, list(places))
+    chosen = {}
+    for name, module in places.items():
+        spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if spec is not None and (where is None or where(name, module)):
+            chosen[name] = spec
+    if not chosen:
+        raise ValueError(_nothing_found(model, list(places), verb))
+    return chosen
 
 
 @torch.no_grad()
@@ -181,15 +200,15 @@ def _refuse_idle_patterns(rules: dict[str, str], names: list[str]) -> None:
             raise ValueError(f"the pattern {pattern!r} matches no norm; the norms are {_listed(names)}")
 
 
-def _nothing_found(model: nn.Module, readable: list[str]) -> str:
+def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
     if readable:
-        return f"convert() was told to convert none of the norms that it found: {_listed(readable)}"
+        return f"{verb}() was told to change none of the norms that it found: {_listed(readable)}"
     seen = unreadable(model)
     if seen:
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
-        return f"convert() found no norm that it can read. It saw {named}. A row in transforms/foreign.py teaches it"
+        return f"{verb}() found no norm that it can read. It saw {named}. A row in transforms/foreign.py teaches it"
     kinds = sorted({type(module).__name__ for module in model.modules()})
-    return f"convert() found no norm: no class in this model has 'norm' in its name. Classes seen: {_listed(kinds)}"
+    return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {_listed(kinds)}"
 
 
 def _listed(names: list[str], most: int = 12) -> str:

@@ -1,0 +1,197 @@
+"""A norm that fades into another while the model trains, until the first is gone."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from normkit.norms import Norm, Split, make, parse
+from normkit.transforms.convert import HOOKS, chosen_sites, find, put, replacement
+from normkit.transforms.fastpath import leave_fast_path
+from normkit.transforms.foreign import equivalent, read, write
+from normkit.transforms.masks import MaskFrom, route_mask
+from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
+
+Schedule = Literal["linear", "cosine"]
+
+
+class Blend(Norm):
+    """`y = weight * (share * old(x) + (1 - share) * new(x)) + bias`, with one gain and bias for both.
+
+    In the k-th training forward `share` is `1 - k / steps`, so the last of `steps` forwards is all new. The count is
+    the buffer `step`, so it goes into checkpoints and comes back from them; a recomputed forward (activation
+    checkpointing) does not count twice. At inference it blends likewise, the new norm by its running statistics. Once `share` is 0
+    only the new norm acts, and `settle` puts it in this one's place.
+    """
+
+    batch_free = False
+    old: Norm
+    new: Norm
+    step: Tensor
+
+    def __init__(self, old: Norm, new: Norm, *, steps: int, schedule: Schedule = "linear"):
+        super().__init__(new.dim, eps=new.eps, affine=False)
+        self.old, self.new, self.steps, self.schedule = old, new, steps, schedule
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    @property
+    def offline(self) -> bool:  # type: ignore[override]
+        """Whether what it becomes is frozen at inference."""
+        return self.new.offline
+
+    @property
+    def spec(self) -> str:
+        """What it becomes, and how; no row of NORMS."""
+        return f"blend({self.old.spec}, {self.new.spec}, steps={self.steps})"
+
+    def share(self) -> Tensor:
+        """How much of the old norm is left, from 1 to 0."""
+        left = (1 - self.step / self.steps).clamp(min=0)
+        return left if self.schedule == "linear" else (1 - torch.cos(torch.pi * left)) / 2
+
+    @property
+    def done(self) -> bool:
+        """Whether the old norm acts no longer. Asks the device."""
+        return int(self.step) >= self.steps
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Blend; counts the step while training."""
+        mask = self.mask if mask is None else mask
+        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if self.training and not recomputed:
+            self.step.add_(1)
+        share = self.share().to(x.dtype)
+        y = self.new(x, mask).lerp(self.old(x, mask), share)
+        if self.weight is not None:
+            y = y * self.weight.to(y.dtype)
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).to(x.dtype)
+
+    def settled(self) -> Norm:
+        """The new norm with this one's gain, bias, hooks and mode."""
+        name, given = parse(self.new.spec)
+        new = make(write(name, {**given, "affine": self.weight is not None, "bias": self.bias is not None}), self.dim)
+        new._buffers.update(self.new._buffers)
+        new.weight, new.bias = self.weight, self.bias
+        for hooks in HOOKS:
+            setattr(new, hooks, getattr(self, hooks))
+        if hasattr(self, "channel_dim"):
+            new.channel_dim = self.channel_dim  # type: ignore[assignment]
+        return new.train(self.training)
+
+    def split(self) -> Split:
+        """That of the new norm, once it acts alone; ValueError before."""
+        if not self.done:
+            left = f"{int(self.step)} of {self.steps} training forwards done"
+            raise ValueError(f"a blend has no split before its end ({left}); train on, then settle(model)")
+        return self.settled().eval().split()
+
+    def extra_repr(self) -> str:
+        """How far it is."""
+        return f"{self.dim}, step={int(self.step)} of {self.steps}, schedule={self.schedule!r}"
+
+
+def blend(
+    model: nn.Module,
+    to: str | Mapping[str, str],
+    steps: int,
+    *,
+    schedule: Schedule = "linear",
+    where: Callable[[str, nn.Module], bool] | None = None,
+    mask_from: MaskFrom = None,
+    inplace: bool = False,
+) -> nn.Module:
+    """Return the model with each norm blended into a new one over `steps` training forwards.
+
+    Train it as usual: at first every norm is what it was, at the end it is the new one (progressive
+    re-parametrization, SLAB, arXiv:2405.11582). Parameters keep their names and are shared by both norms; the new one
+    gathers its statistics from the first step on. Then `settle(model)` leaves plain norms. Arguments as in `convert`.
+
+    >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=100)
+    >>> model[0].share()
+    tensor(1.)
+    """
+    refuse_wrapped(model, "blend")
+    refuse_quantized(model, "blend")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"steps must be a whole number of at least 1; got {steps!r}")
+    if schedule not in ("linear", "cosine"):
+        raise ValueError(f'schedule must be "linear" or "cosine"; got {schedule!r}')
+    chosen = chosen_sites(model, to, where, "blend")
+    model = model if inplace else copy.deepcopy(model)
+    like = next(model.parameters(), None)
+    made: dict[int, nn.Module] = {}
+    for name, spec in chosen.items():
+        old = model.get_submodule(name)
+        if isinstance(old, Blend):
+            made[id(old)] = old
+        if id(old) not in made:
+            made[id(old)] = _blended(old, spec, steps, schedule, like)
+            made[id(made[id(old)])] = made[id(old)]
+        model = put(model, name, made[id(old)])
+    leave_fast_path(model)
+    if mask_from is not None:
+        route_mask(model, mask_from)
+    return model
+
+
+def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> nn.Module:
+    """Return the model with every finished blend replaced by its new norm, parameters under their old names.
+
+    ValueError where nothing blends, or where a blend has not run its steps, unless `early=True`.
+
+    >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=1)
+    >>> _ = model(torch.randn(8, 4))
+    >>> settle(model)[0]
+    UN(4, un)
+    """
+    refuse_wrapped(model, "settle")
+    model = model if inplace else copy.deepcopy(model)
+    blends = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Blend)}
+    if not blends:
+        raise ValueError(f"settle() found nothing that blends; the norms are {', '.join(find(model)) or 'none'}")
+    if early is False and (waiting := {name: m for name, m in blends.items() if not m.done}):
+        name, first = next(iter(waiting.items()))
+        raise ValueError(
+            f"{len(waiting)} of {len(blends)} blends are not done: {name} has made {int(first.step)} of {first.steps} "
+            "training forwards; train on, or pass early=True"
+        )
+    made = {id(m): m.settled() for m in blends.values()}
+    for name, old in blends.items():
+        model = put(model, name, made[id(old)])
+    return model
+
+
+def _blended(old: nn.Module, spec: str, steps: int, schedule: Schedule, like: Tensor | None) -> Blend:
+    """The blend of a norm of the model into a new one, with the old one's parameters, hooks and mode."""
+    new = replacement(old, spec, like)
+    if new is old:
+        new = copy.deepcopy(new)
+    weight, bias = new.weight, new.bias
+    if weight is not None and weight.shape != (new.dim,):
+        raise ValueError(f"{spec} has no gain for each channel to share with the old norm; blend into another")
+    before = old if isinstance(old, Norm) else equivalent(read(old))
+    bare_old, bare_new = (_without_affine(norm, weight if like is None else like) for norm in (before, new))
+    both = Blend(bare_old, bare_new, steps=steps, schedule=schedule)
+    both.weight, both.bias = weight, bias
+    if weight is not None:
+        both.step = both.step.to(weight.device)
+    for hooks in HOOKS:
+        setattr(both, hooks, getattr(new, hooks))
+    if getattr(new, "channel_dim", -1) != -1:
+        both.channel_dim = 1  # type: ignore[assignment]
+    return cast(Blend, both.train(old.training))
+
+
+def _without_affine(norm: Norm, like: Tensor | None) -> Norm:
+    name, given = parse(norm.spec)
+    bare = make(write(name, {**given, "affine": False}), norm.dim)
+    if like is not None:
+        bare = bare.to(like.device, like.dtype)
+    with torch.no_grad():
+        for key, buffer in norm.named_buffers(recurse=False):
+            getattr(bare, key).copy_(buffer)
+        for key, parameter in bare.named_parameters(recurse=False):
+            parameter.copy_(getattr(norm, key))
+    return bare

@@ -1,0 +1,181 @@
+"""LayerNorm fades into an offline norm: what a forward computes, what a checkpoint keeps, what is left at the end."""
+
+import copy
+
+import pytest
+import torch
+from foreign_models import CASES, case_of, padding, randomize
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from normkit.norms import UN, LayerNorm, make
+from normkit.transforms import Blend, blend, calibrate, fold, settle
+
+DIM = 6
+
+
+def model_of(*norms: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [part for norm in norms for part in (nn.Linear(DIM, DIM), nn.Tanh(), norm)]
+    return randomize(nn.Sequential(*layers, nn.Linear(DIM, 3)))
+
+
+def rows(n: int = 20, seed: int = 0):
+    return torch.randn(n, DIM, generator=torch.Generator().manual_seed(seed)) * torch.linspace(0.5, 2, DIM)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_every_forward_computes_the_share_that_the_schedule_says(schedule):
+    torch.manual_seed(0)
+    norm = randomize(nn.Sequential(nn.LayerNorm(DIM)))
+    both = blend(norm, "un(warmup=1, window=1)", steps=4, schedule=schedule).train()
+    alone = make("un(warmup=1, window=1)", DIM).train()
+    for k in range(1, 8):
+        x = rows(seed=k)
+        old, new = norm[0](x), alone(x) * norm[0].weight + norm[0].bias
+        share = max(0.0, 1 - k / 4)
+        if schedule == "cosine":
+            share = (1 - torch.cos(torch.tensor(torch.pi * share)).item()) / 2
+        torch.testing.assert_close(both(x), share * old + (1 - share) * new, rtol=1e-4, atol=1e-5)
+        assert both[0].step == k
+    assert both[0].done
+
+
+def test_before_training_the_model_is_what_it_was():
+    case = case_of("bert")
+    both = blend(case.model, "un", steps=10, mask_from="attention_mask").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(both(**case.kwargs).logits, case.model(**case.kwargs).logits, rtol=1e-4, atol=1e-5)
+    kept = set(case.model.state_dict())
+    assert kept <= set(both.state_dict())
+    assert {id(p) for p in both.parameters()} & {id(p) for p in case.model.parameters()} == set()
+    assert sum(p.numel() for p in both.parameters()) == sum(p.numel() for p in case.model.parameters())
+
+
+def test_gradients_reach_the_shared_gain_through_both_norms():
+    both = blend(model_of(nn.LayerNorm(DIM)), "batch", steps=4).double().train()
+    x, dy = rows().double(), torch.randn(20, 3).double()
+    both(x).backward(dy)
+    analytic = both[2].weight.grad.clone()
+    numeric = torch.zeros(DIM, dtype=torch.float64)
+    for i in range(DIM):
+        values = []
+        for sign in (1, -1):
+            moved = copy.deepcopy(both)
+            moved[2].step.zero_()
+            with torch.no_grad():
+                moved[2].weight[i] += sign * 1e-5
+                values.append((moved(x) * dy).sum())
+        numeric[i] = (values[0] - values[1]) / 2e-5
+    torch.testing.assert_close(analytic, numeric, rtol=1e-5, atol=1e-7)
+
+
+def test_the_count_survives_a_checkpoint_and_resumes_exactly():
+    both = blend(model_of(nn.LayerNorm(DIM), nn.LayerNorm(DIM)), "un(warmup=2)", steps=6).train()
+    for k in range(3):
+        both(rows(seed=k))
+    again = blend(model_of(nn.LayerNorm(DIM), nn.LayerNorm(DIM)), "un(warmup=2)", steps=6).train()
+    again.load_state_dict(both.state_dict())
+    for k in range(3, 8):
+        assert torch.equal(again(rows(seed=k)), both(rows(seed=k)))
+    for (name, mine), theirs in zip(both.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_counts_once_and_recomputes_the_same(reentrant):
+    plain = blend(model_of(nn.LayerNorm(DIM)), "un(warmup=1)", steps=4).train()
+    again = copy.deepcopy(plain)
+    for k in range(3):
+        x, dy = rows(seed=k).requires_grad_(), torch.randn(20, 3)
+        plain.zero_grad()
+        again.zero_grad()
+        plain(x).backward(dy)
+        checkpoint(again, x, use_reentrant=reentrant).backward(dy)
+        assert again[2].step == k + 1
+        for (name, p), q in zip(plain.named_parameters(), again.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, msg=name)
+
+
+def test_at_the_end_the_old_norm_is_gone_and_the_rest_folds():
+    both = blend(model_of(nn.LayerNorm(DIM), nn.LayerNorm(DIM)), {"2": "un(warmup=1)", "5": "batch"}, steps=3).train()
+    for k in range(5):
+        both(rows(seed=k))
+    done = settle(both).eval()
+    assert not any(isinstance(m, Blend | LayerNorm | nn.LayerNorm) for m in done.modules())
+    assert isinstance(done[2], UN)
+    with torch.no_grad():
+        torch.testing.assert_close(done(rows()), both.eval()(rows()))
+    assert isinstance(both[2], Blend), "settle made a copy"
+    names = set(model_of(nn.LayerNorm(DIM), nn.LayerNorm(DIM)).state_dict())
+    assert names <= set(done.state_dict())
+    folded, report = fold(done, rows())
+    assert report.foldable == "2 of 2"
+    torch.testing.assert_close(folded(rows()), done(rows()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_finished_blend_folds_before_it_is_settled_and_an_unfinished_one_is_refused():
+    both = blend(model_of(nn.LayerNorm(DIM)), "un(warmup=1)", steps=2).train()
+    both(rows())
+    with pytest.raises(ValueError, match="1 of 2 training forwards done"):
+        fold(both.eval(), rows())
+    both.train()(rows())
+    _, report = fold(both.eval(), rows())
+    assert report.foldable == "1 of 1"
+
+
+def test_masks_layouts_sharing_hooks_and_optimizers_survive():
+    case = CASES["torch_encoder_pre"]()
+    both = blend(case.model, "batch", steps=3, mask_from="src_key_padding_mask").train()
+    x, mask = case.args[0], padding().bool()
+    other = copy.deepcopy(both)
+    both(x, src_key_padding_mask=~mask)
+    other(torch.where(mask[..., None], x, 9.0), src_key_padding_mask=~mask)
+    torch.testing.assert_close(other.norm.new.running, both.norm.new.running)
+
+    shared = nn.LayerNorm(DIM)
+    model = nn.ModuleList([shared, shared, nn.GroupNorm(2, DIM)])
+    weights = {id(p) for p in model.parameters()}
+    seen = []
+    shared.register_forward_hook(lambda module, args, out: seen.append(out))
+    changed = blend(model, "batch", steps=2, inplace=True)
+    assert changed[0] is changed[1]
+    assert {id(p) for p in changed.parameters()} == weights
+    y = changed[2](torch.randn(3, DIM, 5))
+    assert y.shape == (3, DIM, 5)
+    changed[0](rows())
+    assert len(seen) == 1
+    settled = settle(changed, early=True)
+    assert settled[0] is settled[1]
+    assert settled[2](torch.randn(3, DIM, 5)).shape == (3, DIM, 5)
+
+
+def test_statistics_can_be_calibrated_while_it_blends():
+    both = blend(model_of(nn.LayerNorm(DIM)), "un", steps=5)
+    done = calibrate(both, [rows()])
+    torch.testing.assert_close(done[2].new.running[0], torch.tanh(both[0](rows())).square().mean(0))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
+def test_it_compiles_whole():
+    both = blend(model_of(nn.LayerNorm(DIM)), "batch", steps=3).train()
+    compiled = torch.compile(copy.deepcopy(both), backend="aot_eager", fullgraph=True)
+    for k in range(4):
+        torch.testing.assert_close(compiled(rows(seed=k)), both(rows(seed=k)))
+    assert compiled._orig_mod[2].step == 4
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match=r"blend\(\) found no norm"):
+        blend(nn.Sequential(nn.Linear(3, 3)), "un", steps=3)
+    for steps in (0, 1.5, True):
+        with pytest.raises(ValueError, match="steps must be a whole number"):
+            blend(nn.LayerNorm(3), "un", steps=steps)
+    with pytest.raises(ValueError, match='"linear" or "cosine"'):
+        blend(nn.LayerNorm(3), "un", steps=3, schedule="step")
+    with pytest.raises(ValueError, match="no gain for each channel"):
+        blend(nn.LayerNorm(3), "scale", steps=3)
+    with pytest.raises(ValueError, match=r"nothing that blends; the norms are 0"):
+        settle(nn.Sequential(nn.LayerNorm(3)))
+    with pytest.raises(ValueError, match=r"1 of 1 blends are not done: 0 has made 0 of 3"):
+        settle(blend(nn.Sequential(nn.LayerNorm(3)), "un", steps=3))
