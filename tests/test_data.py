@@ -101,6 +101,20 @@ def test_bucketing_is_what_makes_batches_of_one_length():
     assert spread(bucketed) < 0.3 * spread(shuffled)
 
 
+def test_bucketing_leaves_little_padding(words):
+    source, target = ([len(pair[side]) for pair in words.train] for side in (0, 1))
+    sizes, both = [sum(pair) for pair in zip(source, target, strict=True)], list(zip(source, target, strict=True))
+
+    def padding(**how):
+        batches = batches_of(sizes, 500, **how)
+        padded = sum(len(b) * (max(source[i] for i in b) + max(target[i] for i in b)) for b in batches)
+        return 1 - sum(sizes) / padded
+
+    assert padding(bucketing=True, by=both) < 0.06
+    assert 0.08 < padding(bucketing=True) < 0.12
+    assert padding(bucketing=False) > 0.35
+
+
 def test_batches_go_on_where_they_were():
     def make(start=0):
         return Batches(lambda n: batches_of(SIZES, 60, bucketing=True, epoch=n), tuple, start)
@@ -131,3 +145,5 @@ def test_collation_shifts_the_target_and_pads():
 def test_no_examples_are_refused():
     with pytest.raises(ValueError, match="no examples"):
         batches_of([], 10, bucketing=True)
+    with pytest.raises(ValueError, match="at least 1 token; got 0"):
+        batches_of([1], 0, bucketing=True)

