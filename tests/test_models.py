@@ -110,6 +110,20 @@ def test_initial_weights(init, factor):
     assert abs(float(layer.feedforward.inner.weight.detach().std()) / (2 / 768) ** 0.5 - 1) < 0.02
 
 
+@pytest.mark.parametrize("field", ["dropout", "attention_dropout", "hidden_dropout"])
+def test_each_dropout_acts_in_training_and_only_there(field):
+    model = seq2seq(dataclasses.replace(SMALL, **{field: 0.5}))
+    plain = seq2seq()
+    plain.load_state_dict(model.state_dict())
+    assert_close(model(SOURCE, TARGET), plain(SOURCE, TARGET))
+    model.train()
+    torch.manual_seed(0)
+    one, two = model(SOURCE, TARGET), model(SOURCE, TARGET)
+    assert not torch.allclose(one, two)
+    torch.manual_seed(0)
+    assert torch.equal(model(SOURCE, TARGET), one)
+
+
 def test_embeddings_tied_shared_and_fixed():
     free = Seq2Seq(dataclasses.replace(SMALL, tie=False), 10, 12)
     tied = Seq2Seq(SMALL, 10, 12)

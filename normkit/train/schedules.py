@@ -12,7 +12,8 @@ class InverseSqrt(LRScheduler):
     """Linear warm-up, then `n ** -0.5` (Eq. 7), so that the optimizer's lr is the peak, reached at step `warmup`.
 
     `lr(n) = peak * sqrt(warmup) * min(n ** -0.5, n * warmup ** -1.5)`. The paper's constant lambda is a peak of
-    `lambda / sqrt(d * warmup)`; fairseq's warm-up from `start` instead of 0 is `start + n (peak - start) / warmup`.
+    `lambda / sqrt(d * warmup)`; fairseq's warm-up from `start` instead of 0 is `start + n (peak - start) / warmup`,
+    where its own n counts the updates done before this one, so that it is one step behind.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -58,7 +59,7 @@ class ValidationDecay(Constant):
 
     `rule="paper"`: no new best in `patience` evaluations, then the count starts anew. `rule="code"`: the latest score
     is below each of the `patience` before it (Tears' released code, which crashed at its first evaluation).
-    Call `validated(score)` after each evaluation; training should end when `lr < stop`.
+    Call `validated(score)` after each evaluation. The paper ends training when the rate is below 1e-6, the code at 5e-5.
     """
 
     def __init__(
