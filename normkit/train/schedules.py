@@ -59,7 +59,7 @@ class ValidationDecay(Constant):
 
     `rule="paper"`: no new best in `patience` evaluations, then the count starts anew. `rule="code"`: the latest score
     is below each of the `patience` before it (Tears' released code, which crashed at its first evaluation).
-    Call `validated(score)` after each evaluation. The paper ends training when the rate is below 1e-6, the code at 5e-5.
+    Call `validated(score)` after each evaluation. The paper ends training below a rate of 1e-6, the code at 5e-5.
     """
 
     def __init__(
