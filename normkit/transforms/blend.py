@@ -22,8 +22,8 @@ class Blend(Norm):
 
     In the k-th training forward `share` is `1 - k / steps`, so the last of `steps` forwards is all new. The count is
     the buffer `step`, so it goes into checkpoints and comes back from them; a recomputed forward (activation
-    checkpointing) does not count twice. At inference it blends likewise, the new norm by its running statistics. Once `share` is 0
-    only the new norm acts, and `settle` puts it in this one's place.
+    checkpointing) does not count twice. At inference it blends likewise, the new norm by its running statistics. Once
+    `share` is 0 only the new norm acts, and `settle` puts it in this one's place.
     """
 
     batch_free = False

@@ -1,0 +1,185 @@
+"""Write a model as ONNX or `torch.export`, and check it in the runtime against the model itself."""
+
+import contextlib
+import copy
+import inspect
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from normkit.transforms.audit import refuse_training
+from normkit.transforms.calls import example_call, tensors
+from normkit.transforms.prove import error
+from normkit.transforms.refuse import refuse_wrapped
+
+NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
+    "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
+    "reciprocal", "reducemean", "reducel2", "var_mean", "linalg_vector_norm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: operations of the graph with their counts, and the error in the runtime that ran it."""
+
+    path: Path
+    operations: dict[str, int]
+    runtime: str
+    max_error: float
+
+    @property
+    def normalizing(self) -> dict[str, int]:
+        """The operations that normalize, divide or take roots; empty for a folded graph."""
+        return {name: n for name, n in self.operations.items() if any(part in name.lower() for part in NORMALIZES)}
+
+    def __str__(self) -> str:
+        kept = ", ".join(f"{n} {name}" for name, n in self.normalizing.items()) or "none"
+        return (
+            f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
+            f"{self.max_error:.1e} in {self.runtime}"
+        )
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    *example: Any,
+    outputs: Callable[[Any], Any] | None = None,
+    dynamic: bool = True,
+    tolerance: float = 1e-4,
+    **kwexample: Any,
+) -> Exported:
+    """Write `model` to `path`, run the file, compare: `.onnx` in onnxruntime, `.pt2` as a `torch.export` program.
+
+    Only tensors in the output are exported; `outputs` picks some (`lambda out: out.logits`). With `dynamic` the first
+    axis of every input, the batch, is left open; the example must then hold at least two. Norms with frozen statistics
+    become a multiply and an add, folded ones nothing: `exported.normalizing` names what is left of norms.
+
+    ValueError for a model in training mode, an example that does not fit, an unknown ending, or a file whose outputs
+    differ by more than `tolerance`, relative to the largest. ImportError names the extra to install.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export(nn.Linear(2, 3).eval(), f"{folder}/model.pt2", torch.zeros(2, 2)).normalizing
+    {}
+    """
+    refuse_wrapped(model, "export")
+    refuse_training(model, "export")
+    path = Path(path)
+    if path.suffix not in (".onnx", ".pt2"):
+        raise ValueError(f"export() writes .onnx or .pt2 by the ending of the path; got {path.name!r}")
+    with torch.no_grad():
+        expected = picked(example_call(model, example, kwexample, "export", (example, kwexample)), outputs)
+    plain = Plain(copy.deepcopy(model), example, kwexample, outputs).eval()
+    shapes = batch_axis(plain.given) if dynamic else None
+    write = _onnx if path.suffix == ".onnx" else _program
+    operations, runtime, got = write(plain, path, shapes)
+    worst = error(tuple(got), tuple(expected))
+    if not worst <= tolerance:
+        raise ValueError(f"{path} computes something else than the model: outputs differ by {worst:.1e} in {runtime}")
+    return Exported(path, operations, runtime, worst)
+
+
+class Plain(nn.Module):
+    """A model of tensors only, which every exporter takes: those of an example in, those of its output out."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Callable[[Any], Any] | None = None
+    ):
+        super().__init__()
+        self.model, self.outputs = model, outputs
+        leaves, self.spec = tree_flatten((args, kwargs))
+        self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.given: tuple[Tensor, ...] = tuple(leaves[i] for i in self.slots)
+        known = list(inspect.signature(model.forward).parameters)
+        paths = tensors((dict(zip(known, args, strict=False)), kwargs))
+        self.names = [path.split(".", 1)[1].replace(".", "_") for path in paths]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the output, in their order."""
+        leaves = list(self.rest)
+        for slot, tensor in zip(self.slots, inputs, strict=True):
+            leaves[slot] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return picked(self.model(*args, **kwargs), self.outputs)
+
+
+def picked(output: Any, outputs: Callable[[Any], Any] | None) -> tuple[Tensor, ...]:
+    """The tensors of an output that are exported; ValueError where there are none."""
+    found = tuple(tensors(outputs(output) if outputs else output).values())
+    if not found:
+        raise ValueError(
+            f"export() found no tensor in what the model returned ({type(output).__name__}); pass outputs="
+        )
+    return found
+
+
+def batch_axis(given: tuple[Tensor, ...]) -> Any:
+    """Dynamic shapes for `Plain.forward`: the first axis of every tensor that has as many rows as most."""
+    sizes = [t.shape[0] for t in given if t.dim()]
+    batch = max(set(sizes), key=sizes.count) if sizes else 0
+    if batch < 2:
+        return None
+    return {"inputs": tuple({0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else None for t in given)}
+
+
+def program_of(model: nn.Module, *example: Any, **kwexample: Any) -> torch.export.ExportedProgram:
+    """The `torch.export` program of a model, its composite operations taken apart."""
+    with torch.no_grad():
+        return torch.export.export(model, example, kwexample, strict=False)
+
+
+def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
+    """How often each operation occurs in a program, most frequent first.
+
+    >>> operations_of(program_of(nn.Linear(2, 3).eval(), torch.zeros(1, 2)))
+    {'aten.linear': 1}
+    """
+    names = [".".join(str(n.target).split(".")[:2]) for n in program.graph.nodes if n.op == "call_function"]
+    return {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
+
+
+def _program(model: Plain, path: Path, shapes: Any) -> tuple[dict[str, int], str, Any]:
+    with torch.no_grad():
+        program = torch.export.export(model, model.given, dynamic_shapes=shapes, strict=False)
+        torch.export.save(program, path)
+        again = torch.export.load(path)
+        return operations_of(program), "torch.export", again.module()(*model.given)
+
+
+def _onnx(model: Plain, path: Path, shapes: Any) -> tuple[dict[str, int], str, Any]:
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as missing:
+        raise ImportError(f"export() to ONNX needs {missing.name}; pip install 'normkit[export]'") from missing
+    with torch.no_grad(), quiet():
+        written = torch.onnx.export(
+            model, model.given, dynamic_shapes=shapes, input_names=model.names, dynamo=True, verbose=False
+        )
+    assert written is not None
+    written.save(str(path))
+    names = [node.op_type for node in written.model.graph.all_nodes()]
+    operations = {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    feed = dict(zip(model.names, (t.numpy() for t in model.given), strict=True))
+    known = {slot.name for slot in session.get_inputs()}  # an input that the model does not read is left out
+    out = session.run(None, {name: array for name, array in feed.items() if name in known})
+    return operations, "onnxruntime", [torch.from_numpy(array) for array in out]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The exporter's progress lines and warnings about its own internals, held back."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,118 @@
+"""Exported files run elsewhere, compute the same, and folded graphs hold no trace of a norm."""
+
+import sys
+
+import onnx
+import pytest
+import torch
+from foreign_models import CASES, case_of, randomize
+from torch import Tensor, nn
+
+from normkit.norms import make
+from normkit.transforms import convert, export, fold
+from normkit.transforms.export import operations_of, program_of
+
+MODELS = ["hf_vit", "bert", "t5", "torch_encoder_pre", "torchvision_swin"]
+OTHERWISE = {  # divisions and means that are no norm's
+    "t5": {"Div", "aten.div"},  # buckets of relative positions
+    "torchvision_swin": {"ReduceMean"},  # pooling of all positions before the head
+}
+
+
+def folded(name: str):
+    case = case_of(name)
+    model = randomize(convert(case.model, "un")).eval()
+    return case, model, fold(model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)[0]
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folded_graph_holds_no_normalization_no_division_no_root(name, ending, tmp_path):
+    case, _, plain = folded(name)
+    path = tmp_path / f"model.{ending}"
+    exported = export(plain, path, *case.args, outputs=case.outputs, **case.kwargs)
+    assert path.exists()
+    assert exported.max_error < 1e-5
+    assert set(exported.normalizing) <= OTHERWISE.get(name, set()), str(exported)
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_an_online_norm_stays_in_the_graph_and_an_offline_one_is_a_multiply_and_an_add(ending, tmp_path):
+    case, model, plain = folded("hf_vit")
+    counts = {}
+    for key, each in (("layer", case.model), ("un", model), ("folded", plain)):
+        counts[key] = export(each, tmp_path / f"{key}.{ending}", outputs=case.outputs, **case.kwargs)
+    assert sum(counts["layer"].normalizing.values()) == 5
+    if ending == "onnx":
+        assert counts["un"].normalizing == {}
+        extra = {op: n - counts["folded"].operations.get(op, 0) for op, n in counts["un"].operations.items()}
+        assert {op: n for op, n in extra.items() if n} == {"Mul": 5, "Add": 5}
+    assert sum(counts["folded"].operations.values()) < sum(counts["un"].operations.values())
+
+
+def test_the_file_takes_other_batch_sizes_and_names_its_inputs(tmp_path):
+    import onnxruntime
+
+    case, _, plain = folded("bert")
+    export(plain, tmp_path / "model.onnx", outputs=case.outputs, **case.kwargs)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert [slot.name for slot in session.get_inputs()] == ["input_ids", "attention_mask"]
+    more = {key: torch.cat([t, t, t[:1]]) for key, t in case.kwargs.items()}
+    (out,) = session.run(None, {key: t.numpy() for key, t in more.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(out), plain(**more).logits, rtol=1e-4, atol=1e-5)
+    onnx.checker.check_model(str(tmp_path / "model.onnx"))
+
+
+def test_a_single_row_and_a_fixed_batch(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    assert export(model, tmp_path / "a.onnx", torch.randn(1, 4)).max_error < 1e-6
+    assert export(model, tmp_path / "b.pt2", torch.randn(3, 4), dynamic=False).operations == {
+        "aten.linear": 1,
+        "aten.relu": 1,
+    }
+
+
+def test_operations_are_counted():
+    assert operations_of(program_of(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).eval(), torch.zeros(1, 2))) == {
+        "aten.layer_norm": 1,
+        "aten.linear": 1,
+    }
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = make("un", 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, scale: float, more=None):
+        y = self.head(self.norm(x))
+        return {"logits": y * scale, "rest": (y, None)} if more is None else {"logits": y + more["bias"]}
+
+
+def test_mappings_numbers_and_nested_inputs(tmp_path):
+    model = randomize(Several()).eval()
+    x = torch.randn(3, 4)
+    assert export(model, tmp_path / "a.onnx", x, 2.0).max_error < 1e-6
+    assert export(model, tmp_path / "b.onnx", x, 2.0, more={"bias": torch.randn(3, 2)}).max_error < 1e-6
+    one = export(model, tmp_path / "c.pt2", x, 2.0, outputs=lambda out: out["logits"])
+    assert one.max_error < 1e-6
+
+
+def test_bad_input_is_named(tmp_path, monkeypatch):
+    model = nn.Sequential(make("un", 4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="training mode"):
+        export(model, tmp_path / "m.onnx", torch.randn(2, 4))
+    model.eval()
+    with pytest.raises(ValueError, match=r"writes \.onnx or \.pt2.*'m\.pb'"):
+        export(model, tmp_path / "m.pb", torch.randn(2, 4))
+    with pytest.raises(ValueError, match="could not run the model"):
+        export(model, tmp_path / "m.onnx", torch.randn(2, 3))
+    with pytest.raises(ValueError, match="no tensor"):
+        export(model, tmp_path / "m.onnx", torch.randn(2, 4), outputs=lambda out: None)
+    with pytest.raises(ValueError, match="computes something else"):
+        export(model, tmp_path / "m.pt2", torch.randn(2, 4), tolerance=-1.0)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ImportError, match=r"pip install 'normkit\[export\]'"):
+        export(model, tmp_path / "m.onnx", torch.randn(2, 4))
+    assert "torch_encoder_pre" in CASES
