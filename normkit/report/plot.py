@@ -1,139 +1,187 @@
-"""Pictures of results, as PNG or SVG by the suffix of the path; matplotlib is imported when one is drawn."""
+"""Pictures of results, as PNG or SVG by the suffix of the path; the same files give the same bytes."""
 
-import csv
+import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from normkit.report.summary import Results
+from normkit.report import distances
+from normkit.report.results import write_whole
+from normkit.report.settings import Results, labels
 
-# Okabe and Ito's palette: told apart by colour-blind readers, and in print by the marks
-COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#7F7F7F")
-DASHES = ("-", "--", "-", "-.", "-", "--", "-.", ":")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which colour-blind readers tell apart; yellow, which white paper swallows, is left out
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
+DASHES = ("solid", "dashed", "dotted", "dashdot")
+SUFFIXES = (".png", ".svg")
 STYLE = {
     "svg.hashsalt": "normkit",
-    "svg.fonttype": "none",
+    "svg.fonttype": "none",  # text stays text: small files, and a page can search it
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.unicode_minus": False,
 }
-
-
-def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and those before it, `window` at most.
-
-    >>> smooth([1.0, 3.0, 5.0], 2)
-    [1.0, 2.0, 4.0]
-    """
-    out = []
-    for i in range(len(values)):
-        part = values[max(0, i + 1 - window) : i + 1]
-        out.append(sum(part) / len(part))
-    return out
+SKIP = 0.05  # of a run: where the scale of its losses begins
+ROOM = 0.055  # of an axis: height of a label
 
 
 def curves(results: Results, path: str | Path) -> Path:
-    """Learning curves: training loss (smoothed over 2% of the run) on the left, validation loss on the right."""
-    plt = _pyplot()
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    """Learning curves: loss on the training batches and, where runs were validated more than once, on the valid split.
 
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharex=True)
-        for number, (title, result) in enumerate(results.items()):
-            look = _look(number)
-            steps = [point["step"] for point in result["curve"]]
-            losses = smooth([point["train_loss"] for point in result["curve"]], max(1, len(steps) // 50))
-            left.plot(steps, losses, label=title, **look)
-            right.plot([p["step"] for p in result["valid"]], [p["loss"] for p in result["valid"]], **look)
-        left.set(xlabel="step", ylabel="training loss", yscale="log")
-        right.set(xlabel="step", ylabel="validation loss, running statistics", yscale="log")
-        finite = [point["loss"] for r in results.values() for point in r["valid"] if math.isfinite(point["loss"])]
-        if finite:  # a norm that fails leaves the others readable
-            right.set_ylim(0.95 * min(finite), min(1.05 * max(finite), 8 * min(finite)))
-        for axes in (left, right):
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        figure.legend(
-            *left.get_legend_handles_labels(), loc="outside upper center", ncols=min(6, len(results)), frameon=False
-        )
-        return _save(figure, path)
-
-
-def statistics(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> Path:
-    """How far each batch's statistics stray from the running ones, `(1/d) ||batch - running||` (PowerNorm, Figure 2).
-
-    One panel a norm, in the order of `rows` (see `read_rows`); a line a quantity, the median over the norms of the
-    model, the band from the least to the most.
+    Scales begin after the first twentieth of each run; a line that ends early is of a run that diverged.
     """
-    rows = {title: found for title, found in rows.items() if found}
-    if not rows:
-        raise ValueError("no statistics were recorded: none of these runs has a norm with running statistics")
-    plt = _pyplot()
-    with plt.rc_context(STYLE):
-        across = min(4, len(rows))
-        down = math.ceil(len(rows) / across)
-        figure, grid = plt.subplots(
-            down, across, figsize=(2.5 * across + 0.6, 2.4 * down + 0.5), sharex=True, sharey=True, squeeze=False,
-            layout="constrained",
-        )  # fmt: skip
-        for axes in grid.flat[len(rows) :]:
-            axes.set_visible(False)
-        quantities = list(dict.fromkeys(row["quantity"] for found in rows.values() for row in found))
-        for axes, (title, found) in zip(grid.flat, rows.items(), strict=False):
-            for number, quantity in enumerate(quantities):
-                by_step: dict[int, list[float]] = {}
-                for row in found:
-                    if row["quantity"] == quantity and row["value"] > 0:
-                        by_step.setdefault(row["step"], []).append(row["value"])
-                if not by_step:
-                    continue
-                steps = sorted(by_step)
-                ordered = [sorted(by_step[step]) for step in steps]
-                look = _look(number + 1)
-                axes.plot(steps, [v[len(v) // 2] for v in ordered], label=quantity.removeprefix("distance_"), **look)
-                axes.fill_between(
-                    steps, [v[0] for v in ordered], [v[-1] for v in ordered], color=look["color"], alpha=0.15, lw=0
-                )
-            axes.set(title=title, yscale="log")
-        figure.supxlabel("step", fontsize=9)
-        figure.supylabel("(1/d) ||batch - running||", fontsize=9)
-        found = {
-            label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=len(found), frameon=False)
+    path = _checked(path)
+    names = labels(results)
+    series = {
+        "training loss": {f: _points(r["curve"], "train_loss") for f, r in results.items()},
+        "validation loss": {f: _points(r["valid"], "loss") for f, r in results.items()},
+    }
+    series = {title: lines for title, lines in series.items() if any(len(line) > 1 for line in lines.values())}
+    if not series:
+        raise ValueError("no learning curve: none of these results has two losses")
+    with _style():
+        figure = _figure(5.2 * len(series), 3.6)
+        for place, (title, lines) in enumerate(series.items()):
+            axes = figure.add_subplot(1, len(series), place + 1)
+            ends = []
+            for number, (folder, line) in enumerate(lines.items()):
+                if line:
+                    steps, losses = zip(*line, strict=True)
+                    marker = "o" if len(line) <= 20 else None
+                    axes.plot(steps, losses, marker=marker, markersize=2.5, linewidth=1.3, **_look(number))
+                    ends.append((losses[-1], names[folder], _look(number)["color"]))
+            axes.set(title=title, xlabel="step", yscale="log")
+            _limits(axes, list(lines.values()))
+            _ticks(axes)
+            _label_ends(axes, ends)
         return _save(figure, path)
 
 
-def read_rows(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of a run's rows.csv (step, site, norm, quantity, value); none where there is no such file."""
-    path = Path(folder) / "rows.csv"
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf8") as file:
-        try:
-            return [{**row, "step": int(row["step"]), "value": float(row["value"])} for row in csv.DictReader(file)]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no table of step, site, norm, quantity, value: {error}") from None
+def statistics(results: Results, path: str | Path) -> Path:
+    """How far the statistics of batches stray from the running ones, (1/d) ||batch - running|| (PowerNorm, Figure 2).
+
+    A panel for each norm and statistic, all on one scale; a thin line for each place in the model, a thick one for
+    their median. ValueError where no run has recorded any.
+    """
+    path = _checked(path)
+    panels = distances.panels(results)
+    if not panels:
+        raise ValueError(f"no statistics: none of these runs has a {distances.FILE} with distances in it")
+    numbers = {folder: number for number, folder in enumerate(map(Path, results))}
+    across = min(3, len(panels))
+    down = math.ceil(len(panels) / across)
+    with _style():
+        figure = _figure(3.2 * across, 2.5 * down)
+        first = None
+        for place, panel in enumerate(panels):
+            axes = figure.add_subplot(down, across, place + 1, sharex=first, sharey=first)
+            first = first or axes
+            colour = COLOURS[numbers[panel.folder] % len(COLOURS)]
+            for values in panel.sites.values():
+                axes.plot(panel.steps, _drawable(values), color=colour, alpha=0.3, linewidth=0.6)
+            axes.plot(panel.steps, _drawable(panel.median()), color=colour, linewidth=1.8)
+            axes.set_title(panel.title, fontsize=9, color=colour)
+            axes.set_yscale("log")
+            axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(panels))
+            axes.tick_params(axis="y", which="minor", left=False)
+        figure.supxlabel("step", fontsize=9)
+        figure.supylabel("distance of batch and running statistic, / channels", fontsize=9)
+        return _save(figure, path)
+
+
+def _points(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(p["step"], p[name]) for p in records if isinstance(p.get(name), int | float) and math.isfinite(p[name])]
+
+
+def _drawable(values: Sequence[float | None]) -> list[float]:
+    return [value if value is not None and value > 0 else math.nan for value in values]
 
 
 def _look(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)], "linewidth": 1.4}
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
-def _save(figure: Any, path: str | Path) -> Path:
+def _limits(axes: "Axes", lines: Sequence[Sequence[tuple[int, float]]]) -> None:
+    """Show the losses after the beginning, so that what tells the runs apart fills the picture."""
+    last = max(step for line in lines for step, _ in line)
+    later = [loss for line in lines for step, loss in line if step >= SKIP * last and loss > 0]
+    if later and min(later) < max(later):
+        axes.set_ylim(min(later) * 0.98, max(later) * 1.02)
+
+
+def _ticks(axes: "Axes") -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write each line's name at its right end, apart from each other, in its colour."""
+    bottom, top = (math.log(limit) for limit in axes.get_ylim())
+    heights = [min(max((math.log(value) - bottom) / (top - bottom), 0), 1) if value > 0 else 0 for value, *_ in ends]
+    for height, (_, name, colour) in zip(spread(heights, ROOM), ends, strict=True):
+        axes.annotate(
+            name.replace("$", r"\$"), (1.02, height), xycoords="axes fraction", color=colour, va="center", fontsize=8
+        )
+
+
+def spread(heights: Sequence[float], room: float) -> list[float]:
+    """Heights moved as little as is needed to be `room` apart, in the same order.
+
+    >>> spread([0.5, 0.5, 0.0], 0.25)
+    [0.375, 0.625, 0.0]
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    blocks: list[tuple[float, list[int]]] = []  # mean height, members
+    for i in order:
+        blocks.append((heights[i], [i]))
+        while len(blocks) > 1:
+            (low, lows), (high, highs) = blocks[-2:]
+            if high - low >= room * (len(lows) + len(highs)) / 2:
+                break
+            members = lows + highs
+            mean = (low * len(lows) + high * len(highs)) / len(members)
+            blocks[-2:] = [(mean, members)]
+    out = list(heights)
+    for mean, members in blocks:
+        for place, i in enumerate(members):
+            out[i] = mean + (place - (len(members) - 1) / 2) * room
+    return out
+
+
+def _checked(path: str | Path) -> Path:
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(path, dpi=150, metadata=metadata, facecolor="white")
-    _pyplot().close(figure)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; pictures are {' or '.join(SUFFIXES)}")
     return path
 
 
-def _pyplot() -> Any:
+def _style() -> AbstractContextManager[None]:
     import matplotlib as mpl
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    return mpl.rc_context(STYLE)
 
-    return plt
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    data, kind = io.BytesIO(), path.suffix[1:]
+    figure.savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return write_whole(path, data.getvalue())

@@ -26,13 +26,17 @@ FIELDS = {
 
 def write(folder: str | Path, result: dict[str, Any]) -> Path:
     """Write `folder/result.json`; the old file stays whole where the new one cannot be written (OSError)."""
-    path = Path(folder) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
+    return write_whole(Path(folder) / FILE, text.encode())
+
+
+def write_whole(path: Path, data: bytes) -> Path:
+    """Write a file so that `path` holds all of the old bytes or all of the new ones; OSError where that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from normkit.report.settings import Result, Results, groups, job, labels
-from normkit.report.verdict import verdict
+from normkit.report.verdict import sentences
 
 WIDTH = 120
 LEAST_LABEL = 8
@@ -148,7 +148,20 @@ def table(results: Results) -> str:
 
 def text(results: Results) -> str:
     """Table, what its columns mean, and what is seen in it: what a command prints."""
-    return "\n\n".join([table(results), "\n".join(verdict(results))]) + "\n"
+    return f"{table(results)}\n\n{verdict(results)}\n"
+
+
+def verdict(results: Results) -> str:
+    """What is seen in the table, a sentence a line (see `normkit.report.verdict`)."""
+    return "\n".join(sentences(results))
+
+
+def cells(results: Results) -> list[list[str]]:
+    """The headline table as text: the headings, then a list for each result."""
+    return [
+        ["norm", *(column.title for column in columns(results))],
+        *([c.text for c in row.values()] for row in rows(results)),
+    ]
 
 
 def _table(results: Results, names: dict[Any, str]) -> str:

@@ -38,7 +38,7 @@ class Score(NamedTuple):
         return f"{self.value:.3f}" if abs(self.value) < 1 else f"{self.value:.1f}"
 
 
-def verdict(results: Results) -> list[str]:
+def sentences(results: Results) -> list[str]:
     """Sentences on what is seen: the best norm, which are as good, which lose, and what running statistics cost.
 
     Scores are those of running statistics, which is what a model in use has. Two scores differ where they are more
@@ -46,11 +46,11 @@ def verdict(results: Results) -> list[str]:
     """
     names = labels(results)
     kinds = groups(results)
-    sentences = []
+    found = []
     for kind in kinds:
         lead = f"{' on '.join(job(next(iter(kind.values()))))}: " if len(kinds) > 1 else ""
-        sentences += [lead + sentence for sentence in _group(kind, names)]
-    return sentences
+        found += [lead + sentence for sentence in _group(kind, names)]
+    return found
 
 
 def _group(results: Results, names: dict[Any, str]) -> list[str]:
