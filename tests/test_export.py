@@ -64,6 +64,43 @@ def test_the_file_takes_other_batch_sizes_and_names_its_inputs(tmp_path):
     onnx.checker.check_model(str(tmp_path / "model.onnx"))
 
 
+@pytest.mark.parametrize("name", ["hf_vit", "bert"])
+def test_openvino_computes_the_same_and_sees_no_norm(name, tmp_path):
+    pytest.importorskip("openvino")
+    case, _, plain = folded(name)
+    exported = export(plain, tmp_path / "model.xml", outputs=case.outputs, **case.kwargs)
+    assert exported.normalizing == {}
+    assert exported.max_error < 1e-5
+    before = export(case.model, tmp_path / "before.xml", outputs=case.outputs, **case.kwargs)
+    assert sum(before.operations.values()) > sum(exported.operations.values())
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_xnnpack_leaves_layer_norm_outside_and_takes_a_folded_model_in_one_piece(tmp_path):
+    pytest.importorskip("executorch")
+
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(3)])
+            self.into, self.out = (nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for norm, into, out in zip(self.norms, self.into, self.out, strict=True):
+                x = x + out(torch.relu(into(norm(x))))
+            return x
+
+    x = torch.randn(4, 8)
+    before = randomize(Mixer()).eval()
+    model = randomize(convert(before, "un")).eval()
+    outside = export(before, tmp_path / "layer.pte", x)
+    assert outside.normalizing == {"aten.native_layer_norm.default": 3}
+    assert outside.operations["executorch_call_delegate"] == 4
+    inside = export(fold(model, x)[0], tmp_path / "folded.pte", x)
+    assert inside.operations == {"executorch_call_delegate": 1}
+    assert inside.max_error < 1e-5
+
+
 def test_a_single_row_and_a_fixed_batch(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
     assert export(model, tmp_path / "a.onnx", torch.randn(1, 4)).max_error < 1e-6
@@ -104,7 +141,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="training mode"):
         export(model, tmp_path / "m.onnx", torch.randn(2, 4))
     model.eval()
-    with pytest.raises(ValueError, match=r"writes \.onnx or \.pt2.*'m\.pb'"):
+    with pytest.raises(ValueError, match=r"writes \.onnx, \.pt2, \.xml or \.pte.*'m\.pb'"):
         export(model, tmp_path / "m.pb", torch.randn(2, 4))
     with pytest.raises(ValueError, match="could not run the model"):
         export(model, tmp_path / "m.onnx", torch.randn(2, 3))

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from normkit.transforms.audit import refuse_training
 from normkit.transforms.calls import example_call, tensors
+from normkit.transforms.edge import write_executorch, write_openvino
 from normkit.transforms.prove import error
 from normkit.transforms.refuse import refuse_wrapped
 
@@ -57,7 +58,10 @@ def export(
     tolerance: float = 1e-4,
     **kwexample: Any,
 ) -> Exported:
-    """Write `model` to `path`, run the file, compare: `.onnx` in onnxruntime, `.pt2` as a `torch.export` program.
+    """Write `model` to `path`, run the file, compare; the ending says how.
+
+    `.onnx` runs in onnxruntime, `.pt2` is a `torch.export` program, `.xml` is OpenVINO's, `.pte` ExecuTorch's for XNNPACK
+    (whose operations are those that XNNPACK left outside its delegate; shapes are fixed).
 
     Only tensors in the output are exported; `outputs` picks some (`lambda out: out.logits`). With `dynamic` the first
     axis of every input, the batch, is left open; the example must then hold at least two. Norms with frozen statistics
@@ -74,14 +78,21 @@ def export(
     refuse_wrapped(model, "export")
     refuse_training(model, "export")
     path = Path(path)
-    if path.suffix not in (".onnx", ".pt2"):
-        raise ValueError(f"export() writes .onnx or .pt2 by the ending of the path; got {path.name!r}")
+    if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):
+        raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
     with torch.no_grad():
         expected = picked(example_call(model, example, kwexample, "export", (example, kwexample)), outputs)
     plain = Plain(copy.deepcopy(model), example, kwexample, outputs).eval()
     shapes = batch_axis(plain.given) if dynamic else None
-    write = _onnx if path.suffix == ".onnx" else _program
-    operations, runtime, got = write(plain, path, shapes)
+    with quiet():
+        if path.suffix == ".onnx":
+            operations, runtime, got = _onnx(plain, path, shapes)
+        elif path.suffix == ".pt2":
+            operations, runtime, got = _program(plain, path, shapes)
+        elif path.suffix == ".xml":
+            operations, runtime, got = write_openvino(plain, plain.given, path, shapes)
+        else:
+            operations, runtime, got = write_executorch(plain, plain.given, path)
     worst = error(tuple(got), tuple(expected))
     if not worst <= tolerance:
         raise ValueError(f"{path} computes something else than the model: outputs differ by {worst:.1e} in {runtime}")
@@ -162,7 +173,7 @@ def _onnx(model: Plain, path: Path, shapes: Any) -> tuple[dict[str, int], str, A
         import onnxscript  # noqa: F401
     except ImportError as missing:
         raise ImportError(f"export() to ONNX needs {missing.name}; pip install 'normkit[export]'") from missing
-    with torch.no_grad(), quiet():
+    with torch.no_grad():
         written = torch.onnx.export(
             model, model.given, dynamic_shapes=shapes, input_names=model.names, dynamo=True, verbose=False
         )
