@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
 DASHES = ("solid", "dashed", "dotted", "dashdot")
 SUFFIXES = (".png", ".svg")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "normkit",
     "svg.fonttype": "none",  # text stays text: small files, and a page can search it
     "font.family": "sans-serif",
@@ -60,7 +60,7 @@ def curves(results: Results, path: str | Path) -> Path:
                     steps, losses = zip(*line, strict=True)
                     marker = "o" if len(line) <= 20 else None
                     axes.plot(steps, losses, marker=marker, markersize=2.5, linewidth=1.3, **_look(number))
-                    ends.append((losses[-1], names[folder], _look(number)["color"]))
+                    ends.append((losses[-1], names[folder], _look(number)))
             axes.set(title=title, xlabel="step", yscale="log")
             _limits(axes, list(lines.values()))
             _ticks(axes)
@@ -128,14 +128,13 @@ def _ticks(axes: "Axes") -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write each line's name at its right end, apart from each other, in its colour."""
+def _label_ends(axes: "Axes", ends: Sequence[tuple[float, str, dict[str, Any]]]) -> None:
+    """Write each line's name at its right end, apart from each other, behind a piece of the line."""
     bottom, top = (math.log(limit) for limit in axes.get_ylim())
     heights = [min(max((math.log(value) - bottom) / (top - bottom), 0), 1) if value > 0 else 0 for value, *_ in ends]
-    for height, (_, name, colour) in zip(spread(heights, ROOM), ends, strict=True):
-        axes.annotate(
-            name.replace("$", r"\$"), (1.02, height), xycoords="axes fraction", color=colour, va="center", fontsize=8
-        )
+    for height, (_, name, look) in zip(spread(heights, ROOM), ends, strict=True):
+        axes.plot((1.01, 1.04), (height, height), transform=axes.transAxes, clip_on=False, **look)
+        axes.annotate(name.replace("$", r"\$"), (1.05, height), xycoords="axes fraction", va="center", fontsize=8)
 
 
 def spread(heights: Sequence[float], room: float) -> list[float]:

@@ -1,131 +1,283 @@
 "use strict";
-// One chart and one sortable table, by hand: a plotting library would be forty times as large as all of the rest.
-const data = JSON.parse(document.getElementById("data").textContent);
-const NS = "http://www.w3.org/2000/svg", W = 900, H = 380, M = { left: 60, right: 14, top: 10, bottom: 40 };
-const chart = document.getElementById("chart"), tip = document.getElementById("tip"), which = document.getElementById("which");
-const hidden = new Set();
-let view = null, scale = null, cursor = 0;
+// Sortable tables, and sections of line charts that share one view, one reading and one legend.
+const { runs, sections } = JSON.parse(document.getElementById("data").textContent);
+const MARGIN = { left: 50, top: 10, bottom: 34 }, SKIP = 0.05, STEP = 1 / 60, LABELS = 460, ROOM = 15;
 
-function el(name, attributes, parent, text) {
-  const node = document.createElementNS(NS, name);
+function make(kind, attributes, parent, text) {
+  const svg = kind.startsWith("svg:"), name = svg ? kind.slice(4) : kind;
+  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   if (text !== undefined) node.textContent = text;
-  parent.appendChild(node);
+  if (parent) parent.append(node);
   return node;
 }
-const shown = () => data.filter(run => !hidden.has(run.title) && run[which.value].length);
-const colour = run => matchMedia("(prefers-color-scheme: dark)").matches && run.colour === "#000000" ? "#ffffff" : run.colour;
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+const look = run => `c${run.colour} d${run.dash}`;
+const tell = value => value === null ? "-" : String(+value.toPrecision(4));
+function swatch(run, parent) {
+  const icon = make("svg:svg", { class: `swatch ${look(run)}`, "aria-hidden": "true", viewBox: "0 0 24 10" }, parent);
+  make("svg:line", { x1: 0, x2: 24, y1: 5, y2: 5 }, icon);
+}
 
 function ticks(low, high, count) {
   const raw = (high - low) / count || 1, unit = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map(k => k * unit).find(s => s >= raw) || raw;
-  const out = [];
-  for (let t = Math.ceil(low / step) * step; t <= high + 1e-9 * step; t += step) out.push(t);
-  return out;
+  const step = [1, 2, 5, 10].map(k => k * unit).find(s => s >= raw * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / step); i * step <= high * (1 + 1e-12); i++) found.push(i * step);
+  return found;
+}
+function logTicks(low, high, count) {
+  const decades = Math.log10(high / low);
+  if (decades < 0.8) return ticks(low, high, count);
+  const parts = decades < 1.5 ? [1, 2, 3, 5] : decades < 3 ? [1, 3] : [1], found = [];
+  const every = Math.max(1, Math.ceil(decades / count));
+  for (let e = Math.floor(Math.log10(low)); e <= Math.log10(high); e += every)
+    for (const part of parts) if (part * 10 ** e >= low && part * 10 ** e <= high) found.push(part * 10 ** e);
+  return found;
 }
 
-function draw() {
-  chart.replaceChildren();
-  const points = shown().flatMap(run => run[which.value]).filter(p => Number.isFinite(p[1]));
-  if (!points.length) { el("text", { x: W / 2, y: H / 2, "text-anchor": "middle" }, chart, "nothing to show"); scale = null; return; }
-  const ys = points.map(p => p[1]), least = Math.min(...ys);
-  const box = view || { x0: Math.min(...points.map(p => p[0])), x1: Math.max(...points.map(p => p[0])),
-                        y0: least * 0.97, y1: Math.min(Math.max(...ys) * 1.03, least * 8) };
-  scale = { box, x: v => M.left + (v - box.x0) / (box.x1 - box.x0 || 1) * (W - M.left - M.right),
-            y: v => H - M.bottom - (v - box.y0) / (box.y1 - box.y0 || 1) * (H - M.top - M.bottom) };
-  for (const t of ticks(box.x0, box.x1, 7)) el("text", { x: scale.x(t), y: H - M.bottom + 18, "text-anchor": "middle" }, chart, t.toLocaleString("en"));
-  for (const t of ticks(box.y0, box.y1, 6)) {
-    el("line", { class: "grid", x1: M.left, x2: W - M.right, y1: scale.y(t), y2: scale.y(t) }, chart);
-    el("text", { x: M.left - 8, y: scale.y(t) + 4, "text-anchor": "end" }, chart, String(+t.toPrecision(4)));
+class Chart {
+  constructor(section, figure, data) {
+    Object.assign(this, { section, figure, lines: data.lines, svg: figure.querySelector("svg") });
+    this.tip = make("div", { class: "tip", hidden: "" }, figure);
+    this.listen();
+    new ResizeObserver(() => this.draw()).observe(this.svg);
   }
-  el("text", { x: (W + M.left) / 2, y: H - 6, "text-anchor": "middle" }, chart, "step");
-  const clip = el("clipPath", { id: "clip" }, el("defs", {}, chart));
-  el("rect", { x: M.left, y: M.top, width: W - M.left - M.right, height: H - M.top - M.bottom }, clip);
-  const lines = el("g", { "clip-path": "url(#clip)", fill: "none" }, chart);
-  for (const run of shown()) {
-    const path = run[which.value].filter(p => Number.isFinite(p[1])).map((p, i) => (i ? "L" : "M") + scale.x(p[0]).toFixed(1) + " " + scale.y(p[1]).toFixed(1)).join("");
-    el("path", { d: path, stroke: colour(run), "stroke-width": 2, "stroke-dasharray": run.dash }, lines);
+
+  shown() { return this.lines.filter(line => !this.section.hidden.has(line.run)); }
+
+  scale(width, height) {
+    const [x0, x1] = this.section.view, log = this.section.log, skip = this.section.zoomed() ? x0 : x0 + this.section.skip * (x1 - x0);
+    const ys = [];
+    for (const line of this.section.wide(this)) line.x.forEach((x, i) => {
+      const y = line.y[i];
+      if (y !== null && x >= skip && x <= x1 && (!log || y > 0)) ys.push(y);
+    });
+    let y0 = ys.reduce((a, b) => Math.min(a, b), Infinity), y1 = ys.reduce((a, b) => Math.max(a, b), -Infinity);
+    if (!ys.length) return null;
+    const f = log ? Math.log : v => v;
+    const pad = (f(y1) - f(y0)) * 0.04 || 0.05;
+    const low = f(y0) - pad, high = f(y1) + pad, back = log ? Math.exp : v => v;
+    const left = MARGIN.left, right = width - this.right, top = MARGIN.top, bottom = height - MARGIN.bottom;
+    return { left, right, top, bottom, y0: back(low), y1: back(high),
+             x: v => left + (v - x0) / (x1 - x0 || 1) * (right - left), step: px => x0 + (px - left) / (right - left) * (x1 - x0),
+             y: v => bottom - ((log && v <= 0 ? low - 1 : f(v)) - low) / (high - low) * (bottom - top) };
   }
-  el("line", { id: "hair", class: "grid", y1: M.top, y2: H - M.bottom, visibility: "hidden" }, chart);
-}
 
-function read(step, left, top) {
-  if (!scale) return;
-  const lines = shown().map(run => {
-    const near = run[which.value].reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
-    return [near[0], run.title + "  " + (Number.isFinite(near[1]) ? near[1].toFixed(3) : "not finite")];
-  });
-  const hair = document.getElementById("hair"), at = scale.x(step);
-  hair.setAttribute("x1", at); hair.setAttribute("x2", at); hair.setAttribute("visibility", "visible");
-  tip.textContent = "step " + lines[0][0] + "\n" + lines.map(l => l[1]).join("\n");
-  tip.style.display = "block";
-  tip.style.left = Math.min(left + 14, innerWidth - tip.offsetWidth - 6) + "px";
-  tip.style.top = Math.min(top + 14, innerHeight - tip.offsetHeight - 6) + "px";
-}
-function toData(event) {
-  const r = chart.getBoundingClientRect(), x = (event.clientX - r.left) / r.width * W, y = (event.clientY - r.top) / r.height * H, b = scale.box;
-  return { x: b.x0 + (x - M.left) / (W - M.left - M.right) * (b.x1 - b.x0), y: b.y0 + (H - M.bottom - y) / (H - M.top - M.bottom) * (b.y1 - b.y0) };
-}
-let start = null;
-chart.addEventListener("pointerdown", e => { if (scale && e.pointerType === "mouse") start = toData(e); });
-chart.addEventListener("pointermove", e => { if (scale) read(Math.min(Math.max(toData(e).x, scale.box.x0), scale.box.x1), e.clientX, e.clientY); });
-chart.addEventListener("pointerup", e => {
-  if (!start || !scale) return;
-  const end = toData(e), b = scale.box;
-  if (Math.abs(end.x - start.x) > 0.02 * (b.x1 - b.x0)) {
-    view = { x0: Math.max(Math.min(start.x, end.x), b.x0), x1: Math.min(Math.max(start.x, end.x), b.x1), y0: Math.min(start.y, end.y), y1: Math.max(start.y, end.y) };
-    if (view.y1 - view.y0 < 0.03 * (b.y1 - b.y0)) { view.y0 = b.y0; view.y1 = b.y1; }
-    draw();
+  draw() {
+    const { width, height } = this.svg.getBoundingClientRect(), svg = this.svg;
+    if (!width) return;
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    svg.replaceChildren();
+    const direct = width > LABELS && this.section.legend && this.lines.length > 1;
+    this.right = direct ? 20 + 7 * Math.min(22, Math.max(...this.lines.map(line => runs[line.run].name.length))) : 12;
+    const s = this.at = this.scale(width, height);
+    if (!s) { make("svg:text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, svg, "nothing to show"); return; }
+    for (const t of ticks(...this.section.view, Math.max(2, (s.right - s.left) / 90)))
+      make("svg:text", { x: s.x(t), y: s.bottom + 16, "text-anchor": "middle" }, svg, t.toLocaleString("en"));
+    make("svg:text", { x: s.right, y: s.bottom + 30, "text-anchor": "end" }, svg, "step");
+    for (const t of (this.section.log ? logTicks : ticks)(s.y0, s.y1, Math.max(2, (s.bottom - s.top) / 45))) {
+      make("svg:line", { class: "grid", x1: s.left, x2: s.right, y1: s.y(t), y2: s.y(t) }, svg);
+      make("svg:text", { x: s.left - 7, y: s.y(t) + 4, "text-anchor": "end" }, svg, tell(t));
+    }
+    const id = `clip-${this.section.id}-${this.section.charts.indexOf(this)}`;
+    const clip = make("svg:clipPath", { id }, svg);
+    make("svg:rect", { x: s.left, y: s.top - 2, width: Math.max(0, s.right - s.left + 2), height: s.bottom - s.top + 4 }, clip);
+    const inside = make("svg:g", { "clip-path": `url(#${id})` }, svg);
+    for (const line of this.shown()) {
+      let path = "", pen = "M";
+      line.x.forEach((x, i) => {
+        if (line.y[i] === null) { pen = "M"; return; }
+        path += `${pen}${s.x(x).toFixed(1)} ${s.y(line.y[i]).toFixed(1)}`;
+        pen = "L";
+      });
+      line.path = make("svg:path", { d: path, class: `line ${look(runs[line.run])}${line.name && !line.main ? " side" : ""}` }, inside);
+    }
+    if (direct) this.names(s);
+    this.over = make("svg:g", {}, svg);
+    this.read();
   }
-  start = null;
-});
-function away() { tip.style.display = "none"; const hair = document.getElementById("hair"); if (hair) hair.setAttribute("visibility", "hidden"); }
-function whole() { view = null; draw(); }
-chart.addEventListener("pointerleave", away);
-chart.addEventListener("blur", away);
-chart.addEventListener("dblclick", whole);
-document.getElementById("whole").addEventListener("click", whole);
-chart.addEventListener("keydown", e => {
-  if (!scale || !["ArrowLeft", "ArrowRight", "Escape"].includes(e.key)) return;
-  e.preventDefault();
-  if (e.key === "Escape") { away(); whole(); return; }
-  const b = scale.box;
-  cursor = Math.min(Math.max((cursor || b.x0) + (e.key === "ArrowRight" ? 1 : -1) * (b.x1 - b.x0) / 50, b.x0), b.x1);
-  const r = chart.getBoundingClientRect();
-  read(cursor, r.left + scale.x(cursor) / W * r.width, r.top + 20);
-});
-which.addEventListener("change", whole);
 
-const legend = document.querySelector(".legend");
-for (const run of data) {
-  const button = document.createElement("button"), swatch = document.createElement("span");
-  button.type = "button";
-  button.setAttribute("aria-pressed", "true");
-  swatch.className = "swatch";
-  swatch.style.borderTopColor = colour(run);
-  swatch.style.borderTopStyle = run.dash === "none" ? "solid" : "dashed";
-  button.append(swatch, run.title);
-  button.addEventListener("click", () => {
-    hidden.has(run.title) ? hidden.delete(run.title) : hidden.add(run.title);
-    button.setAttribute("aria-pressed", String(!hidden.has(run.title)));
-    draw();
-  });
-  legend.appendChild(button);
+  names(s) {
+    const ends = this.shown().map(line => {
+      let i = line.y.length - 1;
+      while (i > 0 && (line.y[i] === null || line.x[i] > this.section.view[1])) i--;
+      return { run: runs[line.run], y: clamp(line.y[i] === null ? s.bottom : s.y(line.y[i]), s.top, s.bottom) };
+    }).sort((a, b) => a.y - b.y);
+    ends.forEach((end, i) => { if (i) end.y = Math.max(end.y, ends[i - 1].y + ROOM); });
+    ends.reverse().forEach((end, i) => { end.y = Math.min(end.y, i ? ends[i - 1].y - ROOM : s.bottom); });
+    for (const { run, y } of ends) {
+      make("svg:line", { class: `line ${look(run)}`, x1: s.right + 4, x2: s.right + 16, y1: y, y2: y }, this.svg);
+      const name = run.name.length > 22 ? run.name.slice(0, 21) + "\u2026" : run.name;
+      make("svg:text", { class: "name", x: s.right + 20, y: y + 4 }, this.svg, name);
+    }
+  }
+
+  /** Show the values at the section's cursor; `pixel` is the height that a pointer is at. */
+  read(pixel) {
+    const { cursor, view } = this.section, s = this.at;
+    this.tip.hidden = true;
+    if (!s || !this.over) return;
+    this.over.replaceChildren();
+    for (const line of this.shown()) line.path.classList.remove("near");
+    if (cursor === null || cursor < view[0] || cursor > view[1]) return;
+    const values = this.shown().map(line => {
+      let best = 0;
+      line.x.forEach((x, i) => { if (Math.abs(x - cursor) < Math.abs(line.x[best] - cursor)) best = i; });
+      return { line, step: line.x[best], y: line.y[best] };
+    }).filter(v => v.y !== null && (!this.section.log || v.y > 0));
+    make("svg:line", { class: "hair", x1: s.x(cursor), x2: s.x(cursor), y1: s.top, y2: s.bottom }, this.over);
+    let told = values;
+    if (values.some(v => v.line.main)) {
+      const main = values.find(v => v.line.main), others = values.filter(v => v !== main);
+      const near = pixel === undefined ? null : others.sort((a, b) => Math.abs(s.y(a.y) - pixel) - Math.abs(s.y(b.y) - pixel))[0];
+      if (near) near.line.path.classList.add("near");
+      told = near ? [near, main] : [main];
+    }
+    told.sort((a, b) => b.y - a.y);
+    for (const v of told)
+      make("svg:circle", { class: look(runs[v.line.run]), cx: s.x(v.step), cy: clamp(s.y(v.y), s.top, s.bottom), r: 4 }, this.over);
+    this.told = `${this.figure.querySelector("figcaption").textContent}, step ${Math.round(cursor)}: ` +
+      told.map(v => `${v.line.name || runs[v.line.run].name} ${tell(v.y)}`).join(", ");
+    if (this.section.active !== this) return;
+    this.tip.replaceChildren();
+    make("div", {}, this.tip, `step ${told.length ? told[0].step.toLocaleString("en") : "-"}`);
+    for (const v of told) {
+      const row = make("div", {}, this.tip);
+      swatch(runs[v.line.run], row);
+      make("span", {}, row, v.line.name || runs[v.line.run].name);
+      make("span", {}, row, tell(v.y));
+    }
+    this.tip.hidden = false;
+    const wide = this.figure.clientWidth, at = s.x(cursor), left = at + 14 + this.tip.offsetWidth > wide ? at - 14 - this.tip.offsetWidth : at + 14;
+    this.tip.style.left = `${clamp(left, 0, Math.max(0, wide - this.tip.offsetWidth))}px`;
+    this.tip.style.top = `${this.svg.offsetTop + s.top}px`;
+  }
+
+  listen() {
+    const { svg, section } = this, px = event => event.clientX - svg.getBoundingClientRect().left;
+    let start = null, brush = null;
+    const move = event => {
+      if (!this.at) return;
+      section.active = this;
+      section.cursor = clamp(this.at.step(px(event)), ...section.view);
+      section.read(this, event.clientY - svg.getBoundingClientRect().top);
+      if (start === null || event.pointerType === "touch") return;
+      brush = brush || make("svg:rect", { class: "brush", y: this.at.top, height: this.at.bottom - this.at.top }, svg);
+      const a = this.at.x(start), b = this.at.x(section.cursor);
+      brush.setAttribute("x", Math.min(a, b));
+      brush.setAttribute("width", Math.abs(a - b));
+    };
+    const stop = event => {
+      const end = section.cursor, from = start;
+      start = null;
+      if (brush) brush.remove();
+      brush = null;
+      if (event.type === "pointerup" && from !== null && this.at && event.pointerType !== "touch" &&
+          Math.abs(this.at.x(end) - this.at.x(from)) > 8) section.zoom(Math.min(from, end), Math.max(from, end));
+    };
+    svg.addEventListener("pointerdown", event => {
+      if (event.button || !this.at) return;
+      move(event);
+      start = section.cursor;
+      if (event.pointerType !== "touch") svg.setPointerCapture(event.pointerId);
+    });
+    svg.addEventListener("pointermove", move);
+    svg.addEventListener("pointerup", stop);
+    svg.addEventListener("pointercancel", stop);
+    svg.addEventListener("dblclick", () => section.all());
+    svg.addEventListener("pointerleave", event => { if (event.pointerType !== "touch" && start === null) section.leave(); });
+    svg.addEventListener("blur", () => section.leave());
+    svg.addEventListener("keydown", event => {
+      const [x0, x1] = section.view, wide = x1 - x0, now = section.cursor === null ? (x0 + x1) / 2 : section.cursor;
+      const keys = { ArrowLeft: () => section.point(now - wide * STEP), ArrowRight: () => section.point(now + wide * STEP),
+                     Home: () => section.point(section.whole[0]), End: () => section.point(section.whole[1]),
+                     "+": () => section.magnify(0.5), "=": () => section.magnify(0.5), "-": () => section.magnify(2),
+                     Escape: () => section.all() };
+      if (!(event.key in keys) || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      section.active = this;
+      keys[event.key]();
+      section.status.textContent = section.cursor === null ? "" : this.told || "";
+    });
+  }
 }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-draw();
 
-const headline = document.getElementById("headline");
-headline.querySelectorAll("th button").forEach((button, column) => button.addEventListener("click", () => {
-  const head = button.parentElement, up = head.getAttribute("aria-sort") !== "ascending";
-  headline.querySelectorAll("th").forEach(th => th.removeAttribute("aria-sort"));
-  head.setAttribute("aria-sort", up ? "ascending" : "descending");
-  const value = row => { const text = row.cells[column].textContent.trim(), number = parseFloat(text.replace(/,/g, "")); return text === "-" ? null : Number.isNaN(number) ? text : number; };
-  const rows = [...headline.tBodies[0].rows].sort((a, b) => {
-    const x = value(a), y = value(b);
-    if (x === null || y === null) return (x === null) - (y === null);
-    const order = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y));
-    return up ? order : -order;
-  });
-  headline.tBodies[0].append(...rows);
-}));
+class Section {
+  constructor(id, data) {
+    const element = document.getElementById(id), steps = data.flatMap(chart => chart.lines.flatMap(line => line.x));
+    Object.assign(this, { id, hidden: new Set(), cursor: null, active: null, log: true, legend: id === "curves" });
+    this.skip = this.legend ? SKIP : 0;
+    this.status = element.querySelector("[role=status]");
+    this.whole = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
+    this.view = this.whole;
+    this.charts = [];
+    this.tools(element.querySelector(".tools"), new Set(data.flatMap(chart => chart.lines.map(line => line.run))));
+    const figures = element.querySelectorAll("figure");
+    data.forEach((chart, i) => this.charts.push(new Chart(this, figures[i], chart)));
+  }
+
+  tools(bar, used) {
+    if (this.legend) runs.forEach((run, i) => {
+      if (!used.has(i)) return;
+      const button = make("button", { type: "button", "aria-pressed": "true" }, bar);
+      swatch(run, button);
+      button.append(run.name);
+      button.addEventListener("click", () => {
+        if (!this.hidden.delete(i)) this.hidden.add(i);
+        button.setAttribute("aria-pressed", String(!this.hidden.has(i)));
+        this.draw();
+      });
+    });
+    const label = make("label", {}, bar), box = make("input", { type: "checkbox", checked: "" }, label);
+    label.append("logarithmic");
+    box.addEventListener("change", () => { this.log = box.checked; this.draw(); });
+    for (const [name, about, act] of [["+", "zoom in", () => this.magnify(0.5)], ["\u2212", "zoom out", () => this.magnify(2)],
+                                      ["show all", "show all steps", () => this.all()]])
+      make("button", { type: "button", "aria-label": about }, bar, name).addEventListener("click", act);
+  }
+
+  /** The lines that set a chart's scale: its own or, where charts are compared, those of all. */
+  wide(chart) { return this.legend ? chart.shown() : this.charts.flatMap(other => other.shown()); }
+  zoomed() { return this.view !== this.whole; }
+  draw() { for (const chart of this.charts) chart.draw(); }
+  read(chart, pixel) { for (const other of this.charts) other.read(other === chart ? pixel : undefined); }
+  leave() { this.cursor = null; this.active = null; this.read(); }
+  all() { this.view = this.whole; this.cursor = null; this.draw(); }
+
+  zoom(from, to) {
+    const least = (this.whole[1] - this.whole[0]) / 500;
+    if (to - from < least) return;
+    from = Math.max(from, this.whole[0]);
+    to = Math.min(to, this.whole[1]);
+    this.view = from === this.whole[0] && to === this.whole[1] ? this.whole : [from, to];
+    this.draw();
+  }
+  magnify(factor) {
+    const [x0, x1] = this.view, middle = this.cursor === null ? (x0 + x1) / 2 : this.cursor;
+    this.zoom(middle - (middle - x0) * factor, middle + (x1 - middle) * factor);
+  }
+  point(step) {
+    const [x0, x1] = this.view;
+    this.cursor = clamp(step, ...this.whole);
+    const shift = this.cursor < x0 ? this.cursor - x0 : this.cursor > x1 ? this.cursor - x1 : 0;
+    if (shift) this.zoom(x0 + shift, x1 + shift); else this.read();
+  }
+}
+
+for (const table of document.querySelectorAll("table.sortable"))
+  table.querySelectorAll("th button").forEach((button, column) => button.addEventListener("click", () => {
+    const head = button.parentElement, up = head.getAttribute("aria-sort") !== "ascending", sign = up ? 1 : -1;
+    table.querySelectorAll("th[aria-sort]").forEach(other => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", up ? "ascending" : "descending");
+    const key = row => row.cells[column].dataset.value === "" ? null : Number(row.cells[column].dataset.value);
+    const text = row => row.cells[column].textContent;
+    const sorted = [...table.tBodies[0].rows].sort((a, b) => {
+      const x = key(a), y = key(b);
+      if (x !== null && y !== null) return sign * (x - y);
+      return x === null && y === null ? sign * text(a).localeCompare(text(b)) : (x === null) - (y === null);
+    });
+    table.tBodies[0].append(...sorted);
+  }));
+
+for (const [id, data] of Object.entries(sections)) if (data.length) new Section(id, data);

@@ -1,0 +1,183 @@
+"""One self-contained page of results: table, curves, statistics, folding, settings, how to reproduce.
+
+The page draws its charts with its own script of two hundred lines rather than a plotting library: Vega would be 0.9 MB
+in every page, needs `eval`, and follows neither the width of a phone nor a dark screen; here a policy in the page lets
+nothing run but this script, by its hash, and lets nothing be loaded at all.
+"""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from normkit.report import distances, summary
+from normkit.report.results import write_whole
+from normkit.report.settings import Results, groups, job, labels, split
+
+TEMPLATES = Path(__file__).parent / "templates"
+LIMIT = 3_000_000  # bytes of a page
+POINTS = (400, 200, 100, 50, 25)  # of a line at most, fewer until the page is small enough
+COLOURS = 7
+DIGITS = 4  # of numbers in charts
+
+
+def write(results: Results, path: str | Path, *, title: str = "normkit report", command: str = "") -> Path:
+    """Write a page of results, by the folder of each; `command` is what a person types to make it all again.
+
+    The page loads nothing, stays below 3 MB (lines are thinned where there are many), and has the bytes of the results
+    only as text. ValueError without results, or for a file of rows that cannot be read.
+    """
+    if not results:
+        raise ValueError("no results to show; give at least one")
+    for points in POINTS:
+        data = page(results, title, command, points).encode()
+        if len(data) < LIMIT:
+            return write_whole(Path(path), data)
+    raise ValueError(f"a page of {len(results)} results would be larger than {LIMIT / 1e6:.0f} MB; show fewer")
+
+
+def page(results: Results, title: str, command: str, points: int) -> str:
+    """The page as text, with so many points to a line at most."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    names = labels(results)
+    data = _data(results, names, points)
+    script = (TEMPLATES / "page.js").read_text(encoding="utf8")
+    same, different = split([result["run"] for result in results.values()])
+    here, elsewhere = split([result["where"] for result in results.values()])
+    return environment.get_template("page.html.j2").render(
+        title=title,
+        command=command,
+        tables=[_table(group, names) for group in groups(results)],
+        seen=summary.verdict(results).splitlines(),
+        charts={name: [chart["title"] for chart in charts] for name, charts in data["sections"].items()},
+        data=Markup(as_script(data)),
+        folds=[_fold(names[folder], result["fold"]) for folder, result in results.items() if result.get("fold")],
+        timings=[result["timing"] for result in results.values() if result.get("timing")],
+        runs=list(names.values()),
+        commands={names[folder]: result["command"] for folder, result in results.items() if result["command"]},
+        seconds={names[folder]: result["seconds"] for folder, result in results.items()},
+        same=_texts(same),
+        different={name: list(map(_text, values)) for name, values in different.items() if name != "name"},
+        here=_texts(here),
+        elsewhere={name: list(map(_text, values)) for name, values in elsewhere.items()},
+        style=Markup((TEMPLATES / "page.css").read_text(encoding="utf8")),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def as_script(data: Any) -> str:
+    """Data as JSON that is safe inside a script element of a page: nothing in it can end the element.
+
+    >>> as_script({"norm": "</script>"})
+    '{"norm":"\\\\u003c/script>"}'
+    """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def thin(values: Sequence[Any], points: int) -> list[Any]:
+    """So many values at most, evenly spaced, the first and the last among them.
+
+    >>> thin([0, 1, 2, 3, 4, 5, 6], 3)
+    [0, 3, 6]
+    """
+    if len(values) <= points:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (points - 1))] for i in range(points)]
+
+
+def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:
+    """The headline table of one task."""
+    columns, best = summary.columns(group), summary.best(group)
+    rows = [
+        [
+            {
+                "text": cell.text,
+                "value": "" if cell.value is None else repr(cell.value),
+                "error": "" if cell.error is None else f"{cell.error:.2g}",
+                "best": (folder, column.title) in best,
+            }
+            for column, cell in ((column, column.cell(result)) for column in columns)
+        ]
+        for folder, result in group.items()
+    ]
+    return {
+        "name": " on ".join(job(next(iter(group.values())))),
+        "columns": columns,
+        "rows": list(zip((names[folder] for folder in group), rows, strict=True)),
+    }
+
+
+def _data(results: Results, names: dict[Any, str], points: int) -> dict[str, Any]:
+    """What the page's script draws: runs with a colour each, sections of charts with lines."""
+    number = {Path(folder): place for place, folder in enumerate(results)}
+    curves = []
+    for title, key, name in (("Training loss", "curve", "train_loss"), ("Validation loss", "valid", "loss")):
+        lines = [
+            _line(number[Path(folder)], "", [p["step"] for p in result[key]], [p[name] for p in result[key]], points)
+            for folder, result in results.items()
+            if len(result[key]) > 1
+        ]
+        if lines:
+            curves.append({"title": title, "lines": lines})
+    statistics = []
+    for panel in distances.panels(results):
+        run = number[panel.folder]
+        lines = [_line(run, site, panel.steps, values, points) for site, values in panel.sites.items()]
+        median = _line(run, "median", panel.steps, panel.median(), points)
+        statistics.append({"title": panel.title, "lines": [*lines, median | {"main": True}]})
+    return {
+        "runs": [
+            {"name": name, "colour": i % COLOURS, "dash": i // COLOURS % 4} for i, name in enumerate(names.values())
+        ],
+        "sections": {"curves": curves, "statistics": statistics},
+    }
+
+
+def _line(run: int, name: str, steps: Sequence[int], values: Sequence[float | None], points: int) -> dict[str, Any]:
+    return {"run": run, "name": name, "x": thin(steps, points), "y": [_round(value) for value in thin(values, points)]}
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
+
+
+def _fold(name: str, fold: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "foldable": fold.get("foldable") or summary.NONE,
+        "errors": [_error(fold.get(kind)) for kind in ("max_error", "native_error")],
+        "rows": [{**row, "into": ", ".join(map(str, row.get("into") or []))} for row in fold.get("rows") or []],
+    }
+
+
+def _error(value: float | None) -> str:
+    return summary.NONE if value is None else f"{value:.1e}"
+
+
+def _texts(settings: dict[str, Any]) -> dict[str, str]:
+    return {name: _text(value) for name, value in settings.items()}
+
+
+def _text(value: Any) -> str:
+    """A setting as people write it."""
+    if value is None:
+        return summary.NONE
+    if isinstance(value, list):
+        return ", ".join(map(_text, value)) or summary.NONE
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_text(inner)}" for key, inner in value.items()) or summary.NONE
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
