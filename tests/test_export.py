@@ -95,7 +95,7 @@ def test_xnnpack_leaves_layer_norm_outside_and_takes_a_folded_model_in_one_piece
     model = randomize(convert(before, "un")).eval()
     outside = export(before, tmp_path / "layer.pte", x)
     assert outside.normalizing == {"aten.native_layer_norm.default": 3}
-    assert outside.operations["executorch_call_delegate"] == 4
+    assert outside.operations["executorch_call_delegate"] == 3
     inside = export(fold(model, x)[0], tmp_path / "folded.pte", x)
     assert inside.operations == {"executorch_call_delegate": 1}
     assert inside.max_error < 1e-5

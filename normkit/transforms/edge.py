@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 
-def write_openvino(
-    model: nn.Module, given: Sequence[Tensor], path: Path, shapes: Any
-) -> tuple[dict[str, int], str, Any]:
+Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runtime, what it put out
+
+
+def write_openvino(model: nn.Module, given: Sequence[Tensor], path: Path, shapes: Any) -> Ran:
     """Write an OpenVINO model and run it: operations, runtime, outputs.
 
     OpenVINO computes in bfloat16 by default where the processor can; it is told to use float32.
@@ -31,7 +32,7 @@ def write_openvino(
     return dict(counted.most_common()), "openvino", [torch.from_numpy(out[i]) for i in range(len(graph.outputs))]
 
 
-def write_executorch(model: nn.Module, given: Sequence[Tensor], path: Path) -> tuple[dict[str, int], str, Any]:
+def write_executorch(model: nn.Module, given: Sequence[Tensor], path: Path) -> Ran:
     """Write an ExecuTorch program for XNNPACK and run it: operations, runtime, outputs. Shapes are fixed.
 
     The operations are those that XNNPACK left outside, and the number of pieces that it took
@@ -44,9 +45,7 @@ def write_executorch(model: nn.Module, given: Sequence[Tensor], path: Path) -> t
         from executorch.exir import to_edge_transform_and_lower  # pyright: ignore[reportMissingImports]
         from executorch.runtime import Runtime  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
-        raise ImportError(
-            f"export() to ExecuTorch needs {missing.name}; pip install 'normkit[executorch]'"
-        ) from missing
+        raise ImportError(f"export() to .pte needs {missing.name}; pip install 'normkit[executorch]'") from missing
     with torch.no_grad():
         program = torch.export.export(model, tuple(given), strict=False)
     lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])

@@ -60,8 +60,8 @@ def export(
 ) -> Exported:
     """Write `model` to `path`, run the file, compare; the ending says how.
 
-    `.onnx` runs in onnxruntime, `.pt2` is a `torch.export` program, `.xml` is OpenVINO's, `.pte` ExecuTorch's for XNNPACK
-    (whose operations are those that XNNPACK left outside its delegate; shapes are fixed).
+    `.onnx` runs in onnxruntime, `.pt2` is a `torch.export` program, `.xml` is OpenVINO's, `.pte` ExecuTorch's for
+    XNNPACK (its operations are those that XNNPACK left outside its delegate; shapes are fixed).
 
     Only tensors in the output are exported; `outputs` picks some (`lambda out: out.logits`). With `dynamic` the first
     axis of every input, the batch, is left open; the example must then hold at least two. Norms with frozen statistics
