@@ -1,0 +1,1 @@
+"""Named runs, and grids of runs that compare norms."""

@@ -1,0 +1,76 @@
+"""Named runs. Each says what it needs and what to expect from it."""
+
+from collections.abc import Callable
+
+from normkit.models.config import Model
+from normkit.train.config import Run
+
+
+def g2p_cmudict() -> Run:
+    """Spelling to sound on the CMU Pronouncing Dictionary: one model of `normkit demo`.
+
+    normkit train g2p_cmudict
+    """
+    return Run(
+        name="g2p_cmudict",
+        task="g2p",
+        data="cmudict",
+        model=Model(width=96, hidden=192, depth=2, heads=4),
+        steps=5000,
+        batch_tokens=500,
+        lr=3e-3,
+        label_smoothing=0.1,
+        warmup=500,
+        valid_every=500,
+        checkpoint_every=1000,
+        threads=1,
+    )
+
+
+def lm_pydoc() -> Run:
+    """Word-level language model on the Python language reference that ships with CPython.
+
+    normkit train lm_pydoc
+    """
+    return Run(
+        name="lm_pydoc",
+        task="lm",
+        data="pydoc",
+        model=Model(width=128, hidden=512, depth=3, heads=4, dropout=0.2),
+        steps=1500,
+        batch_tokens=1024,
+        lr=2e-3,
+        label_smoothing=0.0,
+        weight_decay=0.05,
+        warmup=150,
+        valid_every=150,
+        checkpoint_every=500,
+    )
+
+
+def vit_digits() -> Run:
+    """A tiny Vision Transformer on the 8 x 8 digits of scikit-learn.
+
+    normkit train vit_digits
+    """
+    return Run(
+        name="vit_digits",
+        task="digits",
+        data="digits",
+        model=Model(width=64, hidden=128, depth=3, heads=4, dropout=0.1),
+        steps=1000,
+        batch_tokens=64,
+        lr=1e-3,
+        label_smoothing=0.1,
+        weight_decay=0.05,
+        warmup=100,
+        valid_every=100,
+        checkpoint_every=500,
+    )
+
+
+RECIPES: dict[str, Callable[[], Run]] = {
+    "g2p_cmudict": g2p_cmudict,
+    "lm_pydoc": lm_pydoc,
+    "vit_digits": vit_digits,
+}

@@ -1,0 +1,63 @@
+"""Use trained models: pronounce words, translate lines."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from normkit.data.batches import pad
+from normkit.data.vocab import EOS, UNK, Vocab
+from normkit.models.mt import Seq2Seq
+from normkit.report import results
+from normkit.train.decode import beam
+from normkit.train.run import load
+
+BEAM = 4
+
+
+def best(folder: Path) -> Path:
+    """The run with the lowest phoneme error rate among those in a folder; ValueError where there is none."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no {folder}; train with `normkit demo` first, or name a run with --run")
+    scored = {where: result["scores"] for where, result in results.find([folder]).items() if result["scores"]}
+    if not scored:
+        raise ValueError(f"no run in {folder} was finished; name another one with --run")
+    return min(scored, key=lambda where: scored[where].get("beam", scored[where]["running"])["per"])
+
+
+def pronounce(folder: Path, words: Sequence[str]) -> list[list[str]]:
+    """Sounds of each word, by the model of a run; ValueError for a letter that it does not know."""
+    model, source, target = _load(folder)
+    return _search(model, source, target, [list(word.lower()) for word in words])
+
+
+def translate_lines(folder: Path, lines: Iterable[str]) -> Iterator[str]:
+    """Each line as the model of a run rewrites it; an empty line stays empty."""
+    model, source, target = _load(folder)
+    for line in lines:
+        symbols = list(line.strip().lower())
+        yield " ".join(_search(model, source, target, [symbols])[0]) if symbols else ""
+
+
+def _load(folder: Path) -> tuple[Seq2Seq, Vocab, Vocab]:
+    run, model, vocabularies = load(folder)
+    if not isinstance(model, Seq2Seq):
+        raise ValueError(f"{folder} is a run of task {run.task}, which rewrites nothing; name a run of task g2p")
+    return model, vocabularies["source"], vocabularies["target"]
+
+
+@torch.no_grad()
+def _search(model: Seq2Seq, source: Vocab, target: Vocab, items: list[list[str]]) -> list[list[str]]:
+    encoded = []
+    for symbols in items:
+        numbers = source.encode(symbols)
+        if UNK in numbers or not numbers:
+            unknown = [symbol for symbol, number in zip(symbols, numbers, strict=True) if number == UNK]
+            what = f"{unknown[0]!r} in {''.join(symbols)!r}" if unknown else "an empty word"
+            raise ValueError(f"the model does not know {what}; it knows {' '.join(source.symbols[4:])}")
+        encoded.append([*numbers, EOS])
+    if max(map(len, encoded)) > model.config.max_length:
+        raise ValueError(f"longer than the model's max_length={model.config.max_length}")
+    limit = torch.tensor([2 * len(numbers) + 10 for numbers in encoded]).clamp(max=model.config.max_length)
+    found = beam(model, pad(encoded), BEAM, max_length=limit)
+    return [target.decode(sequence) for sequence in found.sequences]

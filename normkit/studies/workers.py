@@ -1,0 +1,136 @@
+"""Runs side by side: processes of one thread each, that tell how far they are and end when they are asked to."""
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from normkit.train.config import Run
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_THRESHOLD_": "2147483647",  # glibc would map every large tensor afresh
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+}
+
+_queue: Any = None  # of this worker process, set by _enter
+_stop: Any = None
+
+
+class Workers:
+    """A few processes for jobs; `with Workers(2) as workers: workers.submit(title, job, ...)`.
+
+    `ended()` yields title and outcome of each job as it ends, and hands what jobs tell meanwhile to `on_tell`. The
+    outcome is what the job returned, or the exception that ended it. `stop()` asks all jobs to end.
+    """
+
+    def __init__(self, count: int, on_tell: Callable[[str, Any], None]):
+        self.on_tell = on_tell
+        context = multiprocessing.get_context("spawn")
+        self._messages, self._stop = context.Queue(), context.Event()
+        self._pool = ProcessPoolExecutor(count, context, _enter, (self._messages, self._stop))
+        self._jobs: dict[Future[Any], str] = {}
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        try:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        except KeyboardInterrupt:  # asked twice
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+    def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
+        """Let a worker do `job(title, *arguments)`; a function of a module."""
+        with _environment(), _uninterrupted():  # processes start at the first submit, and inherit both
+            self._jobs[self._pool.submit(job, title, *arguments)] = title
+
+    def stop(self) -> None:
+        """Ask running jobs to end, and start no further ones."""
+        self._stop.set()
+        for job in self._jobs:
+            job.cancel()
+
+    def ended(self) -> Iterator[tuple[str, Any]]:
+        """Jobs as they end, until all have; those never started are left out."""
+        while self._jobs:
+            self._listen()
+            done, _ = concurrent.futures.wait(self._jobs, 0.2, concurrent.futures.FIRST_COMPLETED)
+            for job in done:
+                title = self._jobs.pop(job)
+                self._listen()
+                if not job.cancelled():
+                    yield title, job.exception() or job.result()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.on_tell(*self._messages.get_nowait())
+
+
+def train_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any]:
+    """A worker's job: train, telling the parent."""
+    from normkit.train.run import train
+
+    return train(run, folder, on_progress=lambda progress: tell(title, progress), command=command)
+
+
+def tell(title: str, message: Any) -> bool:
+    """In a worker: tell the parent something; True where the parent wants the job to end."""
+    _queue.put((title, message))
+    return _stop.is_set()
+
+
+def _enter(messages: Any, stop: Any) -> None:
+    """What a worker process does first: leave Ctrl-C to its parent, and not outlive it."""
+    global _queue, _stop
+    _queue, _stop = messages, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C is ignored, here and in what starts meanwhile; outside of the main thread it never arrives."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,57 @@
+"""The model of a run, from its settings and vocabularies alone, so that a run can be loaded without its data."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normkit.data.vocab import BOS, SPECIAL, Vocab
+from normkit.models.config import Model
+from normkit.models.lm import DecoderLM
+from normkit.models.mt import Seq2Seq
+from normkit.models.vision import TinyViT
+
+Vocabularies = Mapping[str, Vocab]
+
+
+class Builder(NamedTuple):
+    """How a task's model is made, and an input of the kind that it takes."""
+
+    model: Callable[[Model, Vocabularies], nn.Module]
+    example: Callable[[Vocabularies], tuple[Tensor, ...]]
+
+
+def seq2seq(config: Model, vocabularies: Vocabularies) -> Seq2Seq:
+    """Encoder and decoder over a source and a target vocabulary."""
+    return Seq2Seq(config, len(vocabularies["source"]), len(vocabularies["target"]))
+
+
+def lm(config: Model, vocabularies: Vocabularies) -> DecoderLM:
+    """A language model over words."""
+    return DecoderLM(config, len(vocabularies["words"]))
+
+
+def vit(config: Model, vocabularies: Vocabularies) -> TinyViT:
+    """A Vision Transformer for grey pictures of 8 x 8, in patches of 2 x 2."""
+    classes = len(vocabularies["classes"]) - len(SPECIAL)
+    return TinyViT(config, image_size=8, patch=2, channels=1, classes=classes)
+
+
+def _words(vocab: Vocab, seed: int, rows: int = 4, length: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(len(SPECIAL), len(vocab), (rows, length), generator=generator)
+
+
+def _sentence_pairs(vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
+    target = _words(vocabularies["target"], 1)
+    target[:, 0] = BOS
+    return _words(vocabularies["source"], 0), target
+
+
+BUILDERS: dict[str, Builder] = {
+    "g2p": Builder(seq2seq, _sentence_pairs),
+    "lm": Builder(lm, lambda vocabularies: (_words(vocabularies["words"], 0),)),
+    "digits": Builder(vit, lambda _: (torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)),)),
+}
+"""By task, as TASKS."""

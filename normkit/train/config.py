@@ -1,0 +1,120 @@
+"""What to train: one frozen value that says everything, and is all that a run folder needs to be understood."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from normkit.models.config import Model
+
+Row = TypeVar("Row")
+
+SCHEDULES = ("cosine", "inverse_sqrt", "constant", "validation_decay")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run: data, model, optimizer, budget.
+
+    >>> Run(name="toy", task="g2p", data="cmudict", steps=100).batch_tokens
+    500
+    """
+
+    name: str
+    """What the run is called; its results go to runs/NAME unless told otherwise."""
+    task: str
+    """A row of TASKS: g2p, lm or digits."""
+    data: str
+    """A row of SOURCES: cmudict, pydoc or digits."""
+    model: Model = dataclasses.field(default_factory=Model)
+    """The model and its norms."""
+    steps: int
+    """Optimizer steps."""
+    batch_tokens: int = 500
+    """Symbols in a batch, source and target together where there are two; pictures in a batch of pictures."""
+    bucketing: bool = True
+    """Batches of sequences of about one length, less padding; otherwise of any lengths."""
+    accumulate: int = 1
+    """Batches to one optimizer step."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's averages."""
+    weight_decay: float = 0.0
+    """AdamW's decay, of matrices only: norms, biases and other vectors are left alone."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 clips nothing."""
+    label_smoothing: float = 0.1
+    """Probability mass given to all classes alike."""
+    schedule: Literal["cosine", "inverse_sqrt", "constant", "validation_decay"] = "cosine"
+    """How the learning rate goes on after its warm-up."""
+    warmup: int = 0
+    """Steps until the learning rate has grown to its peak."""
+    precision: str = "32-true"
+    """Lightning's name of the arithmetic: 32-true, bf16-mixed, 16-mixed."""
+    seed: int = 0
+    """Seed of the weights, of dropout and of the order of the data."""
+    valid_every: int = 0
+    """Steps between looks at the validation split; 0 looks once, at the end."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints to resume from; 0 writes none."""
+    keep: int = 5
+    """Checkpoints kept."""
+    average: int = 0
+    """Average the weights of this many last checkpoints at the end; 0 takes the last weights."""
+    record_every: int = 25
+    """Steps between looks at the distance of batch and running statistics; 0 never looks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes a GPU where there is one."""
+    threads: int | None = None
+    """CPU threads; None leaves them to PyTorch."""
+
+    def __post_init__(self):
+        least = {"steps": 1, "batch_tokens": 1, "accumulate": 1, "warmup": 0, "valid_every": 0, "checkpoint_every": 0,
+                 "keep": 1, "average": 0, "record_every": 0}  # fmt: skip
+        for field, minimum in least.items():
+            _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")
+        _require(self.lr > 0, "lr", self.lr, "above 0")
+        _require(self.clip >= 0, "clip", self.clip, "at least 0")
+        _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "at least 0 and below 1")
+        _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
+        _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
+        _require(not self.average or self.checkpoint_every > 0, "average", self.average, "0 without checkpoint_every")
+
+    def to_json(self) -> str:
+        """The run as text that `from_json` reads."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Run":
+        """The run that `to_json` wrote; ValueError where it is not one.
+
+        >>> run = Run(name="toy", task="g2p", data="cmudict", steps=100)
+        >>> Run.from_json(run.to_json()) == run
+        True
+        """
+        try:
+            given: dict[str, Any] = json.loads(text)
+            return cls(**{**given, "model": Model(**given["model"]), "betas": tuple(given["betas"])})
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not the settings of a run of this version: {error}") from None
+
+
+def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
+    """The row of a table called `name`; a ValueError that names the nearest where there is none.
+
+    >>> pick({"layer": 1}, "laier", "norm")
+    Traceback (most recent call last):
+    ValueError: there is no norm named 'laier' (did you mean 'layer'?); there are layer
+    """
+    if name not in table:
+        close = difflib.get_close_matches(name, table, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"there is no {kind} named {name!r}{hint}; there are {', '.join(table)}")
+    return table[name]
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")

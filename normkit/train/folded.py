@@ -1,0 +1,61 @@
+"""Fold the norms of a saved run away; the result is a run folder like any other."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from normkit.norms import NoNorm, parse
+from normkit.train.build import BUILDERS
+from normkit.train.config import Run
+from normkit.train.run import Loaded
+from normkit.transforms import Audit, Fate, Report, audit, fold
+
+
+def audit_run(loaded: Loaded) -> Audit:
+    """Per norm of a run's model: what folding can make of it, with the output layer untied from the embedding."""
+    run, model, vocabularies = loaded
+    return audit(model, *BUILDERS[run.task].example(vocabularies), untie=True)
+
+
+def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
+    """A run's model with its norms folded away, and what became of each; the output layer gets its own matrix.
+
+    The run that is returned describes the model that is left, in which `nonorm` stands where a norm was.
+    """
+    run, model, vocabularies = loaded
+    folded, report = fold(model, *BUILDERS[run.task].example(vocabularies), untie=True)
+    for fate in report:
+        if fate.action in ("multiply-add", "add"):
+            folded.set_submodule(fate.name, _as_norm(folded.get_submodule(fate.name), run.model.width))
+    return Loaded(_described(run, report.rows), folded, vocabularies), report
+
+
+def _as_norm(affine: nn.Module, dim: int) -> NoNorm:
+    norm = NoNorm(dim, affine=True).eval()
+    with torch.no_grad():
+        for mine, left in ((norm.weight, affine.weight), (norm.bias, affine.bias)):
+            if mine is not None and isinstance(left, torch.Tensor):
+                mine.copy_(left)
+    return norm
+
+
+def _described(run: Run, fates: tuple[Fate, ...]) -> Run:
+    """The run with a model whose norms are what folding left of them."""
+    left = {fate.name: _left(fate) for fate in fates}
+    kinds = list(left.values())
+    common = max(set(kinds), key=kinds.count)
+    others = {name: spec for name, spec in left.items() if spec != common}
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, norm=common, norm_at=others, tie=False))
+
+
+def _left(fate: Fate) -> str:
+    """The spec of what is left of a norm."""
+    if fate.action in ("folded", "folded back"):
+        return "nonorm"
+    if fate.action in ("multiply-add", "add"):
+        return "nonorm(affine=True)"
+    if fate.action == "gain folded":
+        name, given = parse(fate.norm)
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in {**given, 'affine': False}.items())})"
+    return fate.norm

@@ -1,0 +1,170 @@
+"""What a run notes while it trains, and when it stops: losses, statistics, checkpoints, the state of chance."""
+
+import math
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from normkit.train.checkpoints import checkpoint_path, checkpoints
+from normkit.train.config import Run
+from normkit.train.progress import Progress
+from normkit.train.schedules import ValidationDecay
+from normkit.watch import Row, Rows, record
+
+
+class Journal(Callback):
+    """Keeps the curve, validates, writes checkpoints, and ends a run that diverged or was asked to stop.
+
+    Losses are read from the device every `look` steps only, all of them, so that a divergence is dated to its step.
+    `on_progress` is called at the same time; what it returns says whether to stop.
+    """
+
+    def __init__(self, run: Run, folder: Path, on_progress: Callable[[Progress], object] | None = None):
+        self.run, self.folder, self.on_progress = run, folder, on_progress
+        self.look = max(1, run.steps // 200)
+        self.status = "done"
+        self.curve: list[dict[str, float]] = []
+        self.valid: list[dict[str, float]] = []
+        self.rows = Rows()
+        self.words = self.tokens = 0
+        self.seconds = 0.0  # of training steps only
+        self.step = 0
+        self._losses: list[Tensor] = []
+        self._count = 0
+        self._lr = 0.0
+        self._rng: dict[str, Any] | None = None
+        self._started = 0.0
+        self._first = (0.0, 0)
+        self._recording: AbstractContextManager[Rows] | None = None
+
+    # -- the hooks of Lightning -------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the clock and the recording; take chance back to where a resumed run left it."""
+        if self.run.record_every:
+            forwards = self.run.record_every * self.run.accumulate
+            self._recording = record(pl_module.model, every=forwards, start=self.step * self.run.accumulate)
+            earlier, self.rows = list(self.rows), self._recording.__enter__()
+            self.rows.extend(earlier)
+        if self._rng is not None:
+            _set_rng(self._rng)
+        self._started = time.perf_counter()
+        self._first = (self.seconds, self.tokens)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note the learning rate, which has moved on when the step has ended."""
+        self._lr = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note one batch and, where it ends a step, do what is due."""
+        self._losses.append(outputs["seen"])
+        self._count += 1
+        self.words += batch.words
+        self.tokens += batch.tokens
+        if self._count % self.run.accumulate:
+            return
+        self.step += 1
+        if self.step % self.look == 0 or self.step in (1, self.run.steps):
+            self._read(trainer)
+        if _due(self.step, self.run.valid_every) and not trainer.should_stop:
+            self._pause()
+            loss = pl_module.validate()
+            self.valid.append({"step": self.step, "loss": loss})
+            if isinstance(schedule := trainer.lr_scheduler_configs[0].scheduler, ValidationDecay):
+                schedule.validated(-loss)
+            self._resume()
+        if _due(self.step, self.run.checkpoint_every) and self.status == "done":
+            self._pause()
+            trainer.save_checkpoint(checkpoint_path(self.folder, self.step))
+            for path in checkpoints(self.folder)[: -self.run.keep]:
+                path.unlink()
+            self._resume()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stop the clock and the recording."""
+        self._pause()
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave no hooks behind."""
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to continue as if nothing had happened."""
+        return {
+            "step": self.step,
+            "curve": self.curve,
+            "valid": self.valid,
+            "rows": [tuple(row) for row in self.rows],
+            "losses": [float(loss) for loss in self._losses],
+            "words": self.words,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "rng": _rng(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.step = state_dict["step"]
+        self.curve, self.valid = state_dict["curve"], state_dict["valid"]
+        self.rows.extend([Row(*row) for row in state_dict["rows"]])
+        self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in state_dict["losses"]]
+        self.words, self.tokens, self.seconds = state_dict["words"], state_dict["tokens"], state_dict["seconds"]
+        self._rng = state_dict["rng"]
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def _read(self, trainer: Any) -> None:
+        """Read the losses since the last time: the curve, progress, and whether to go on."""
+        losses = torch.stack([loss.to(torch.float64) for loss in self._losses]).tolist()
+        first = self.step - len(losses) // self.run.accumulate + 1
+        self._losses.clear()
+        bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+        mean = sum(losses) / len(losses)
+        if bad:
+            self.status = f"diverged at step {first + bad[0] // self.run.accumulate}"
+            trainer.should_stop = True
+        else:
+            self.curve.append({"step": self.step, "train_loss": mean, "lr": self._lr})
+        if self.on_progress is None:
+            return
+        seconds, tokens = self.seconds + time.perf_counter() - self._started, self.tokens
+        rate = (tokens - self._first[1]) / max(seconds - self._first[0], 1e-9)
+        left = (self.run.steps - self.step) * tokens / self.step / rate
+        asked = self.on_progress(Progress("training", self.step, self.run.steps, mean, rate, left))
+        if asked and self.status == "done" and self.step < self.run.steps:
+            self.status = f"interrupted at step {self.step}"
+            trainer.should_stop = True
+
+    def _pause(self) -> None:
+        self.seconds += time.perf_counter() - self._started
+
+    def _resume(self) -> None:
+        self._started = time.perf_counter()
+
+    def _close(self) -> None:
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
+            self._recording = None
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _rng() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all(), "python": random.getstate()}
+
+
+def _set_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state_all(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))

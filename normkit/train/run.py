@@ -1,0 +1,233 @@
+"""Train as a `Run` says, into a folder; load what such a folder holds."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from normkit.data.embedded import SOURCES
+from normkit.data.vocab import SPECIAL, Vocab
+from normkit.report import results
+from normkit.train.build import BUILDERS, Vocabularies
+from normkit.train.config import Run, pick
+from normkit.train.progress import Progress
+from normkit.train.weights import fits, load_weights, mean_weights, save_weights, write_atomically
+from normkit.train.where import where
+from normkit.watch import Row
+
+if TYPE_CHECKING:
+    from normkit.train.journal import Journal
+    from normkit.train.task import Task
+
+SCHEMA = 1
+
+
+class Loaded(NamedTuple):
+    """What a run folder holds: the settings, the trained model in evaluation mode, the vocabularies by name."""
+
+    run: Run
+    model: nn.Module
+    vocabularies: Vocabularies
+
+
+def train(
+    run: Run,
+    folder: str | Path,
+    resume: bool = False,
+    on_progress: Callable[[Any], object] | None = None,
+    command: str = "",
+) -> dict[str, Any]:
+    """Train as `run` says into `folder`, score the model on the test split, and return what result.json then holds.
+
+    With `resume` the run goes on from its last checkpoint, to the same weights, bit for bit on a CPU, as without an
+    interruption; from the start where there is none. `on_progress` is told of a `Progress` now and then; where it
+    returns something true the run ends with status "interrupted at step N". A run whose loss is not finite ends with
+    status "diverged at step N" and has no scores. `command` is kept in the result: what a person types to repeat it.
+
+    ValueError where a name is not in its table, the folder holds another run, or a checkpoint cannot be read.
+    """
+    from normkit.train.checkpoints import checkpoints
+    from normkit.train.journal import Journal
+    from normkit.train.tasks import TASKS
+
+    folder = Path(folder)
+    make_task, make_data = pick(TASKS, run.task, "task"), pick(SOURCES, run.data, "source")
+    _claim(folder, run, resume)
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    data = make_data()
+    torch.manual_seed(run.seed)
+    task = make_task(run, BUILDERS[run.task].model(run.model, data.vocabularies), data)
+    last = checkpoints(folder)[-1:] if resume else []
+    journal = Journal(run, folder, on_progress)
+    _fit(task, journal, last[0] if last else None)
+
+    if journal.status == "done" and run.average:
+        _average(task.model, checkpoints(folder)[-run.average :])
+    if journal.status == "done" and not journal.valid:
+        journal.valid.append({"step": run.steps, "loss": task.validate()})
+
+    def tell(stage: str) -> None:
+        if on_progress is not None and on_progress(Progress(stage, journal.step, run.steps)):
+            raise _Interrupted
+
+    task.cpu()
+    save_weights(task.model, folder / "model.safetensors")
+    scores, status, started = {}, journal.status, time.perf_counter()
+    if status == "done":
+        try:
+            scores = task.score(tell)
+        except _Interrupted:
+            status = f"interrupted at step {run.steps}"  # all steps are done, scores are not
+    result = {
+        "schema": SCHEMA,
+        "run": dataclasses.asdict(run),
+        "command": command,
+        "status": status,
+        "where": where(),
+        "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
+        "curve": journal.curve,
+        "valid": journal.valid,
+        "scores": scores,
+        "speed": {
+            "train_tokens_per_s": journal.tokens / max(journal.seconds, 1e-9),
+            "train_words_per_s": journal.words / max(journal.seconds, 1e-9),
+        },
+        "fold": None,
+        "timing": None,
+        "seconds": {"train": journal.seconds, "score": time.perf_counter() - started},
+    }
+    _write_rows(folder / "rows.csv", journal)
+    results.write(folder, result)
+    return result
+
+
+class _Interrupted(Exception):
+    """Somebody asked a run to stop while it was being scored."""
+
+
+def load(folder: str | Path) -> Loaded:
+    """What a run folder holds; ValueError, naming what is missing or wrong, where it is not one."""
+    folder = Path(folder)
+    run = read_run(folder)
+    try:
+        texts = json.loads((folder / "vocab.json").read_text(encoding="utf8"))
+        vocabularies = {name: Vocab(symbols) for name, symbols in texts.items()}
+    except (OSError, AttributeError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder / 'vocab.json'} cannot be read: {error}") from None
+    model = pick(BUILDERS, run.task, "task").model(run.model, vocabularies)
+    load_weights(model, folder / "model.safetensors")
+    return Loaded(run, model.eval(), vocabularies)
+
+
+def save(folder: str | Path, loaded: Loaded) -> None:
+    """Write a folder that `load` reads; ValueError where the settings do not describe the model."""
+    run, model, vocabularies = loaded
+    folder = Path(folder)
+    write_atomically(folder / "run.json", run.to_json().encode())
+    _save_vocabularies(folder, vocabularies)
+    save_weights(model, folder / "model.safetensors")
+    load(folder)
+
+
+def read_run(folder: Path) -> Run:
+    """The settings in a run folder; ValueError where it is not one."""
+    path = folder / "run.json"
+    if not path.is_file():
+        what = "there is no such folder" if not folder.is_dir() else "it has no run.json"
+        raise ValueError(
+            f"{folder} is no folder of a run: {what}; `normkit train` and `normkit demo` make such folders"
+        )
+    try:
+        return Run.from_json(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _claim(folder: Path, run: Run, resume: bool) -> None:
+    """Make the folder this run's; ValueError where a resumed run's settings differ from those that it had."""
+    if resume and (folder / "run.json").exists():
+        before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
+        changed = [name for name in now if now[name] != before[name]]
+        if changed:
+            raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
+    elif not resume:
+        for path in [*(folder / "checkpoints").glob("*.ckpt"), folder / "result.json"]:
+            path.unlink(missing_ok=True)
+    write_atomically(folder / "run.json", run.to_json().encode())
+
+
+def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
+    """Run Lightning's loop to the end of the run, to its divergence, or to where it was asked to stop."""
+    import lightning.pytorch as lightning
+
+    from normkit.train.checkpoints import AtomicCheckpoints, model_state, read_checkpoint
+
+    run, position = task.settings, 0
+    _save_vocabularies(journal.folder, task.data.vocabularies)
+    if checkpoint is not None:
+        saved = read_checkpoint(checkpoint)
+        fits(model_state(saved), task.model.state_dict(), checkpoint)
+        position = saved["global_step"] * run.accumulate
+    with _quiet():
+        trainer = lightning.Trainer(
+            max_steps=run.steps,
+            accelerator=run.device,
+            devices=1,
+            precision=run.precision,  # type: ignore[arg-type]
+            accumulate_grad_batches=run.accumulate,
+            gradient_clip_val=run.clip or None,
+            callbacks=[journal],
+            plugins=[AtomicCheckpoints()],
+            default_root_dir=journal.folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(task, train_dataloaders=task.batches(position), ckpt_path=checkpoint, weights_only=True)
+
+
+def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
+    symbols = {name: vocab.symbols[len(SPECIAL) :] for name, vocab in vocabularies.items()}
+    write_atomically(folder / "vocab.json", json.dumps(symbols, ensure_ascii=False).encode())
+
+
+def _average(model: nn.Module, paths: list[Path]) -> None:
+    from normkit.train.checkpoints import model_state, read_checkpoint
+
+    model.load_state_dict(mean_weights([model_state(read_checkpoint(path)) for path in paths]))
+
+
+def _write_rows(path: Path, journal: "Journal") -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(Row._fields)
+    writer.writerows((*row[:-1], f"{row.value:.6g}") for row in journal.rows)
+    write_atomically(path, text.getvalue().encode())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning without its advice, which speaks of choices that are made here."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightning\.")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

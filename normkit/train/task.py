@@ -1,0 +1,88 @@
+"""What every kind of training has in common: the optimizer, the schedule, and the questions a run asks."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import lightning.pytorch as lightning
+import torch
+from torch import Tensor, nn
+
+from normkit.norms import StatNorm
+from normkit.train.config import Run
+from normkit.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine
+
+
+class Batch(NamedTuple):
+    """Tensors of a batch, and how much it holds."""
+
+    tensors: tuple[Tensor, ...]
+    words: int  # what speed is told in: words or pictures
+    tokens: int  # what the loss is a mean over
+
+
+class Task(lightning.LightningModule):
+    """A model, its data, its loss and its scores. A task says `batches`, `loss`, `validation`, `score`."""
+
+    def __init__(self, run: Run, model: nn.Module, data: Any):
+        super().__init__()
+        self.settings, self.model, self.data = run, model, data
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Training batches without end, from the `start`-th on: a function of the run's seed and nothing else."""
+        raise NotImplementedError
+
+    def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """Mean loss of a batch."""
+        raise NotImplementedError
+
+    def validation(self) -> list[Batch]:
+        """Batches to validate on."""
+        raise NotImplementedError
+
+    def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
+        """Scores on the test split by kind of statistics; `tell` hears what is being done. The model is not changed."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """The loss to minimize, and the same to look at."""
+        loss = self.loss(batch, self.settings.label_smoothing)
+        return {"loss": loss, "seen": loss.detach()}
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, and the learning rate of each step."""
+        run = self.settings
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": run.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        fused = run.precision != "16-mixed"  # there Lightning clips, which a fused optimizer would have to do itself
+        optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, fused=fused)
+        if run.schedule == "cosine":
+            schedule = cosine(optimizer, min(run.warmup, run.steps - 1), run.steps)
+        elif run.schedule == "inverse_sqrt":
+            schedule = InverseSqrt(optimizer, max(run.warmup, 1))
+        elif run.schedule == "constant":
+            schedule = Constant(optimizer, run.warmup)
+        else:
+            schedule = ValidationDecay(optimizer, run.warmup)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def validate(self) -> float:
+        """Mean loss of the validation split, at inference."""
+        return self.mean_loss(self.validation())
+
+    def on_device(self, batch: Batch) -> Batch:
+        """The batch where the model is."""
+        return Batch(tuple(tensor.to(self.device) for tensor in batch.tensors), batch.words, batch.tokens)
+
+    @torch.no_grad()
+    def mean_loss(self, batches: list[Batch]) -> float:
+        """Mean loss of batches, without smoothing and dropout."""
+        was = self.model.training
+        self.model.eval()
+        total = sum(float(self.loss(self.on_device(batch))) * batch.tokens for batch in batches)
+        self.model.train(was)
+        return total / sum(batch.tokens for batch in batches)
+
+    def has_statistics(self) -> bool:
+        """Whether some norm computes with statistics of batches."""
+        return any(isinstance(module, StatNorm) for module in self.model.modules())

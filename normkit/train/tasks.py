@@ -1,0 +1,8 @@
+"""The table of tasks."""
+
+from normkit.train.classification import Classification
+from normkit.train.language import Language
+from normkit.train.task import Task
+from normkit.train.translation import Translation
+
+TASKS: dict[str, type[Task]] = {"g2p": Translation, "lm": Language, "digits": Classification}
