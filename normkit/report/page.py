@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from normkit.report import distances, summary
+from normkit.report.lines import losses, thin
 from normkit.report.results import write_whole
 from normkit.report.settings import Results, groups, job, labels, split
+from normkit.report.verdict import sentences
 
 TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 3_000_000  # bytes of a page
@@ -60,7 +62,7 @@ def page(results: Results, title: str, command: str, points: int) -> str:
         title=title,
         command=command,
         tables=[_table(group, names) for group in groups(results)],
-        seen=summary.verdict(results).splitlines(),
+        seen=sentences(results),
         charts={name: [chart["title"] for chart in charts] for name, charts in data["sections"].items()},
         data=Markup(as_script(data)),
         folds=[_fold(names[folder], result["fold"]) for folder, result in results.items() if result.get("fold")],
@@ -88,17 +90,6 @@ def as_script(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def thin(values: Sequence[Any], points: int) -> list[Any]:
-    """So many values at most, evenly spaced, the first and the last among them.
-
-    >>> thin([0, 1, 2, 3, 4, 5, 6], 3)
-    [0, 3, 6]
-    """
-    if len(values) <= points:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (points - 1))] for i in range(points)]
-
-
 def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:
     """The headline table of one task."""
     columns, best = summary.columns(group), summary.best(group)
@@ -124,15 +115,12 @@ def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:
 def _data(results: Results, names: dict[Any, str], points: int) -> dict[str, Any]:
     """What the page's script draws: runs with a colour each, sections of charts with lines."""
     number = {Path(folder): place for place, folder in enumerate(results)}
+    found = [losses(result) for result in results.values()]
     curves = []
-    for title, key, name in (("Training loss", "curve", "train_loss"), ("Validation loss", "valid", "loss")):
-        lines = [
-            _line(number[Path(folder)], "", [p["step"] for p in result[key]], [p[name] for p in result[key]], points)
-            for folder, result in results.items()
-            if len(result[key]) > 1
-        ]
+    for title in ("training loss", "validation loss"):
+        lines = [_line(run, "", *by[title], points) for run, by in enumerate(found) if len(by[title][0]) > 1]
         if lines:
-            curves.append({"title": title, "lines": lines})
+            curves.append({"title": title.capitalize(), "lines": lines})
     statistics = []
     for panel in distances.panels(results):
         run = number[panel.folder]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normkit.report import distances
+from normkit.report.lines import losses
 from normkit.report.results import write_whole
 from normkit.report.settings import Results, labels
 
@@ -32,6 +33,7 @@ STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "axes.unicode_minus": False,
 }
+DECADE = 10
 SKIP = 0.05  # of a run: where the scale of its losses begins
 ROOM = 0.055  # of an axis: height of a label
 
@@ -43,9 +45,10 @@ def curves(results: Results, path: str | Path) -> Path:
     """
     path = _checked(path)
     names = labels(results)
+    found = {folder: losses(result) for folder, result in results.items()}
     series = {
-        "training loss": {f: _points(r["curve"], "train_loss") for f, r in results.items()},
-        "validation loss": {f: _points(r["valid"], "loss") for f, r in results.items()},
+        title: {folder: list(zip(*run[title], strict=True)) for folder, run in found.items()}
+        for title in ("training loss", "validation loss")
     }
     series = {title: lines for title, lines in series.items() if any(len(line) > 1 for line in lines.values())}
     if not series:
@@ -57,10 +60,10 @@ def curves(results: Results, path: str | Path) -> Path:
             ends = []
             for number, (folder, line) in enumerate(lines.items()):
                 if line:
-                    steps, losses = zip(*line, strict=True)
+                    steps, values = zip(*line, strict=True)
                     marker = "o" if len(line) <= 20 else None
-                    axes.plot(steps, losses, marker=marker, markersize=2.5, linewidth=1.3, **_look(number))
-                    ends.append((losses[-1], names[folder], _look(number)))
+                    axes.plot(steps, values, marker=marker, markersize=2.5, linewidth=1.3, **_look(number))
+                    ends.append((values[-1], names[folder], _look(number)))
             axes.set(title=title, xlabel="step", yscale="log")
             _limits(axes, list(lines.values()))
             _ticks(axes)
@@ -91,17 +94,13 @@ def statistics(results: Results, path: str | Path) -> Path:
             for values in panel.sites.values():
                 axes.plot(panel.steps, _drawable(values), color=colour, alpha=0.3, linewidth=0.6)
             axes.plot(panel.steps, _drawable(panel.median()), color=colour, linewidth=1.8)
-            axes.set_title(panel.title, fontsize=9, color=colour)
+            axes.set_title(panel.title, fontsize=9)
             axes.set_yscale("log")
             axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(panels))
-            axes.tick_params(axis="y", which="minor", left=False)
+            _ticks(figure.axes[0])
         figure.supxlabel("step", fontsize=9)
         figure.supylabel("distance of batch and running statistic, / channels", fontsize=9)
         return _save(figure, path)
-
-
-def _points(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(p["step"], p[name]) for p in records if isinstance(p.get(name), int | float) and math.isfinite(p[name])]
 
 
 def _drawable(values: Sequence[float | None]) -> list[float]:
@@ -121,9 +120,11 @@ def _limits(axes: "Axes", lines: Sequence[Sequence[tuple[int, float]]]) -> None:
 
 
 def _ticks(axes: "Axes") -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    """Plain numbers, also where the axis covers less than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator() if high / low > DECADE else MaxNLocator(6))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
 

@@ -5,22 +5,45 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE = "result.json"
 SCHEMA = 1
-FIELDS = {
+NUMBER = (int, float)
+
+
+class Maybe(NamedTuple):
+    """A field that may be null or not there."""
+
+    kind: Any
+
+
+SHAPE: dict[str, Any] = {  # "*" stands for any name
     "schema": int,
-    "run": dict,
+    "run": {"task": str, "data": str, "model": {"norm": str, "norm_at": Maybe({"*": str})}},
     "command": str,
     "status": str,
-    "where": dict,
+    "where": {},
     "parameters": int,
-    "curve": list,
-    "valid": list,
-    "scores": dict,
-    "speed": dict,
-    "seconds": dict,
+    "curve": [{"step": int, "train_loss": NUMBER}],
+    "valid": [{"step": int, "loss": NUMBER}],
+    "scores": {"*": {"*": Maybe(NUMBER)}},
+    "speed": {"*": Maybe(NUMBER)},
+    "fold": Maybe(
+        {
+            "foldable": Maybe(str),
+            "max_error": Maybe(NUMBER),
+            "native_error": Maybe(NUMBER),
+            "rows": Maybe([{"name": str, "action": str, "into": Maybe([str]), "why": Maybe(str)}]),
+        }
+    ),
+    "timing": Maybe(
+        {
+            "what": Maybe(str),
+            "pairs": [{"a": str, "b": str, "ratio": NUMBER, "low": NUMBER, "high": NUMBER, "n": int}],
+        }
+    ),
+    "seconds": {"train": Maybe(NUMBER), "score": Maybe(NUMBER)},
 }
 
 
@@ -55,14 +78,12 @@ def read(path: str | Path) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; a run writes it when it ends") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is cut short or not JSON: {error}") from None
-    if not isinstance(result, dict):
-        raise ValueError(f"{path} is no result of a run: it holds a {type(result).__name__}")
-    for name, kind in FIELDS.items():
-        if not isinstance(result.get(name), kind):
-            found = "nothing" if name not in result else type(result[name]).__name__
-            raise ValueError(f"{path} is no result of a run: {name} must be a {kind.__name__}, found {found}")
+    try:
+        _check(result, SHAPE, "")
+    except ValueError as error:
+        raise ValueError(f"{path} is no result of a run: {error}") from None
     if result["schema"] != SCHEMA:
         raise ValueError(f"{path} has schema {result['schema']}; this version of normkit reads {SCHEMA}")
     return result
@@ -79,3 +100,24 @@ def find(paths: Iterable[str | Path]) -> dict[Path, dict[str, Any]]:
     if not files:
         raise ValueError(f"no {FILE} in {', '.join(map(str, paths))}; `normkit train` and `normkit demo` write them")
     return {file.parent: read(file) for file in dict.fromkeys(files)}
+
+
+def _check(value: Any, shape: Any, name: str) -> None:
+    """ValueError that names the field, where a value is not of a shape."""
+    kind = dict if isinstance(shape, dict) else list if isinstance(shape, list) else shape
+    if isinstance(shape, Maybe):
+        if value is not None:
+            _check(value, shape.kind, name)
+    elif not isinstance(value, kind) or isinstance(value, bool):
+        wanted = "number" if kind is NUMBER else kind.__name__
+        raise ValueError(f"{name or 'it'} must be a {wanted}, found {type(value).__name__}")
+    elif isinstance(shape, dict):
+        for key, inner in shape.items():
+            fields = value if key == "*" else [key]
+            for field in fields:
+                if field not in value and not isinstance(inner, Maybe):
+                    raise ValueError(f"it has no {name}{'.' if name else ''}{field}")
+                _check(value.get(field), inner, f"{name}{'.' if name else ''}{field}")
+    elif isinstance(shape, list):
+        for place, item in enumerate(value):
+            _check(item, shape[0], f"{name}[{place}]")

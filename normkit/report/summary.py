@@ -1,6 +1,7 @@
 """The headline table and what is seen in it: every figure and every sentence is made from result files."""
 
 import math
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -121,16 +122,17 @@ def rows(results: Results) -> list[dict[str, Cell]]:
 
 
 def best(results: Results) -> set[tuple[Any, str]]:
-    """Folder and column of each cell that is the best of its column; ties are all best."""
+    """Folder and column of each cell that is the best of its column; none is where all are alike."""
     found = set()
     for column in columns(results):
         if not column.better:
             continue
-        values = {folder: column.cell(result).value for folder, result in results.items()}
+        cells = {folder: column.cell(result) for folder, result in results.items()}
+        values = {folder: cell.value for folder, cell in cells.items() if cell.text != SAME}
         known = [value for value in values.values() if value is not None]
-        if len(known) < 2:
+        top = (max if column.better > 0 else min)(known, default=None)
+        if len(set(known)) < 2:
             continue
-        top = max(known) if column.better > 0 else min(known)
         found |= {(folder, column.title) for folder, value in values.items() if value == top}
     return found
 
@@ -152,8 +154,8 @@ def text(results: Results) -> str:
 
 
 def verdict(results: Results) -> str:
-    """What is seen in the table, a sentence a line (see `normkit.report.verdict`)."""
-    return "\n".join(sentences(results))
+    """What is seen in the table (see `normkit.report.verdict`), a sentence a line, long ones on several."""
+    return "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in sentences(results))
 
 
 def cells(results: Results) -> list[list[str]]:

@@ -58,6 +58,7 @@ def _group(results: Results, names: dict[Any, str]) -> list[str]:
     sentences = []
     if metric is not None:
         running = {folder: score for folder, r in results.items() if (score := _score(r, "running", metric))}
+        sentences += _terms(metric, results)
         sentences += _ranking(metric, running, names)
         sentences += _statistics(metric, results, names)
     for folder, result in results.items():
@@ -91,6 +92,26 @@ def _loss(a: Score, b: Score, metric: Metric) -> float:
     worse = (b.value - a.value) * metric.better
     margin = 0.0 if a.error is None or b.error is None else ERRORS * math.hypot(a.error, b.error)
     return worse if worse > margin else 0.0
+
+
+def _terms(metric: Metric, results: Results) -> list[str]:
+    """On what the scores stand: how many test items, how sure they are, and what the runs have in common."""
+    scores = [score for r in results.values() if (score := r["scores"].get("running"))]
+    errors = [score.error for r in results.values() if (score := _score(r, "running", metric)) and score.error]
+    common, _ = split([result["run"] for result in results.values()])
+    terms = [f"{n:,} test items" for n in {score.get("n") for score in scores} if n and len(scores) > 0]
+    if errors:
+        terms.append(f"sampling error of {metric.name} {_span(errors)}")
+    terms += [f"{common['steps']:,} steps"] if "steps" in common else []
+    if "bucketing" in common:
+        terms.append("batches bucketed by length" if common["bucketing"] else "batches of any lengths, not bucketed")
+    terms += [f"seed {common['seed']}"] if "seed" in common else []
+    return [f"{', '.join(terms)}."] if terms else []
+
+
+def _span(values: list[float]) -> str:
+    low, high = f"{min(values):.2g}", f"{max(values):.2g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _ranking(metric: Metric, scores: dict[Any, Score], names: dict[Any, str]) -> list[str]:

@@ -1,0 +1,44 @@
+"""Numbers on their way into a picture: finite points of a curve, smoothed and thinned."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+SMOOTH = 50  # a curve of training losses is averaged over one part in so many
+
+
+def losses(result: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and losses of a result: training, averaged over the last 2% of the run at each step, and validation."""
+    steps, values = _points(result["curve"], "train_loss")
+    return {
+        "training loss": (steps, smooth(values, len(values) // SMOOTH)),
+        "validation loss": _points(result["valid"], "loss"),
+    }
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and those before it, `window` in all.
+
+    >>> smooth([1.0, 3.0, 5.0], 2)
+    [1.0, 2.0, 4.0]
+    """
+    parts = (values[max(0, end - max(1, window)) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in parts]
+
+
+def thin(values: Sequence[Value], count: int) -> list[Value]:
+    """So many values at most, evenly spaced, the first and the last among them.
+
+    >>> thin([0, 1, 2, 3, 4, 5, 6], 3)
+    [0, 3, 6]
+    """
+    if len(values) <= count:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+
+
+def _points(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    found = [(record["step"], record[name]) for record in records if math.isfinite(record[name])]
+    return [step for step, _ in found], [value for _, value in found]
