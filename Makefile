@@ -3,7 +3,6 @@ VENV ?= .venv
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN = $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 # Timings on a CPU mislead without these: spinning threads fight over shared cores, and glibc would hand every large
 # tensor back to the system after each use.
@@ -15,18 +14,19 @@ export MALLOC_TRIM_THRESHOLD_ = 17179869184
 
 help:
 	@echo "make demo   set up, train one Transformer with each of six norms, compare, fold: about six minutes"
-	@echo "make test   set up, then everything that CI runs: lint, types, tests, doctests, examples, docs"
+	@echo "make test   set up, then everything that CI runs: lint, types, docs, tests, doctests, examples"
 	@echo "make lint   ruff and pyright alone"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make laws   docs/laws.md, the table of norms and laws, from a run of the tests"
 	@echo "make clean  remove $(VENV) and what was built"
+	@echo
+	@echo "DEMO_ARGS and PYTEST_ARGS are passed on; PYTHON=python3.12 and PIP_ARGS=... change the set-up."
 
 demo: $(VENV)/.demo
 	$(BIN)/normkit demo $(DEMO_ARGS)
 
-test: $(VENV)/.dev lint
+test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --cov=normkit --cov-report=term $(PYTEST_ARGS)
-	@$(MAKE) --no-print-directory docs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -40,20 +40,24 @@ laws: $(VENV)/.dev
 	$(BIN)/python tests/law_table.py
 
 clean:
-	rm -rf $(VENV) build dist site
+	rm -rf "$(VENV)" build dist site
 
-# A stamp is written last, so a set-up that was interrupted starts over where it can and is finished the next time.
-$(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python >= 3.11, found " + sys.version.split()[0] + "; give another as make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+# A stamp is written last. What an interrupted set-up left behind may look installed without being whole, so the next
+# try, which finds `.unfinished`, installs over all of it.
+define set_up
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "normkit needs Python >= 3.11 as $(PYTHON); name another: make PYTHON=python3.12"; exit 1; }
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV): a minute or two"
+	@again=$$(test ! -e $(VENV)/.unfinished || echo --ignore-installed); touch $(VENV)/.unfinished; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $$again -e ".[$(EXTRAS)]"
+	@mv $(VENV)/.unfinished $@
+endef
 
+$(VENV)/.demo: EXTRAS = demo
 $(VENV)/.demo: pyproject.toml constraints.txt
-	@$(MAKE) --no-print-directory $(VENV)/bin/python
-	$(BIN)/python -m pip --version > /dev/null || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch
-	$(INSTALL) -e ".[demo]"
-	@touch $@
+	$(set_up)
 
+$(VENV)/.dev: EXTRAS = demo,dev
 $(VENV)/.dev: $(VENV)/.demo
-	$(INSTALL) -e ".[demo,dev]"
-	@touch $@
+	$(set_up)
