@@ -7,6 +7,7 @@ from normkit.norms import (
     UN,
     BatchNorm,
     BatchRenorm,
+    Derf,
     DyT,
     FixNorm,
     GroupNorm,
@@ -14,6 +15,7 @@ from normkit.norms import (
     NoNorm,
     Norm,
     PowerNorm,
+    RepBN,
     RMSNorm,
     ScaleNorm,
     Split,
@@ -21,7 +23,7 @@ from normkit.norms import (
     make,
     options,
 )
-from normkit.transforms import audit, calibrate, convert, find, fold
+from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, settle, to_rms
 
 __version__ = "0.1.0"
 
@@ -32,6 +34,7 @@ __all__ = [
     "UN",
     "BatchNorm",
     "BatchRenorm",
+    "Derf",
     "DyT",
     "FixNorm",
     "GroupNorm",
@@ -40,14 +43,19 @@ __all__ = [
     "Norm",
     "PowerNorm",
     "RMSNorm",
+    "RepBN",
     "ScaleNorm",
     "Split",
     "audit",
+    "blend",
     "calibrate",
     "convert",
+    "export",
     "find",
     "fix_embedding",
     "fold",
     "make",
     "options",
+    "settle",
+    "to_rms",
 ]

@@ -6,6 +6,7 @@ from typing import Any
 
 from normkit.norms._base import Norm, RowNorm, Split, Stat, StatNorm, option_defaults
 from normkit.norms.batch import BatchNorm
+from normkit.norms.derf import Derf
 from normkit.norms.dyt import DyT
 from normkit.norms.fix import FixNorm, fix_embedding
 from normkit.norms.group import GroupNorm
@@ -15,6 +16,7 @@ from normkit.norms.nonorm import NoNorm
 from normkit.norms.pnv import PNV
 from normkit.norms.power import PowerNorm
 from normkit.norms.renorm import BatchRenorm
+from normkit.norms.repbn import RepBN
 from normkit.norms.rms import RMSNorm
 from normkit.norms.scale import ScaleNorm
 from normkit.norms.un import UN
@@ -26,7 +28,9 @@ NORMS: dict[str, type[Norm]] = {
     "group": GroupNorm,
     "nonorm": NoNorm,
     "dyt": DyT,
+    "derf": Derf,
     "batch": BatchNorm,
+    "repbn": RepBN,
     "renorm": BatchRenorm,
     "mabn": MABN,
     "pnv": PNV,
@@ -42,6 +46,7 @@ __all__ = [
     "BatchNorm",
     "BatchRenorm",
     "CentralizeWeight",
+    "Derf",
     "DyT",
     "FixNorm",
     "GroupNorm",
@@ -50,6 +55,7 @@ __all__ = [
     "Norm",
     "PowerNorm",
     "RMSNorm",
+    "RepBN",
     "RowNorm",
     "ScaleNorm",
     "Split",

@@ -37,5 +37,6 @@ class DyT(RowNorm):
 
     def split(self) -> Split:  # noqa: D102
         rest, scale, shift = super().split()
-        rest.load_state_dict({k: v for k, v in self.state_dict().items() if k in rest.state_dict()})
-        return Split(rest.to(self.a.device, self.a.dtype), scale.to(self.a.device), shift.to(self.a.device))
+        rest = rest.to(self.a.device, self.a.dtype)
+        rest.load_state_dict({name: value for name, value in self.state_dict().items() if name in rest.state_dict()})
+        return Split(rest, scale.to(self.a.device), shift.to(self.a.device))
