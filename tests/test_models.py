@@ -69,7 +69,7 @@ def test_the_decoder_does_not_see_what_follows(config):
 def test_the_cache_equals_full_decoding(spec, placement):
     if spec.startswith("group") and "sample" in spec:
         pytest.skip("the image form of GroupNorm sees the whole sequence")
-    model = seq2seq(dataclasses.replace(SMALL, norm=spec, placement=placement))
+    model = seq2seq(dataclasses.replace(SMALL, norm=spec, placement=placement)).double()  # some norms amplify
     memory, real = model.encode(SOURCE)
     whole = model.decode(TARGET, memory, real)
     for pieces in ((1, 1, 1, 1), (2, 1, 1), (1, 3)):
@@ -77,7 +77,7 @@ def test_the_cache_equals_full_decoding(spec, placement):
         for size in pieces:
             got.append(model.decode(TARGET[:, start : start + size], memory, real, cache, start))
             start += size
-        assert_close(torch.cat(got, 1)[TARGET != PAD], whole[TARGET != PAD], rtol=1e-4, atol=1e-4)
+        assert_close(torch.cat(got, 1)[TARGET != PAD], whole[TARGET != PAD])
 
 
 def test_norms_by_place():
