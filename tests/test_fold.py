@@ -319,17 +319,8 @@ def test_a_norm_goes_back_into_a_sum_of_embeddings_positions_and_a_class_token()
             y = self.norm(x + self.positions[:, : x.shape[1]])
             return y + self.after(y)
 
-    model = Embedded()
-    check(model, tokens(3, 7), torch.zeros(3, 7, dtype=torch.long), actions="multiply-add")
-    # positions are read as rows of different origin here: the class token's own, and those that meet words
-
-    class Simple(Embedded):
-        def forward(self, ids: Tensor, types: Tensor) -> Tensor:
-            y = self.norm(self.words(ids) * DIM**0.5 + self.types(types) + self.positions[:, : ids.shape[1]])
-            return y + self.after(y)
-
-    folded, report = check(Simple(), tokens(3, 7), torch.zeros(3, 7, dtype=torch.long), actions="folded back")
-    assert set(report.rows[0].into) == {"words", "types", "positions"}
+    folded, report = check(Embedded(), tokens(3, 7), torch.zeros(3, 7, dtype=torch.long), actions="folded back")
+    assert set(report.rows[0].into) == {"words", "types", "cls", "positions"}
     assert isinstance(folded.norm, nn.Identity)
 
 

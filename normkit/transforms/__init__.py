@@ -3,6 +3,7 @@
 from normkit.transforms.audit import Audit, audit
 from normkit.transforms.blend import Blend, blend, settle
 from normkit.transforms.calibrate import calibrate
+from normkit.transforms.center import to_rms
 from normkit.transforms.convert import convert, find, unreadable
 from normkit.transforms.export import Exported, export
 from normkit.transforms.fold import Report, fold
@@ -22,5 +23,6 @@ __all__ = [
     "find",
     "fold",
     "settle",
+    "to_rms",
     "unreadable",
 ]

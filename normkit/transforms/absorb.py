@@ -44,7 +44,7 @@ def absorb(model: nn.Module, trace: Trace, plan: Plan) -> nn.Module:
         norm = module if isinstance(module, Norm) else equivalent(read(module))
         rest, scale, shift = norm.split()
         splits[name] = rest, scale.double().cpu(), shift.double().cpu()
-    edit = _Edit(model)
+    edit = Edit(model)
     _forwards(model, trace, plan, splits, edit)
     _backwards(model, trace, plan, splits, edit)
     edit.write()
@@ -57,7 +57,7 @@ def absorb(model: nn.Module, trace: Trace, plan: Plan) -> nn.Module:
     return model
 
 
-def _forwards(model: nn.Module, trace: Trace, plan: Plan, splits: dict, edit: "_Edit") -> None:
+def _forwards(model: nn.Module, trace: Trace, plan: Plan, splits: dict, edit: "Edit") -> None:
     """`b += W shift` with the weights as they were, then `W *= scale`."""
     scale, shift = torch.ones(trace.codes), torch.zeros(trace.codes)
     scale, shift = scale.double(), shift.double()
@@ -97,7 +97,7 @@ def _spread(source: Source, s: Tensor, t: Tensor, scale: Tensor, shift: Tensor) 
             _spread(each.by, inner_s, inner_t, scale, shift)
 
 
-def _backwards(model: nn.Module, trace: Trace, plan: Plan, splits: dict, edit: "_Edit") -> None:
+def _backwards(model: nn.Module, trace: Trace, plan: Plan, splits: dict, edit: "Edit") -> None:
     """`W = scale W` by output, `b = scale b + shift`; a table takes the shift itself."""
     for name, writers in plan.backward.items():
         _, scale, shift = splits[name]
@@ -119,7 +119,7 @@ def _bias(model: nn.Module, trace: Trace, product: Product) -> tuple[Place, int]
     return new_bias(model, trace, product) if place is None else (place, trace.sizes[place.parameter])
 
 
-class _Edit:
+class Edit:
     """Parameters under change, as contiguous float64 copies; `write` puts them back, in their own type."""
 
     def __init__(self, model: nn.Module):

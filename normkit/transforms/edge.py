@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runtime, what it put out
 
 
