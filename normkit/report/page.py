@@ -35,7 +35,7 @@ def write(results: Results, path: str | Path, *, title: str = "normkit report", 
     if not results:
         raise ValueError("no results to show; give at least one")
     for points in POINTS:
-        data = page(results, title, command, points).encode()
+        data = page(results, title, command, points).encode("utf8", "replace")
         if len(data) < LIMIT:
             return write_whole(Path(path), data)
     raise ValueError(f"a page of {len(results)} results would be larger than {LIMIT / 1e6:.0f} MB; show fewer")

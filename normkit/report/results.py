@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 FILE = "result.json"
 SCHEMA = 1
 NUMBER = (int, float)
+LARGEST = 2**63
 
 
 class Maybe(NamedTuple):
@@ -78,7 +79,7 @@ def read(path: str | Path) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; a run writes it when it ends") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is cut short or not JSON: {error}") from None
     try:
         _check(result, SHAPE, "")
@@ -111,6 +112,8 @@ def _check(value: Any, shape: Any, name: str) -> None:
     elif not isinstance(value, kind) or isinstance(value, bool):
         wanted = "number" if kind is NUMBER else kind.__name__
         raise ValueError(f"{name or 'it'} must be a {wanted}, found {type(value).__name__}")
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{name} is too large a number")
     elif isinstance(shape, dict):
         for key, inner in shape.items():
             fields = value if key == "*" else [key]

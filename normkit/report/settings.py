@@ -80,17 +80,26 @@ def labels(results: Results) -> dict[Any, str]:
     for (folder, model), spec in zip(models.items(), specs, strict=True):
         rules = [f"{pattern}: {norm}" for pattern, norm in (model.get("norm_at") or {}).items()]
         parts = [spec, *(["FixNorm"] if model.get("fixnorm") else [])]
-        names[folder] = " + ".join(parts) + (f" ({'; '.join(rules)})" if rules else "")
+        names[folder] = printable(" + ".join(parts) + (f" ({'; '.join(rules)})" if rules else ""))
     for name in _twice(names.values()):
         same = [folder for folder in names if names[folder] == name]
         _, different = split([results[folder]["run"] for folder in same])
         for place, folder in enumerate(same):
-            telling = [f"{key}={values[place]}" for key, values in different.items() if key not in NAMING]
+            telling = [printable(f"{key}={values[place]}") for key, values in different.items() if key not in NAMING]
             names[folder] = ", ".join([name, *telling])
     for name in _twice(names.values()):
         for folder in [folder for folder in names if names[folder] == name]:
-            names[folder] = f"{name}, {folder}"
+            names[folder] = printable(f"{name}, {folder}")
     return names
+
+
+def printable(text: str) -> str:
+    """Text without what could move a cursor, turn a line around or cannot be written: line ends, escapes, surrogates.
+
+    >>> printable("un\\x1b[31m")
+    'un?[31m'
+    """
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _twice(names: Iterable[str]) -> list[str]:

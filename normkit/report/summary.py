@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from normkit.report.settings import Result, Results, groups, job, labels
+from normkit.report.settings import Result, Results, groups, job, labels, printable
 from normkit.report.verdict import sentences
 
 WIDTH = 120
@@ -69,7 +69,7 @@ def _word_errors(result: Result) -> Cell:
 
 
 def _foldable(result: Result) -> Cell:
-    text = str((result.get("fold") or {}).get("foldable") or NONE)
+    text = printable((result.get("fold") or {}).get("foldable") or NONE)
     first, _, last = text.partition(" of ")
     return Cell(text, int(first) / int(last) if first.isdecimal() and last.isdecimal() and int(last) else None)
 
@@ -98,7 +98,7 @@ COLUMNS = (
     Column("words/s", "train", "speed of training", lambda r: _number(r["speed"].get("train_words_per_s"), 0), 1),
     Column("words/s", "infer", "speed of inference", lambda r: _number(r["speed"].get("inference_words_per_s"), 0), 1),
     Column("", "foldable", "norms that vanish when the model is folded", _foldable),
-    Column("", "status", "how the run ended", lambda result: Cell(result["status"])),
+    Column("", "status", "how the run ended", lambda result: Cell(printable(result["status"]))),
 )
 
 
@@ -188,7 +188,6 @@ def _brief(column: Column, cell: Cell) -> str:
 
 
 def _cut(label: str, room: int) -> str:
-    label = "".join(c if c.isprintable() else "?" for c in label)
     return label if len(label) <= room else label[: room - 3] + "..."
 
 

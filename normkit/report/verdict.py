@@ -3,7 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
-from normkit.report.settings import Result, Results, groups, job, labels, split
+from normkit.report.settings import Result, Results, groups, job, labels, printable, split
 
 ERRORS = 2  # differences count from so many sampling errors on
 EXPECTED = {"name", "command", "model.norm", "model.norm_at", "model.fixnorm"}
@@ -49,7 +49,7 @@ def sentences(results: Results) -> list[str]:
     found = []
     for kind in kinds:
         lead = f"{' on '.join(job(next(iter(kind.values()))))}: " if len(kinds) > 1 else ""
-        found += [lead + sentence for sentence in _group(kind, names)]
+        found += [printable(lead + sentence) for sentence in _group(kind, names)]
     return found
 
 

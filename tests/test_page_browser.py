@@ -1,0 +1,215 @@
+"""The page of results in a real browser: no error, no request, and everything can be done by mouse and keyboard."""
+
+import os
+import shutil
+
+import made_results
+import pytest
+
+from normkit.report import page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
+EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+FIRST = "#curves figure:first-child"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on the path, and CHROMIUM does not name one")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=found, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    made = made_results.demo(folder)
+    made[folder / "un"]["run"]["name"] = made[folder / "un"]["where"]["device"] = EVIL
+    made[folder / "scale"]["run"]["model"]["norm"] = EVIL
+    return page.write(made, folder / "report.html", title=EVIL, command=EVIL)
+
+
+@pytest.fixture
+def visit(browser, report):
+    """Open the page at a width; what the browser complains of, and what it asks for, must be nothing when it closes."""
+    contexts, troubles, requests = [], [], []
+
+    def opened(width=1280, scheme="light", touch=False):
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, has_touch=touch, offline=True
+        )
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("console", lambda message: troubles.append(message.text))
+        tab.on("pageerror", lambda error: troubles.append(str(error)))
+        tab.on("dialog", lambda dialog: (troubles.append(dialog.message), dialog.dismiss()))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(report.as_uri())
+        tab.wait_for_selector(f"{FIRST} path.line", state="attached")
+        return tab
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not troubles
+    assert set(requests) == {report.as_uri()}
+
+
+def column(tab, place):
+    return tab.locator(f"table.sortable tbody tr > :nth-child({place})").all_inner_texts()
+
+
+def test_what_files_say_is_shown_and_not_run(visit):
+    tab = visit()
+    assert tab.title() == EVIL
+    assert tab.locator("h1").inner_text() == EVIL
+    assert EVIL in column(tab, 1)[1]
+    assert tab.locator("img").count() == 0
+    assert tab.locator("#curves .tools button").all_inner_texts()[1].startswith("<script>")
+
+
+def test_a_head_sorts_by_click_and_by_key(visit):
+    tab = visit()
+    norms = column(tab, 1)
+    speed = tab.get_by_role("button", name="words/s train")
+    speed.click()
+    speed.click()
+    assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == "descending"
+    assert column(tab, 1)[0] == "batch"
+    batch = tab.get_by_role("button", name="PER batch")
+    batch.focus()
+    tab.keyboard.press("Enter")
+    assert tab.locator("th[aria-sort]").count() == 1
+    assert column(tab, 1)[:2] == ["batch", "pnv"]
+    assert column(tab, 5)[:2] == ["9.7 ±0.35", "9.9 ±0.35"]
+    tab.get_by_role("button", name="norm", exact=True).click()
+    assert column(tab, 1) == sorted(norms, key=str.lower)
+
+
+def test_a_norm_is_hidden_and_shown_again(visit):
+    tab = visit()
+    lines = tab.locator("#curves g path.line")
+    assert lines.count() == 12
+    button = tab.locator("#curves .tools").get_by_role("button", name="batch")
+    button.focus()
+    tab.keyboard.press("Space")
+    assert (lines.count(), button.get_attribute("aria-pressed")) == (10, "false")
+    assert tab.locator("#curves .c5 >> visible=true").count() > 0  # in the legend
+    assert tab.locator("#curves g path.c5").count() == 0
+    button.click()
+    assert (lines.count(), button.get_attribute("aria-pressed")) == (12, "true")
+
+
+def test_hovering_tells_the_values(visit):
+    tab = visit()
+    chart = tab.locator(f"{FIRST} svg.chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    tip = tab.locator(f"{FIRST} .tip")
+    assert tip.is_hidden()
+    tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
+    assert tip.inner_text().startswith("step 3,") or tip.inner_text().startswith("step 2,")
+    assert tip.locator("div").count() == 7
+    assert "power(groups=0)" in tip.inner_text()
+    tab.mouse.move(box["x"] + box["width"] / 2, box["y"] - 50)
+    assert tip.is_hidden()
+
+
+def test_statistics_tell_the_place_that_is_near(visit):
+    tab = visit()
+    chart = tab.locator("#statistics svg.chart").nth(2)
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    tab.mouse.move(box["x"] + 150, box["y"] + 20)
+    text = tab.locator("#statistics .tip >> visible=true").inner_text()
+    assert "median" in text
+    assert "coder.layers." in text
+    assert tab.locator("#statistics .near").count() == 1
+    assert tab.locator("#statistics .hair").count() == 5  # all panels show the same step
+
+
+def steps(tab):
+    texts = tab.locator(f"{FIRST} svg.chart text").all_text_contents()
+    return [int(text.replace(",", "")) for text in texts if text.replace(",", "").isdecimal() and len(text) > 2]
+
+
+def test_dragging_zooms_and_escape_shows_all(visit):
+    tab = visit()
+    whole = steps(tab)
+    chart = tab.locator(f"{FIRST} svg.chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    tab.mouse.move(box["x"] + 150, box["y"] + 60)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 250, box["y"] + 90, steps=4)
+    assert tab.locator(f"{FIRST} .brush").count() == 1
+    tab.mouse.up()
+    zoomed = steps(tab)
+    assert zoomed != whole
+    assert max(zoomed) < 4000
+    chart.focus()
+    tab.keyboard.press("Escape")
+    assert steps(tab) == whole
+
+
+def test_the_keyboard_reads_and_zooms(visit):
+    tab = visit()
+    tab.locator(f"{FIRST} svg.chart").focus()
+    status = tab.locator("#curves [role=status]")
+    tab.keyboard.press("End")
+    assert "step 5000:" in status.inner_text()
+    tab.keyboard.press("ArrowLeft")
+    assert "Training loss, step 49" in status.inner_text()
+    assert "layer " in status.inner_text()
+    whole = steps(tab)
+    tab.keyboard.press("+")
+    tab.keyboard.press("+")
+    assert min(steps(tab)) > 2000
+    tab.keyboard.press("Home")
+    assert "step 1:" in status.inner_text()
+    assert max(steps(tab)) < 2000  # the view went along
+    tab.keyboard.press("-")
+    tab.keyboard.press("-")
+    assert steps(tab) == whole
+
+
+def test_the_scale_can_be_linear(visit):
+    tab = visit()
+    before = tab.locator(f"{FIRST} path.line").first.get_attribute("d")
+    tab.locator("#curves input[type=checkbox]").uncheck()
+    assert tab.locator(f"{FIRST} path.line").first.get_attribute("d") != before
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits_every_screen_and_the_dark(visit, scheme, width, tmp_path):
+    tab = visit(width, scheme, touch=width < 500)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    ground, text = (tab.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+    light, dark = (sum(int(part) for part in colour[4:-1].split(",")) for colour in (ground, text))
+    assert (light > dark) == (scheme == "light")
+    for chart in tab.locator("svg.chart").all():
+        right = max(
+            tab.evaluate(
+                "s => [...s.querySelectorAll('text')].map(t => t.getBoundingClientRect().right)", chart.element_handle()
+            )
+        )
+        assert right <= width
+    assert len(tab.screenshot(path=tmp_path / "page.png", full_page=True)) > 20_000
+
+
+def test_a_tap_reads_a_chart(visit):
+    tab = visit(390, touch=True)
+    chart = tab.locator(f"{FIRST} svg.chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    tab.touchscreen.tap(box["x"] + 200, box["y"] + 100)
+    assert tab.locator(f"{FIRST} .tip").is_visible()
+    assert "layer" in tab.locator(f"{FIRST} .tip").inner_text()

@@ -1,0 +1,457 @@
+"""Result files, the table and the sentences made of them, pictures and page."""
+
+import base64
+import copy
+import errno
+import hashlib
+import html.parser
+import json
+import math
+import os
+import re
+
+import made_results
+import pytest
+from made_results import result, score
+
+from normkit.report import distances, page, plot, results, summary
+from normkit.report.settings import labels
+from normkit.report.verdict import sentences
+
+EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_comes_back_as_it_was_written(tmp_path):
+    made = result("un(window=8)", 12.3)
+    made["curve"][3]["train_loss"] = math.inf
+    path = results.write(tmp_path / "a" / "b", made)
+    assert results.read(path) == made == results.read(path.parent)
+    assert results.find([tmp_path, path]) == {path.parent: made}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (json.dumps(result())[:500], "cut short"),
+        ("", "cut short"),
+        ("[" * 100_000, "cut short"),
+        ("\xff\xfe", "cut short"),
+        ("9" * 5000, "cut short"),
+        ("[1, 2]", "it must be a dict, found list"),
+        ('{"weights": [1, 2]}', "it has no schema"),
+        (json.dumps(result() | {"schema": 2}), "has schema 2"),
+    ],
+)
+def test_what_is_no_result_is_refused_by_name(tmp_path, text, why):
+    (tmp_path / "result.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=re.escape(why)) as caught:
+        results.find([tmp_path])
+    assert str(tmp_path / "result.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (("scores", "running"), "good", "scores.running must be a dict, found str"),
+        (("scores", "running", "per"), "9.9", "scores.running.per must be a number, found str"),
+        (("curve", 2, "step"), 1.5, "curve[2].step must be a int, found float"),
+        (("run", "model", "norm"), None, "run.model.norm must be a str, found NoneType"),
+        (("parameters",), True, "parameters must be a int, found bool"),
+        (("parameters",), 10**400, "parameters is too large a number"),
+        (("timing",), {"pairs": [{"a": "x"}]}, "it has no timing.pairs[0].b"),
+        (("fold", "rows"), {}, "fold.rows must be a list, found dict"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path, place, value, why):
+    made = result()
+    inner = made
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(ValueError, match=re.escape(why)):
+        results.read(results.write(tmp_path, made))
+
+
+@pytest.mark.parametrize("name", [name for name, kind in results.SHAPE.items() if not isinstance(kind, results.Maybe)])
+def test_a_missing_field_is_named(tmp_path, name):
+    made = result()
+    del made[name]
+    with pytest.raises(ValueError, match=f"it has no {name}"):
+        results.read(results.write(tmp_path, made))
+
+
+def test_missing_files_and_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"result\.json is missing"):
+        results.read(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no .*nowhere"):
+        results.find([tmp_path / "nowhere"])
+    with pytest.raises(ValueError, match=re.escape(f"no result.json in {tmp_path}")):
+        results.find([tmp_path])
+
+
+def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch):
+    old = result()
+    results.write(tmp_path, old)
+    (tmp_path / "report.html").write_text("old page")
+    (tmp_path / "curves.svg").write_text("old picture")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    new = {tmp_path: result("un", 11.0)}
+    for save in (
+        lambda: results.write(tmp_path, new[tmp_path]),
+        lambda: page.write(new, tmp_path / "report.html"),
+        lambda: plot.curves(new, tmp_path / "curves.svg"),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            save()
+    assert results.read(tmp_path) == old
+    assert (tmp_path / "report.html").read_text() == "old page"
+    assert (tmp_path / "curves.svg").read_text() == "old picture"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+# -- labels and table ------------------------------------------------------------------------------------------------
+
+
+def test_labels_tell_results_apart():
+    def named(*made):
+        return list(labels(dict(enumerate(made))).values())
+
+    assert named(result("un(warmup=5)"), result("power(groups=0, warmup=5)")) == ["un", "power(groups=0)"]
+    assert named(result("un(warmup=5)"), result("power(warmup=6)")) == ["un(warmup=5)", "power(warmup=6)"]
+    assert named(result("un"), result("un(warmup=5)"), result("pnv(warmup=5)"))[1:] == ["un(warmup=5)", "pnv(warmup=5)"]
+    assert named(result("un(window=4)"), result("un(window=8)")) == ["un(window=4)", "un(window=8)"]
+    assert named(result("scale"), result("layer")) == ["scale + FixNorm", "layer"]
+    assert named(result(seed=1), result(seed=2)) == ["layer, seed=1", "layer, seed=2"]
+    assert named(result(), result()) == ["layer, 0", "layer, 1"]
+    mixed = result()
+    mixed["run"]["model"]["norm_at"] = {"encoder.*": "un"}
+    assert named(mixed) == ["layer (encoder.*: un)"]
+
+
+def test_the_figures_of_the_table_are_those_of_the_results(tmp_path):
+    made = made_results.demo(tmp_path)
+    for row, (folder, one) in zip(summary.rows(made), made.items(), strict=True):
+        assert row["norm"].text == labels(made)[folder]
+        assert row["parameters"].value == one["parameters"]
+        assert row["loss"].value == one["scores"]["running"]["loss"]
+        for kind in ("running", "batch", "calibrated", "beam"):
+            found = row[f"PER {kind}"]
+            if kind in one["scores"]:
+                assert found == (f"{one['scores'][kind]['per']:.1f}", one["scores"][kind]["per"], 0.35)
+            else:
+                assert found == ("=", one["scores"]["running"]["per"], None)
+        assert row["WER"].value == one["scores"]["beam"]["wer"]
+        assert row["words/s train"].value == one["speed"]["train_words_per_s"]
+        assert row["words/s infer"].text == "800"
+        assert row["foldable"].text == one["fold"]["foldable"]
+        assert row["status"].text == "done"
+    line = next(line for line in summary.table(made).splitlines() if line.startswith("batch"))
+    assert " ".join(line.split()) == "batch 381,547 1.032 21.3 9.7 12.0 20.9 - 73.2 1,221 800 0 of 2 done"
+    head, *cells = summary.cells(made)
+    assert head == list(summary.rows(made)[0])
+    assert cells[-1][:4] == ["batch", "381,547", "1.032", "21.3"]
+
+
+def test_columns_are_there_only_where_a_result_fills_them():
+    lm = result("un", 1.0, task="lm", data="pydoc")
+    lm["scores"] = {"running": {"loss": 3.0, "perplexity": 20.1, "n": 500}, "batch": {"loss": 2.9, "perplexity": 18.2}}
+    lm["speed"], lm["fold"] = {}, None
+    assert summary.cells({1: lm})[0] == [
+        "norm",
+        "parameters",
+        "loss",
+        "perplexity running",
+        "perplexity batch",
+        "status",
+    ]
+    both = summary.table({1: lm, 2: result()})
+    assert both.startswith("lm on pydoc\n")
+    assert "\n\ng2p on cmudict\n" in both
+
+
+def test_a_diverged_run_stands_in_the_table():
+    made = {1: result("layer", 9.9), 2: result("batch", status="diverged at step 1500")}
+    made[2]["scores"] = {}
+    assert summary.cells(made)[2] == ["batch", "381,547", *["-"] * 4, "1,210", "800", "0 of 2", "diverged at step 1500"]
+    assert summary.table(made).splitlines()[-1].endswith("  diverged")
+    assert "batch: diverged at step 1500, no score." in sentences(made)
+
+
+def test_the_table_is_never_wider_than_a_terminal(tmp_path):
+    made = made_results.demo(tmp_path)
+    for number, one in enumerate(made.values()):
+        one["run"]["model"]["norm"] = f"un{number}(" + "window=4, " * 20 + ")\x1b[31m\n"
+    text = summary.text(made)
+    assert max(map(len, text.splitlines())) <= 120
+    assert "\x1b" not in text
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_the_best_of_a_column_is_the_least_or_the_most():
+    made = {1: result("layer", 9.0), 2: result("un", 10.0)}
+    assert {title for folder, title in summary.best(made) if folder == 1} == {"loss", "PER running", "PER beam", "WER"}
+    assert {title for folder, title in summary.best(made) if folder == 2} == {"words/s train"}
+
+
+# -- what is seen ----------------------------------------------------------------------------------------------------
+
+
+def seen(*made):
+    return " ".join(sentences(dict(enumerate(made))))
+
+
+def test_the_verdict_turns_when_the_figures_turn():
+    one, two = result("layer", 9.9), result("pnv", 13.9, statistics=(9.8, 10.2))
+    assert "Best with running statistics is layer, PER 9.9; behind: pnv 13.9." in seen(one, two)
+    assert "pnv loses by its running statistics: PER 13.9, against 9.8" in seen(one, two)
+    assert "calibration repairs 90% of that (10.2)" in seen(one, two)
+    one, two = result("layer", 13.9), result("pnv", 9.9, statistics=(9.8, 10.2))
+    assert "Best with running statistics is pnv, PER 9.9; behind: layer 13.9." in seen(one, two)
+    assert "pnv does as well with running statistics as with those of each batch" in seen(one, two)
+    assert "loses" not in seen(one, two)
+
+
+def test_two_sampling_errors_decide_what_differs():
+    margin = 2 * math.hypot(0.35, 0.35)
+    assert "within sampling error of it: un" in seen(result("layer", 10.0), result("un", 10.0 + margin - 0.01))
+    assert "behind: un" in seen(result("layer", 10.0), result("un", 10.0 + margin + 0.01))
+    sure = result("un", 10.0 + margin - 0.01)
+    sure["scores"]["running"]["per_error"] = 0.1
+    assert "behind: un" in seen(result("layer", 10.0), sure)
+
+
+def test_calibration_is_not_praised_for_nothing():
+    assert "calibration makes it worse (22.0)" in seen(result("batch", 18.0, statistics=(10.0, 22.0)))
+    assert "calibration does not repair it (18.1)" in seen(result("batch", 18.0, statistics=(10.0, 18.1)))
+    assert "repairs 5% of that (17.6, within sampling error)" in seen(result("batch", 18.0, statistics=(10.0, 17.6)))
+    without = result("batch", 18.0, statistics=(10.0, 11.0))
+    del without["scores"]["calibrated"]
+    assert seen(without).endswith("against 10.0 with those of each batch.")
+
+
+def test_more_is_better_for_accuracy_and_less_for_perplexity():
+    made = []
+    for norm, accuracy in (("layer", 97.0), ("batch", 80.0)):
+        one = result(norm, task="digits", data="digits")
+        one["scores"] = {"running": {"loss": 1.0, "accuracy": accuracy, "n": 360}}
+        made.append(one)
+    assert "is layer, accuracy 97.0; behind: batch 80.0." in seen(*made)  # the error follows from n
+    for one, perplexity in zip(made, (30.0, 20.0), strict=True):
+        one["scores"] = {"running": {"loss": 1.0, "perplexity": perplexity, "n": 360}}
+    assert "is batch, perplexity 20.0; behind: layer 30.0; no sampling error is known" in seen(*made)
+
+
+def test_folding_and_timing_are_told_as_they_came_out():
+    one = result("un", 10.2, statistics=(10.1, 10.1))
+    one["scores"]["folded"] = score(10.4)
+    one["fold"] |= {"foldable": "9 of 10", "max_error": 2e-14}
+    pair = {"a": "un folded", "b": "layer", "ratio": 1.2, "low": 1.1, "high": 1.3, "n": 15}
+    one["timing"] = {"what": "seconds", "pairs": [pair]}
+    assert "un folded: 9 of 10 norms are gone, outputs differ by at most 2e-14, PER 10.4 (before 10.2)." in seen(one)
+    assert "un folded takes 1.20 of the time of layer (1.10 to 1.30 in 15 turns): slower." in seen(one)
+    pair |= {"ratio": 0.8, "low": 0.7, "high": 0.9}
+    assert "turns): faster." in seen(one)
+    pair |= {"high": 1.01}
+    assert "turns): no clear difference." in seen(one)
+
+
+def test_runs_that_differ_in_more_than_their_norm_are_named():
+    assert "Mind that the runs differ in more than their norms: steps (5000, 400)." in seen(result(), result(steps=400))
+    assert "Mind" not in seen(result("layer"), result("un"))
+    assert "batches bucketed by length, seed 0." in seen(result("layer"), result("un"))
+    assert "batches of any lengths, not bucketed" in seen(result(bucketing=False))
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_same_results_give_the_same_picture(tmp_path, suffix):
+    made = made_results.demo(tmp_path)
+    for draw in (plot.curves, plot.statistics):
+        first, second = (draw(made, tmp_path / f"{name}.{suffix}").read_bytes() for name in "ab")
+        assert first == second
+        assert first.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+    made[tmp_path / "un"]["valid"][-1]["loss"] += 0.1
+    assert plot.curves(made, tmp_path / f"a.{suffix}").read_bytes() != (tmp_path / f"b.{suffix}").read_bytes()
+
+
+def test_pictures_name_what_they_show(tmp_path):
+    made = made_results.demo(tmp_path)
+    made[tmp_path / "layer"]["run"]["model"]["norm"] = "$\\bad{$ <&>"
+    curves = plot.curves(made, tmp_path / "curves.svg").read_text()
+    assert all(f">{name}</text>" in curves for name in ("scale + FixNorm", "power(groups=0)", "training loss", "pnv"))
+    assert "$\\bad{$ &lt;&amp;&gt;</text>" in curves
+    statistics = plot.statistics(made, tmp_path / "statistics.svg").read_text()
+    assert all(f">{title}</text>" in statistics for title in ("batch: mean", "batch: variance", "un: quadratic mean"))
+
+
+def test_pictures_that_cannot_be_made_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"\.svg"):
+        plot.curves({tmp_path: result()}, tmp_path / "curves.gif")
+    with pytest.raises(ValueError, match=r"rows\.csv"):
+        plot.statistics({tmp_path: result()}, tmp_path / "statistics.png")
+    with pytest.raises(ValueError, match="no learning curve"):
+        plot.curves({tmp_path: result() | {"curve": [], "valid": []}}, tmp_path / "curves.png")
+
+
+def test_a_curve_that_diverged_is_drawn_as_far_as_it_goes(tmp_path):
+    made = result(status="diverged at step 1500")
+    made["curve"][-1]["train_loss"] = math.nan
+    assert plot.curves({tmp_path: made}, tmp_path / "curves.svg").stat().st_size > 1000
+    assert "NaN" not in data(page.write({tmp_path: made}, tmp_path / "report.html"))[1]
+
+
+def test_rows_become_panels(tmp_path):
+    lines = ["step,site,norm,quantity,value", "1,a,pnv,distance_quadratic,2.0", "1,b,pnv,distance_quadratic,4.0"]
+    lines += ["3,a,pnv,distance_quadratic,nan", "3,c,pnv,distance_quadratic,1.0", "3,a,pnv,other,1.0"]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    (panel,) = distances.panels({tmp_path: result("pnv")})
+    assert (panel.title, panel.steps) == ("pnv: quadratic mean", [1, 3])
+    assert panel.sites == {"a": [2.0, None], "b": [4.0, None], "c": [None, 1.0]}
+    assert panel.median() == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "step,site,norm,quantity,value\n1,a,pnv,distance_mean", "\xff"])
+def test_rows_that_cannot_be_read_are_refused(tmp_path, text):
+    (tmp_path / "rows.csv").write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=r"rows\.csv"):
+        distances.panels({tmp_path: result("pnv")})
+
+
+# -- page ------------------------------------------------------------------------------------------------------------
+
+
+class Reader(html.parser.HTMLParser):
+    """What a browser sees: elements with their attributes, the text, the text of scripts and styles."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.text, self.within, self.inside = [], "", [], {"script": [], "style": []}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.within.append(tag)
+        if tag in self.inside:
+            self.inside[tag].append("")
+
+    def handle_endtag(self, tag):
+        while self.within and self.within.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if self.within and self.within[-1] in self.inside:
+            self.inside[self.within[-1]][-1] += data
+        else:
+            self.text += data
+
+
+def data(path):
+    text = path.read_text()
+    found = Reader(text)
+    return json.loads(found.inside["script"][0]), found.inside["script"][0], found
+
+
+def test_every_string_of_a_file_is_text(tmp_path):
+    made = made_results.demo(tmp_path)
+    one = made[tmp_path / "un"]
+    one["run"]["model"]["norm"] = one["run"]["name"] = one["status"] = one["command"] = EVIL
+    one["run"]["task"] = one["run"]["evil" + EVIL] = EVIL
+    one["where"]["device"] = one["where"][EVIL] = EVIL
+    one["fold"]["foldable"] = one["timing"]["what"] = one["timing"]["pairs"][0]["a"] = EVIL
+    one["fold"]["rows"] = [{"name": EVIL, "action": EVIL, "into": [EVIL], "why": EVIL}]
+    one["scores"][EVIL] = {EVIL: 1.0}
+    rows = tmp_path / "un" / "rows.csv"
+    rows.write_text(rows.read_text().replace("encoder.layers.0.attention_norm", EVIL.replace('"', "")))
+    path = page.write(made, tmp_path / "report.html", title=EVIL, command=EVIL)
+    values, script, found = data(path)
+    tags = [tag for tag, _ in found.elements]
+    assert tags.count("script") == 2
+    assert "img" not in tags
+    assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
+    assert "<" not in script
+    assert found.text.count(EVIL) > 15
+    assert values["runs"][2]["name"] == EVIL
+    assert {EVIL.replace('"', "")} <= {line["name"] for line in values["sections"]["statistics"][0]["lines"]}
+    clean = Reader(page.write(made_results.demo(tmp_path), tmp_path / "clean.html").read_text())
+    assert set(tags) == {tag for tag, _ in clean.elements}
+
+
+def test_the_page_loads_nothing_and_runs_nothing_but_its_script(tmp_path):
+    path = page.write(made_results.demo(tmp_path), tmp_path / "report.html", title="t", command="normkit demo")
+    _, _, found = data(path)
+    links = [value for _, given in found.elements for name, value in given.items() if name in ("src", "href", "srcset")]
+    assert links == ["data:,"]
+    assert not re.search(r"url\(|@import", found.inside["style"][0])
+    code = found.inside["script"][1]
+    assert re.findall(r"https?://[^\"]*", code) == ["http://www.w3.org/2000/svg"]  # the name of SVG, no address
+    assert not re.search(r"\b(eval|fetch|innerHTML|outerHTML|insertAdjacentHTML|XMLHttpRequest|import)\b", code)
+    policy = next(given["content"] for _, given in found.elements if given.get("http-equiv"))
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}';")
+    assert path.stat().st_size < 300_000
+
+
+def test_the_page_has_the_figures_settings_and_origin(tmp_path):
+    made = made_results.demo(tmp_path)
+    values, _, found = data(
+        page.write(made, tmp_path / "report.html", title="A title", command="normkit demo --seed 0")
+    )
+    shown = [float(given["data-value"]) for tag, given in found.elements if tag == "td" and given.get("data-value")]
+    assert shown == [cell.value for row in summary.rows(made) for cell in row.values() if cell.value is not None]
+    for sentence in [*sentences(made), "A title", "normkit demo --seed 0", "0123456789abcdef", "un(warmup=500)"]:
+        assert sentence in found.text
+    assert [chart["title"] for chart in values["sections"]["curves"]] == ["Training loss", "Validation loss"]
+    validation = values["sections"]["curves"][1]["lines"][0]
+    valid = next(iter(made.values()))["valid"]
+    assert validation["x"] == [point["step"] for point in valid]
+    assert validation["y"] == pytest.approx([point["loss"] for point in valid], rel=1e-3)
+    assert [run["name"] for run in values["runs"]] == list(labels(made).values())
+    assert len(values["sections"]["statistics"]) == 5
+    assert (
+        page.write(made, tmp_path / "again.html", title="A title", command="normkit demo --seed 0").read_bytes()
+        == (tmp_path / "report.html").read_bytes()
+    )
+
+
+def test_a_page_of_little_leaves_out_what_is_not_there(tmp_path):
+    made = result(status="interrupted at step 1")
+    made |= {"curve": [], "valid": [], "speed": {}, "fold": None, "scores": {}, "command": ""}
+    values, _, found = data(page.write({tmp_path: made}, tmp_path / "report.html"))
+    assert values["sections"] == {"curves": [], "statistics": []}
+    assert "layer: interrupted at step 1, no score." in found.text
+    assert not {"Learning curves", "Folding", "Timing"} & set(found.text.split("\n"))
+    with pytest.raises(ValueError, match="no results"):
+        page.write({}, tmp_path / "report.html")
+
+
+def test_lines_are_thinned_until_the_page_is_small(tmp_path, monkeypatch):
+    made = made_results.demo(tmp_path)
+    full = page.write(made, tmp_path / "report.html").stat().st_size
+    monkeypatch.setattr(page, "LIMIT", full // 2)
+    values, _, _ = data(page.write(made, tmp_path / "report.html"))
+    assert (tmp_path / "report.html").stat().st_size < full // 2
+    line = values["sections"]["curves"][0]["lines"][0]
+    assert len(line["x"]) == len(line["y"]) <= 100
+    assert (line["x"][0], line["x"][-1]) == (1, 5000)
+    monkeypatch.setattr(page, "LIMIT", 1000)
+    with pytest.raises(ValueError, match="show fewer"):
+        page.write(made, tmp_path / "report.html")
+
+
+def test_many_runs_stay_below_three_megabytes(tmp_path):
+    made = {}
+    for seed in range(40):
+        folder = tmp_path / str(seed)
+        made[folder] = copy.deepcopy(result("batch", statistics=(9.0, 9.5), seed=seed))
+        made_results.rows(folder, "batch")
+    assert page.write(made, tmp_path / "report.html").stat().st_size < 3_000_000
