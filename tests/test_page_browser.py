@@ -205,11 +205,16 @@ def test_it_fits_every_screen_and_the_dark(visit, scheme, width, tmp_path):
     assert len(tab.screenshot(path=tmp_path / "page.png", full_page=True)) > 20_000
 
 
-def test_a_tap_reads_a_chart(visit):
+def test_a_tap_reads_a_chart_and_then_the_next(visit):
     tab = visit(390, touch=True)
-    chart = tab.locator(f"{FIRST} svg.chart")
-    chart.scroll_into_view_if_needed()
-    box = chart.bounding_box()
-    tab.touchscreen.tap(box["x"] + 200, box["y"] + 100)
-    assert tab.locator(f"{FIRST} .tip").is_visible()
-    assert "layer" in tab.locator(f"{FIRST} .tip").inner_text()
+    for place in (1, 2):
+        chart = tab.locator("#statistics svg.chart").nth(place)
+        chart.scroll_into_view_if_needed()
+        box = chart.bounding_box()
+        tab.touchscreen.tap(box["x"] + 200, box["y"] + 70)
+        tip = tab.locator("#statistics .tip").nth(place)
+        tip.wait_for(state="visible")
+        tab.wait_for_timeout(50)  # focus follows the tap
+        assert "median" in tip.inner_text()
+        assert tab.locator("#statistics .tip >> visible=true").count() == 1
+        assert abs(tip.bounding_box()["y"] - box["y"]) < 40  # over the chart, not below it

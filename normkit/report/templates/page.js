@@ -1,7 +1,7 @@
 "use strict";
 // Sortable tables, and sections of line charts that share one view, one reading and one legend.
 const { runs, sections } = JSON.parse(document.getElementById("data").textContent);
-const MARGIN = { left: 50, top: 10, bottom: 34 }, SKIP = 0.05, STEP = 1 / 60, LABELS = 460, ROOM = 15;
+const MARGIN = { left: 50, top: 10, bottom: 38 }, SKIP = 0.05, STEP = 1 / 60, LABELS = 460, ROOM = 15;
 
 function make(kind, attributes, parent, text) {
   const svg = kind.startsWith("svg:"), name = svg ? kind.slice(4) : kind;
@@ -151,7 +151,7 @@ class Chart {
     this.tip.hidden = false;
     const wide = this.figure.clientWidth, at = s.x(cursor), left = at + 14 + this.tip.offsetWidth > wide ? at - 14 - this.tip.offsetWidth : at + 14;
     this.tip.style.left = `${clamp(left, 0, Math.max(0, wide - this.tip.offsetWidth))}px`;
-    this.tip.style.top = `${this.svg.offsetTop + s.top}px`;
+    this.tip.style.top = `${this.svg.getBoundingClientRect().top - this.figure.getBoundingClientRect().top + s.top}px`;
   }
 
   listen() {
@@ -187,7 +187,7 @@ class Chart {
     svg.addEventListener("pointercancel", stop);
     svg.addEventListener("dblclick", () => section.all());
     svg.addEventListener("pointerleave", event => { if (event.pointerType !== "touch" && start === null) section.leave(); });
-    svg.addEventListener("blur", () => section.leave());
+    svg.addEventListener("blur", () => { if (section.active === this) section.leave(); });
     svg.addEventListener("keydown", event => {
       const [x0, x1] = section.view, wide = x1 - x0, now = section.cursor === null ? (x0 + x1) / 2 : section.cursor;
       const keys = { ArrowLeft: () => section.point(now - wide * STEP), ArrowRight: () => section.point(now + wide * STEP),
