@@ -93,6 +93,15 @@ def test_missing_files_and_folders_are_named(tmp_path):
         results.find([tmp_path])
 
 
+def test_who_reads_while_it_is_written_reads_the_old_file_whole(tmp_path):
+    path = results.write(tmp_path, result(seed=1))
+    with path.open() as old:
+        results.write(tmp_path, result(seed=2))
+        assert json.load(old)["run"]["seed"] == 1
+    assert results.read(path)["run"]["seed"] == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch):
     old = result()
     results.write(tmp_path, old)
