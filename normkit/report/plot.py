@@ -85,7 +85,7 @@ def statistics(results: Results, path: str | Path) -> Path:
     across = min(3, len(panels))
     down = math.ceil(len(panels) / across)
     with _style():
-        figure = _figure(3.2 * across, 2.5 * down)
+        figure = _figure(3.2 * across + 0.3, 2.4 * down + 0.3)
         first = None
         for place, panel in enumerate(panels):
             axes = figure.add_subplot(down, across, place + 1, sharex=first, sharey=first)
@@ -99,7 +99,7 @@ def statistics(results: Results, path: str | Path) -> Path:
             axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(panels))
             _ticks(figure.axes[0])
         figure.supxlabel("step", fontsize=9)
-        figure.supylabel("distance of batch and running statistic, / channels", fontsize=9)
+        figure.supylabel("(1/d) ||batch - running||", fontsize=9)
         return _save(figure, path)
 
 
