@@ -34,7 +34,7 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # no --quiet: it would hide from --strict what it counts
 
 laws: $(VENV)/.dev
 	$(BIN)/python tests/law_table.py

@@ -35,8 +35,6 @@ ALLOWED = {  # third party -> where it may be imported
     "sklearn": {"data"},
     "numpy": {"train", "data", "report"},
     "matplotlib": {"report"},
-    "altair": {"report"},
-    "vl_convert": {"report"},
     "jinja2": {"report"},
     "markupsafe": {"report"},
     "tyro": {"cli"},
