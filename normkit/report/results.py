@@ -112,8 +112,6 @@ def _check(value: Any, shape: Any, name: str) -> None:
     elif not isinstance(value, kind) or isinstance(value, bool):
         wanted = "number" if kind is NUMBER else kind.__name__
         raise ValueError(f"{name or 'it'} must be a {wanted}, found {type(value).__name__}")
-    elif isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError(f"{name} is too large a number")
     elif isinstance(shape, dict):
         for key, inner in shape.items():
             fields = value if key == "*" else [key]
@@ -124,3 +122,5 @@ def _check(value: Any, shape: Any, name: str) -> None:
     elif isinstance(shape, list):
         for place, item in enumerate(value):
             _check(item, shape[0], f"{name}[{place}]")
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{name} is too large a number")
