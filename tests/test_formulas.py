@@ -1,0 +1,140 @@
+"""Fifty training steps of every method against its formulas (formulas.py): outputs, gradients and every buffer."""
+
+import inspect
+
+import formulas
+import numpy as np
+import pytest
+import torch
+from norm_cases import DIM
+from torch.nn.functional import linear
+
+from normkit.norms import NORMS, fix_embedding, make, options, parse
+
+STEPS = 50
+PAPER = [  # the papers' settings, with warm-ups that end within fifty steps
+    "layer", "rms", "rms(eps_at='outside', eps=1e-8)", "group", "group(groups=2)", "group(groups=1)",
+    "group(groups=4, over='sample')", "scale", "scale(learn=False)", "scale(unit_init=True)", "nonorm", "dyt", "derf",
+    "batch", "batch(alpha=0.95, running_var='biased')", "repbn",
+    "renorm(warmup=12, r_until=40, d_until=25)", "renorm(warmup=3, r_until=10, d_until=10, r_max=1.2, d_max=0.2)",
+    "pnv", "pnv(alpha=0.95)",
+    "mabn(warmup=20)", "mabn(window=4, warmup=12, renorm_after=20)", "mabn(window=4, renorm_after=8, warmup=9, r_max=1.1)",
+    "mabn(window=5, warmup=0, form='unp')", "mabn(window=1, warmup=4)",
+    "un(warmup=20)", "un(warmup=20, outlier_filtration=True)", "un(warmup=12, window=3, window_bkw=6)",
+    "un(warmup=0, window=5, window_bkw=2)", "un(warmup=12, outlier_filtration=True, threshold='channel')",
+    "un(warmup=12, outlier_filtration=True, threshold='channel', hold=True)", "un(warmup=12, warmup_grad='ema')",
+    "un(warmup=12, compensate=True, compensate_after=20)", "un(window=1, warmup=12)",
+    "un(warmup=12, outlier_filtration=True, compensate=True, compensate_after=15, warmup_grad='ema', alpha=0.8)",
+]  # fmt: skip
+PAPER += [f"power(groups={groups}, warmup=20)" for groups in (0, 1, 2)]
+PAPER += [
+    f"power(groups={groups}, warmup=15, alpha_fwd=0.95, accumulate={how!r}, warmup_grad={grad!r}, denominator={by!r})"
+    for groups, how, grad, by in [
+        (0, "average", "nu", "forward"), (0, "ema", "exact", "forward"), (0, "released", "nu", "batch"),
+        (2, "released", "nu", "batch"), (1, "ema", "nu", "forward"), (0, "average", "exact", "batch"),
+    ]
+]  # fmt: skip
+PAPER += [
+    "power(groups=0, warmup=0)",
+    "power(groups=0, warmup=1)",
+    "power(groups=0, warmup=5, alpha_bkw=0.5, clamp=True)",
+]
+
+
+def batches(padded: bool, seed: int = 0):
+    """Fifty batches whose sizes jump now and then; padded rows carry content and gradient."""
+    random = np.random.default_rng(seed)
+    for t in range(STEPS):
+        x = random.normal(0.2, 1, (3, 5, DIM)) * np.linspace(0.5, 2, DIM) * np.exp(0.2 * random.normal(size=DIM))
+        x *= 1.0 if t % 11 else 3.0  # a fluctuation, for filters and clips
+        if t == 30:
+            x[..., 2] = 0  # a dead channel
+        dy = random.normal(size=x.shape)
+        keep = np.ones((3, 5), bool)
+        if padded:
+            keep = np.arange(5) < random.integers(1, 6, size=(3, 1))
+            x[~keep] = x[~keep] * 7 + 1
+        yield x, dy, keep
+
+
+def agree(name: str, t: int, got: torch.Tensor | np.ndarray, want: np.ndarray) -> None:
+    want = np.asarray(want, float)
+    size = max(1.0, float(np.abs(want).max()))
+    np.testing.assert_allclose(np.asarray(got, float), want, rtol=1e-10, atol=1e-10 * size, err_msg=f"{name}, step {t}")
+
+
+def fifty_steps(norm, model, padded: bool) -> list[dict]:
+    """Run both; parameters are drawn anew before every step."""
+    random = np.random.default_rng(1)
+    history = []
+    for t, (x, dy, keep) in enumerate(batches(padded), 1):
+        for parameter in norm.parameters():
+            value = random.normal(size=parameter.shape) + np.sign(random.normal(size=parameter.shape))
+            parameter.data.copy_(torch.from_numpy(value))
+        norm.zero_grad()
+        given = {name: p.detach().numpy().copy() for name, p in norm.named_parameters()}
+        leaf = torch.from_numpy(x).requires_grad_()
+        y = norm(leaf, torch.from_numpy(keep) if padded else None)
+        y.backward(torch.from_numpy(dy))
+        want = model.step(x, dy, keep, **given)
+        got = {"y": y.detach(), "dx": leaf.grad, **dict(norm.named_buffers())}
+        got |= {name: p.grad for name, p in norm.named_parameters() if p.requires_grad}
+        assert got.keys() == want.keys()
+        for name in want:
+            agree(name, t, got[name], want[name])
+        history.append(want)
+    return history
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("spec", PAPER)
+def test_agrees_with_the_formulas_over_fifty_steps(spec, padded):
+    name, given = parse(spec)
+    history = fifty_steps(make(spec, DIM).double(), formulas.MODELS[name](DIM, **given), padded)
+    if given.get("outlier_filtration"):  # otherwise the test would not have seen both kinds of step
+        late = STEPS - given["warmup"] + 1
+        assert 0 < history[-1]["filtered"] < late + ("threshold" in given)  # one threshold a channel: nearly all steps
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_defaults_are_those_of_the_papers(name):
+    known = options(name)
+    for option in list(inspect.signature(formulas.MODELS[name].__init__).parameters.values())[2:]:
+        assert known[option.name] == option.default, option.name
+
+
+def test_every_norm_has_formulas():
+    assert formulas.MODELS.keys() == NORMS.keys()
+    assert {parse(spec)[0] for spec in PAPER} == NORMS.keys()
+
+
+def test_scalenorm_of_a_row_shorter_than_eps():
+    norm, model = make("scale(eps=0.5)", DIM).double(), formulas.Scale(DIM, eps=0.5)
+    x = np.concatenate([np.full((1, 1, DIM), 0.01), np.zeros((1, 1, DIM)), np.ones((1, 1, DIM))], 1)
+    dy = np.random.default_rng(0).normal(size=x.shape)
+    leaf = torch.from_numpy(x).requires_grad_()
+    y = norm(leaf)
+    y.backward(torch.from_numpy(dy))
+    want = model.step(x, dy, None, norm.weight.detach().numpy())
+    for name, got in {"y": y.detach(), "dx": leaf.grad, "weight": norm.weight.grad}.items():
+        agree(name, 0, got, want[name])
+
+
+def test_fixnorm_at_the_input_and_at_a_tied_output():
+    random = np.random.default_rng(0)
+    embedding = torch.nn.Embedding(7, DIM).double()
+    fix_embedding(embedding)
+    matrix = embedding.parametrizations.weight.original
+    for t in range(STEPS):
+        matrix.data.copy_(torch.from_numpy(random.normal(size=(7, DIM)) * 0.01))
+        tokens, dy_in = random.integers(0, 7, 5), random.normal(size=(5, DIM))
+        h, dy_out = random.normal(size=(4, DIM)), random.normal(size=(4, 7))
+        leaf = torch.from_numpy(h).requires_grad_()
+        x = embedding(torch.from_numpy(tokens)) * DIM**0.5
+        logits = linear(leaf, embedding.weight)
+        matrix.grad = None
+        torch.autograd.backward([x, logits], [torch.from_numpy(dy_in), torch.from_numpy(dy_out)])
+        want = formulas.fixnorm(matrix.detach().numpy(), tokens, dy_in, h, dy_out)
+        got = {"x": x.detach(), "logits": logits.detach(), "matrix": matrix.grad, "h": leaf.grad}
+        for name in want:
+            agree(name, t, got[name], want[name])
