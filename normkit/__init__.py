@@ -24,6 +24,7 @@ from normkit.norms import (
     options,
 )
 from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, settle, to_rms
+from normkit.watch import record
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "fold",
     "make",
     "options",
+    "record",
     "settle",
     "to_rms",
 ]

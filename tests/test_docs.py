@@ -1,5 +1,6 @@
 """What the documentation says, runs: Python blocks of the README, examples, names of the public API."""
 
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -8,9 +9,11 @@ import sys
 import pytest
 
 import normkit
+from normkit.cli import COMMANDS
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(path: pathlib.Path) -> list[str]:
@@ -18,13 +21,15 @@ def blocks(path: pathlib.Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/choosing.md"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+WITH_BLOCKS = [page for page in PAGES if blocks(page)]
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for number, block in enumerate(blocks(ROOT / page)):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    for number, block in enumerate(blocks(page)):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
 def test_the_readme_has_blocks_to_run():
@@ -53,7 +58,7 @@ def test_every_norm_has_its_page():
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -61,3 +66,19 @@ def test_links_between_pages_lead_somewhere():
 def test_the_tables_of_laws_name_every_norm():
     head = (ROOT / "docs" / "laws.md").read_text(encoding="utf8")
     assert all(f"`{name}`" in head for name in normkit.NORMS), "run `make laws`"
+
+
+def test_measured_figures_of_the_readme_are_those_of_the_files():
+    spec = importlib.util.spec_from_file_location("measured", ROOT / "docs" / "measured.py")
+    assert spec is not None
+    assert spec.loader is not None
+    measured = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measured)
+    text = (ROOT / "README.md").read_text(encoding="utf8")
+    assert measured.PLACE.search(text)
+    assert text == measured.fill(text), "run `python docs/measured.py`"
+
+
+def test_every_command_has_its_line():
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf8")
+    assert {name for name in COMMANDS if f"normkit {name}" not in text} == set()
