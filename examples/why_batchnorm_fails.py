@@ -1,0 +1,29 @@
+"""Why BatchNorm fails on text: batches of one length are unlike each other, and their running average is like none.
+
+No training: one pass of an encoder over real words in two kinds of batches, and how far each batch's statistics are
+from the running ones. Needs `pip install "normkit[data]"`.
+"""
+
+import statistics
+
+import torch
+
+import normkit as nk
+from normkit.data.batches import batches_of, pad
+from normkit.data.embedded import cmudict
+from normkit.models.config import Model
+from normkit.models.mt import Seq2Seq
+
+words = [source for source, _ in cmudict().train][:20_000]
+lengths = [len(word) for word in words]
+for bucketing in (False, True):
+    torch.manual_seed(0)
+    model = Seq2Seq(Model(width=64, hidden=128, depth=2, heads=4, norm="pnv"), source_vocab=40, target_vocab=50)
+    with nk.record(model.encoder) as rows, torch.no_grad():
+        for batch in batches_of(lengths, tokens=2000, bucketing=bucketing)[:60]:
+            model.encode(pad([words[i] for i in batch]))
+    late = [row for row in rows if row.step > 20]  # the running average has forgotten its start
+    print("batches of one length" if bucketing else "batches of any length")
+    for site in sorted({row.site for row in late}):
+        distance = statistics.mean(row.value for row in late if row.site == site)
+        print(f"    {site:28} distance to running {distance:.5f}")
