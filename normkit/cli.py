@@ -96,8 +96,11 @@ def demo(arguments: list[str]) -> int:
     if given["steps"] is not None and minutes is not None:
         raise ValueError("give --steps or --minutes, not both")
     if processes < 1:
-        raise ValueError(f"--processes must be at least 1; got {processes}")
-    return _demo({**given, "steps": given["steps"] or STEPS}, minutes, processes)
+        raise ValueError(f"processes must be at least 1; got {processes}")
+    if minutes is not None and minutes <= 0:
+        raise ValueError(f"minutes must be above 0; got {minutes:g}")
+    steps = STEPS if given["steps"] is None else given["steps"]
+    return _demo({**given, "steps": steps}, minutes, processes)
 
 
 def list_(arguments: list[str]) -> int:
@@ -106,7 +109,8 @@ def list_(arguments: list[str]) -> int:
     def parse() -> None:
         """Show all norms with their options and defaults, the recipes of `normkit train`, and the sources of data."""
 
-    _parse(parse, arguments, "list")
+    if arguments:  # where there are none, torch is all that this command needs
+        _parse(parse, arguments, "list")
     from normkit.data.embedded import SOURCES
     from normkit.studies.recipes import RECIPES
 
@@ -296,10 +300,11 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
         plan = entries(**settings)
     choices = ["--steps", str(settings["steps"]), "--seed", str(settings["seed"]), "--out", str(settings["out"])]
     choices += ["--norms", *settings["norms"], *([] if settings["bucketing"] else ["--no-bucketing"])]
+    command = _typed("demo", *choices)
     with Board(console, [*titles, FINISH], settings["steps"]) as board:
-        outcome = compare(plan, board, _typed("demo", *choices), processes)
+        outcome = compare(plan, board, command, processes)
     if outcome.found:
-        _show(console, outcome.found, settings["out"])
+        _show(console, outcome.found, settings["out"], command)
     console.print(f"{time.monotonic() - started:.0f} s in all", highlight=False)
     for title, why in outcome.failed.items():
         _complain(f"{title} {why}")
@@ -326,7 +331,7 @@ def _train(run: Any, folder: Path, resume: bool, command: str) -> int:
             board.end(run.name, result["status"])
     finally:
         signal.signal(signal.SIGINT, before)
-    _show(console, {folder: result}, folder)
+    _show(console, {folder: result}, folder, command)
     return INTERRUPTED if asked.is_set() else 0
 
 
@@ -344,30 +349,33 @@ def _report(paths: tuple[Path, ...], out: Path | None, command: str) -> int:
 
     found = results.find(paths)
     first = paths[0] if paths[0].is_dir() else paths[0].parent
-    _show(Console(), found, out or first)
+    _show(Console(), found, out or first, command)
     return 0
 
 
-def _show(console: Any, found: dict[Path, dict[str, Any]], out: Path) -> None:
-    """Print the table, and write it, the pictures and the page to a folder."""
+def _show(console: Any, found: dict[Path, dict[str, Any]], out: Path, command: str) -> None:
+    """Print the table and what is seen in it; write them, the pictures and the page to a folder."""
     from rich.table import Table
 
-    from normkit.report import settings, summary
+    from normkit.report import page, plot, settings, summary
 
-    labels = settings.labels(found)
-    titled = {labels[folder]: result for folder, result in found.items()}
-    text = f"{summary.table(titled)}\n\n{summary.verdict(titled)}\n"
     out.mkdir(parents=True, exist_ok=True)
-    (out / "table.txt").write_text(text, encoding="utf8")
-    if console.is_terminal:
-        head, *rows = summary.cells(titled)
+    (out / "table.txt").write_text(summary.text(found), encoding="utf8")
+    if console.is_terminal and len(settings.groups(found)) == 1:
+        head, *rows = summary.cells(found)
         table = Table(*head)
         for row in rows:
             table.add_row(*row)
         console.print(table)
-        console.print(summary.verdict(titled), markup=False, highlight=False)
+        console.print(summary.verdict(found), markup=False, highlight=False, soft_wrap=True)
     else:
-        _write(text)
+        _write(summary.text(found))
+    for draw in (plot.curves, plot.statistics):
+        with contextlib.suppress(ValueError):  # nothing to draw, as the statistics of norms that have none
+            for ending in ("png", "svg"):
+                draw(found, out / f"{draw.__name__}.{ending}")
+    written = page.write(found, out / "report.html", title=out.name, command=command)
+    console.print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _parse(target: Any, arguments: list[str], name: str, **default: Any) -> Any:

@@ -44,6 +44,7 @@ def entries(
     seed: int = 0,
     bucketing: bool = True,
     out: Path = Path("runs/demo"),
+    test_items: int = 2000,
 ) -> list[Entry]:
     """The runs of the demo, one a norm spec; ValueError for a spec that there is not, or one given twice.
 
@@ -61,7 +62,8 @@ def entries(
             given = {**given, "warmup": warmup}
         norm = f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" if given else name
         recipe = g2p_cmudict()
-        model = dataclasses.replace(recipe.model, norm=norm, fixnorm=name == "scale")
+        fixed = name == "scale"  # FixNorm is of the input and of the output that is tied to it
+        model = dataclasses.replace(recipe.model, norm=norm, fixnorm=fixed, tie=fixed)
         run = dataclasses.replace(
             recipe,
             name=f"demo {spec}",
@@ -73,6 +75,7 @@ def entries(
             record_every=max(1, steps // 200),
             bucketing=bucketing,
             seed=seed,
+            test_items=test_items,
             device="cpu",
         )
         title = f"{spec} + FixNorm" if model.fixnorm else spec

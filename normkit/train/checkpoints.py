@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
+from normkit.train.lit import lightning
 from normkit.train.weights import write_atomically
 
 
-class AtomicCheckpoints(CheckpointIO):
+class AtomicCheckpoints(lightning.plugins.CheckpointIO):
     """How Lightning's Trainer writes and reads its checkpoints here."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

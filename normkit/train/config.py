@@ -67,12 +67,14 @@ class Run:
     """Steps between looks at the distance of batch and running statistics; 0 never looks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU where there is one."""
+    test_items: int = 2000
+    """Test items that sequences are searched for, evenly spread over the test split; 0 takes all."""
     threads: int | None = None
     """CPU threads; None leaves them to PyTorch."""
 
     def __post_init__(self):
         least = {"steps": 1, "batch_tokens": 1, "accumulate": 1, "warmup": 0, "valid_every": 0, "checkpoint_every": 0,
-                 "keep": 1, "average": 0, "record_every": 0}  # fmt: skip
+                 "keep": 1, "average": 0, "record_every": 0, "test_items": 0}  # fmt: skip
         for field, minimum in least.items():
             _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")
         _require(self.lr > 0, "lr", self.lr, "above 0")

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from normkit.train.checkpoints import checkpoint_path, checkpoints
 from normkit.train.config import Run
+from normkit.train.lit import lightning
 from normkit.train.progress import Progress
 from normkit.train.schedules import ValidationDecay
 from normkit.watch import Row, Rows, record
 
 
-class Journal(Callback):
+class Journal(lightning.Callback):
     """Keeps the curve, validates, writes checkpoints, and ends a run that diverged or was asked to stop.
 
     Losses are read from the device every `look` steps only, all of them, so that a divergence is dated to its step.
@@ -80,7 +80,8 @@ class Journal(Callback):
             if isinstance(schedule := trainer.lr_scheduler_configs[0].scheduler, ValidationDecay):
                 schedule.validated(-loss)
             self._resume()
-        if _due(self.step, self.run.checkpoint_every) and self.status == "done":
+        ends_early = self.status.startswith("interrupted") and self.run.checkpoint_every > 0
+        if ends_early or (_due(self.step, self.run.checkpoint_every) and self.status == "done"):
             self._pause()
             trainer.save_checkpoint(checkpoint_path(self.folder, self.step))
             for path in checkpoints(self.folder)[: -self.run.keep]:

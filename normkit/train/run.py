@@ -169,9 +169,8 @@ def _claim(folder: Path, run: Run, resume: bool) -> None:
 
 def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
     """Run Lightning's loop to the end of the run, to its divergence, or to where it was asked to stop."""
-    import lightning.pytorch as lightning
-
     from normkit.train.checkpoints import AtomicCheckpoints, model_state, read_checkpoint
+    from normkit.train.lit import lightning
 
     run, position = task.settings, 0
     _save_vocabularies(journal.folder, task.data.vocabularies)

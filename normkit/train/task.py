@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import lightning.pytorch as lightning
 import torch
 from torch import Tensor, nn
 
 from normkit.norms import StatNorm
 from normkit.train.config import Run
+from normkit.train.lit import lightning
 from normkit.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine
 
 

@@ -1,20 +1,20 @@
 """Sequences rewritten as others, here spelling as sound: training, and error rates under three kinds of statistics."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normkit.data.batches import Batches, batches_of, pad
+from normkit.data.batches import Batches, batches_of
 from normkit.data.vocab import BOS, PAD, Vocab
 from normkit.train.decode import beam, greedy
 from normkit.train.score import error_rates
 from normkit.train.task import Batch, Task
 from normkit.transforms import calibrate
 
-TEST_WORDS = 2000  # test items scored, spread evenly over the test split
-VALID_WORDS = 1000
+VALID_WORDS = 500
 CALIBRATION = 200  # training batches that calibration looks at
 TOGETHER = 250  # items decoded at once, where the batch does not matter
 BEAM = 4
@@ -26,8 +26,9 @@ class Translation(Task):
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
         self._train = Table(data.train)
-        self._test = Table(_spread(data.test, TEST_WORDS))
-        self._references = _spread(data.references, TEST_WORDS)
+        count = run.test_items or len(data.test)
+        self._test = Table(_spread(data.test, count))
+        self._references = _spread(data.references, count)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Batches of about one length, or of any lengths; a batch has `batch_tokens` symbols of source and target."""
@@ -40,7 +41,7 @@ class Translation(Task):
         return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
 
     def validation(self) -> list[Batch]:
-        """The first words of the validation split, shortest first."""
+        """Words spread evenly over the validation split, shortest first."""
         return Table(_spread(self.data.valid, VALID_WORDS)).sorted_batches(TOGETHER)
 
     def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
@@ -106,8 +107,9 @@ class Table:
     """Pairs of sequences as three padded tensors, from which a batch is cut out."""
 
     def __init__(self, pairs: Sequence[tuple[list[int], list[int]]]):
-        self.source, self.target = (pad([pair[side] for pair in pairs]).to(torch.int32) for side in (0, 1))
         self.source_sizes, self.target_sizes = ([len(pair[side]) for pair in pairs] for side in (0, 1))
+        self.source = _padded([pair[0] for pair in pairs], self.source_sizes)
+        self.target = _padded([pair[1] for pair in pairs], self.target_sizes)
         self.both = list(zip(self.source_sizes, self.target_sizes, strict=True))
         self.sizes = [sum(both) for both in self.both]
 
@@ -133,6 +135,15 @@ def transcribe(model: torch.nn.Module, target: Vocab, source: Tensor, find: Call
     """Symbols that a search finds for `source [B, S]`; at most twice as many as the source has, and ten."""
     limit = 2 * (source != PAD).sum(1) + 10
     return [target.decode(sequence) for sequence in find(model, source, limit).sequences]
+
+
+def _padded(sequences: Sequence[list[int]], sizes: Sequence[int]) -> Tensor:
+    """As `pad`, quick for a whole corpus, in half the bytes."""
+    padded = torch.full((len(sizes), max(sizes)), PAD, dtype=torch.int32)
+    padded[torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]] = torch.tensor(
+        [*chain(*sequences)], dtype=torch.int32
+    )
+    return padded
 
 
 def _spread(items: Sequence, count: int) -> list:

@@ -1,0 +1,249 @@
+"""The command line: what a person types, what comes back, and one clear line where it cannot be."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from normkit.cli import COMMANDS, main
+from normkit.data.embedded import SOURCES
+from normkit.models.config import Model
+from normkit.norms import NORMS, options
+from normkit.report import results
+from normkit.studies.recipes import RECIPES
+from normkit.train.config import Run
+from normkit.train.run import load, train
+
+RUN = Run(
+    name="small",
+    task="g2p",
+    data="cmudict",
+    model=Model(width=16, hidden=24, depth=1, heads=2, norm="un(warmup=9)", max_length=64),
+    steps=12,
+    batch_tokens=200,
+    test_items=20,
+    threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder as the demo leaves it, with two runs."""
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    train(RUN, folder / "un", command="as typed")
+    train(dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, norm="layer")), folder / "layer")
+    return folder
+
+
+@pytest.fixture
+def typed(capsys):
+    """Type a command; its exit status, output and errors."""
+
+    def run(*words):
+        capsys.readouterr()
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as ended:  # tyro ends the process when it has helped
+            status = ended.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def refused(outcome, *parts):
+    """One line of error, exit status 2, nothing printed."""
+    status, out, err = outcome
+    assert status == 2, err
+    assert err.count("\n") == 1, err
+    assert out == ""
+    for part in parts:
+        assert part in err
+    return True
+
+
+def test_overview_names_every_command(typed):
+    status, out, _ = typed("--help")
+    assert status == 0
+    assert all(f"normkit {name}" in out for name in COMMANDS)
+    assert typed()[0] == 2
+    assert typed("--version")[:2] == (0, "normkit 0.1.0\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, typed):
+    status, out, err = typed(name, "--help")
+    assert status == 0
+    assert f"usage: normkit {name}" in out
+    assert err == ""
+
+
+def test_list_shows_all_tables(typed):
+    status, out, _ = typed("list")
+    assert status == 0
+    for name in NORMS:
+        assert f"  {name} " in out
+        assert all(f"{key}={value!r}" in out for key, value in options(name).items())
+    assert all(f"  {name} " in out for name in [*RECIPES, *SOURCES])
+
+
+def test_help_of_a_recipe_documents_every_field(typed):
+    status, out, _ = typed("train", "g2p_cmudict", "--help")
+    assert status == 0
+    flags = [field.name for field in dataclasses.fields(Run) if field.name != "model"]
+    flags += [f"model.{field.name}" for field in dataclasses.fields(Model)]
+    for flag in flags:
+        line = next((line for line in out.splitlines() if f"--{flag.replace('_', '-')} " in f"{line} "), None)
+        assert line is not None, f"--{flag} is not in the help"
+    assert "(default: 5000)" in out
+
+
+def test_train_a_recipe_with_other_settings_and_resume(typed, tmp_path):
+    settings = [
+        "--steps",
+        6,
+        "--model.width",
+        8,
+        "--model.depth",
+        1,
+        "--model.heads",
+        2,
+        "--model.norm",
+        "un(window=2)",
+    ]
+    settings += ["--checkpoint-every", 3, "--warmup", 1, "--out", tmp_path]
+    status, out, _ = typed("train", "vit_digits", *settings)
+    assert status == 0
+    assert "accuracy" in out
+    result = results.read(tmp_path)
+    assert result["run"]["model"]["norm"] == "un(window=2)"
+    assert result["command"].startswith("normkit train vit_digits --steps 6 --model.width 8")
+    assert (tmp_path / "report.html").stat().st_size > 1000
+    before = (tmp_path / "model.safetensors").read_bytes()
+    assert typed("train", "vit_digits", *settings, "--resume")[0] == 0
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_pronounce_takes_a_run_or_the_best_of_the_demo(typed, runs, monkeypatch):
+    status, out, _ = typed("pronounce", "hello", "it's", "--run", runs / "layer")
+    assert status == 0
+    words = [line.split()[0] for line in out.splitlines()]
+    assert words == ["hello", "it's"]
+    symbols = set(load(runs / "layer").vocabularies["target"].symbols)
+    assert set(out.split()) - {"hello", "it's"} <= symbols
+    monkeypatch.chdir(runs.parent)
+    (runs.parent / "runs").mkdir()
+    (runs.parent / "runs" / "demo").symlink_to(runs)
+    best = min(("layer", "un"), key=lambda name: results.read(runs / name)["scores"]["beam"]["per"])
+    status, _, err = typed("pronounce", "Hello")
+    assert status == 0
+    assert err == f"using runs/demo/{best}\n"
+
+
+def test_translate_reads_lines(typed, runs, monkeypatch):
+    _, out, _ = typed("pronounce", "hello", "world", "--run", runs / "un")
+    expected = [line.split(maxsplit=1)[1] if len(line.split()) > 1 else "" for line in out.splitlines()]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nworld\n"))
+    status, out, _ = typed("translate", runs / "un")
+    assert status == 0
+    assert [line.strip() for line in out.splitlines()] == [expected[0], "", expected[1]]
+
+
+def test_fold_saves_a_run_that_answers_alike(typed, runs, tmp_path):
+    status, out, _ = typed("fold", runs / "un", "--out", tmp_path / "folded")
+    assert status == 0
+    assert "7 of 7 norms fold away" in out
+    one = typed("pronounce", "hello", "--run", runs / "un")[1]
+    assert typed("pronounce", "hello", "--run", tmp_path / "folded")[1] == one
+    status, out, _ = typed("audit", runs / "layer")
+    assert status == 0
+    assert "0 of 7 norms fold away" in out
+
+
+def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
+    status, out, _ = typed("report", runs, "--out", tmp_path)
+    assert status == 0
+    assert (tmp_path / "table.txt").read_text() in out
+    assert {path.name for path in tmp_path.iterdir()} >= {"table.txt", "report.html", "curves.png", "statistics.svg"}
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["dmeo"], ["there is no command 'dmeo' (did you mean 'demo'?)"]),
+        (["train", "vit_digit"], ["there is no recipe named 'vit_digit' (did you mean 'vit_digits'?)"]),
+        (["train", "vit_digits", "--stpes", "3"], ["--stpes", "did you mean '--steps'?"]),
+        (["train", "vit_digits", "--steps", "many"], ["--steps", "'many'"]),
+        (["train", "vit_digits", "--steps", "0"], ["steps must be at least 1; got 0"]),
+        (["train", "vit_digits", "--model.norm", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
+        (["train", "vit_digits", "--model.norm", "un(windw=2)"], ["un has no option 'windw' (did you mean 'window'?)"]),
+        (["train", "vit_digits", "--model.norm", "un(window=0)"], ["window must be a whole number >= 1; got 0"]),
+        (["train", "vit_digits", "--data", "digit"], ["no source named 'digit' (did you mean 'digits'?)"]),
+        (["demo", "--norms", "layer", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
+        (["demo", "--norms", "layer", "layer"], ["'layer' is given twice"]),
+        (["demo", "--norms"], ["no norm given"]),
+        (["demo", "--steps", "0"], ["steps must be at least 1; got 0"]),
+        (["demo", "--steps", "5", "--minutes", "5"], ["give --steps or --minutes, not both"]),
+        (["demo", "--processes", "0"], ["processes must be at least 1; got 0"]),
+        (["demo", "--minutes", "-1"], ["minutes must be above 0; got -1"]),
+        (["pronounce"], ["no word given"]),
+        (["pronounce", "x", "--run", "nowhere"], ["nowhere is no folder of a run: there is no such folder"]),
+        (["pronounce", "x"], ["there is no runs/demo; train with `normkit demo` first"]),
+        (["translate", "."], ["is no folder of a run: it has no run.json"]),
+        (["fold", ".", "--out", "x"], ["is no folder of a run"]),
+        (["fold", "."], ["--out"]),
+        (["audit", "nowhere"], ["is no folder of a run"]),
+        (["report"], ["no results given"]),
+        (["report", "nowhere"], ["there is no nowhere"]),
+        (["report", "."], ["no result.json in ."]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(words, parts, typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused(typed(*words), *parts)
+
+
+def test_words_that_the_model_cannot_read(typed, runs):
+    assert refused(typed("pronounce", "straße", "--run", runs / "un"), "does not know 'ß' in 'straße'")
+    assert refused(typed("pronounce", "a" * 70, "--run", runs / "un"), "longer than the model's max_length=64")
+    assert refused(typed("pronounce", "", "--run", runs / "un"), "an empty word")
+
+
+def test_folding_a_run_onto_itself_is_refused(typed, runs):
+    before = (runs / "un" / "model.safetensors").read_bytes()
+    assert refused(typed("fold", runs / "un", "--out", runs / "un"), "is the run itself")
+    assert (runs / "un" / "model.safetensors").read_bytes() == before
+
+
+def test_damaged_files_of_a_run(typed, runs, tmp_path):
+    for name in ("run.json", "vocab.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((runs / "un" / name).read_bytes())
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert refused(typed("pronounce", "x", "--run", tmp_path), "is cut short or no safetensors file")
+    settings = json.loads((tmp_path / "run.json").read_text())
+    settings["model"]["hidden"] = 32
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    assert refused(typed("pronounce", "x", "--run", tmp_path), "is of another model: it has", "of shape")
+    (tmp_path / "result.json").write_text('{"schema": 1')
+    assert refused(typed("report", tmp_path), "is cut short or not JSON")
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(typed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert refused(typed("list"), "tyro", "pip install 'normkit[demo]'")
+    assert refused(typed("demo", "--help"), "tyro", "pip install 'normkit[demo]'")
+    assert typed("--help")[0] == 0
+
+
+def test_the_module_runs_as_the_script_does():
+    done = subprocess.run([sys.executable, "-m", "normkit.cli", "lsit"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("normkit: there is no command 'lsit' (did you mean 'list'?)")

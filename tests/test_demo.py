@@ -1,0 +1,257 @@
+"""The main job: the plan, the processes beside each other, what Ctrl-C keeps, and the folding at the end."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from normkit.norms import make
+from normkit.report import results
+from normkit.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
+from normkit.studies.finish import ratio, take_turns
+from normkit.studies.progress import Board
+from normkit.studies.workers import Workers, tell
+from normkit.train.progress import Progress
+from normkit.train.run import load
+
+ROOT = Path(__file__).parents[1]
+
+
+def board(console=None, titles=()):
+    return Board(console or Console(quiet=True), list(titles), 8)
+
+
+def test_runs_differ_in_their_norm_and_in_nothing_else(tmp_path):
+    plan = entries(steps=100, seed=3, out=tmp_path)
+    assert [entry.title for entry in plan] == [
+        "layer", "scale + FixNorm", "un", "power(groups=0)", "pnv", "batch",
+    ]  # fmt: skip
+    settings = [entry.run for entry in plan]
+    for run in settings:
+        first = settings[0]
+        for field in (
+            "task",
+            "data",
+            "steps",
+            "batch_tokens",
+            "bucketing",
+            "lr",
+            "warmup",
+            "seed",
+            "clip",
+            "precision",
+        ):
+            assert getattr(run, field) == getattr(first, field)
+        for field in ("width", "hidden", "depth", "heads", "placement", "dropout"):
+            assert getattr(run.model, field) == getattr(first.model, field)
+    assert [run.model.fixnorm for run in settings] == [False, True, False, False, False, False]
+    warmups = {make(run.model.norm, 8).warmup for run in settings if "warmup" in run.model.norm}
+    assert warmups == {10}, "statistics warm up with the learning rate"
+    assert len({entry.folder for entry in plan}) == len(plan)
+    assert all(not run.bucketing for run in (e.run for e in entries(COMPARED, bucketing=False)))
+
+
+def test_a_warmup_that_is_given_stays():
+    (entry,) = entries(("un(warmup=7, window=2)",), steps=100)
+    assert make(entry.run.model.norm, 8).spec == "un(window=2, warmup=7)"
+    assert slug(entry.title) == "un-warmup=7-window=2"
+
+
+def test_three_norms_side_by_side_then_folded_and_timed(tmp_path):
+    """A diverged norm is a row; the others are compared, and `un` is folded."""
+    plan = entries(("layer", "un", "batch"), steps=8, out=tmp_path, test_items=20)
+    broken = plan[2].run.model
+    plan[2] = type(plan[2])(
+        title="batch", folder=plan[2].folder,
+        run=type(plan[2].run)(**{**vars(plan[2].run), "model": broken, "lr": 1e30, "clip": 0.0, "warmup": 0}),
+    )  # fmt: skip
+    told = []
+
+    class Ears(Board):
+        def tell(self, title, tick):
+            told.append((title, tick.stage))
+
+        def end(self, title, outcome):
+            told.append((title, outcome))
+
+    outcome = compare(plan, Ears(Console(quiet=True), [], 8), "as typed")
+    assert not outcome.failed
+    assert not outcome.interrupted
+    assert [folder.name for folder in outcome.found] == ["layer", "un", "batch"]
+    layer, un, batch = outcome.found.values()
+    assert (layer["status"], un["status"]) == ("done", "done")
+    assert batch["status"].startswith("diverged at step ")
+    assert batch["scores"] == {}
+    assert set(layer["scores"]) == {"running", "beam"}
+    assert set(un["scores"]) == {"running", "batch", "calibrated", "beam", "folded"}
+    assert un["scores"]["folded"]["per"] == pytest.approx(un["scores"]["running"]["per"], abs=1.0)
+    assert un["scores"]["folded"]["loss"] == pytest.approx(un["scores"]["running"]["loss"], rel=1e-4)
+    assert un["fold"]["foldable"] == "12 of 12"
+    assert un["fold"]["max_error"] < 1e-9
+    assert layer["fold"]["foldable"] == "0 of 12"
+    assert [(pair["a"], pair["b"]) for pair in un["timing"]["pairs"]] == [
+        ("un folded", "un"), ("un folded", "layer"), ("un", "layer"),
+    ]  # fmt: skip
+    assert all(result["speed"]["inference_words_per_s"] > 0 for result in (layer, un))
+    assert all(result["where"]["threads"] == 1 for result in (layer, un))
+    assert {title for title, _ in told} == {"layer", "un", "batch", FINISH}
+    assert ("batch", batch["status"]) in told
+    assert results.read(plan[1].folder)["timing"] == un["timing"]
+    load(plan[1].folder / "folded")
+    assert multiprocessing.active_children() == []
+
+
+def test_minutes_choose_the_steps(tmp_path):
+    plan = entries(("layer", "pnv"), steps=5000, out=tmp_path)
+    steps = steps_for(60, plan, board())
+    assert steps > 200
+    assert list(tmp_path.iterdir()) == [], "measuring leaves nothing behind"
+    with pytest.raises(ValueError, match=r"--minutes 0\.001 is too short for 2 norms here; needs about"):
+        steps_for(0.001, plan, board())
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------------
+
+
+def answer(title, what):
+    tell(title, Progress(what, 1, 1))
+    return what.upper()
+
+
+def fail(title):
+    raise ValueError(f"{title} cannot be")
+
+
+def wait_to_be_stopped(title):
+    while not tell(title, Progress("waiting", 0, 1)):
+        time.sleep(0.01)
+    return "stopped"
+
+
+def test_workers_tell_return_and_fail():
+    heard = []
+    with Workers(2, lambda title, tick: heard.append((title, tick.stage))) as workers:
+        workers.submit("a", answer, "yes")
+        workers.submit("b", fail)
+        ended = dict(workers.ended())
+    assert ended["a"] == "YES"
+    assert isinstance(ended["b"], ValueError)
+    assert str(ended["b"]) == "b cannot be"
+    assert heard == [("a", "yes")]
+    assert multiprocessing.active_children() == []
+
+
+def test_stopped_workers_end_and_the_rest_never_starts():
+    def heard(title, tick):
+        workers.stop()
+
+    with Workers(1, heard) as workers:
+        for title in ("a", "b", "c", "d"):
+            workers.submit(title, wait_to_be_stopped)
+        ended = dict(workers.ended())
+    assert set(ended.values()) == {"stopped"}
+    assert "a" in ended
+    assert "d" not in ended
+
+
+def test_ctrl_c_ends_the_children_and_keeps_what_is_there(tmp_path):
+    command = [sys.executable, "-m", "normkit.cli", "demo", "--steps", "100000", "--norms", "layer", "un", "pnv"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if "step 1 of 100,000" in line:
+            break
+    children = _children(process.pid)
+    assert len(children) >= 2
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "what is finished is kept" in out
+    assert "interrupted" in out
+    assert (tmp_path / "report.html").exists()
+    kept = results.find([tmp_path])
+    assert all(result["status"].startswith("interrupted at step ") for result in kept.values())
+    assert not (tmp_path / "layer").exists() or not (tmp_path / "pnv").exists(), "the third never started"
+    for child in children:
+        assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+
+
+def test_children_do_not_outlive_their_parent(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "normkit.cli",
+        "demo",
+        "--steps",
+        "100000",
+        "--norms",
+        "layer",
+        "--out",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "step 1 of 100,000" in line:
+            break
+    children = _children(process.pid)
+    assert children
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "a child goes on without its parent"
+        time.sleep(0.1)
+
+
+def _children(pid):
+    if not Path("/proc/self/task").exists():
+        pytest.skip("needs /proc")
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
+    with Board(Console(width=40), ["un"], 100) as shown:
+        for step in range(1, 101):
+            shown.tell("un", Progress("training", step, 100, 1.5, 30_000.0, 65.0))
+        shown.tell("un", Progress("decoding", 100, 100))
+        shown.end("un", "done, PER 9.9")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 13, "the first step, each tenth, one more stage, the end"
+    assert lines[0].endswith("un: step 1 of 100   loss 1.500   30,000 tokens/s   1:05 left")
+    assert lines[-2:] == ["[0:00] un: decoding ...", "[0:00] un: done, PER 9.9"]
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_progress_is_live_in_a_terminal():
+    console = Console(force_terminal=True, width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    with Board(console, ["layer", "un"], 100) as shown:
+        shown.tell("un", Progress("training", 50, 100, 1.5, 30_000.0, 65.0))
+        shown.end("un", "done, PER 9.9")
+    console.file.close()
+    text = console.export_text()
+    assert "layer" in text
+    assert "waiting" in text
+    assert "done, PER 9.9" in text
+
+
+def test_calls_are_timed_in_turns():
+    order = []
+    times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3)
+    assert order == ["a", "b"] * 4
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 3, "b": 3}
+
+
+def test_ratio_is_the_median_of_the_turns_ratios():
+    a, b = [1.0, 2.0, 30.0, 4.0, 5.0], [1.0, 1.0, 10.0, 1.0, 1.0]
+    assert ratio(a, b) == {"ratio": 3.0, "low": 1.0, "high": 5.0, "n": 5}

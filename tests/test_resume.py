@@ -1,0 +1,212 @@
+"""A run killed at any step and resumed is bit for bit the run that was never killed."""
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from normkit.models.config import Model
+from normkit.report import results
+from normkit.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
+from normkit.train.config import Run
+from normkit.train.run import train
+
+RUN = Run(
+    name="resumed",
+    task="digits",
+    data="digits",
+    model=Model(width=16, hidden=24, depth=2, heads=2, norm="un(warmup=9)", dropout=0.2, attention_dropout=0.1),
+    steps=40,
+    batch_tokens=24,
+    warmup=5,
+    valid_every=8,
+    checkpoint_every=7,
+    record_every=3,
+    test_items=20,
+    threads=1,
+)
+
+
+class Killed(Exception):
+    """Stands for whatever ends a process."""
+
+
+def everything(folder):
+    """All that a run leaves, but for times."""
+    result = results.read(folder)
+    kept = {name: result[name] for name in ("run", "status", "parameters", "curve", "valid", "scores")}
+    files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "rows.csv", "run.json", "vocab.json")}
+    last = read_checkpoint(checkpoints(folder)[-1])
+    return kept, files, last["optimizer_states"], last["lr_schedulers"], last["global_step"]
+
+
+def same(a, b):
+    """Assert that two nested values are alike to the last bit."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for mine, theirs in zip(a, b, strict=True):
+            same(mine, theirs)
+    elif isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    else:
+        assert a == b
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(RUN, folder)
+    return folder
+
+
+@pytest.mark.parametrize("step", [3, 7, 8, 20, 35, 40])
+def test_killed_at_a_step_and_resumed(step, whole, tmp_path):
+    def die(progress):
+        if progress.step >= step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(RUN, tmp_path, on_progress=die)
+    assert not (tmp_path / "result.json").exists()
+    train(RUN, tmp_path, resume=True)
+    same(everything(tmp_path), everything(whole))
+
+
+def test_killed_twice_with_accumulation(tmp_path):
+    run = dataclasses.replace(
+        RUN, accumulate=2, steps=20, model=dataclasses.replace(RUN.model, norm="power(groups=0, warmup=7)")
+    )
+    train(run, tmp_path / "whole")
+    for step in (9, 16):
+
+        def die(progress, step=step):
+            if progress.step >= step:
+                raise Killed
+
+        with pytest.raises(Killed):
+            train(run, tmp_path / "killed", resume=True, on_progress=die)
+    train(run, tmp_path / "killed", resume=True)
+    same(everything(tmp_path / "killed"), everything(tmp_path / "whole"))
+
+
+def test_asked_to_stop_and_resumed(whole, tmp_path):
+    result = train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 17)
+    assert result["status"] == "interrupted at step 17"
+    assert result["scores"] == {}
+    assert checkpoints(tmp_path)[-1] == checkpoint_path(tmp_path, 17), "so that nothing is lost"
+    checkpoint_path(tmp_path, 17).unlink()
+    train(RUN, tmp_path, resume=True)
+    same(everything(tmp_path), everything(whole))
+
+
+def test_a_process_that_is_killed(whole, tmp_path):
+    """SIGKILL while it trains; what resumes is another process."""
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from normkit.train.config import Run\n"
+        "from normkit.train.run import train\n"
+        "folder = Path(sys.argv[1])\n"
+        "run = Run.from_json(Path(sys.argv[2]).read_text())\n"
+        "train(run, folder, resume=True, on_progress=lambda p: time.sleep(0.05))\n"
+    )
+    settings = tmp_path / "settings.json"
+    settings.write_text(RUN.to_json())
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", code, str(folder), str(settings)]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+    deadline = time.monotonic() + 300
+    while not checkpoint_path(folder, 14).exists():
+        assert process.poll() is None, "ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (folder / "result.json").exists()
+    subprocess.run(command, cwd=Path(__file__).parents[1], check=True, timeout=300)
+    same(everything(folder), everything(whole))
+
+
+@pytest.mark.parametrize("every", [7, 8])
+def test_resuming_a_finished_run_changes_nothing(every, tmp_path):
+    run = dataclasses.replace(RUN, checkpoint_every=every)
+    train(run, tmp_path)
+    before = everything(tmp_path)
+    train(run, tmp_path, resume=True)
+    same(everything(tmp_path), before)
+
+
+# -- what cannot be resumed ---------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_cut_short_is_refused(tmp_path):
+    with pytest.raises(Killed):
+        train(RUN, tmp_path, on_progress=lambda progress: (_ for _ in ()).throw(Killed) if progress.step > 14 else None)
+    path = checkpoints(tmp_path)[-1]
+    whole = path.read_bytes()
+    for length in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"step-00000014\.ckpt is cut short or no checkpoint of ours"):
+            train(RUN, tmp_path, resume=True)
+    path.unlink()
+    assert train(RUN, tmp_path, resume=True)["status"] == "done", "the one before it serves"
+
+
+def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
+    other = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, width=8))
+    with pytest.raises(ValueError, match="holds a run with another model; resume with its own settings"):
+        train(other, whole, resume=True)
+    train(dataclasses.replace(other, steps=7), tmp_path)
+    checkpoint_path(tmp_path, 7).rename(tmp_path / "kept")
+    (tmp_path / "run.json").write_text(RUN.to_json())
+    (tmp_path / "kept").rename(checkpoint_path(tmp_path, 7))
+    with pytest.raises(ValueError, match=r"step-00000007\.ckpt is of another model: it has \S+ of shape"):
+        train(RUN, tmp_path, resume=True)
+
+
+def test_something_else_is_no_checkpoint(tmp_path):
+    path = tmp_path / "x.ckpt"
+    torch.save({"weights": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="is no checkpoint of a run: it has no weights"):
+        read_checkpoint(path)
+    torch.save(Killed(), path)  # a pickle that would run code
+    with pytest.raises(ValueError, match="is cut short or no checkpoint of ours"):
+        read_checkpoint(path)
+
+
+def test_no_space_left_while_saving_keeps_the_checkpoint_before(whole, tmp_path, monkeypatch):
+    room = [9]  # files that still fit
+
+    def full(descriptor):
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            train(RUN, tmp_path)
+    kept = checkpoints(tmp_path)
+    assert kept, "some were written before the disk was full"
+    assert model_state(read_checkpoint(kept[-1]))
+    assert [path for path in (tmp_path / "checkpoints").iterdir() if path not in kept] == [], "no half file"
+    train(RUN, tmp_path, resume=True)
+    same(everything(tmp_path), everything(whole))
+
+
+def test_settings_of_a_run_survive_the_file():
+    assert Run.from_json(RUN.to_json()) == RUN
+    assert json.loads(RUN.to_json())["model"]["norm"] == "un(warmup=9)"

@@ -1,0 +1,357 @@
+"""Runs of every embedded recipe, their folders, what is refused, and what a result says."""
+
+import dataclasses
+import errno
+import json
+import math
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import normkit
+from normkit.data.embedded import SOURCES
+from normkit.models.config import Model
+from normkit.report import results
+from normkit.studies.recipes import RECIPES
+from normkit.train.build import BUILDERS
+from normkit.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
+from normkit.train.config import Run, pick
+from normkit.train.folded import audit_run, fold_run
+from normkit.train.run import load, save, train
+from normkit.train.score import error_rates
+from normkit.train.tasks import TASKS
+from normkit.train.weights import load_weights, mean_weights, save_weights
+
+TINY = Model(width=16, hidden=24, depth=1, heads=2)
+SMALL = Run(
+    name="small", task="g2p", data="cmudict", model=TINY, steps=12, batch_tokens=200, warmup=3, test_items=20, threads=1
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_once():
+    """Read each source once for all tests: that is most of their time."""
+    patch = pytest.MonkeyPatch()
+    for name, make in list(SOURCES.items()):
+        made = []
+        patch.setitem(SOURCES, name, lambda make=make, made=made: made[0] if made else made.append(make()) or made[0])
+    yield
+    patch.undo()
+
+
+@pytest.mark.parametrize("norm", ["layer", "un(warmup=4)"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
+    recipe = RECIPES[name]()
+    model = dataclasses.replace(recipe.model, width=16, hidden=24, depth=1, heads=2, norm=norm)
+    run = dataclasses.replace(
+        recipe, model=model, steps=24, warmup=3, lr=1e-2, valid_every=12, checkpoint_every=12, record_every=8, test_items=20,
+        threads=1,
+    )  # fmt: skip
+    told = []
+    result = train(run, tmp_path, on_progress=lambda progress: told.append(progress), command="as typed")
+
+    assert results.read(tmp_path) == json.loads(json.dumps(result)), "the file holds what was returned"
+    assert result["status"] == "done"
+    assert result["command"] == "as typed"
+    assert [point["step"] for point in result["valid"]] == [12, 24]
+    losses = [point["train_loss"] for point in result["curve"]]
+    assert len(losses) == 24
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert [told[0].step, told[0].stage] == [1, "training"]
+    assert all(math.isfinite(figure) for score in result["scores"].values() for figure in score.values())
+    assert set(result["scores"]) >= ({"running", "calibrated"} if norm != "layer" else {"running"})
+    assert ("batch" in result["scores"]) == (run.task == "g2p" and norm != "layer")
+    assert result["speed"]["train_words_per_s"] > 0
+    rows = (tmp_path / "rows.csv").read_text().splitlines()
+    assert rows[0] == "step,site,norm,quantity,value"
+    norms = sum(isinstance(module, normkit.UN) for module in load(tmp_path).model.modules())
+    assert len(rows) - 1 == 3 * norms, "steps 1, 9 and 17, a row a norm"
+
+    again, model, vocabularies = load(tmp_path)
+    assert again == run
+    assert not model.training
+    trained = model_state(read_checkpoint(checkpoints(tmp_path)[-1]))
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, trained[key], rtol=0, atol=0)
+    assert {name: vocab.symbols for name, vocab in vocabularies.items()} == {
+        name: vocab.symbols for name, vocab in SOURCES[run.data]().vocabularies.items()
+    }
+
+
+def test_tables_have_the_same_rows():
+    assert list(TASKS) == list(BUILDERS)
+    assert {recipe().task for recipe in RECIPES.values()} == set(TASKS)
+    assert {recipe().data for recipe in RECIPES.values()} == set(SOURCES)
+    assert all(recipe().name == name for name, recipe in RECIPES.items())
+
+
+def test_scoring_leaves_the_model_as_it_is():
+    torch.manual_seed(0)
+    run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="batch"))
+    data = SOURCES["cmudict"]()
+    task = TASKS["g2p"](run, BUILDERS["g2p"].model(run.model, data.vocabularies), data)
+    for norm in task.model.modules():
+        if isinstance(norm, normkit.BatchNorm):
+            norm.running.uniform_(0.5, 2)
+    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    scores = task.score(lambda stage: None)
+    assert set(scores) == {"running", "batch", "calibrated", "beam"}
+    assert scores["running"]["loss"] != scores["batch"]["loss"] != scores["calibrated"]["loss"]
+    for name, tensor in task.model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+
+
+def test_batch_statistics_are_those_of_the_batch_itself():
+    """With one batch of everything, its own statistics are what calibration on that batch gives."""
+    torch.manual_seed(0)
+    run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="batch"), batch_tokens=1000, bucketing=False)
+    data = SOURCES["cmudict"]()
+    task = TASKS["g2p"](run, BUILDERS["g2p"].model(run.model, data.vocabularies), data)
+    scores = task.score(lambda stage: None)
+    source, given, target = task._test.batch(list(range(20))).tensors
+    task.model.train()  # batch normalization in training mode: this batch's statistics, no dropout here
+    logits = task.model(source, given)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0).item()
+    assert scores["batch"]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_loss_that_is_not_finite_ends_the_run_with_a_row(tmp_path):
+    run = dataclasses.replace(SMALL, steps=40, lr=1e30, warmup=0, clip=0.0, schedule="constant")
+    result = train(run, tmp_path)
+    assert result["status"].startswith("diverged at step ")
+    step = int(result["status"].split()[-1])
+    assert 1 < step <= 4
+    assert all(math.isfinite(point["train_loss"]) for point in result["curve"])
+    assert result["scores"] == {}
+    assert results.read(tmp_path)["status"] == result["status"]
+
+
+def test_accumulation_takes_several_batches_to_a_step(tmp_path):
+    result = train(
+        dataclasses.replace(SMALL, accumulate=3, steps=4, model=dataclasses.replace(TINY, norm="un")), tmp_path
+    )
+    assert [point["step"] for point in result["curve"]] == [1, 2, 3, 4]
+    norm = load(tmp_path).model.encoder.final_norm
+    assert int(norm.step) == 12, "statistics move with every batch"
+
+
+def test_learning_rate_of_the_curve_is_that_of_its_step(tmp_path):
+    result = train(dataclasses.replace(SMALL, lr=1e-3, schedule="inverse_sqrt", warmup=4, steps=9), tmp_path)
+    rates = [point["lr"] for point in result["curve"]]
+    assert rates == pytest.approx([1e-3 * 2 * min(n**-0.5, n * 4**-1.5) for n in range(1, 10)])
+
+
+def test_validation_decay_lowers_the_rate_when_validation_stagnates(tmp_path, monkeypatch):
+    monkeypatch.setattr(TASKS["g2p"], "validate", lambda task: 1.0)
+    run = dataclasses.replace(SMALL, schedule="validation_decay", lr=1e-3, warmup=0, valid_every=2, steps=10)
+    rates = [point["lr"] for point in train(run, tmp_path)["curve"]]
+    assert rates == pytest.approx([1e-3] * 8 + [0.8e-3] * 2), "best at 2, no better at 4, 6 and 8"
+
+
+def test_average_of_the_last_checkpoints(tmp_path):
+    run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="un"), checkpoint_every=3, average=3)
+    train(run, tmp_path)
+    paths = [checkpoint_path(tmp_path, step) for step in (6, 9, 12)]
+    states = [model_state(read_checkpoint(path)) for path in paths]
+    model = load(tmp_path).model
+    for name, value in model.state_dict().items():
+        mean = sum(state[name].double() for state in states) / 3
+        expected = states[-1][name] if not value.is_floating_point() else mean
+        torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-7)
+    assert int(model.encoder.final_norm.step) == 12
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    train(dataclasses.replace(SMALL, checkpoint_every=2, keep=2), tmp_path)
+    assert checkpoints(tmp_path) == [checkpoint_path(tmp_path, 10), checkpoint_path(tmp_path, 12)]
+
+
+def test_a_new_run_clears_what_an_old_one_left(tmp_path):
+    train(dataclasses.replace(SMALL, checkpoint_every=4), tmp_path)
+    train(dataclasses.replace(SMALL, steps=5), tmp_path)
+    assert checkpoints(tmp_path) == []
+    assert results.read(tmp_path)["run"]["steps"] == 5
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"lr": -1.0}, "lr must be above 0; got -1.0"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1; got 1.0"),
+        ({"schedule": "linear"}, "schedule must be one of cosine"),
+        ({"average": 9, "checkpoint_every": 1}, "average must be at most keep=5; got 9"),
+        ({"average": 2}, "average must be 0 without checkpoint_every; got 2"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "g2"}, "no task named 'g2' .did you mean 'g2p'"),
+        ({"data": "cmudikt"}, "no source named 'cmudikt' .did you mean 'cmudict'"),
+        ({"model": dataclasses.replace(TINY, norm="laier")}, "no norm named 'laier' .did you mean 'layer'"),
+        ({"model": dataclasses.replace(TINY, norm="un(windw=2)")}, "un has no option 'windw' .did you mean 'window'"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(SMALL, **changes), tmp_path)
+
+
+def test_pick_names_what_there_is():
+    with pytest.raises(ValueError, match="there is no recipe named 'zzz'; there are g2p_cmudict, lm_pydoc, vit_digits"):
+        pick(RECIPES, "zzz", "recipe")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is no folder of a run: there is no such folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"is no folder of a run: it has no run\.json"):
+        load(tmp_path)
+    (tmp_path / "run.json").write_text('{"name": "x"}')
+    with pytest.raises(ValueError, match="not the settings of a run"):
+        load(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="not the settings of a run"):
+        load(tmp_path)
+    (tmp_path / "run.json").write_text(SMALL.to_json())
+    with pytest.raises(ValueError, match=r"vocab\.json cannot be read"):
+        load(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"source": ["a"], "target": ["A"]}')
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing; the run may not have ended yet"):
+        load(tmp_path)
+
+
+def test_weights_cut_short_or_of_another_model_are_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), normkit.UN(4))
+    path = tmp_path / "model.safetensors"
+    save_weights(model, path)
+    with pytest.raises(
+        ValueError, match=r"is of another model: it has 0\.weight of shape \(4, 3\) in place of \(4, 2\)"
+    ):
+        load_weights(nn.Sequential(nn.Linear(2, 4), normkit.UN(4)), path)
+    with pytest.raises(ValueError, match=r"is of another model: it has an unknown 1\.\w+ and \d more differences"):
+        load_weights(nn.Sequential(nn.Linear(3, 4)), path)
+    with pytest.raises(ValueError, match=r"is of another model: it has no 2\.weight"):
+        load_weights(nn.Sequential(nn.Linear(3, 4), normkit.UN(4), nn.Linear(4, 4)), path)
+    whole = path.read_bytes()
+    for length in (0, 7, 100, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="is cut short or no safetensors file"):
+            load_weights(model, path)
+
+
+def test_shared_weights_are_saved_once_and_stay_shared(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    save_weights(model, tmp_path / "w")
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    other[1].weight = other[0].weight
+    load_weights(other, tmp_path / "w")
+    assert other[1].weight is other[0].weight
+    torch.testing.assert_close(other[1].weight, model[0].weight, rtol=0, atol=0)
+
+
+def test_no_space_left_keeps_the_file_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    model = nn.Linear(3, 3)
+    save_weights(model, path)
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_weights(nn.Linear(3, 3), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path], "no half file is left behind"
+
+
+def test_counters_are_not_averaged():
+    states = [{"w": torch.tensor([1.0]), "step": torch.tensor(3)}, {"w": torch.tensor([2.0]), "step": torch.tensor(5)}]
+    mean = mean_weights(states)
+    assert mean["w"].tolist() == [1.5]
+    assert mean["step"].item() == 5
+
+
+# -- scores ---------------------------------------------------------------------------------------------------------------
+
+
+def edits(a, b):
+    """Levenshtein distance, the slow way."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row, old = [i], row
+        for j, y in enumerate(b, 1):
+            row.append(min(old[j] + 1, row[-1] + 1, old[j - 1] + (x != y)))
+    return row[-1]
+
+
+def test_error_rates_are_those_of_the_closest_reference():
+    generator = torch.Generator().manual_seed(0)
+
+    def word(least):
+        size = int(torch.randint(least, 7, (), generator=generator))
+        return ["ABC"[k] for k in torch.randint(3, (size,), generator=generator).tolist()]
+
+    hypotheses = [word(0) for _ in range(200)]
+    references = [[word(1) for _ in range(1 + k % 3)] for k in range(200)]
+    score = error_rates(hypotheses, references)
+    best = [
+        min((edits(hypothesis, variant), -len(variant)) for variant in variants)
+        for hypothesis, variants in zip(hypotheses, references, strict=True)
+    ]
+    assert score["per"] == pytest.approx(100 * sum(e for e, _ in best) / -sum(n for _, n in best))
+    assert score["wer"] == pytest.approx(100 * sum(e > 0 for e, _ in best) / 200)
+    assert score["n"] == 200
+
+
+def test_sampling_error_is_the_spread_of_samples():
+    generator = torch.Generator().manual_seed(1)
+    wrong = (torch.rand(40, 250, generator=generator) < 0.2).tolist()
+    rates = [error_rates([["A"] if w else ["B"] for w in sample], [[["B"]]] * 250) for sample in wrong]
+    spread = torch.tensor([rate["per"] for rate in rates]).std().item()
+    assert rates[0]["per_error"] == pytest.approx(spread, rel=0.35)
+    assert rates[0]["wer_error"] == pytest.approx(spread, rel=0.35)
+
+
+def test_error_rates_refuse_what_cannot_be_compared():
+    with pytest.raises(ValueError, match="2 hypotheses for 1 words"):
+        error_rates([["A"], ["B"]], [[["A"]]])
+
+
+# -- folding a run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "foldable"),
+    [
+        (dataclasses.replace(TINY, norm="un(warmup=4)"), "7 of 7"),
+        (dataclasses.replace(TINY, norm="layer", norm_at={"decoder.*": "batch"}), "4 of 7"),
+        (dataclasses.replace(TINY, norm="pnv", placement="post"), None),
+    ],
+)
+def test_a_folded_run_is_a_run_with_the_same_answers(model, foldable, tmp_path):
+    train(dataclasses.replace(SMALL, model=model), tmp_path / "run")
+    loaded = load(tmp_path / "run")
+    report = audit_run(loaded)
+    assert foldable is None or report.foldable == foldable
+    folded, report = fold_run(loaded)
+    assert report.max_error < 1e-9
+    save(tmp_path / "folded", folded)
+    again = load(tmp_path / "folded")
+    source, target = BUILDERS["g2p"].example(loaded.vocabularies)
+    torch.testing.assert_close(again.model(source, target), loaded.model(source, target), atol=1e-4, rtol=1e-4)
+    assert not again.run.model.tie
