@@ -8,7 +8,16 @@ from torch import Tensor
 from normkit.norms import NORMS, Norm, StatNorm, make, options
 
 DIM = 8
-SHORT = {"warmup": 2, "window": 2, "renorm_after": 2, "compensate_after": 2, "r_until": 4, "d_until": 4, "groups": 2}
+SHORT = {
+    "warmup": 2,
+    "window": 2,
+    "renorm_after": 2,
+    "compensate_after": 2,
+    "r_until": 4,
+    "d_until": 4,
+    "until": 4,
+    "groups": 2,
+}
 VARIANTS = [
     "power(groups=0, warmup=2)",
     "power(groups=0, warmup=2, denominator='batch', accumulate='released', warmup_grad='nu')",

@@ -19,6 +19,7 @@ from normkit.norms.renorm import BatchRenorm
 from normkit.norms.repbn import RepBN
 from normkit.norms.rms import RMSNorm
 from normkit.norms.scale import ScaleNorm
+from normkit.norms.taper import TaperNorm
 from normkit.norms.un import UN
 
 NORMS: dict[str, type[Norm]] = {
@@ -29,6 +30,7 @@ NORMS: dict[str, type[Norm]] = {
     "nonorm": NoNorm,
     "dyt": DyT,
     "derf": Derf,
+    "taper": TaperNorm,
     "batch": BatchNorm,
     "repbn": RepBN,
     "renorm": BatchRenorm,
@@ -61,6 +63,7 @@ __all__ = [
     "Split",
     "Stat",
     "StatNorm",
+    "TaperNorm",
     "centralize_weight",
     "fix_embedding",
     "make",

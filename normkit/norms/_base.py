@@ -61,6 +61,15 @@ class Norm(nn.Module):
         """The norm at inference as `Split(rest, scale, shift)`; `scale` and `shift` are `[dim]`."""
         raise NotImplementedError
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Norm":
+        """State stays float32 or wider through `.half()`, `.bfloat16()` and `.to(dtype)`."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(recurse=False):
+            if buffer.dtype in (torch.float16, torch.bfloat16):
+                setattr(self, name, before[name].to(buffer.device, torch.float32))
+        return self
+
     @property
     def spec(self) -> str:
         """The norm's name with the options that differ from their defaults, as `make` reads it.
@@ -275,7 +284,7 @@ class StatNorm(Norm):
         batch = local
         if self.sync:
             batch, count = channels.unpack(channels.all_reduce(channels.pack(local, count, self.running)), self.running)
-        ok = _usable(batch, count)
+        ok = usable(batch, count)
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # a batch that says nothing: the past stands in
         step = self.step + 1
         stat = self.train_stat(batch, step, count)
@@ -296,7 +305,7 @@ class StatNorm(Norm):
         value, state = self.grad_stat(batch, step, memo)
         if not state:
             return value
-        ok = _usable(batch, count)
+        ok = usable(batch, count)
         moved = ok
         if self.steps_per_update > 1:
             sums = torch.cat([(batch * count).flatten(), count.view(1)])
@@ -341,7 +350,7 @@ class StatNorm(Norm):
     # -- recomputation (activation checkpointing): a forward that runs inside a backward decides what it decided ------
 
     def _remember(self, plan: _Plan) -> _Record | None:
-        if torch.compiler.is_compiling() or _inside_backward():
+        if torch.compiler.is_compiling() or inside_backward():
             return None
         record = _Record(plan)
         if torch.is_grad_enabled():
@@ -352,7 +361,7 @@ class StatNorm(Norm):
         return record
 
     def _replay(self, x: Tensor, mask: Tensor | None) -> _Plan | None:
-        if torch.compiler.is_compiling() or not _inside_backward():
+        if torch.compiler.is_compiling() or not inside_backward():
             return None
         alive = [record for ref in self._records if (record := ref()) is not None]
         plans = [record.plan for record in [*self._ungraphed, *alive]][::-1]
@@ -381,15 +390,6 @@ class StatNorm(Norm):
         for name, buffer in self.named_buffers(recurse=False):
             if name != "running":
                 buffer.zero_()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "StatNorm":
-        """State stays float32 or wider through `.half()`, `.bfloat16()` and `.to(dtype)`."""
-        before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers(recurse=False):
-            if buffer.dtype in (torch.float16, torch.bfloat16):
-                setattr(self, name, before[name].to(buffer.device, torch.float32))
-        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the module takes no memory of forwards that it did not make."""
@@ -441,12 +441,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _usable(batch: Tensor, count: Tensor) -> Tensor:
+def usable(batch: Tensor, count: Tensor) -> Tensor:
     """Whether every statistic is finite (inf - inf and nan - nan are nan) and some row was real, without a sync."""
     return ((batch - batch) == 0).all() & (count > 0)
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
+    """Whether this forward is a recomputed one, run by a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,0 +1,158 @@
+"""TaperNorm (Kanavalau, Amo Alonso & Lall 2026, arXiv:2602.10408): an RMSNorm that fades into a fixed scaling."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normkit.norms._base import Norm, Split, inside_backward, require, require_count, require_fraction, usable
+from normkit.ops import channels
+
+
+class TaperNorm(Norm):
+    """RMSNorm while training is young, then a multiple of x: `y = x * (gate * weight / r(x) + (1 - gate) * c * gain)`.
+
+    `r(x) = sqrt(mean(x^2) + eps)` of each token. In the k-th training forward `gate` is 1 while `k <= warmup`, falls as
+    a cosine and is 0 from `k = until` on; then nothing of a token is measured any more and the norm folds away. At the
+    end of the warm-up c is fixed at the least-squares match of the two branches, `c = E[|x weight|^2 / r(x)] /
+    E[|x weight|^2]`, averages over real tokens and the steps before (weight `alpha` on the old), and `gain` starts as
+    `weight`, from where it is learned by itself: `gain = anchor + drift`, a buffer and a parameter. `.eval()` is when
+    the device is asked whether the gate has reached 0.
+
+    Established from the abstract and from others' accounts of the paper: the two branches, the schedule's form, the
+    formula of c. Our reading: `alpha`, `warmup` and `until`, for which we know no published value. Not here: the
+    LayerNorm form, and the auxiliary loss on the scale before the logits. The authors keep the final norm a real one,
+    or add that loss: a network without either can lower its loss by growing.
+
+    >>> norm = TaperNorm(2, warmup=1, until=3, eps=0.0)
+    >>> [norm(torch.tensor([[3.0, 3.0]])).mean().round(decimals=4).item() for _ in range(3)]
+    [1.0, 1.0, 1.0]
+    >>> norm.eval()(torch.tensor([[6.0, 6.0]])).round(decimals=4).tolist()
+    [[2.0, 2.0]]
+    """
+
+    energy: Tensor
+    step: Tensor
+    skipped: Tensor
+    anchor: Tensor
+    tapered: bool = False  # in evaluation mode: whether the gate is 0, so that exported graphs measure no token
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        eps: float = 1e-5,
+        affine: bool = True,
+        bias: bool = False,
+        sync: bool = False,
+        alpha: float = 0.99,
+        warmup: int = 4000,
+        until: int = 20_000,
+    ):
+        super().__init__(dim, eps=eps, affine=affine, bias=bias)
+        require(isinstance(sync, bool), "sync", sync, "True or False")
+        require_fraction("alpha", alpha)
+        require_count("warmup", warmup)
+        require_count("until", until, warmup + 1)
+        self.sync, self.alpha, self.warmup, self.until = sync, alpha, warmup, until
+        self.drift = nn.Parameter(torch.zeros(dim)) if affine else None
+        self.register_buffer("anchor", torch.ones(dim))
+        self.register_buffer("energy", torch.zeros(2))  # averages of |x weight|^2 / r and of |x weight|^2
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+        self.register_buffer("skipped", torch.zeros((), dtype=torch.long))
+
+    def reset_parameters(self) -> None:  # noqa: D102
+        super().reset_parameters()
+        with torch.no_grad():
+            for tensor in (self.drift, self.energy, self.step, self.skipped):
+                if tensor is not None:
+                    tensor.zero_()
+            self.anchor.fill_(1.0)
+        self.tapered = False
+
+    def reset_warmup(self) -> None:
+        """Start anew as an RMSNorm, with the gain that it has now."""
+        with torch.no_grad():
+            if self.weight is not None and self.drift is not None:
+                self.weight.copy_(torch.where(self.step > self.warmup, self.anchor + self.drift, self.weight))
+                self.drift.zero_()
+            self.step.zero_()
+            self.energy.zero_()
+        self.tapered = False
+
+    @property
+    def offline(self) -> bool:  # type: ignore[override]
+        """Whether the gate has reached 0. Asks the device."""
+        return not self.step.is_meta and int(self.step) >= self.until
+
+    def train(self, mode: bool = True) -> "TaperNorm":  # noqa: D102
+        super().train(mode)
+        self.tapered = not mode and self.offline
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.train(self.training)
+
+    def gate(self, step: Tensor) -> Tensor:
+        """The share of the RMSNorm in a step: 1, then half a cosine, then 0."""
+        done = ((step - self.warmup).to(self.energy.dtype) / (self.until - self.warmup)).clamp(0, 1)
+        return (1 + torch.cos(torch.pi * done)) / 2 * (done < 1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalize `x[..., dim]`; counts the step and measures the batch while training."""
+        mask = self.check(x, mask)
+        if self.tapered:
+            y = x * self._fixed()
+            y = y if self.bias is None else y + self.bias
+            return y if y.dtype == x.dtype else y.to(x.dtype)
+        wide = x.to(torch.promote_types(x.dtype, self.energy.dtype))
+        inv = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.training and (torch.compiler.is_compiling() or not inside_backward()):  # a recomputed step is no step
+            with torch.no_grad():
+                gate, c, anchor = self._advance(wide.detach(), inv.detach(), mask)
+        else:
+            gate, c, anchor = self.gate(self.step), self._match(), self.anchor
+        fixed = c * (anchor if self.drift is None else anchor + self.drift)
+        own = inv if self.weight is None else inv * self.weight
+        y = wide * (gate * own + (1 - gate) * fixed)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def _advance(self, x: Tensor, inv: Tensor, mask: Tensor | None) -> list[Tensor]:
+        weight = torch.ones_like(self.anchor) if self.weight is None else self.weight.to(self.anchor.dtype)
+        energy = (x * weight).square().sum(-1, keepdim=True)
+        keep = torch.ones_like(inv, dtype=torch.bool) if mask is None else mask[..., None]
+        rows = [torch.where(keep, each, 0).sum() for each in (energy * inv, energy)]
+        sums = torch.stack([*rows, keep.sum(dtype=x.dtype)])
+        if self.sync:
+            sums = channels.all_reduce(sums)
+        means, count = sums[:2] / sums[2].clamp(min=1), sums[2]
+        ok = usable(means, count)
+        step = self.step + 1
+        learning = ok & (step <= self.warmup)
+        self.energy.copy_(
+            torch.where(learning, self.energy.lerp(means.to(self.energy.dtype), 1 - self.alpha), self.energy)
+        )
+        self.anchor.copy_(torch.where(learning, weight, self.anchor))
+        self.skipped.add_(~ok)
+        self.step.add_(ok)
+        decided = [self.gate(step), self._match(), self.anchor.clone()]
+        return channels.snapshot(decided) if torch.compiler.is_compiling() else decided
+
+    def _match(self) -> Tensor:
+        """c; 0 before anything was measured, when the gate is 1."""
+        return torch.where(self.energy[1] > 0, self.energy[0] / self.energy[1], 0)
+
+    def _fixed(self) -> Tensor:
+        """What the norm multiplies by at the end."""
+        return self._match() * (self.anchor if self.drift is None else self.anchor + self.drift)
+
+    def split(self) -> Split:
+        """`Split(identity, c * gain, bias)` once the gate is 0; before, all but the bias is `rest`."""
+        shift = torch.zeros_like(self.anchor) if self.bias is None else self.bias
+        if self.offline:
+            return Split(nn.Identity(), self._fixed(), shift)
+        rest = copy.deepcopy(self).eval()
+        rest.bias = None
+        return Split(rest, torch.ones_like(self.anchor), shift)
