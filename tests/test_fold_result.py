@@ -1,0 +1,212 @@
+"""What folding gives: a result that is ordinary, refusals that say why, a proof that notices."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from fold_cases import DIM, Read, Tied, check, norm
+from foreign_models import CASES, pixels, randomize, tokens
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from normkit.norms import StatNorm, make
+from normkit.transforms import calibrate, convert, fold
+from normkit.transforms.absorb import Affine
+from normkit.transforms.prove import Double, error, variants
+
+# -- the result -------------------------------------------------------------------------------------------------------
+
+
+def test_half_precision_weights_fold_in_float64_first():
+    model = randomize(nn.Sequential(make("batch", DIM), nn.Linear(DIM, 4))).eval().bfloat16()
+    x = torch.randn(64, DIM).bfloat16()
+    folded, report = fold(model, x)
+    assert folded[1].weight.dtype == torch.bfloat16
+    scale, shift = (t.double() for t in model[0].split()[1:])
+    weight = model[1].weight.double()
+    torch.testing.assert_close(folded[1].weight, (weight * scale).bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(folded[1].bias, (model[1].bias.double() + weight @ shift).bfloat16(), rtol=0, atol=0)
+    assert report.max_error < 1e-12
+    assert report.native_error < 0.05
+
+
+def test_the_result_is_ordinary_and_loads_without_normkit(tmp_path):
+    model = randomize(nn.Sequential(nn.Linear(4, DIM), nn.Tanh(), make("un", DIM), nn.Linear(DIM, 3))).eval()
+    x = torch.randn(5, 4)
+    folded, _ = fold(model, x)
+    save_file(folded.state_dict(), tmp_path / "model.safetensors")
+    torch.save(folded, tmp_path / "model.pt")
+    torch.save((x, folded(x).detach()), tmp_path / "example.pt")
+    code = f"""
+import sys, torch
+from torch import nn
+from safetensors.torch import load_file
+model = nn.Sequential(nn.Linear(4, {DIM}), nn.Tanh(), nn.Identity(), nn.Linear({DIM}, 3)).eval()
+model.load_state_dict(load_file(r"{tmp_path}/model.safetensors"))
+x, y = torch.load(r"{tmp_path}/example.pt")
+torch.testing.assert_close(model(x), y)
+whole = torch.load(r"{tmp_path}/model.pt", weights_only=False)
+torch.testing.assert_close(whole(x), y)
+assert "normkit" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+
+
+def test_folding_twice_changes_nothing_more():
+    model = randomize(nn.Sequential(make("layer", DIM), nn.Linear(DIM, 4))).eval()
+    folded, _ = fold(model, torch.randn(3, DIM))
+    again, report = fold(folded, torch.randn(3, DIM))
+    assert report.count("kept") == 1
+    assert "no gain or bias to fold" in report.rows[0].why
+    assert torch.equal(again[1].weight, folded[1].weight)
+
+
+def test_a_batch_norm_of_pytorch_folds_as_it_is():
+    model = nn.Sequential(nn.Linear(4, DIM), nn.BatchNorm1d(DIM), nn.ReLU(), nn.BatchNorm1d(DIM), nn.Linear(DIM, 2))
+    folded, _ = check(model, torch.randn(8, 4), actions="folded back, folded")
+    assert [type(m).__name__ for m in folded] == ["Linear", "Identity", "ReLU", "Identity", "Linear"]
+
+
+def test_the_report_prints_an_aligned_table():
+    _, report = check(Tied(), tokens(2, 5))
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["norm", "is", "stands", "becomes", "into,", "or", "why", "not", "saved"]
+    assert lines[1].index("multiply-add") == lines[0].index("becomes")
+    assert "0 of 1 norms fold away" in lines[2]
+    assert "largest error" in lines[3]
+    assert "in float64" in lines[3]
+
+
+def test_a_calibrated_and_folded_encoder_runs_in_pytorchs_fast_path_or_not_at_all():
+    case = CASES["torch_encoder_pre"]()
+    model = convert(case.model, "batch", mask_from="src_key_padding_mask")
+    model = calibrate(model, [((case.args[0]), case.kwargs["src_key_padding_mask"])],
+                      forward=lambda m, b: m(b[0], src_key_padding_mask=b[1])).eval()  # fmt: skip
+    folded, _ = fold(model, *case.args, **case.kwargs)
+    with torch.no_grad():
+        torch.testing.assert_close(folded(*case.args, **case.kwargs), model(*case.args, **case.kwargs))
+    assert isinstance(folded.norm, Affine)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_training_mode_is_refused():
+    model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4))
+    with pytest.raises(ValueError, match=r"the model is in training mode; call model.eval"):
+        fold(model, torch.randn(3, DIM))
+    model.eval()
+    model[0].train()
+    with pytest.raises(ValueError, match="0 is in training mode"):
+        fold(model, torch.randn(3, DIM))
+
+
+def test_models_without_norms_and_quantized_ones_are_refused():
+    with pytest.raises(ValueError, match="no norm that it can read; it saw 0: no reader"):
+        fold(nn.Sequential(nn.InstanceNorm1d(3)).eval(), torch.randn(3, 3))
+    model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4)).eval()
+    model[1].weight = nn.Parameter(torch.zeros(4, DIM, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match="quantize"):
+        fold(model, torch.randn(3, DIM))
+
+
+def test_examples_that_do_not_fit_say_what_the_model_takes():
+    model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4)).eval()
+    with pytest.raises(ValueError, match=r"float32\[3, 5\].*Its forward takes \(input\)"):
+        fold(model, torch.randn(3, 5))
+    with pytest.raises(ValueError, match="could not run the model on the example"):
+        fold(model)
+
+
+def test_random_and_stateful_forwards_are_refused():
+    class Random(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.rand(1)
+
+    class Stateful(nn.Sequential):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    for kind in (Random, Stateful):
+        with pytest.raises(ValueError, match="random or keeps state"):
+            fold(kind(make("un", DIM), nn.Linear(DIM, 4)).eval(), torch.randn(3, DIM))
+
+
+def test_outputs_of_any_shape_and_none_at_all():
+    class Out(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            self.norm, self.reader, self.wrap = make("batch", DIM), nn.Linear(DIM, 4), wrap
+
+        def forward(self, x: Tensor):
+            return self.wrap(self.reader(self.norm(x)))
+
+    for wrap in (lambda y: {"logits": y, "n": 3}, lambda y: (y, (y * 2, None)), lambda y: [y]):
+        check(Out(wrap), torch.randn(3, DIM), actions="folded")
+    with pytest.raises(ValueError, match="no tensor in what the model returned"):
+        fold(Out(lambda y: None).eval(), torch.randn(3, DIM))
+    with pytest.raises(ValueError, match="could not apply outputs="):
+        fold(Out(lambda y: y).eval(), torch.randn(3, DIM), outputs=lambda out: out.logits)
+
+
+def test_a_norm_that_never_runs_is_kept_and_said():
+    model = Read(nn.Linear(DIM, 4))
+    model.idle = make("un", 3)
+    _, report = check(model, torch.randn(3, DIM), actions="folded, kept")
+    assert report.rows[1].why == "it never ran"
+
+
+# -- the proof itself -------------------------------------------------------------------------------------------------
+
+
+def test_the_proof_notices_a_wrong_fold():
+    model = norm()
+    assert error(model(torch.randn(3, DIM)), model(torch.randn(3, DIM))) > 1e-2
+    assert error(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])) == float("inf")
+    assert error(torch.tensor([1]), torch.tensor([2])) == float("inf")
+    assert error({"a": torch.ones(2)}, {"b": torch.ones(2)}) == float("inf")
+    assert error(torch.tensor([-torch.inf, 1.0]), torch.tensor([-torch.inf, 1.0])) == 0.0
+
+
+def test_a_wrong_rule_is_caught_by_the_proof_and_the_norm_stays(monkeypatch):
+    from normkit.transforms import plan
+
+    monkeypatch.setattr(plan.Planner, "readers", lambda self, source: (
+        [r.by for r in source.reads if not isinstance(r.by, str)], False))  # fmt: skip
+    model = randomize(Read(nn.Linear(DIM, 4), lambda m, y: m.reader(y) * y.square().mean())).eval()
+    _, report = fold(model, torch.randn(3, DIM))
+    assert report.rows[0].action == "kept"
+    assert "not exact" in report.rows[0].why
+    assert report.max_error < 1e-12
+
+
+def test_float64_goes_through_models_that_ask_for_less():
+    with Double():
+        assert torch.ones(3, dtype=torch.float64).float().dtype == torch.float64
+        assert torch.softmax(torch.ones(3, dtype=torch.float64), 0, dtype=torch.float32).dtype == torch.float64
+    assert torch.ones(3).float().dtype == torch.float32
+
+
+def test_other_shapes_are_tried_and_masks_stay():
+    case = CASES["torch_encoder_pre"]()
+    found = variants(case.model, case.args, case.kwargs)
+    assert {"the same shapes", "a larger batch", "6 tokens"} <= set(found)
+    args, kwargs = found["6 tokens"]
+    assert args[0].shape == (2, 6, 16)
+    assert torch.equal(kwargs["src_key_padding_mask"], case.kwargs["src_key_padding_mask"][:, :6])
+    assert not torch.equal(found["the same shapes"][0][0], pixels(2, 7, 16))
+
+
+def test_folding_does_not_depend_on_identity_affines():
+    """The helper really randomises: a fold that ignored gains, biases or statistics would fail these tests."""
+    model = randomize(nn.Sequential(make("batch", DIM)))
+    for t in (model[0].weight, model[0].bias, *model[0].running):
+        assert t.std() > 0.05
+    assert isinstance(model[0], StatNorm)
+    assert copy.deepcopy(model)[0].spec == "batch"
