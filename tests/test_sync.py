@@ -17,6 +17,8 @@ SPECS = [
     "power(sync=True, warmup=2)",
     "power(sync=True, groups=0, warmup=2)",
     "un(sync=True, window=2, warmup=2)",
+    "repbn(sync=True)",
+    "taper(sync=True, warmup=2, until=5)",
 ]
 SIZES = (5, 2, 7)  # tokens a process
 STEPS = 5
@@ -69,7 +71,7 @@ def _plain(rank, world, wanted):
         norm = random_norm(spec)
         for step in range(STEPS):
             got = train_step(norm, *(part[rank] for part in shares(world, step)))
-            grads = {name: got[name].clone() for name in got if name in ("dweight", "dbias")}
+            grads = {f"d{name}": got[f"d{name}"].clone() for name, _ in norm.named_parameters()}
             for grad in grads.values():
                 dist.all_reduce(grad)
             compare(got, want[step], rank, grads)
