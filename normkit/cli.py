@@ -82,7 +82,7 @@ def demo(arguments: list[str]) -> int:
 
         Args:
             norms: Norm specs to compare, such as layer 'un(window=8)' rms; `normkit list` knows all.
-            steps: Steps of each norm, the same for all; 5000 unless said otherwise.
+            steps: Steps of each norm, the same for all; 4200 unless said otherwise.
             minutes: Choose the steps such that all of it takes about so long here.
             bucketing: Batches of words of about one length, as is usual; --no-bucketing takes any lengths.
             seed: Seed of weights and data order, the same for all norms.
@@ -119,7 +119,9 @@ def list_(arguments: list[str]) -> int:
     for name, kind in NORMS.items():
         kept = "folds away at inference" if make(name, 16).offline else "stays at inference"
         what = f"statistics of batches, {kept}" if issubclass(kind, StatNorm) else "each token by itself"
-        own = ", ".join(f"{key}={value!r}" for key, value in options(name).items() if key not in everywhere)
+        own = ", ".join(
+            f"{key}={value!r}" for key, value in options(name).items() if (key, value) not in everywhere.items()
+        )
         lines.append(f"  {name:<8} {kind.__name__}: {what}")
         lines += textwrap.wrap(own, 110, initial_indent=" " * 11, subsequent_indent=" " * 11)
     lines.append(f"  all of them: {', '.join(f'{key}={value!r}' for key, value in everywhere.items())}")
@@ -398,10 +400,17 @@ def _one_line(box: str) -> str:
     >>> _one_line("╭─ Oh ─╮\\n│ Unknown: --sed │\\n│ ─── │\\n│ Perhaps you meant: │\\n│ --seed INT │\\n╰──╯")
     "Unknown: --sed (did you mean '--seed'?)"
     """
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    rules = [number for number, line in enumerate(lines) if not line.strip("─ ")]
-    message = " ".join(lines[: rules[0] if rules else None]).rstrip(".") or box.strip()
-    near = [line.split()[0].rstrip(",") for line in lines[rules[0] + 1 :] if line.startswith("--")] if rules else []
+    lines = [line.strip("│ ") for line in box.splitlines() if line.strip() and line[0] not in "╭╰"]
+    sections: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip("─-"):
+            sections[-1].append(line)
+        else:
+            sections.append([])
+    if "╭" not in box:  # without a frame the title is a line like any other
+        sections = sections[1:]
+    message = " ".join(sections[0] if sections else lines).rstrip(".")
+    near = [line.split()[0].rstrip(",") for part in sections for line in part if line.startswith("--")]
     return f"{message} (did you mean {near[0]!r}?)" if near and "Perhaps you meant:" in lines else message
 
 

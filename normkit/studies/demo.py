@@ -17,7 +17,7 @@ from normkit.train.config import Run
 from normkit.train.progress import Progress
 
 COMPARED = ("layer", "scale", "un", "power(groups=0)", "pnv", "batch")
-STEPS = 5000
+STEPS = 4200
 FINISH = "folding and timing"
 
 # What --minutes sets aside, in steps of the slowest worker

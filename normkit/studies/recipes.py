@@ -17,7 +17,7 @@ def g2p_cmudict() -> Run:
         data="cmudict",
         model=Model(width=96, hidden=192, depth=2, heads=4, tie=False),
         steps=5000,
-        batch_tokens=1000,
+        batch_tokens=500,
         lr=3e-3,
         weight_decay=0.1,
         label_smoothing=0.1,

@@ -56,7 +56,7 @@ class Workers:
     def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
         """Let a worker do `job(title, *arguments)`; a function of a module."""
         with _environment(), _uninterrupted():  # processes start at the first submit, and inherit both
-            self._jobs[self._pool.submit(job, title, *arguments)] = title
+            self._jobs[self._pool.submit(_run, job, title, *arguments)] = title
 
     def stop(self) -> None:
         """Ask running jobs to end, and start no further ones."""
@@ -72,7 +72,7 @@ class Workers:
             for job in done:
                 title = self._jobs.pop(job)
                 self._listen()
-                if not job.cancelled():
+                if not job.cancelled() and not isinstance(job.exception(), _NeverStarted):
                     yield title, job.exception() or job.result()
 
     def _listen(self) -> None:
@@ -86,6 +86,16 @@ def train_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any
     from normkit.train.run import train
 
     return train(run, folder, on_progress=lambda progress: tell(title, progress), command=command)
+
+
+class _NeverStarted(Exception):
+    """A job was waiting when all were asked to end."""
+
+
+def _run(job: Callable[..., Any], title: str, *arguments: Any) -> Any:
+    if _stop.is_set():
+        raise _NeverStarted
+    return job(title, *arguments)
 
 
 def tell(title: str, message: Any) -> bool:
