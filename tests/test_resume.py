@@ -149,7 +149,7 @@ def test_resuming_a_finished_run_changes_nothing(every, tmp_path):
     same(everything(tmp_path), before)
 
 
-# -- what cannot be resumed ---------------------------------------------------------------------------------------------
+# -- what cannot be resumed ------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_cut_short_is_refused(tmp_path):

@@ -47,11 +47,11 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
     recipe = RECIPES[name]()
     model = dataclasses.replace(recipe.model, width=16, hidden=24, depth=1, heads=2, norm=norm)
     run = dataclasses.replace(
-        recipe, model=model, steps=24, warmup=3, lr=1e-2, valid_every=12, checkpoint_every=12, record_every=8, test_items=20,
-        threads=1,
+        recipe, model=model, steps=24, warmup=3, lr=1e-2, valid_every=12, checkpoint_every=12, record_every=8,
+        test_items=20, threads=1,
     )  # fmt: skip
     told = []
-    result = train(run, tmp_path, on_progress=lambda progress: told.append(progress), command="as typed")
+    result = train(run, tmp_path, on_progress=told.append, command="as typed")
 
     assert results.read(tmp_path) == json.loads(json.dumps(result)), "the file holds what was returned"
     assert result["status"] == "done"
@@ -176,7 +176,7 @@ def test_a_new_run_clears_what_an_old_one_left(tmp_path):
     assert results.read(tmp_path)["run"]["steps"] == 5
 
 
-# -- bad input ----------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_counters_are_not_averaged():
     assert mean["step"].item() == 5
 
 
-# -- scores ---------------------------------------------------------------------------------------------------------------
+# -- scores ----------------------------------------------------------------------------------------------------------
 
 
 def edits(a, b):
@@ -332,7 +332,7 @@ def test_error_rates_refuse_what_cannot_be_compared():
         error_rates([["A"], ["B"]], [[["A"]]])
 
 
-# -- folding a run ----------------------------------------------------------------------------------------------------------
+# -- folding a run ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
