@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -96,8 +97,7 @@ def test_help_of_a_recipe_documents_every_field(typed):
     flags = [field.name for field in dataclasses.fields(Run) if field.name != "model"]
     flags += [f"model.{field.name}" for field in dataclasses.fields(Model)]
     for flag in flags:
-        line = next((line for line in out.splitlines() if f"--{flag.replace('_', '-')} " in f"{line} "), None)
-        assert line is not None, f"--{flag} is not in the help"
+        assert re.search(rf"--{flag.replace('_', '-')}[\s,]", out), f"--{flag} is not in the help"
     assert "(default: 5000)" in out
 
 
@@ -170,7 +170,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"table.txt", "report.html", "curves.png", "statistics.svg"}
 
 
-# -- bad input --------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,8 @@ def test_damaged_files_of_a_run(typed, runs, tmp_path):
 
 def test_a_package_that_is_missing_is_named_with_its_extra(typed, monkeypatch):
     monkeypatch.setitem(sys.modules, "tyro", None)
-    assert refused(typed("list"), "tyro", "pip install 'normkit[demo]'")
     assert refused(typed("demo", "--help"), "tyro", "pip install 'normkit[demo]'")
-    assert typed("--help")[0] == 0
+    assert typed("--help")[0] == typed("list")[0] == 0, "these need torch alone"
 
 
 def test_the_module_runs_as_the_script_does():

@@ -108,7 +108,7 @@ def test_three_norms_side_by_side_then_folded_and_timed(tmp_path):
 
 
 def test_minutes_choose_the_steps(tmp_path):
-    plan = entries(("layer", "pnv"), steps=5000, out=tmp_path)
+    plan = entries(("layer", "pnv"), steps=400, out=tmp_path)
     steps = steps_for(60, plan, board())
     assert steps > 200
     assert list(tmp_path.iterdir()) == [], "measuring leaves nothing behind"
@@ -116,7 +116,7 @@ def test_minutes_choose_the_steps(tmp_path):
         steps_for(0.001, plan, board())
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------------------------
 
 
 def answer(title, what):
@@ -179,7 +179,7 @@ def test_ctrl_c_ends_the_children_and_keeps_what_is_there(tmp_path):
     assert (tmp_path / "report.html").exists()
     kept = results.find([tmp_path])
     assert all(result["status"].startswith("interrupted at step ") for result in kept.values())
-    assert not (tmp_path / "layer").exists() or not (tmp_path / "pnv").exists(), "the third never started"
+    assert len(kept) == 2, "the third never started"
     for child in children:
         assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
 
@@ -197,14 +197,13 @@ def test_children_do_not_outlive_their_parent(tmp_path):
         "--out",
         str(tmp_path),
     ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if "step 1 of 100,000" in line:
-            break
-    children = _children(process.pid)
-    assert children
-    process.kill()
-    process.wait()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        for line in process.stdout:
+            if "step 1 of 100,000" in line:
+                break
+        children = _children(process.pid)
+        assert children
+        process.kill()
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline, "a child goes on without its parent"
@@ -217,7 +216,7 @@ def _children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------------------------
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
