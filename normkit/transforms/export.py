@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -191,6 +192,11 @@ def _onnx(model: Plain, path: Path, shapes: Any) -> tuple[dict[str, int], str, A
 @contextmanager
 def quiet() -> Iterator[None]:
     """The exporter's progress lines and warnings about its own internals, held back."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    heard = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(heard)

@@ -1,8 +1,10 @@
 """Models of Hugging Face in a folder on disk: load, audit, fold, save. Only safetensors, no code from the folder."""
 
 import copy
+import importlib
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,9 +75,12 @@ def load_pretrained_dir(path: Path | str) -> Any:
     files = _weights(path)
     transformers = _transformers()
     architecture = config["architectures"][0]
-    if not hasattr(transformers, architecture):
-        raise ValueError(f"{path}: transformers {transformers.__version__} has no class {architecture}")
-    kind = getattr(transformers, architecture)
+    try:
+        kind = getattr(transformers, architecture)
+    except AttributeError:
+        raise ValueError(f"{path}: transformers {transformers.__version__} has no class {architecture}") from None
+    except ImportError as problem:
+        raise ValueError(f"{path}: transformers cannot import {architecture}: {problem}") from problem
     changes = path / CHANGES
     if not changes.is_file():
         model = kind.from_pretrained(path, local_files_only=True, use_safetensors=True)
@@ -195,6 +200,13 @@ def _weights(path: Path) -> list[Path]:
 
 
 def _transformers() -> Any:
+    if "torchvision" not in sys.modules:
+        try:
+            importlib.import_module("torchvision")
+        except ImportError:
+            pass
+        except RuntimeError:  # a build for another PyTorch, which would take transformers down with it
+            sys.modules["torchvision"] = None  # type: ignore[assignment]
     try:
         import transformers
     except ImportError as missing:

@@ -1,0 +1,61 @@
+"""Take the norms out of a Vision Transformer that we did not write, prove that nothing changed, run it in onnxruntime.
+
+    pip install "normkit[export]" transformers scikit-learn && python examples/slim_a_vit.py
+
+About half a minute on a CPU: transformers' ViT with LayerNorm learns the 8 x 8 digits of scikit-learn; its norms are
+swapped for UN, which it gets used to in a few more steps; then they fold away.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+
+import normkit as nk
+
+sys.modules["torchvision"] = None  # this ViT does without it, and its build may be for another PyTorch
+from transformers import ViTConfig, ViTForImageClassification  # noqa: E402
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # for matrices this small, more threads only wait for each other
+digits = load_digits()
+images, labels = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32), torch.tensor(digits.target)
+order = torch.randperm(len(images))
+train, test = order[:1300], order[1300:]
+
+
+def fit(model, steps, lr):
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
+    for _ in range(steps):
+        batch = train[torch.randint(len(train), (64,))]
+        loss = model(images[batch], labels=labels[batch]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def accuracy(model):
+    return f"{100 * (model(images[test]).logits.argmax(1) == labels[test]).float().mean():.1f} %"
+
+
+config = ViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=3,
+                   num_attention_heads=4, intermediate_size=96, num_labels=10)  # fmt: skip
+vit = fit(ViTForImageClassification(config), 300, 3e-3)
+print("LayerNorm:", accuracy(vit))
+
+batches = [{"pixel_values": images[part]} for part in train.split(100)]
+swapped = nk.calibrate(nk.convert(vit, "un(warmup=0)"), batches, passes=3)
+print("UN, calibrated without training:", accuracy(swapped))
+slim = nk.calibrate(fit(swapped, 100, 1e-3), batches)
+print("UN, after 100 steps:", accuracy(slim))
+
+folded, report = nk.fold(slim, outputs=lambda out: out.logits, pixel_values=images[test][:2])
+print(f"{report}\nfolded: {accuracy(folded)}")
+with tempfile.TemporaryDirectory() as folder:
+    print(nk.export(folded, Path(folder) / "vit.onnx", outputs=lambda out: out.logits, pixel_values=images[test][:2]))
