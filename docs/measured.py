@@ -37,7 +37,7 @@ def fill(text: str) -> str:
         elif path.suffix in (".png", ".svg"):
             body = f"![{path.stem}]({match[1]})"
         else:
-            body = f"```\n{path.read_text(encoding='utf8').strip()}\n```"
+            body = f"```\n{path.read_text(encoding='utf8').strip(chr(10))}\n```"
         return f"<!-- measured: {match[1]} -->\n{body}\n<!-- /measured -->"
 
     return PLACE.sub(content, text)

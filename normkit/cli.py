@@ -82,7 +82,7 @@ def demo(arguments: list[str]) -> int:
 
         Args:
             norms: Norm specs to compare, such as layer 'un(window=8)' rms; `normkit list` knows all.
-            steps: Steps of each norm, the same for all; 4200 unless said otherwise.
+            steps: Steps of each norm, the same for all; 3600 unless said otherwise.
             minutes: Choose the steps such that all of it takes about so long here.
             bucketing: Batches of words of about one length, as is usual; --no-bucketing takes any lengths.
             seed: Seed of weights and data order, the same for all norms.

@@ -17,7 +17,7 @@ from normkit.train.config import Run
 from normkit.train.progress import Progress
 
 COMPARED = ("layer", "scale", "un", "power(groups=0)", "pnv", "batch")
-STEPS = 4200
+STEPS = 3600
 FINISH = "folding and timing"
 
 # What --minutes sets aside, in steps of the slowest worker
@@ -140,7 +140,7 @@ def compare(plan: list[Entry], board: Board, command: str, processes: int = 2) -
     return Outcome(by_folder, failed, interrupted)
 
 
-def _ending(result: dict[str, Any] | None) -> str:
+def _ending(result: Any) -> str:
     if result is None:
         return "done"
     running = result["scores"].get("running")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.models.mt import Seq2Seq
 from normkit.report import results
 from normkit.studies.workers import tell
 from normkit.train.folded import audit_run, fold_run
@@ -82,8 +81,8 @@ def _times(models: Mapping[str, Loaded]) -> dict[str, list[float]]:
 
 
 @torch.no_grad()
-def decode_along(model: Seq2Seq, source: Tensor, target: Tensor) -> None:
-    """Decode step by step with the cache, as a search does, but along `target`: the same work for every model."""
+def decode_along(model: Any, source: Tensor, target: Tensor) -> None:
+    """Let a Seq2Seq decode step by step with its cache, as a search does, but along `target`: the same work for all."""
     memory, real = model.encode(source)
     cache: dict = {}
     for step in range(target.shape[1]):

@@ -12,7 +12,7 @@ from normkit.train.lit import lightning
 from normkit.train.weights import write_atomically
 
 
-class AtomicCheckpoints(lightning.plugins.CheckpointIO):
+class AtomicCheckpoints(lightning.plugins.CheckpointIO):  # type: ignore[reportAttributeAccessIssue]
     """How Lightning's Trainer writes and reads its checkpoints here."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

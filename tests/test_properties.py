@@ -1,0 +1,219 @@
+"""Whatever one gives a norm: it works, or says in a ValueError or TypeError of its own what is allowed."""
+
+import math
+import traceback
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from norm_cases import short
+from torch.testing import assert_close
+
+from normkit.norms import NORMS, StatNorm, fix_embedding, make, option_defaults, parse
+from normkit.norms.released import RELEASED
+
+some = settings(
+    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+)
+every = pytest.mark.parametrize("name", NORMS)
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NOT_FLOATS = [torch.int64, torch.uint8, torch.bool, torch.complex64]
+LAYOUTS = ["plain", "transposed", "sliced", "expanded", "channels_last", "negative_step", "offset"]
+
+shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
+dims = st.sampled_from([2, 4, 6])
+
+
+def refused(error: Exception) -> bool:
+    """Whether our own code raised it, on purpose, with words that help."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, ValueError | TypeError) and "normkit" in last.filename and len(str(error)) > 10
+
+
+def laid_out(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Rows `[*shape]` that lie in memory in one of many ways; the numbers are the same."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    if layout == "transposed" and x.dim() > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":
+        wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if layout == "expanded" and x.dim() > 1 and shape[0]:
+        return x[:1].expand(shape)
+    if layout == "channels_last" and x.dim() == 4:
+        return x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    if layout == "negative_step":
+        return x.flip(-1).contiguous().flip(-1)
+    if layout == "offset":
+        return torch.cat([torch.ones(3, dtype=dtype), x.flatten()])[3:].view(shape)
+    return x
+
+
+@every
+@given(data=st.data())
+@some
+def test_every_shape_type_layout_and_mask(name, data):
+    """Shape and type come back; memory layout changes nothing; state stays finite; padding gets what real rows get."""
+    dim, leading = data.draw(dims), data.draw(shapes)
+    dtype, layout = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(LAYOUTS))
+    x = laid_out(layout, (*leading, dim), dtype)
+    mask = None
+    if data.draw(st.booleans()):
+        bits = data.draw(st.lists(st.booleans(), min_size=math.prod(leading), max_size=math.prod(leading)))
+        mask = torch.tensor(bits, dtype=torch.bool).view(leading)
+        if data.draw(st.booleans()) and mask.dim() > 1:
+            mask = mask.transpose(0, -1).contiguous().transpose(0, -1)
+    norm, twin = (make(short(name), dim) for _ in range(2))
+    for step in range(4):
+        leaf, other = (t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, x.contiguous()))
+        if layout == "expanded":
+            leaf = x.detach().requires_grad_()
+        y = norm(leaf, mask)
+        assert y.shape == x.shape
+        assert y.dtype is dtype
+        assert y.isfinite().all()
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+        y.backward(dy)
+        assert leaf.grad.shape == x.shape
+        assert leaf.grad.dtype is dtype
+        assert leaf.grad.isfinite().all()
+        z = twin(other, mask)
+        z.backward(dy)
+        assert_close(z, y, rtol=1e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
+    for key, buffer in norm.named_buffers():
+        assert buffer.isfinite().all(), key
+    if isinstance(norm, StatNorm):
+        real = math.prod(leading) if mask is None else int(mask.sum())
+        assert int(norm.step) == (4 if real else 0)
+        assert int(norm.skipped) == (0 if real else 4)
+    assert norm.eval()(x, mask).shape == x.shape
+
+
+@every
+@given(data=st.data())
+@some
+def test_wrong_inputs_are_refused_in_words(name, data):
+    dim = data.draw(dims)
+    norm = make(short(name), dim).train(data.draw(st.booleans()))
+    before = {key: value.clone() for key, value in norm.state_dict().items()}
+    leading = data.draw(shapes)
+    good = torch.ones(*leading, dim)
+    wrong = data.draw(
+        st.sampled_from(
+            [
+                (torch.ones(*leading, dim + 1), None),
+                (torch.ones(()), None),
+                (torch.ones(*leading, dim, dtype=data.draw(st.sampled_from(NOT_FLOATS))), None),
+                ([[0.0] * dim], None),
+                (None, None),
+                (good, torch.ones(*leading)),
+                (good, torch.ones(*leading, 1, dtype=torch.bool)),
+                (good, torch.ones(*leading, dim, dtype=torch.bool)),
+                (good, torch.ones(7, *leading, dtype=torch.bool)),
+                (good, [True]),
+                (good, 1),
+                (good, torch.ones(leading, dtype=torch.bool, device="meta")),
+            ]
+        )
+    )
+    with pytest.raises((ValueError, TypeError)) as caught:
+        norm(*wrong)
+    assert refused(caught.value), caught.value
+    for key, value in norm.state_dict().items():
+        assert_close(value, before[key], rtol=0, atol=0)
+
+
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 20), st.floats(), st.text(max_size=8), st.just((2, 3)), st.just([4]),
+    st.sampled_from(["inside", "outside", "token", "sample", "exact", "average", "ema", "released", "nu", "batch"]),
+    st.sampled_from([0.5, 1.0, 1e-5, 0.0, -1.0, math.inf, -math.inf, math.nan, 10**30, 1e300]),
+)  # fmt: skip
+
+
+def works(norm, dim: int) -> None:
+    """Six steps and an inference, finite; `spec` builds the same norm again."""
+    x = torch.randn(3, 2, dim, generator=torch.Generator().manual_seed(1))
+    for _ in range(6):
+        leaf = x.clone().requires_grad_()
+        y = norm(leaf)
+        y.square().sum().backward()
+        assert y.isfinite().all()
+        assert leaf.grad.isfinite().all()
+    assert norm.eval()(x).isfinite().all()
+
+
+@every
+@given(data=st.data())
+@settings(some, max_examples=30)
+def test_options_work_or_are_refused_in_words(name, data):
+    known = option_defaults(NORMS[name])
+    given_options = {key: data.draw(anything, label=key) for key in known if data.draw(st.booleans())}
+    dim = data.draw(st.one_of(dims, anything))
+    try:
+        norm = NORMS[name](dim, **given_options)
+    except (ValueError, TypeError) as error:
+        assert refused(error), error  # noqa: PT017
+        return
+    works(norm, dim)
+    again = make(norm.spec, dim)
+    assert again.spec == norm.spec
+    assert type(again) is type(norm)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+@given(data=st.data())
+@some
+def test_options_of_released_norms_work_or_are_refused_in_words(name, data):
+    kind = RELEASED[name]
+    known = [key for key in option_defaults(kind) if key not in ("affine", "bias")]
+    given_options = {key: data.draw(anything, label=key) for key in known if data.draw(st.booleans())}
+    try:
+        norm = kind(4, **given_options)
+    except (ValueError, TypeError) as error:
+        assert refused(error), error  # noqa: PT017
+        return
+    assert norm.eval()(torch.ones(3, 2, 4)).isfinite().all()
+
+
+@given(
+    text=st.one_of(
+        st.text(max_size=30), st.from_regex(r"[a-z]{1,6}(\([a-z_]{1,9}=[-0-9a-z.'\"]{1,6}\))?", fullmatch=True)
+    )
+)
+@settings(some, max_examples=100)
+def test_specs_are_read_or_refused_in_words(text):
+    try:
+        name, options = parse(text)
+    except ValueError as error:
+        assert refused(error), error  # noqa: PT017
+        return
+    assert name in NORMS
+    assert options.keys() <= option_defaults(NORMS[name]).keys()
+
+
+@given(thing=anything)
+@some
+def test_things_that_are_no_spec_are_refused_in_words(thing):
+    if not isinstance(thing, str):
+        with pytest.raises(TypeError, match="string"):
+            make(thing, 4)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fix_embedding(thing)
+    assert refused(caught.value)
+
+
+@every
+@given(scale=st.sampled_from([0.0, 1e-30, 1e-8, 1.0, 300.0, 6e4]), dtype=st.sampled_from(FLOATS))
+@some
+def test_sizes_of_numbers(name, scale, dtype):
+    """From nothing to the end of float16 the output is finite, and of the size that the method says."""
+    norm = make(short(name), 4)
+    x = (torch.tensor([[1.0, -1.0, 1.0, -1.0], [-1.0, 1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0]]) * scale).to(dtype)
+    y = norm(x)
+    assert y.isfinite().all() or (name == "repbn" and scale == 6e4 and dtype is torch.float16)
+    if name not in ("nonorm", "repbn"):
+        assert float(y.abs().max()) <= 2.0
+    for key, buffer in norm.named_buffers():
+        assert buffer.isfinite().all(), key
