@@ -221,6 +221,7 @@ def test_compiles_whole_to_the_same_numbers_without_recompiling(spec):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(" " in torch.__file__, reason="Inductor's linker loses a torch that lies under a path with a space")
 @pytest.mark.parametrize("spec", ["layer", "batch", "un(window=2, warmup=2)", "power(groups=0, warmup=2)"])
 def test_compiles_alike_with_inductor(spec):
     _compiles_alike(spec, "inductor")
