@@ -35,8 +35,8 @@ class Norm(nn.Module):
 
     def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = True, bias: bool = True):
         super().__init__()
-        require(_is_int(dim) and dim > 0, "dim", dim, "a whole number above 0")
-        require(_is_number(eps) and eps >= 0, "eps", eps, "a number >= 0")
+        require(_is_int(dim) and 0 < dim < 2**31, "dim", dim, "a whole number above 0")
+        require(_is_number(eps) and 0 <= eps <= 1, "eps", eps, "a number from 0 to 1")
         require(isinstance(affine, bool), "affine", affine, "True or False")
         require(isinstance(bias, bool), "bias", bias, "True or False")
         self.dim, self.eps, self.affine = dim, eps, affine
@@ -419,8 +419,8 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:
-    """`value` is a whole number, at least `least`."""
-    require(_is_int(value) and value >= least, name, value, f"a whole number >= {least}")  # type: ignore[operator]
+    """`value` is a whole number, at least `least`, that fits a counter on the device."""
+    require(_is_int(value) and least <= value < 2**62, name, value, f"a whole number >= {least}")  # type: ignore[operator]
 
 
 def require_fraction(name: str, value: object) -> None:
@@ -429,8 +429,8 @@ def require_fraction(name: str, value: object) -> None:
 
 
 def require_positive(name: str, value: object) -> None:
-    """`value` is a number above 0."""
-    require(_is_number(value) and value > 0, name, value, "a number above 0")  # type: ignore[operator]
+    """`value` is a number above 0 that float32 holds with room to spare."""
+    require(_is_number(value) and 0 < value <= 1e9, name, value, "a number above 0, at most 1e9")  # type: ignore[operator]
 
 
 def _is_int(value: object) -> bool:
