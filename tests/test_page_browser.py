@@ -205,6 +205,22 @@ def test_it_fits_every_screen_and_the_dark(visit, scheme, width, tmp_path):
     assert len(tab.screenshot(path=tmp_path / "page.png", full_page=True)) > 20_000
 
 
+def test_the_table_shows_every_column_on_a_desktop(browser, tmp_path):
+    made = made_results.demo(tmp_path)
+    for one in made.values():
+        one["fold"]["foldable"] = "12 of 12"
+        one["speed"]["inference_words_per_s"] = 3011.0
+        for score in one["scores"].values():
+            score |= {"per": 98.2, "per_error": 0.36, "wer": 84.0, "wer_error": 0.82}
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(page.write(made, tmp_path / "report.html").as_uri())
+    room, needed = tab.locator(".scroll", has=tab.locator("table.sortable")).evaluate(
+        "part => [part.clientWidth, part.scrollWidth]"
+    )
+    tab.close()
+    assert needed <= room, f"the last columns are cut: {needed} pixels in {room}"
+
+
 def test_a_tap_reads_a_chart_and_then_the_next(visit):
     tab = visit(390, touch=True)
     for place in (1, 2):
