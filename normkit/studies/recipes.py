@@ -32,6 +32,8 @@ def lm_pydoc() -> Run:
     """Word-level language model on the Python language reference that ships with CPython.
 
     normkit train lm_pydoc
+
+    Perplexity 12.9 (CPython 3.11, 12,931 words of the test split, one seed), 2 min 30 s on one CPU core.
     """
     return Run(
         name="lm_pydoc",
@@ -40,6 +42,7 @@ def lm_pydoc() -> Run:
         model=Model(width=128, hidden=512, depth=3, heads=4, dropout=0.2),
         steps=1500,
         batch_tokens=1024,
+        bucketing=False,
         lr=2e-3,
         label_smoothing=0.0,
         weight_decay=0.05,
@@ -53,19 +56,22 @@ def vit_digits() -> Run:
     """A tiny Vision Transformer on the 8 x 8 digits of scikit-learn.
 
     normkit train vit_digits
+
+    Accuracy 97.9 % (96 pictures of the test split, sampling error 1.5, one seed), half a minute on one CPU core.
     """
     return Run(
         name="vit_digits",
         task="digits",
         data="digits",
         model=Model(width=64, hidden=128, depth=3, heads=4, dropout=0.1),
-        steps=1000,
+        steps=1500,
         batch_tokens=64,
-        lr=1e-3,
+        bucketing=False,
+        lr=2e-3,
         label_smoothing=0.1,
         weight_decay=0.05,
-        warmup=100,
-        valid_every=100,
+        warmup=150,
+        valid_every=150,
         checkpoint_every=500,
     )
 
