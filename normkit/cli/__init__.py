@@ -1,0 +1,67 @@
+"""The door: `normkit COMMAND ...`. Turns errors into one line and exit status 2."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+
+import normkit
+from normkit.cli.folding import audit, fold
+from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
+from normkit.cli.listing import list_
+from normkit.cli.reporting import report
+from normkit.cli.running import demo, train
+from normkit.cli.using import pronounce, translate
+
+EXTRA = "pip install 'normkit[demo]'"
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "demo": demo,
+    "list": list_,
+    "train": train,
+    "pronounce": pronounce,
+    "translate": translate,
+    "fold": fold,
+    "audit": audit,
+    "report": report,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        return complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        if (error.name or "normkit").split(".")[0] == "normkit":
+            return complain(str(error))
+        return complain(f"this needs the package {error.name}, which is not installed; {EXTRA}")
+    except (ValueError, TypeError, OSError) as error:
+        return complain(str(error) or type(error).__name__)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        write(_overview())
+        return 0 if arguments else BAD_INPUT
+    if arguments[0] in ("-V", "--version"):
+        write(f"normkit {normkit.__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"there is no command {name!r}{hint}; there are {', '.join(COMMANDS)}")
+    return COMMANDS[name](rest) or 0
+
+
+def _overview() -> str:
+    lines = [f"normkit {normkit.__version__}: swap, train, watch and fold away the norms of any Transformer", ""]
+    for name, command in COMMANDS.items():
+        lines.append(f"  normkit {name:<10} {str(command.__doc__).splitlines()[0]}")
+    return "\n".join([*lines, "", "normkit COMMAND --help says more."])

@@ -1,0 +1,61 @@
+"""Commands on the norms of a saved model, a run's or a Hugging Face folder: `audit` and `fold`."""
+
+from pathlib import Path
+
+from normkit.cli.line import parse_arguments, write
+
+
+def audit(arguments: list[str]) -> int:
+    """Say for each norm of a saved model what folding can make of it."""
+    from tyro.conf import Positional
+
+    def parse(model: Positional[Path]) -> Path:
+        """Say for each norm of a saved model who reads it, and what folding can make of it. Nothing is changed.
+
+        Args:
+            model: Folder of a run, or of a Hugging Face model with safetensors.
+        """
+        return model
+
+    folder = parse_arguments(parse, arguments, "audit")
+    from normkit.transforms.pretrained import audit_dir, is_pretrained_dir
+
+    if is_pretrained_dir(folder):
+        write(str(audit_dir(folder)))
+        return 0
+    from normkit.train.folded import audit_run
+    from normkit.train.run import load
+
+    write(str(audit_run(load(folder))))
+    return 0
+
+
+def fold(arguments: list[str]) -> int:
+    """Fold the norms of a saved model away, and prove that nothing changed."""
+    from tyro.conf import Positional
+
+    def parse(model: Positional[Path], out: Path) -> tuple[Path, Path]:
+        """Fold the norms of a saved model into the layers beside them, and prove in float64 that nothing changed.
+
+        Args:
+            model: Folder of a run, or of a Hugging Face model with safetensors.
+            out: Folder for the folded model: a run that `normkit pronounce --run` and `translate` take like any other,
+                or a Hugging Face folder with a load.py.
+        """
+        return model, out
+
+    folder, out = parse_arguments(parse, arguments, "fold")
+    if out.resolve() == folder.resolve():
+        raise ValueError(f"--out {out} is the model itself, which is kept; name another folder")
+    from normkit.transforms.pretrained import fold_dir, is_pretrained_dir
+
+    if is_pretrained_dir(folder):
+        report = fold_dir(folder, out)
+    else:
+        from normkit.train.folded import fold_run
+        from normkit.train.run import load, save
+
+        folded, report = fold_run(load(folder))
+        save(out, folded)
+    write(f"{report}\nsaved to {out}")
+    return 0

@@ -1,0 +1,59 @@
+"""The command line itself: arguments in, lines out."""
+
+import contextlib
+import io
+import shlex
+import sys
+from typing import Any
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any) -> Any:
+    """Arguments as a function's parameters or a dataclass's fields; what is wrong with them on one line."""
+    import tyro
+
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(target, args=arguments, prog=f"normkit {name}", **default)
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        raise ValueError(f"{_one_line(box.getvalue())}; `normkit {name} --help` shows what there is") from None
+
+
+def _one_line(box: str) -> str:
+    """The first sentence in a box of several lines, and the option that it proposes.
+
+    >>> _one_line("╭─ Oh ─╮\\n│ Unknown: --sed │\\n│ ─── │\\n│ Perhaps you meant: │\\n│ --seed INT │\\n╰──╯")
+    "Unknown: --sed (did you mean '--seed'?)"
+    """
+    lines = [line.strip("│ ") for line in box.splitlines() if line.strip() and line[0] not in "╭╰"]
+    sections: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip("─-"):
+            sections[-1].append(line)
+        else:
+            sections.append([])
+    if "╭" not in box:  # without a frame the title is a line like any other
+        sections = sections[1:]
+    message = " ".join(sections[0] if sections else lines).rstrip(".")
+    near = [line.split()[0].rstrip(",") for part in sections for line in part if line.startswith("--")]
+    return f"{message} (did you mean {near[0]!r}?)" if near and "Perhaps you meant:" in lines else message
+
+
+def typed(*words: str) -> str:
+    """A command as a person would type it."""
+    return shlex.join(["normkit", *words])
+
+
+def write(text: str) -> None:
+    """A line, or several, of what was asked for."""
+    sys.stdout.write(text + "\n")
+
+
+def complain(text: str, status: int = BAD_INPUT) -> int:
+    """One line of what went wrong; the exit status that says so."""
+    sys.stderr.write(f"normkit: {' '.join(text.split())}\n")
+    return status

@@ -1,0 +1,36 @@
+"""`normkit list`: what there is."""
+
+import textwrap
+
+from normkit.cli.line import parse_arguments, write
+from normkit.norms import NORMS, StatNorm, make, options
+
+
+def list_(arguments: list[str]) -> int:
+    """All norms with their options, recipes, and sources of data."""
+
+    def parse() -> None:
+        """Show all norms with their options and defaults, the recipes of `normkit train`, and the sources of data."""
+
+    if arguments:  # where there are none, torch is all that this command needs
+        parse_arguments(parse, arguments, "list")
+    from normkit.data.embedded import SOURCES
+    from normkit.studies.recipes import RECIPES
+
+    lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", ""]
+    everywhere = options("layer")
+    for name, kind in NORMS.items():
+        kept = "folds away at inference" if make(name, 16).offline else "stays at inference"
+        what = f"statistics of batches, {kept}" if issubclass(kind, StatNorm) else "each token by itself"
+        own = ", ".join(
+            f"{key}={value!r}" for key, value in options(name).items() if (key, value) not in everywhere.items()
+        )
+        lines.append(f"  {name:<8} {kind.__name__}: {what}")
+        lines += textwrap.wrap(own, 110, initial_indent=" " * 11, subsequent_indent=" " * 11)
+    lines.append(f"  all of them: {', '.join(f'{key}={value!r}' for key, value in everywhere.items())}")
+    lines += ["", "Recipes (normkit train RECIPE)", ""]
+    lines += [f"  {name:<13} {str(recipe.__doc__).splitlines()[0]}" for name, recipe in RECIPES.items()]
+    lines += ["", "Sources of data, none needs a download", ""]
+    lines += [f"  {name:<13} {str(source.__doc__).splitlines()[0]}" for name, source in SOURCES.items()]
+    write("\n".join(lines))
+    return 0

@@ -1,0 +1,58 @@
+"""Commands that show results: `report`."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from normkit.cli.line import parse_arguments, typed, write
+
+
+def report(arguments: list[str]) -> int:
+    """Table, pictures and a page of results that are there."""
+    from tyro.conf import Positional
+
+    def parse(paths: Positional[tuple[Path, ...]], out: Path | None = None) -> dict[str, Any]:
+        """Make table, pictures and report.html of finished runs, from their result files alone.
+
+        Args:
+            paths: Result files, or folders with such files somewhere inside.
+            out: Folder for table, pictures and page; the first path unless said otherwise.
+        """
+        return locals()
+
+    given = parse_arguments(parse, arguments, "report")
+    if not given["paths"]:
+        raise ValueError("no results given; try `normkit report runs/demo`")
+    from rich.console import Console
+
+    from normkit.report import results
+
+    paths = given["paths"]
+    first = paths[0] if paths[0].is_dir() else paths[0].parent
+    show(Console(), results.find(paths), given["out"] or first, typed("report", *arguments))
+    return 0
+
+
+def show(console: Any, found: dict[Path, dict[str, Any]], out: Path, command: str) -> None:
+    """Print the table and what is seen in it; write them, the pictures and the page to a folder."""
+    from rich.table import Table
+
+    from normkit.report import page, plot, settings, summary
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.txt").write_text(summary.text(found), encoding="utf8")
+    if console.is_terminal and len(settings.groups(found)) == 1:
+        head, *rows = summary.cells(found)
+        table = Table(*head)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print(summary.verdict(found), markup=False, highlight=False, soft_wrap=True)
+    else:
+        write(summary.text(found))
+    for draw in (plot.curves, plot.statistics):
+        with contextlib.suppress(ValueError):  # nothing to draw, as the statistics of norms that have none
+            for ending in ("png", "svg"):
+                draw(found, out / f"{draw.__name__}.{ending}")
+    written = page.write(found, out / "report.html", title=out.name, command=command)
+    console.print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)
