@@ -11,6 +11,7 @@ from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
 from normkit.cli.listing import list_
 from normkit.cli.reporting import report
 from normkit.cli.running import demo, train
+from normkit.cli.studying import study
 from normkit.cli.using import pronounce, translate
 
 EXTRA = "pip install 'normkit[demo]'"
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "fold": fold,
     "audit": audit,
     "report": report,
+    "study": study,
 }
 
 

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from normkit.norms import NORMS, StatNorm, options, parse
+from normkit.norms import NORMS, StatNorm, parse
 from normkit.report import results
 from normkit.studies.finish import finish_job
 from normkit.studies.progress import Board
 from normkit.studies.recipes import g2p_cmudict
+from normkit.studies.study import warmed
 from normkit.studies.workers import Workers, tell, train_job
 from normkit.train.config import Run
 from normkit.train.progress import Progress
@@ -56,13 +57,10 @@ def entries(
     """
     found = []
     for spec in norms:
-        name, given = parse(spec)
         warmup = max(1, steps // 10)
-        if "warmup" in options(name) and "warmup" not in given:
-            given = {**given, "warmup": warmup}
-        norm = f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" if given else name
+        norm = warmed(spec, warmup)
         recipe = g2p_cmudict()
-        fixed = name == "scale"  # FixNorm is of the input and of the output that is tied to it
+        fixed = parse(spec)[0] == "scale"  # FixNorm is of the input and of the output that is tied to it
         model = dataclasses.replace(recipe.model, norm=norm, fixnorm=fixed, tie=fixed)
         run = dataclasses.replace(
             recipe,

@@ -46,7 +46,7 @@ class Board:
                 f"{tick.tokens_per_s:,.0f} tokens/s   {clock(tick.seconds_left)} left"
             )
         if self._live is not None:
-            self._live.update(self._rows[title], completed=tick.step, state=state)
+            self._live.update(self._rows[title], total=tick.steps, completed=tick.step, state=state)
             return
         part = tick.step / tick.steps  # elsewhere: each tenth of the training, and each further stage, on a line
         if tick.stage != "training" or part - self._said.get(title, -1.0) >= 0.1 or part == 1:

@@ -99,7 +99,9 @@ def _run(job: Callable[..., Any], title: str, *arguments: Any) -> Any:
 
 
 def tell(title: str, message: Any) -> bool:
-    """In a worker: tell the parent something; True where the parent wants the job to end."""
+    """In a worker: tell the parent something; True where the parent wants the job to end. Elsewhere nobody hears."""
+    if _queue is None:
+        return False
     _queue.put((title, message))
     return _stop.is_set()
 

@@ -1,0 +1,79 @@
+"""Commands that run studies: `study`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from normkit.cli.line import INTERRUPTED, parse_arguments, typed, write
+
+
+def study(arguments: list[str]) -> int:
+    """A paper's table or figure as a grid of runs, ours beside what it printed."""
+    from tyro.conf import Positional, arg
+
+    def parse(
+        study: Positional[str] = "",
+        list_: Annotated[bool, arg(name="list")] = False,
+        scale: str = "pocket",
+        seeds: int = 1,
+        only: tuple[str, ...] = (),
+        out: Path = Path("runs/studies"),
+        processes: int = 1,
+        ray: str | None = None,
+        show: bool = False,
+    ) -> dict[str, Any]:
+        """Run a study, a table or figure of a paper, and show ours beside what it printed.
+
+        What is finished is kept and what was interrupted goes on, so the same command again goes on where it stopped;
+        studies share the runs that they have in common.
+
+        Args:
+            study: Name of the study; --list shows all.
+            list_: Show all studies, the scales that they can be run at, and nothing else.
+            scale: pocket fits two CPU cores and minutes a run; gpu one GPU and ten minutes; paper is the original.
+            seeds: Runs of each cell, seeds 0, 1, ...
+            only: Norms or labels of the rows to run; all unless said otherwise. The table shows all that is there.
+            out: Folder of runs and tables.
+            processes: Runs at the same time on this machine, one thread each at scale pocket.
+            ray: Run on Ray, without an address on a local one: as many runs at a time as there are cores and GPUs.
+            show: Run nothing, show the table of what is there.
+        """
+        return locals()
+
+    words = [
+        part
+        for word, following in zip(arguments, [*arguments[1:], "-"], strict=True)
+        for part in ([word, "local"] if word == "--ray" and following.startswith("-") else [word])
+    ]
+    given = parse_arguments(parse, words, "study")
+    from normkit.studies.catalogue import STUDIES, listing
+    from normkit.train.config import pick
+
+    if given["list_"] or not given["study"]:
+        write(listing())
+        return 0
+    pick(STUDIES, given["study"], "study")
+    return _study(given, typed("study", *arguments))
+
+
+def _study(given: dict[str, Any], command: str) -> int:
+    from rich.console import Console
+
+    from normkit.studies import conduct, table
+    from normkit.studies.catalogue import STUDIES
+    from normkit.studies.progress import Board
+
+    study, scale, out = STUDIES[given["study"]], given["scale"], given["out"]
+    if given["processes"] < 1:
+        raise ValueError(f"processes must be at least 1; got {given['processes']}")
+    if given["show"]:
+        write(table.text(table.collect(study, scale, out)))
+        return 0
+    plan = conduct.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
+    console = Console()
+    with Board(console, [run.name for run in plan.todo.values()], 1) as board:
+        board.say(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
+        with conduct.engine(plan, given["processes"], given["ray"], board) as engine:
+            made, interrupted = conduct.conduct(study, scale, out, plan, engine, board, command)
+    write(table.text(made))
+    write(f"written to {out / scale / 'tables' / study.id}.txt, .md and .json")
+    return INTERRUPTED if interrupted else 0

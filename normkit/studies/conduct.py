@@ -1,0 +1,124 @@
+"""Run a study: what is finished is kept, what was interrupted goes on, what failed is a row."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from normkit.report import results
+from normkit.studies.progress import Board
+from normkit.studies.study import Study, expand, seeded, unique
+from normkit.studies.table import FAILURE, Table, check, collect, write
+from normkit.studies.workers import Workers, tell
+from normkit.train.config import Run
+
+if TYPE_CHECKING:
+    from normkit.studies.cluster import Cluster
+
+
+class Engine(Protocol):
+    """What runs jobs: `Workers` on this machine, `Cluster` on Ray."""
+
+    def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
+        """Do `job(title, *arguments)`; the first argument is the run."""
+
+    def ended(self) -> Iterator[tuple[str, Any]]:
+        """Titles and outcomes as jobs end."""
+
+    def stop(self) -> None:
+        """Ask running jobs to end, and start no further ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Runs of a study by their folders: those to train, in this order, and how many are finished already."""
+
+    todo: dict[Path, Run]
+    finished: int
+
+
+def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> Plan:
+    """What is left to train, seed by seed so that a table is whole early.
+
+    ValueError where nothing can be run at this scale, and where a folder holds a run of other settings.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1; got {seeds}")
+    cells = unique(expand(study, scale, only))
+    if not cells:
+        there = ", ".join(study.scales) or "none: it shows the paper's figures alone"
+        raise ValueError(f"{study.id} has no runs at scale {scale} here; scales with runs: {there}")
+    runs = dict(seeded(cell, out, seed) for seed in range(seeds) for cell in cells)
+    todo = {folder: run for folder, run in runs.items() if not finished(folder, run)}
+    return Plan(todo, len(runs) - len(todo))
+
+
+def finished(folder: Path, run: Run) -> bool:
+    """Whether a folder holds this run's result: scores, or a divergence. ValueError where it is another run's."""
+    if not (folder / results.FILE).is_file():
+        return False
+    result = results.read(folder)
+    check(folder, result["run"], run)
+    return not result["status"].startswith("interrupted")
+
+
+def engine(plan: Plan, processes: int, ray: str | None, board: Board) -> "Workers | Cluster":
+    """What to train a plan with: processes here, or Ray at an address. ValueError where a GPU is missing here."""
+    if ray is not None:
+        from normkit.studies.cluster import Cluster
+
+        return Cluster(ray)
+    if any(run.device == "cuda" for run in plan.todo.values()):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "this scale needs a GPU, and none is here; --scale pocket does not, --ray ADDRESS may have"
+            )
+    return Workers(processes, board.tell)
+
+
+def conduct(
+    study: Study, scale: str, out: Path, plan: Plan, engine: Engine, board: Board, command: str = ""
+) -> tuple[Table, bool]:
+    """Train what a plan has left; returns the table of all that is there, and whether it was interrupted.
+
+    After each run the table's files are written anew. A run that raised leaves failed.txt, is tried again next time.
+    """
+    interrupted = False
+    folders = {run.name: folder for folder, run in plan.todo.items()}
+    for folder, run in plan.todo.items():
+        engine.submit(run.name, study_job, run, folder, command)
+    try:
+        _collect(study, scale, out, engine, board, folders, command)
+    except KeyboardInterrupt:
+        interrupted = True
+        board.say("stopping; what is finished is kept, the rest goes on from here next time (Ctrl-C again: at once)")
+        engine.stop()
+        _collect(study, scale, out, engine, board, folders, command)
+    table = collect(study, scale, out, command)
+    write(table, out)
+    return table, interrupted
+
+
+def _collect(
+    study: Study, scale: str, out: Path, engine: Engine, board: Board, folders: dict[str, Path], command: str
+) -> None:
+    for title, outcome in engine.ended():
+        if isinstance(outcome, BaseException):
+            ending = f"failed: {' '.join(str(outcome).split()) or type(outcome).__name__}"
+            if not isinstance(outcome, BrokenProcessPool):  # a lost process takes others with it, which did not fail
+                results.write_whole(folders[title] / FAILURE, f"{ending[:300]}\n".encode())
+        else:
+            ending = outcome["status"]
+            (folders[title] / FAILURE).unlink(missing_ok=True)
+        board.end(title, ending)
+        write(collect(study, scale, out, command), out)
+
+
+def study_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any]:
+    """A worker's job: train, or go on where it stopped, telling the parent where there is one."""
+    from normkit.train.run import train
+
+    return train(run, folder, resume=True, on_progress=lambda progress: tell(title, progress), command=command)

@@ -1,0 +1,53 @@
+"""All norms on the same translation task, at all places of encoder and decoder: what the README shows."""
+
+from normkit.studies.bases import CMUDICT, IWSLT14_UN, MULTI30K
+from normkit.studies.study import Column, Row, Study
+
+CORE = (
+    Row(label="layer", settings={"model.norm": "layer"}),
+    Row(label="batch", settings={"model.norm": "batch"}),
+    Row(label="pnv", settings={"model.norm": "pnv"}),
+    Row(label="power(groups=1)", settings={"model.norm": "power(groups=1)"}),
+    Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
+    Row(label="un", settings={"model.norm": "un"}),
+    Row(label="scale + FixNorm", settings={"model.norm": "scale", "model.fixnorm": True}),
+)
+OTHERS = tuple(
+    Row(label=norm, settings={"model.norm": norm}) for norm in ("rms", "group", "renorm", "mabn", "nonorm", "dyt")
+)
+
+MULTI30K_CORE = Study(
+    id="core.multi30k",
+    title="norms in translation, Multi30k De-En",
+    rows=(*CORE, *OTHERS),
+    columns=(
+        Column(title="BLEU", metric="bleu", base=MULTI30K),
+        Column(title="BLEU greedy", metric="bleu running", base=MULTI30K),
+        Column(title="greedy, batch statistics", metric="bleu batch", base=MULTI30K),
+        Column(title="greedy, calibrated", metric="bleu calibrated", base=MULTI30K),
+    ),
+)
+
+IWSLT14_CORE = Study(
+    id="core.iwslt14",
+    title="norms in translation, IWSLT14 De-En",
+    rows=(*CORE, *OTHERS),
+    note="At pocket scale the training set is a third of the corpus; validation and test are the usual ones.",
+    columns=(
+        Column(title="BLEU", metric="bleu", base=IWSLT14_UN),
+        Column(title="BLEU greedy", metric="bleu running", base=IWSLT14_UN),
+        Column(title="greedy, calibrated", metric="bleu calibrated", base=IWSLT14_UN),
+    ),
+)
+
+CMUDICT_CORE = Study(
+    id="core.cmudict",
+    title="norms from spelling to sound, CMU Pronouncing Dictionary",
+    rows=(*CORE, *OTHERS),
+    columns=(
+        Column(title="PER", metric="per", base=CMUDICT),
+        Column(title="PER greedy", metric="per running", base=CMUDICT),
+        Column(title="greedy, batch statistics", metric="per batch", base=CMUDICT),
+        Column(title="greedy, calibrated", metric="per calibrated", base=CMUDICT),
+    ),
+)
