@@ -163,6 +163,20 @@ def test_fold_saves_a_run_that_answers_alike(typed, runs, tmp_path):
     assert "0 of 7 norms fold away" in out
 
 
+def test_audit_and_fold_of_a_hugging_face_folder(typed, tmp_path):
+    pytest.importorskip("transformers")
+    from foreign_models import case_of
+
+    case_of("bert").model.save_pretrained(tmp_path / "bert")
+    status, out, _ = typed("audit", tmp_path / "bert")
+    assert status == 0
+    assert "0 of 6 norms fold away" in out
+    status, out, _ = typed("fold", tmp_path / "bert", "--out", tmp_path / "folded")
+    assert status == 0, "gains and biases of LayerNorm move into the layers after it"
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "folded").iterdir()}
+    assert refused(typed("fold", tmp_path / "bert", "--out", tmp_path / "bert"), "is the model itself")
+
+
 def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
     status, out, _ = typed("report", runs, "--out", tmp_path)
     assert status == 0
@@ -217,7 +231,7 @@ def test_words_that_the_model_cannot_read(typed, runs):
 
 def test_folding_a_run_onto_itself_is_refused(typed, runs):
     before = (runs / "un" / "model.safetensors").read_bytes()
-    assert refused(typed("fold", runs / "un", "--out", runs / "un"), "is the run itself")
+    assert refused(typed("fold", runs / "un", "--out", runs / "un"), "is the model itself")
     assert (runs / "un" / "model.safetensors").read_bytes() == before
 
 

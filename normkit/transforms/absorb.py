@@ -1,5 +1,7 @@
 """Carry out a plan: put the gains and shifts of norms into the weights beside them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from normkit.transforms.foreign import equivalent, read
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import remove_routes
 from normkit.transforms.plan import Plan, new_bias
-from normkit.transforms.trace import FOREIGN, Place, Product, Source, Trace
+from normkit.transforms.trace import FOREIGN, Place, Product, Source, Trace, View
 
 
 class Affine(nn.Module):
@@ -65,22 +67,34 @@ def _forwards(model: nn.Module, trace: Trace, plan: Plan, splits: dict, edit: "E
         source = trace.sources["norm", name]
         s, t = splits[name][1:]
         _spread(source, s, torch.zeros_like(t) if plan.fates[name].action == "add" else t, scale, shift)
-    factors: dict[str, Tensor] = {}
     deltas: dict[tuple[Place, int], Tensor] = {}
+    factors: dict[str, dict[View, Tensor]] = {}
     for product in dict.fromkeys(p for products in plan.forward.values() for p in products):
         codes = trace.codes_in[product].clamp(min=0).long()
         followed = trace.codes_in[product] != FOREIGN
-        weight = product.view.of(edit.value(product.view.parameter))
         s, t = torch.where(followed, scale[codes], 1.0), torch.where(followed, shift[codes], 0.0)
-        delta = (weight * t[:, :, None, None]).sum((1, 2)).flatten()
-        if bool((delta != 0).any()):
-            deltas[_bias(model, trace, product)] = delta
-        whole = factors.setdefault(product.view.parameter, torch.ones_like(edit.value(product.view.parameter)))
-        product.view.of(whole).copy_(s[:, :, None, None].expand(product.view.size))
+        if bool((t != 0).any()):
+            weight = product.view.of(edit.read(product.view.parameter))
+            delta = torch.einsum("gkrn,gk->gn", weight, t).flatten()
+            if bool((delta != 0).any()):
+                deltas[_bias(model, trace, product)] = delta
+        factors.setdefault(product.view.parameter, {})[product.view] = s[:, :, None, None]
     for (place, length), delta in deltas.items():
-        edit.stretch(place, length).add_(delta)
-    for name, factor in factors.items():
-        edit.value(name).mul_(factor)
+        edit.change(place.parameter, lambda b, place=place, delta=delta: place.of(b).add_(delta), length)
+    for name, views in factors.items():
+        edit.change(name, lambda w, views=views: _scale(w, views))
+
+
+def _scale(weight: Tensor, views: dict[View, Tensor]) -> None:
+    """Multiply each part by its factor; parts may overlap, an element is multiplied once."""
+    if len(views) == 1:
+        ((view, factor),) = views.items()
+        view.of(weight).mul_(factor)
+        return
+    whole = torch.ones_like(weight)
+    for view, factor in views.items():
+        view.of(whole).copy_(factor.expand(view.size))
+    weight.mul_(whole)
 
 
 def _spread(source: Source, s: Tensor, t: Tensor, scale: Tensor, shift: Tensor) -> None:
@@ -105,13 +119,15 @@ def _backwards(model: nn.Module, trace: Trace, plan: Plan, splits: dict, edit: "
             view = writer.product.view
             s, t = torch.ones(view.outputs).double(), torch.zeros(view.outputs).double()
             s[writer.out], t[writer.out] = scale[writer.channel], writer.share * shift[writer.channel]
-            weight = view.of(edit.value(view.parameter))
-            weight.mul_(s.view(view.size[0], 1, 1, view.size[3]))
+            s, t = s.view(view.size[0], 1, 1, view.size[3]), t.view(view.size[0], 1, 1, view.size[3])
             if writer.product.kind in ("embedding", "table"):
-                weight.add_(t.view(view.size[0], 1, 1, view.size[3]))
+                edit.change(view.parameter, lambda w, view=view, s=s, t=t: view.of(w).mul_(s).add_(t))
                 continue
+            edit.change(view.parameter, lambda w, view=view, s=s: view.of(w).mul_(s))
             if writer.product in trace.biases or bool((t != 0).any()):
-                edit.stretch(*_bias(model, trace, writer.product)).mul_(s).add_(t)
+                place, length = _bias(model, trace, writer.product)
+                s, t = s.flatten(), t.flatten()
+                edit.change(place.parameter, lambda b, place=place, s=s, t=t: place.of(b).mul_(s).add_(t), length)
 
 
 def _bias(model: nn.Module, trace: Trace, product: Product) -> tuple[Place, int]:
@@ -120,40 +136,39 @@ def _bias(model: nn.Module, trace: Trace, product: Product) -> tuple[Place, int]
 
 
 class Edit:
-    """Parameters under change, as contiguous float64 copies; `write` puts them back, in their own type."""
+    """Changes to parameters, collected and then carried out one parameter at a time, in float64."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.values = model, {}
+        self.model = model
+        self.changes: dict[str, list[Callable[[Tensor], object]]] = {}
+        self.lengths: dict[str, int] = {}
 
-    def value(self, name: str, length: int | None = None) -> Tensor:
-        """A parameter or buffer as it stands; zeros of this length for a bias that is not there yet."""
-        if name not in self.values:
-            owner, _, key = name.rpartition(".")
-            tensor = getattr(self.model.get_submodule(owner), key)
-            if tensor is None:
-                assert length is not None
-                self.values[name] = torch.zeros(length, dtype=torch.float64)
-            else:
-                self.values[name] = tensor.detach().double().cpu().clone(memory_format=torch.contiguous_format)
-        return self.values[name]
+    def read(self, name: str) -> Tensor:
+        """A parameter or buffer as it stands, contiguous, in float64."""
+        owner, _, key = name.rpartition(".")
+        return getattr(self.model.get_submodule(owner), key).detach().double().cpu().contiguous()
 
-    def stretch(self, place: Place, length: int) -> Tensor:
-        """A stretch of a bias that is `length` long in all."""
-        return self.value(place.parameter, length).flatten()[place.offset : place.offset + place.length]
+    def change(self, name: str, how: Callable[[Tensor], object], length: int = 0) -> None:
+        """Remember to change a parameter in place by `how`; `length` is that of a bias that is not there yet."""
+        self.changes.setdefault(name, []).append(how)
+        self.lengths[name] = max(length, self.lengths.get(name, 0))
 
     def write(self) -> None:
-        """Put everything back."""
-        for name, value in self.values.items():
+        """Carry out the changes."""
+        for name, changes in self.changes.items():
             owner, _, key = name.rpartition(".")
             module = self.model.get_submodule(owner)
             tensor = getattr(module, key)
-            if tensor is None:
-                weight = next(p for k, p in module.named_parameters(recurse=False) if "weight" in k)
-                setattr(module, key, nn.Parameter(value.to(weight.device, weight.dtype), weight.requires_grad))
-                if isinstance(module, nn.MultiheadAttention) and module.out_proj.bias is None:
-                    module.out_proj.bias = nn.Parameter(weight.new_zeros(module.embed_dim), weight.requires_grad)
-            else:
+            value = torch.zeros(self.lengths[name], dtype=torch.float64) if tensor is None else self.read(name)
+            for change in changes:
+                change(value)
+            if tensor is not None:
                 tensor.copy_(value)
+                continue
+            weight = next(p for k, p in module.named_parameters(recurse=False) if "weight" in k)
+            setattr(module, key, nn.Parameter(value.to(weight.device, weight.dtype), weight.requires_grad))
+            if isinstance(module, nn.MultiheadAttention) and module.out_proj.bias is None:
+                module.out_proj.bias = nn.Parameter(weight.new_zeros(module.embed_dim), weight.requires_grad)
 
 
 def _replace(

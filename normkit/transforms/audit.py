@@ -52,27 +52,34 @@ class Audit:
 
 
 def audit(
-    model: nn.Module, *example: Any, outputs: Callable[[Any], Any] | None = None, untie: bool = False, **kwexample: Any
+    model: nn.Module,
+    *example: Any,
+    outputs: Callable[[Any], Any] | None = None,
+    untie: bool = False,
+    other_shapes: bool = True,
+    **kwexample: Any,
 ) -> Audit:
     """Say for every norm what folding can make of it, without changing anything.
 
     The model runs on the example, and on random inputs of other shapes made after it, while every number that leaves a
     norm is followed to who reads it. `outputs` picks what you use of the model's output (`lambda out: out.logits`):
-    a norm whose output goes to you cannot be folded. Errors are those of `fold`.
+    a norm whose output goes to you cannot be folded. `other_shapes` and errors are those of `fold`.
 
     >>> import normkit
     >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
     >>> audit(model, torch.zeros(3, 4)).foldable
     '1 of 1'
     """
-    survey = Survey(model, example, kwexample, outputs, untie, "audit")
+    survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "audit")
     return Audit(tuple(survey.plan().fates.values()), tuple(survey.calls))
 
 
 class Survey:
     """A float64 copy of a model, the calls that it was tried on, and the trace of them."""
 
-    def __init__(self, model, args: tuple, kwargs: dict[str, Any], outputs, untie: bool, verb: str):
+    def __init__(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any, untie: bool, other: bool, verb: str
+    ):
         refuse_wrapped(model, verb)
         refuse_quantized(model, verb)
         refuse_training(model, verb)
@@ -81,21 +88,45 @@ class Survey:
             seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
             raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
         self.outputs = outputs
-        self.model = copy.deepcopy(model)
-        if untie:
-            untie_embeddings(self.model)
-        self.untied = copy.deepcopy(self.model)
-        self.model.double()
+        self.original, self.untie = model, untie
+        self.model = self.copy().double()
         own_storage(self.model)
         shown, (args, kwargs) = (args, kwargs), widened((args, kwargs))
         with in_float64():
             first = example_call(self.model, args, kwargs, verb, shown)
             self._check_outputs(first, self.model(*args, **kwargs), verb)
-            self.calls: Calls = {"the example": (args, kwargs), **variants(self.model, args, kwargs)}
+            self.calls: Calls = {"the example": (args, kwargs), **variants(self.model, args, kwargs, other)}
             self.trace = Trace(self.model, names)
             self.trace.entangled = shared_memory(model)
             for call in self.calls.values():
                 self._follow(*call)
+
+    def copy(self) -> nn.Module:
+        """A copy of the original in its own type, its output layer untied where that was asked for."""
+        model = copy.deepcopy(self.original)
+        if self.untie:
+            untie_embeddings(model)
+        return model
+
+    def expected(self) -> list[dict[str, Tensor]]:
+        """What the float64 copy puts out, call by call."""
+        with in_float64():
+            return [self._read(self.model(*args, **kwargs)) for args, kwargs in self.calls.values()]
+
+    def worst(self, model: nn.Module, expected: list[dict[str, Tensor]]) -> float:
+        """The largest error of a model in float64 over all calls; inf where it fails."""
+        worst = 0.0
+        with in_float64():
+            for (args, kwargs), theirs in zip(self.calls.values(), expected, strict=True):
+                try:
+                    mine = self._read(model(*args, **kwargs))
+                except Exception:
+                    return float("inf")
+                worst = max(worst, error(mine, theirs))
+        return worst
+
+    def _read(self, out: Any) -> dict[str, Tensor]:
+        return {path: t.clone() for path, t in tensors(self.outputs(out) if self.outputs else out).items()}
 
     def plan(self, refused: dict[str, str] | None = None) -> Plan:
         """What becomes of each norm; `refused` are norms to leave alone, with the reason."""

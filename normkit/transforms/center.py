@@ -1,6 +1,5 @@
 """LayerNorm to RMSNorm, exactly: its centring moves into the layers that write what it reads."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from normkit.transforms.convert import find, replacement
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold import TOLERANCE, Report
 from normkit.transforms.plan import Blocked, Fate, Planner
-from normkit.transforms.prove import error, in_float64
+from normkit.transforms.prove import error
 from normkit.transforms.trace import Product, Source, Trace
 
 
@@ -33,21 +32,18 @@ def to_rms(
     >>> to_rms(model, torch.randn(3, 4))[0][1]
     RMSNorm(4, rms(bias=True))
     """
-    survey = Survey(model, example, kwexample, outputs, untie, "to_rms")
+    survey = Survey(model, example, kwexample, outputs, untie, True, "to_rms")
     planner = Planner(survey.trace, survey.model)
     fates, writers = _decide(survey, planner)
     if not any(fate.norm == "layer" or fate.norm.startswith("layer(") for fate in fates.values()):
         raise ValueError(
             f"to_rms() found no LayerNorm; the norms are {', '.join(sorted({f.norm for f in fates.values()}))}"
         )
-    proved = _carry_out(copy.deepcopy(survey.model), survey.trace, fates, writers)
-    worst = 0.0
-    with in_float64():
-        for args, kwargs in survey.calls.values():
-            worst = max(worst, error(proved(*args, **kwargs), survey.model(*args, **kwargs), outputs))
+    expected = survey.expected()
+    worst = survey.worst(_carry_out(survey.model, survey.trace, fates, writers), expected)
     if not worst <= TOLERANCE:
         raise RuntimeError(f"to_rms() cannot prove this model: outputs differ by {worst:.1e} in float64")
-    done = _carry_out(copy.deepcopy(survey.untied), survey.trace, fates, writers)
+    done = _carry_out(survey.copy(), survey.trace, fates, writers)
     with torch.no_grad():
         native = error(done(*example, **kwexample), model(*example, **kwexample), outputs)
     return done, Report(tuple(fates.values()), tuple(survey.calls), worst, native)
@@ -144,13 +140,11 @@ def _carry_out(model: nn.Module, trace: Trace, fates: dict[str, Fate], writers: 
                 if writer.view.parameter.removesuffix(".weight") in fate.into}  # fmt: skip
     edit = Edit(model)
     for writer in writers:
-        weight = writer.view.of(edit.value(writer.view.parameter))
-        if writer.kind == "table":
-            weight = edit.value(writer.view.parameter).view(-1, width_of[writer])
-        weight.sub_(weight.mean(-1, keepdim=True))
+        view, width = writer.view, width_of[writer]
+        of = (lambda w, width=width: w.view(-1, width)) if writer.kind == "table" else view.of
+        edit.change(view.parameter, lambda w, of=of: of(w).sub_(of(w).mean(-1, keepdim=True)))
         if place := trace.biases.get(writer):
-            bias = edit.stretch(place, trace.sizes[place.parameter])
-            bias.sub_(bias.mean())
+            edit.change(place.parameter, lambda b, place=place: place.of(b).sub_(place.of(b).mean()))
     edit.write()
     for name in changed:
         old = model.get_submodule(name)

@@ -266,8 +266,11 @@ class _CodeMaps:
         if readers := self.trace.weight_readers.get(name):
             return f"{name} is also read by {_listed(sorted(readers))}"
         uses = [s.product for s in self.trace.sources.values() if s.product and s.product.view.parameter == name]
+        uses = list(dict.fromkeys(uses))
+        if len(uses) < 2:
+            return None
         seen = torch.full((self.trace.sizes[name],), torch.nan, dtype=torch.float64)
-        for index, use in enumerate(dict.fromkeys(uses)):
+        for index, use in enumerate(uses):
             if self.codes_of is None:
                 codes = torch.full(use.view.size, float(index), dtype=torch.float64)
             else:

@@ -79,10 +79,13 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) if a.numel() else 0.0
 
 
-def variants(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, tuple[tuple, dict[str, Any]]]:
+def variants(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], other_shapes: bool = True
+) -> dict[str, tuple[tuple, dict[str, Any]]]:
     """Random inputs made after an example, by label: same shapes, one more in the batch, other lengths and sizes.
 
-    Masks and flags stay what they are. Those that the model itself refuses are left out.
+    Without `other_shapes` lengths and sizes stay. Masks and flags stay what they are. Those that the model itself
+    refuses are left out.
     """
     leaves, spec = tree_flatten((args, kwargs))
     given = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
@@ -91,10 +94,10 @@ def variants(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str,
     if sizes:
         batch = max(set(sizes), key=sizes.count)
         plans["a larger batch"] = lambda t: _resized(t, 0, batch, batch + 1)
-    for length in dict.fromkeys(t.shape[1] for t in given if _is_sequence(t)):
+    for length in dict.fromkeys(t.shape[1] for t in given if other_shapes and _is_sequence(t)):
         if length > 2:
             plans[f"{length - 1} tokens"] = lambda t, length=length: _relength(t, length, length - 1)
-    for height in dict.fromkeys(t.shape[2] for t in given if _is_image(t)):
+    for height in dict.fromkeys(t.shape[2] for t in given if other_shapes and _is_image(t)):
         for new in (height + height // 2, height + height // 4):
             plans[f"{new} pixels"] = lambda t, new=new: _repixel(t, new)
     found = {}

@@ -36,6 +36,10 @@ class Place(NamedTuple):
     offset: int
     length: int
 
+    def of(self, values: Tensor) -> Tensor:
+        """This stretch of a contiguous tensor that has the parameter's shape."""
+        return values.view(-1)[self.offset : self.offset + self.length]
+
 
 @dataclass(frozen=True)
 class Product:

@@ -1,0 +1,209 @@
+"""Inference with LayerNorm, with unfolded UN and folded, in one run: eager, compiled, onnxruntime; ratios and memory.
+
+    python benchmarks/models.py [--models bert vit swin decode] [--rounds 30] --out results/inference.json
+
+Shapes: BERT-base 4 x 128 tokens (post-norm: folding leaves a multiply-add), ViT-S/16 and Swin-T on 4 images of 224,
+GPT-2 small on one token with an empty cache. Random weights, random statistics: time does not depend on them. The
+variants take turns, round by round, so that a busy machine slows all of them; a ratio is taken within a round, and the
+median over rounds is reported with the 20th and 80th percentile. The first baseline is the honest one: LayerNorm
+compiled. Memory is the peak of a process of its own above what it held with the model loaded.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+QUIET = {  # before Python starts: no spinning threads, no fresh pages for every tensor
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_THRESHOLD_": "2147483647",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+}
+NORMS = ("layer", "un", "folded")
+RUNTIMES = ("compiled", "eager", "onnxruntime")
+
+
+def make(name: str):
+    """A model with LayerNorm and an example of its input, by name."""
+    import torch
+
+    sys.modules.setdefault("torchvision", None)  # its build may be for another PyTorch; these models do without
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if name == "bert":
+        model = hf.BertModel(hf.BertConfig(), add_pooling_layer=False)
+        kwargs = {"input_ids": torch.randint(5, 30000, (4, 128))}
+    elif name == "vit":
+        config = hf.ViTConfig(hidden_size=384, num_attention_heads=6, intermediate_size=1536, num_labels=1000)
+        model, kwargs = hf.ViTForImageClassification(config), {"pixel_values": torch.randn(4, 3, 224, 224)}
+    elif name == "swin":
+        model = hf.SwinForImageClassification(hf.SwinConfig(num_labels=1000))
+        kwargs = {"pixel_values": torch.randn(4, 3, 224, 224)}
+    else:
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(use_cache=False, bos_token_id=1, eos_token_id=1))
+        kwargs = {"input_ids": torch.randint(5, 50000, (1, 1))}
+    return model.eval(), kwargs
+
+
+def pick(out):
+    """What is read of an output: everything else would keep the norm before it."""
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def variant(name: str, norm: str):
+    """A model with one of NORMS, and its example."""
+    import torch
+
+    from normkit.norms import StatNorm
+    from normkit.transforms import convert, fold
+
+    model, kwargs = make(name)
+    if norm == "layer":
+        return model, kwargs, ""
+    model = convert(model, "un").eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, StatNorm):
+                module.running.uniform_(0.5, 1.5)
+    if norm == "un":
+        return model, kwargs, ""
+    folded, report = fold(model, outputs=pick, untie=True, other_shapes=False, **kwargs)
+    return folded, kwargs, f"{report.foldable} folded, {report.max_error:.0e}"
+
+
+def runner(name: str, norm: str, runtime: str, scratch: Path) -> tuple[Callable[[], object], str]:
+    """A call of no arguments that runs the variant once, and what was folded."""
+    import torch
+
+    model, kwargs, note = variant(name, norm)
+    torch.set_grad_enabled(False)
+    if runtime == "onnxruntime":
+        import onnxruntime
+
+        from normkit.transforms import export
+
+        path = scratch / f"{name}-{norm}.onnx"
+        export(model, path, outputs=pick, dynamic=False, **kwargs)
+        del model
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        feed = {slot.name: kwargs[slot.name].numpy() for slot in session.get_inputs()}
+        return lambda: session.run(None, feed), note
+    if runtime == "compiled":
+        compiled = torch.compile(model)
+        return lambda: compiled(**kwargs), note
+    return lambda: model(**kwargs), note
+
+
+def compare(name: str, runtimes: list[str], rounds: int, scratch: Path) -> list[dict]:
+    """Times of all variants of a model, taking turns."""
+    calls, notes = {}, {}
+    for norm in NORMS:
+        for runtime in runtimes:
+            calls[norm, runtime], notes[norm, runtime] = runner(name, norm, runtime, scratch)
+            for _ in range(3):
+                calls[norm, runtime]()
+    times: dict[tuple, list[float]] = {key: [] for key in calls}
+    for index in range(rounds):
+        keys = list(calls)[index % len(calls) :] + list(calls)[: index % len(calls)]
+        for key in keys:
+            started = time.perf_counter()
+            calls[key]()
+            times[key].append(time.perf_counter() - started)
+    base = ("layer", "compiled" if "compiled" in runtimes else runtimes[0])
+    rows = []
+    for (norm, runtime), taken in times.items():
+        row = {"model": name, "norm": norm, "runtime": runtime, "ms": 1000 * statistics.median(taken), "n": rounds,
+               "note": notes[norm, runtime]}  # fmt: skip
+        for label, other in (("to_base", base), ("to_layer", ("layer", runtime))):
+            low, median, high = quantiles([t / u for t, u in zip(taken, times[other], strict=True)])
+            row[label] = {"of": " ".join(other), "median": median, "low": low, "high": high}
+        rows.append(row)
+    return rows
+
+
+def quantiles(values: list[float]) -> tuple[float, float, float]:
+    """20th percentile, median, 80th percentile."""
+    cuts = statistics.quantiles(values, n=5, method="inclusive")
+    return cuts[0], statistics.median(values), cuts[-1]
+
+
+def memory(name: str, norm: str, runtime: str) -> dict[str, float]:
+    """MB held with the model loaded, and the peak above that, in a process of its own."""
+    here = str(Path(__file__).parent)
+    code = f"import sys; sys.path.insert(0, {here!r}); import models; models.peak{(name, norm, runtime)!r}"
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def peak(name: str, norm: str, runtime: str) -> None:
+    """Print the memory of one variant; run in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        call, _ = runner(name, norm, runtime, Path(scratch))
+        call()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = status("VmRSS")
+        call()
+        print(json.dumps({"loaded_mb": before, "peak_mb": status("VmHWM") - before}))
+
+
+def status(key: str) -> float:
+    """A line of this process's status, in MB."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) / 1024
+
+
+def table(rows: list[dict]) -> str:
+    """All rows, the honest baseline first."""
+    head = f"{'model':8} {'norm':7} {'runtime':12} {'ms':>8}  {'to LayerNorm compiled':22} {'to LayerNorm likewise':22}"
+    lines = [f"{head}  peak MB"]
+    order = sorted(rows, key=lambda r: (r["model"], RUNTIMES.index(r["runtime"]), NORMS.index(r["norm"])))
+    for r in order:
+        cells = [f"{r[k]['median']:.3f} ({r[k]['low']:.3f} to {r[k]['high']:.3f})" for k in ("to_base", "to_layer")]
+        held = f"{r['memory']['peak_mb']:8.0f}" if r.get("memory") else ""
+        name = f"{r['model']:8} {r['norm']:7} {r['runtime']:12}"
+        lines.append(f"{name} {r['ms']:8.2f}  {cells[0]:22} {cells[1]:22} {held}  {r['note']}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if any(os.environ.get(key) != value for key, value in QUIET.items()):
+        os.execve(sys.executable, [sys.executable, "-W", "ignore", *sys.argv], {**os.environ, **QUIET})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["bert", "vit", "swin", "decode"])
+    parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("results/inference.json"))
+    given = parser.parse_args()
+    import torch
+
+    from normkit.train.where import where
+
+    torch.set_num_threads(given.threads)
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in given.models:
+            found = compare(name, given.runtimes, given.rounds, Path(scratch))
+            torch._dynamo.reset()
+            for row in found:
+                if not given.no_memory and row["runtime"] != "compiled":
+                    row["memory"] = memory(name, row["norm"], row["runtime"])
+            rows += found
+            print(table(found), flush=True)
+    result = {"what": __doc__.splitlines()[0], "rows": rows, "where": where(), "threads": given.threads}
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
