@@ -7,6 +7,8 @@ import pytest
 import torch
 from foreign_models import CASES, case_of, missing, padding, pixels, randomize, tokens
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.utils.checkpoint import checkpoint
 
 from normkit.norms import UN, BatchNorm, LayerNorm, Norm, RMSNorm, StatNorm, make
@@ -439,14 +441,27 @@ def test_wrapped_compiled_and_quantized_models_are_refused_with_advice():
     quantized[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(TypeError, match=r"stored as torch.int8.*then quantize"):
         convert(quantized, "un")
+    foreign = copy.deepcopy(model)  # a weight as torchao makes it: a subclass, floating to ask
+    kind = type("AffineQuantizedTensor", (nn.Parameter,), {"__module__": "torchao.dtypes"})
+    foreign[0]._parameters["weight"] = kind(torch.zeros(4, 4))
+    with pytest.raises(TypeError, match=r"0\.weight is a quantized AffineQuantizedTensor.*then quantize"):
+        convert(foreign, "un")
 
 
-def test_a_model_in_ddp_is_refused(tmp_path):
+def test_a_model_in_ddp_or_sharded_is_refused(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
         with pytest.raises(TypeError, match="DistributedDataParallel"):
             convert(wrapped, "un")
+        sharded = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match=r"FSDPModule.*before fully_shard"):
+            convert(sharded, "un")
+        part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        distribute_module(part, torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match=r"0\.weight is sharded.*before sharding"):
+            convert(part, "un")
     finally:
         torch.distributed.destroy_process_group()
 
