@@ -1,0 +1,392 @@
+"""Studies: grids of runs, the figures papers printed, what is resumed, kept and refused."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+from made_results import result
+from rich.console import Console
+
+from normkit.cli import main
+from normkit.norms import make
+from normkit.report import results
+from normkit.studies import conduct, table
+from normkit.studies.catalogue import STUDIES
+from normkit.studies.metrics import METRICS
+from normkit.studies.progress import Board
+from normkit.studies.recipes import RECIPES
+from normkit.studies.study import (
+    SCALES,
+    Base,
+    Column,
+    Row,
+    Study,
+    Times,
+    expand,
+    override,
+    seeded,
+    unique,
+    warmed,
+)
+from normkit.studies.workers import Workers
+
+TINY = {"steps": 6, "batch_tokens": 120, "test_items": 8, "valid_every": 3, "checkpoint_every": 2, "warmup": 2}
+BASE = {
+    "pocket": Base("tiny", "g2p_cmudict", TINY),
+    "paper": Base("tiny", "g2p_cmudict", {**TINY, "steps": 9}),
+}
+COLUMNS = (
+    Column(title="PER", metric="per", base=BASE),
+    Column(title="PER, shuffled", metric="per running", base=BASE, settings={"bucketing": False}),
+    Column(title="pictures", metric="accuracy"),
+)
+ROWS = (
+    Row(label="theirs", settings=None, printed=("9.0", "/", "80.0")),
+    Row(label="LN", settings={}, printed=("10.0", "10.5", "81.3")),
+    Row(label="UN", settings={"model.norm": "un"}, printed=("11.0*", "FAIL", "81.0")),
+)
+TOY = Study(id="toy", title="a toy", source="a paper, Table 1", claim="LN wins.", rows=ROWS, columns=COLUMNS)
+
+FAST = {**TINY, "batch_tokens": 16, "model.depth": 1}
+DIGITS = {"pocket": Base("tiny", "vit_digits", FAST), "paper": Base("tiny", "vit_digits", FAST)}
+ONE = Study(
+    id="one",
+    title="one column, trained in moments",
+    rows=tuple(dataclasses.replace(row, printed=()) for row in ROWS),
+    columns=(Column(title="accuracy", metric="accuracy", base=DIGITS),),
+)
+
+
+def board():
+    return Board(Console(quiet=True), [], 1)
+
+
+def put(cell, out, seed=0, **changed):
+    """A finished run that nobody trained."""
+    folder, run = seeded(cell, out, seed)
+    made = result(per=10.0 + seed)
+    results.write(folder, {**made, "run": dataclasses.asdict(run), **changed})
+    return folder
+
+
+# -- grids ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_is_rows_times_columns_that_have_a_recipe():
+    cells = expand(TOY, "pocket")
+    assert [(cell.row, cell.column) for cell in cells] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [cell.folder.name for cell in cells] == ["layer", "layer,bucketing=False", "un", "un,bucketing=False"]
+    assert [cell.run.bucketing for cell in cells] == [True, False, True, False]
+    assert {cell.run.steps for cell in cells} == {6}
+    assert {cell.run.steps for cell in expand(TOY, "paper")} == {9}
+    assert TOY.scales == ("pocket", "paper")
+    assert expand(TOY, "gpu") == []
+    assert {make(cell.run.model.norm, 8).warmup for cell in cells if cell.row == 2} == {2}, "with the learning rate"
+
+
+def test_rows_are_chosen_by_norm_or_label():
+    for name in ("un", "UN"):
+        assert {cell.row for cell in expand(TOY, "pocket", [name])} == {2}
+    with pytest.raises(ValueError, match=r"row of toy named 'layr' \(did you mean 'layer'\?\)"):
+        expand(TOY, "pocket", ["layr"])
+    with pytest.raises(ValueError, match="no scale 'pockets'; there are pocket, gpu, paper"):
+        expand(TOY, "pockets")
+
+
+def test_settings_replace_and_multiply():
+    run = RECIPES["g2p_cmudict"]()
+    changed = override(run, {"warmup": Times(0.5), "lr": Times(2), "model.depth": 5, "batch_tokens": Times(1 / 8)})
+    assert (changed.warmup, changed.lr, changed.model.depth) == (run.warmup // 2, run.lr * 2, 5)
+    assert changed.batch_tokens == round(run.batch_tokens / 8)
+    assert (
+        dataclasses.replace(changed, **{f: getattr(run, f) for f in ("warmup", "lr", "model", "batch_tokens")}) == run
+    )
+    with pytest.raises(ValueError, match=r"no setting 'model\.norms'"):
+        override(run, {"model.norms": "un"})
+    assert warmed("un(warmup=7)", 100) == "un(warmup=7)"
+
+
+def test_studies_share_the_runs_that_they_have_in_common():
+    """A row that says what its base has anyway is no other run."""
+    said = Study(id="b", title="", columns=COLUMNS[:1], rows=(Row(label="x", settings={"model.placement": "pre"}),))
+    assert expand(said, "pocket")[0].folder == expand(TOY, "pocket")[0].folder
+    twice = dataclasses.replace(TOY, columns=(COLUMNS[0], COLUMNS[0], COLUMNS[2]))
+    assert len(unique(expand(twice, "pocket"))) == 2
+    place = {"model.norm_at": {"decoder.*": "layer"}}
+    both = Study(id="c", title="", columns=COLUMNS[:1], rows=(Row(label="x", settings=place),))
+    assert expand(both, "pocket")[0].run.model.norm_at == {}
+
+
+# -- the papers -------------------------------------------------------------------------------------------------------
+
+
+def test_every_study_is_under_its_own_name():
+    assert all(study.id == name for name, study in STUDIES.items())
+    wanted = {f"pn.table{n}" for n in range(1, 5)} | {f"pn.figure{n}" for n in range(2, 8)}
+    wanted |= {f"tears.table{n}" for n in range(2, 9)} | {f"tears.figure{n}" for n in range(1, 5)}
+    wanted |= {f"un.table{n}" for n in range(1, 11)} | {f"un.figure{n}" for n in (1, 3, 4, 5, 6)}
+    assert wanted == {name for name in STUDIES if name.split(".")[0] in ("pn", "tears", "un")}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_row_of_a_table_has_its_printed_figures(name):
+    study = STUDIES[name]
+    assert len({row.label for row in study.rows}) == len(study.rows)
+    if ".table" in name:
+        for row in study.rows:
+            assert len(row.printed) == len(study.columns), row.label
+            for figure in row.printed:
+                assert re.fullmatch(r"\d+(\.\d+)?[*†‡]*|FAIL|fails?|[/-]", figure), (row.label, figure)
+    else:
+        assert all(row.settings is not None and not row.printed for row in study.rows)
+    assert bool(study.source) == bool(study.claim) == (name.split(".")[0] in ("pn", "tears", "un"))
+    run = RECIPES["g2p_cmudict"]()
+    for row in study.rows:  # whatever a row changes is a setting that there is, and its norm is one that there is
+        for scale in SCALES:
+            changed = override(override(run, row.settings or {}), row.at.get(scale, {}))
+            assert make(changed.model.norm, 32)
+    for column in study.columns:
+        override(run, column.settings)
+
+
+def test_figures_that_the_papers_are_known_by():
+    """Against a slip while copying: sums over tables, counted by hand in the paper."""
+    printed = {(name, row.label): row.printed for name, study in STUDIES.items() for row in study.rows if row.printed}
+    assert printed["pn.table1", "Pre-Norm PN"] == ("35.9", "30.1")
+    assert printed["pn.table2", "Tensor-Transformer 1core + PN"] == ("47.6", "17.9")
+    assert printed["pn.table2", "Tensor-Transformer 1core + LN"] == ("53.2*", "20.9*")
+    assert printed["pn.table4", "GN"] == ("35.7", "51.7")
+    assert printed["tears.table3", "PreNorm + FixNorm + ScaleNorm"][0] == "20.91‡*"
+    assert printed["un.table1", "UN, folds"] == ("35.4", "39.9")
+    # Table 3 of Tears prints the average gain over its second row: +0.27, +0.61, +1.10
+    rows = [[table.number(figure) for figure in row.printed] for row in STUDIES["tears.table3"].rows]
+    gains = [sum(a - b for a, b in zip(row, rows[1], strict=True)) / 5 for row in rows]
+    assert [round(gain, 2) for gain in gains] == [-4.05, 0.0, 0.27, 0.61, 1.1]
+    # Tables 3 and 4 of UN print the loss against LN
+    for name, places, losses in (
+        ("un.table3", (0,), [(0.9,), (0.7,), (1.2,), (0.3,)]),
+        ("un.table4", (0, 6), [(1.1, 0.8), (0.9, 0.6), (1.4, 0.9), (0.4, 0.2)]),
+    ):
+        rows = [[table.number(row.printed[place]) for place in places] for row in STUDIES[name].rows]
+        told = [tuple(round(a - b, 1) for a, b in zip(rows[0], row, strict=True)) for row in rows[1:]]
+        assert told == losses
+
+
+def test_papers_studies_name_columns_that_are_measured():
+    assert {column.metric for study in STUDIES.values() for column in study.columns} <= set(METRICS)
+    with pytest.raises(ValueError, match="no metric named 'bleus'"):
+        Study(id="x", title="", rows=(), columns=(Column(title="", metric="bleus"),))
+    with pytest.raises(ValueError, match="1 figures for 2 columns"):
+        Study(id="x", title="", rows=(Row(label="a", settings={}, printed=("1",)),), columns=COLUMNS[:2])
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_ours_stands_beside_the_papers(tmp_path):
+    ln, _, un, _ = expand(TOY, "pocket")
+    for seed in range(3):
+        put(ln, tmp_path, seed)
+    put(un, tmp_path, 0, status="diverged at step 4", scores={})
+    made = table.collect(TOY, "pocket", tmp_path, "normkit study toy")
+    cell = made["rows"][1]["cells"][0]
+    values = [10.0 - 0.4 + seed for seed in range(3)]
+    assert [run["value"] for run in cell["runs"]] == pytest.approx(values)
+    assert (cell["n"], cell["mean"], cell["spread"]) == (3, pytest.approx(10.6), pytest.approx(1.0))
+    assert made["rows"][2]["cells"][0]["runs"][0]["status"] == "diverged at step 4"
+    text = table.text(made)
+    line = {row.split("  ")[0]: row for row in text.splitlines()}
+    assert "10.0" in line["LN"]
+    assert "10.6 ± 1.0 (3)" in line["LN"]
+    assert "81.3" in line["LN"]
+    assert "diverged at step 4" in line["UN"], "a failure is a row"
+    assert line["theirs"].split() == ["theirs", "9.0", "-", "/", "80.0"]
+    assert "ours, pocket" in text
+    assert "pictures" in text
+    assert "Not yet run at scale pocket: PER, shuffled, pictures." in text
+    assert "PER: of 1 pairs, ours order 1 as the paper, 0 against." in text
+    assert "a processor" in text
+    assert "012345678" in text
+    assert "normkit study toy" in text
+    table.write(made, tmp_path)
+    folder = tmp_path / "pocket" / "tables"
+    assert (folder / "toy.txt").read_text(encoding="utf8") == text
+    assert json.loads((folder / "toy.json").read_text(encoding="utf8")) == made
+    assert "| LN | 10.0 | 10.6 ± 1.0 (3) | 10.5 | 81.3 |" in (folder / "toy.md").read_text(encoding="utf8")
+
+
+def test_scales_are_never_mixed(tmp_path):
+    """A run of another scale, put where this scale's belongs, is refused by the table and by the plan."""
+    pocket, paper = expand(TOY, "pocket")[0], expand(TOY, "paper")[0]
+    assert pocket.folder != paper.folder
+    folder = put(pocket, tmp_path)
+    there = results.read(folder)
+    results.write(folder, {**there, "run": dataclasses.asdict(seeded(paper, tmp_path, 0)[1])})
+    for use in (table.collect, conduct.plan):
+        with pytest.raises(ValueError, match=r"other settings.*steps 9 where the study has 6.*--out"):
+            use(TOY, "pocket", tmp_path)
+    # nor do both scales' runs, each in its place, meet in a table
+    put(pocket, tmp_path)
+    put(paper, tmp_path, seed=1)
+    seeds = {s: table.collect(TOY, s, tmp_path)["rows"][1]["cells"][0]["runs"][0]["seed"] for s in ("pocket", "paper")}
+    assert seeds == {"pocket": 0, "paper": 1}
+
+
+def test_the_order_of_rows_is_compared_with_the_papers(tmp_path):
+    """`per` is better when lower: ours turn the papers' order of LN and UN around; a divergence is the worst."""
+    rows = (*ROWS, Row(label="BN", settings={"model.norm": "batch"}, printed=("FAIL", "FAIL", "/")))
+    study = dataclasses.replace(TOY, rows=rows)
+    for cell, seed in zip(expand(study, "pocket")[::2], (5, 0, 0), strict=True):
+        folder = put(cell, tmp_path, seed)
+        if cell.row == 3:
+            results.write(folder, {**results.read(folder), "status": "diverged at step 3", "scores": {}})
+    told = table.agreement(table.collect(study, "pocket", tmp_path), 0)
+    assert told == "PER: of 3 pairs, ours order 2 as the paper, 1 against: UN over LN."
+    assert math.isinf(table.number("FAIL"))
+
+
+def test_statistics_are_read_off_recorded_rows(tmp_path):
+    rows = [f"{step},a,batch,distance_mean,{value}" for step, value in ((1, 99), (50, 1), (60, 3), (100, 2))]
+    rows += ["70,b,batch,distance_mean,500", "70,a,batch,distance_var,500"]
+    (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *rows]) + "\n", encoding="utf8")
+    read = {name: METRICS[name].read(tmp_path, {"run": {"steps": 100}}) for name in METRICS if "distance_mean" in name}
+    assert read == {"distance_mean": 2.0, "distance_mean max": 3.0, "distance_mean outliers": 1.5}
+    assert METRICS["distance_mean"].read(tmp_path / "nowhere", {"run": {"steps": 100}}) is None
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def run_study(study, out, engine=None, **more):
+    plan = conduct.plan(study, "pocket", out, **more)
+    with engine or Workers(1, lambda *_: None) as workers:
+        return plan, *conduct.conduct(study, "pocket", out, plan, workers, board(), "normkit study toy")
+
+
+class Here:
+    """An engine that does jobs in this process, one after the other, and fails where it is told to."""
+
+    def __init__(self, failing=()):
+        self.failing, self.jobs, self.done = failing, [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, title, job, *arguments):
+        self.jobs.append((title, job, arguments))
+
+    def ended(self):
+        while self.jobs:
+            title, job, arguments = self.jobs.pop(0)
+            self.done.append(title)
+            if any(part in title for part in self.failing):
+                yield title, RuntimeError("out of memory")
+            else:
+                yield title, job(title, *arguments)
+
+    def stop(self):
+        self.jobs.clear()
+
+
+def test_a_study_runs_fails_resumes_and_ends(tmp_path):
+    """End to end on the embedded data: a failed run is a row and is tried again, a finished one is kept."""
+    wild = Row(label="wild", settings={"lr": 1e30, "clip": 0.0, "warmup": 0})
+    study = dataclasses.replace(ONE, rows=(*ONE.rows, wild))
+    first = Here(failing=["/un/"])
+    plan, made, interrupted = run_study(study, tmp_path, first)
+    assert len(plan.todo) == 3
+    assert not interrupted
+    ended = {row["label"]: [run["status"] for run in row["cells"][0]["runs"]] for row in made["rows"]}
+    assert ended["theirs"] == []
+    assert ended["LN"] == ["done"]
+    assert ended["UN"] == ["failed: out of memory"]
+    assert ended["wild"][0].startswith("diverged at step ")
+    assert made["rows"][1]["cells"][0]["mean"] > 0
+    again = Here()
+    plan, made, _ = run_study(study, tmp_path, again)
+    assert (list(map(str, again.done)), plan.finished) == (["pocket/tiny/un/seed-0"], 2), "a divergence is a result"
+    assert made["rows"][2]["cells"][0]["runs"][0]["status"] == "done"
+    assert conduct.plan(study, "pocket", tmp_path).todo == {}
+    assert [run.seed for run in conduct.plan(study, "pocket", tmp_path, seeds=2).todo.values()] == [1, 1, 1]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path):
+    from normkit.train.run import train
+
+    study = dataclasses.replace(ONE, rows=ONE.rows[2:])
+    ((folder, run),) = conduct.plan(study, "pocket", tmp_path).todo.items()
+    assert train(run, folder, on_progress=lambda tick: tick.step == 4)["status"] == "interrupted at step 4"
+    interrupted = Here()
+    assert list(conduct.plan(study, "pocket", tmp_path).todo) == [folder]
+    run_study(study, tmp_path, interrupted)
+    straight = train(run, tmp_path / "straight")
+    kept = results.read(folder)
+    assert kept["curve"] == straight["curve"]
+    assert kept["scores"] == straight["scores"]
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path):
+    class Impatient(Here):
+        def ended(self):
+            for number, outcome in enumerate(super().ended()):
+                yield outcome
+                if number == 0 and self.jobs:
+                    raise KeyboardInterrupt
+
+    _, made, interrupted = run_study(ONE, tmp_path, Impatient())
+    assert interrupted
+    assert [len(row["cells"][0]["runs"]) for row in made["rows"]] == [0, 1, 0]
+
+
+@pytest.mark.slow
+def test_runs_in_a_process_of_their_own(tmp_path):
+    told = []
+    _, made, _ = run_study(ONE, tmp_path, Workers(1, lambda title, tick: told.append((title, tick.stage))))
+    assert [row["cells"][0]["n"] for row in made["rows"]] == [0, 1, 1]
+    assert {title for title, _ in told} == {"pocket/tiny/layer/seed-0", "pocket/tiny/un/seed-0"}
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_lists_and_shows(tmp_path, capsys):
+    assert main(["study", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in STUDIES)
+    assert main(["study", "un.table2", "--show", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "T2T-ViT-14" in shown
+    assert "Not yet run at scale pocket: all columns." in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pn.tabel2"], "did you mean 'pn.table2'?"),
+        (["core.cmudict", "--scale", "big"], "no scale 'big'"),
+        (["core.cmudict", "--seeds", "0"], "seeds must be at least 1; got 0"),
+        (["core.cmudict", "--only", "laier"], "did you mean 'layer'"),
+        (["un.table2"], "un.table2 has no runs at scale pocket"),
+        (["core.cmudict", "--processes", "0"], "processes must be at least 1"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(arguments, said, tmp_path, capsys):
+    assert main(["study", *arguments, "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_scale_that_needs_a_gpu_says_so(tmp_path):
+    plan = conduct.plan(ONE, "paper", tmp_path)
+    assert {run.device for run in plan.todo.values()} == {"cuda"}
+    import torch
+
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a GPU"):
+            conduct.engine(plan, 1, None, board())
