@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -13,11 +14,11 @@ CHUNK = 50  # batches that are sorted by length together
 
 
 def batches_of(
-    sizes: Sequence[int],
+    sizes: Sequence[int] | np.ndarray,
     tokens: int,
     *,
     bucketing: bool,
-    by: Sequence[Any] | None = None,
+    by: Sequence[Any] | np.ndarray | None = None,
     seed: int = 0,
     epoch: int = 0,
 ) -> list[list[int]]:
@@ -33,27 +34,32 @@ def batches_of(
     >>> batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)
     [[2], [0, 1]]
     """
-    if not sizes:
+    sizes = np.asarray(sizes)
+    if not len(sizes):
         raise ValueError("there are no examples to make batches of")
     if tokens < 1:
         raise ValueError(f"a batch must have room for at least 1 token; got {tokens}")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(sizes), generator=generator).tolist()
+    order = torch.randperm(len(sizes), generator=generator).numpy()
     if bucketing:
-        key, run = (by or sizes).__getitem__, max(1, round(CHUNK * tokens * len(sizes) / max(sum(sizes), 1)))
+        keys = np.asarray(sizes if by is None else by).reshape(len(sizes), -1)
+        run = max(1, round(CHUNK * tokens * len(sizes) / max(int(sizes.sum()), 1)))
         chunks = [order[at : at + run] for at in range(0, len(order), run)]
-        order = [i for n, chunk in enumerate(chunks) for i in sorted(chunk, key=key, reverse=n % 2 == 1)]
-    batches, batch, total = [], [], 0
-    for i in order:
-        if batch and total + sizes[i] > tokens:
-            batches.append(batch)
-            batch, total = [], 0
-        batch.append(i)
-        total += sizes[i]
-    batches.append(batch)
+        order = np.concatenate([_sorted(chunk, keys[chunk] * (-1) ** n) for n, chunk in enumerate(chunks)])
+    ends, batches, start = np.cumsum(sizes[order]), [], 0
+    while start < len(order):
+        full = tokens + (int(ends[start - 1]) if start else 0)
+        end = max(start + 1, int(np.searchsorted(ends, full, side="right")))
+        batches.append(order[start:end].tolist())
+        start = end
     if bucketing:
         batches = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
     return batches
+
+
+def _sorted(items: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Items by their keys `[n, columns]`, the first column first; equal ones stay in order."""
+    return items[np.lexsort(keys.T[::-1])]
 
 
 class Batches(IterableDataset):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 PAD, BOS, EOS, UNK = range(4)
@@ -40,9 +41,20 @@ class Vocab:
                 symbols.append(self.symbols[number])
         return symbols
 
+    def plain(self) -> Any:
+        """What JSON can keep."""
+        return self.symbols[len(SPECIAL) :]
+
+    @classmethod
+    def of(cls, plain: Any) -> "Vocab":
+        """The vocabulary whose `plain()` this is; ValueError where it is none."""
+        if not isinstance(plain, list) or not all(isinstance(s, str) for s in plain):
+            raise ValueError("not a vocabulary: it must be a list of strings")
+        return Vocab(plain)
+
     def to_json(self) -> str:
         """The vocabulary as text."""
-        return json.dumps(self.symbols[len(SPECIAL) :], ensure_ascii=False)
+        return json.dumps(self.plain(), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Vocab":
@@ -51,9 +63,7 @@ class Vocab:
             symbols = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"not a vocabulary: {error}") from None
-        if not isinstance(symbols, list) or not all(isinstance(s, str) for s in symbols):
-            raise ValueError("not a vocabulary: it must be a list of strings")
-        return cls(symbols)
+        return cls.of(symbols)
 
     def save(self, path: str | Path) -> None:
         """Write the vocabulary to a JSON file."""

@@ -42,6 +42,10 @@ class Model:
     """Dropout of attention weights."""
     hidden_dropout: float = 0.0
     """Dropout inside the feed-forward blocks."""
+    word_dropout: float = 0.0
+    """Share of words that training replaces by the unknown one, in source and target."""
+    mask_logits: bool = False
+    """Only what the training targets have can be said: of a shared vocabulary, not the other language."""
     max_length: int = 1024
     """Longest sequence."""
 
@@ -55,7 +59,7 @@ class Model:
         _require(self.width % 2 == 0, "width", self.width, "even, for sines and cosines of positions")
         _require(self.placement in ("pre", "post"), "placement", self.placement, "pre or post")
         _require(self.init in ("xavier", "small"), "init", self.init, "xavier or small")
-        for name in ("dropout", "attention_dropout", "hidden_dropout"):
+        for name in ("dropout", "attention_dropout", "hidden_dropout", "word_dropout"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
 
 

@@ -1,11 +1,15 @@
 """Encoder-decoder Transformer: translation, and whatever else rewrites one sequence as another."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from normkit.models.blocks import Cache, Embedding, Output, Stack, place_norms
 from normkit.models.config import Model
 from normkit.models.initialize import initialize
+
+LEAST = -1e9  # score of a word that cannot be said; finite, or label smoothing would be infinite
 
 
 class Seq2Seq(nn.Module):
@@ -15,6 +19,8 @@ class Seq2Seq(nn.Module):
     >>> model(torch.tensor([[4, 3, 0]]), torch.tensor([[1, 4]])).shape
     torch.Size([1, 2, 7])
     """
+
+    allowed: Tensor
 
     def __init__(self, config: Model, source_vocab: int, target_vocab: int, pad: int = 0):
         super().__init__()
@@ -28,6 +34,8 @@ class Seq2Seq(nn.Module):
         self.encoder = Stack(config, config.depth)
         self.decoder = Stack(config, config.decoder_depth or config.depth, cross=True)
         self.output = Output(config.width, target_vocab, self.target_embedding.table if config.tie else None)
+        if config.mask_logits:
+            self.register_buffer("allowed", torch.ones(target_vocab, dtype=torch.bool))
         initialize(self, config.init)
         place_norms(self, config)
 
@@ -57,4 +65,10 @@ class Seq2Seq(nn.Module):
             length = target.shape[1]
             mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
             x = self.decoder(x, target != self.pad, mask=None if length == 1 else mask, **more)
-        return self.output(x, self.target_embedding.table)
+        scores = self.output(x, self.target_embedding.table)
+        return scores.masked_fill(~self.allowed, LEAST) if self.config.mask_logits else scores
+
+    def allow(self, words: Iterable[int]) -> None:
+        """Let these words alone be said, by a model with `mask_logits`; padding keeps the lowest score."""
+        self.allowed.fill_(False)
+        self.allowed[torch.as_tensor(list(words), device=self.allowed.device)] = True

@@ -72,10 +72,10 @@ def _scores(folded: Loaded) -> dict[str, float]:
 
 def _times(models: Mapping[str, Loaded]) -> dict[str, list[float]]:
     from normkit.data.embedded import cmudict
-    from normkit.train.translation import Table
+    from normkit.train.table import Table
 
     pairs = cmudict().test
-    batch = Table([pairs[number * len(pairs) // WORDS] for number in range(WORDS)]).batch(list(range(WORDS)))
+    batch = Table.of([pairs[number * len(pairs) // WORDS] for number in range(WORDS)]).batch(list(range(WORDS)))
     source, given, _ = batch.tensors
     return take_turns({name: lambda m=run.model: decode_along(m, source, given) for name, run in models.items()})
 

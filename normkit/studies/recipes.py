@@ -76,8 +76,34 @@ def vit_digits() -> Run:
     )
 
 
+def mt_multi30k() -> Run:
+    """German to English on Multi30k (29,000 captions of pictures): a translation model for minutes on one CPU core.
+
+    NORMKIT_DATA=FOLDER normkit train mt_multi30k --model.norm power
+    """
+    return Run(
+        name="mt_multi30k",
+        task="mt",
+        data="multi30k.de-en",
+        model=Model(
+            width=192, hidden=768, depth=3, heads=4, share=True, dropout=0.1, attention_dropout=0.1, hidden_dropout=0.1
+        ),
+        steps=2400,
+        batch_tokens=2000,
+        lr=2e-3,
+        label_smoothing=0.1,
+        schedule="inverse_sqrt",
+        warmup=400,
+        valid_every=400,
+        checkpoint_every=400,
+        test_items=0,
+        threads=1,
+    )
+
+
 RECIPES: dict[str, Callable[[], Run]] = {
     "g2p_cmudict": g2p_cmudict,
     "lm_pydoc": lm_pydoc,
     "vit_digits": vit_digits,
+    "mt_multi30k": mt_multi30k,
 }

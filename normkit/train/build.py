@@ -51,6 +51,7 @@ def _sentence_pairs(vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
 
 BUILDERS: dict[str, Builder] = {
     "g2p": Builder(seq2seq, _sentence_pairs),
+    "mt": Builder(seq2seq, _sentence_pairs),
     "lm": Builder(lm, lambda vocabularies: (_words(vocabularies["words"], 0),)),
     "digits": Builder(vit, lambda _: (torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)),)),
 }

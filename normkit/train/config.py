@@ -24,9 +24,13 @@ class Run:
     name: str
     """What the run is called; its results go to runs/NAME unless told otherwise."""
     task: str
-    """A row of TASKS: g2p, lm or digits."""
+    """A row of TASKS: g2p, mt, lm or digits."""
     data: str
-    """A row of SOURCES: cmudict, pydoc or digits."""
+    """A row of SOURCES (cmudict, pydoc, digits) or of CORPORA (multi30k.de-en, ptb, ...), or a folder of text files."""
+    subwords: int = 0
+    """Size of each vocabulary of subwords; 0 takes the corpus' own choice."""
+    context: int = 64
+    """Words of a piece of running text: each sees those before it in its piece."""
     model: Model = dataclasses.field(default_factory=Model)
     """The model and its norms."""
     steps: int
@@ -41,6 +45,8 @@ class Run:
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW's averages."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
     weight_decay: float = 0.0
     """AdamW's decay, of matrices only: norms, biases and other vectors are left alone."""
     clip: float = 1.0
@@ -51,22 +57,36 @@ class Run:
     """How the learning rate goes on after its warm-up."""
     warmup: int = 0
     """Steps until the learning rate has grown to its peak."""
+    warmup_start: float = 0.0
+    """Learning rate that inverse_sqrt grows from, as fairseq's warmup-init-lr."""
+    stop_lr: float = 0.0
+    """Training ends when the learning rate, warmed up, falls below this."""
+    patience: int = 0
+    """Training ends after so many looks at the validation split without a better one; 0 goes on to the last step."""
     precision: str = "32-true"
     """Lightning's name of the arithmetic: 32-true, bf16-mixed, 16-mixed."""
     seed: int = 0
     """Seed of the weights, of dropout and of the order of the data."""
     valid_every: int = 0
     """Steps between looks at the validation split; 0 looks once, at the end."""
+    valid_bleu: bool = False
+    """Such a look translates too, and BLEU, not the loss, says which is better."""
     checkpoint_every: int = 0
     """Steps between checkpoints to resume from; 0 writes none."""
     keep: int = 5
     """Checkpoints kept."""
     average: int = 0
-    """Average the weights of this many last checkpoints at the end; 0 takes the last weights."""
+    """Average the weights of this many checkpoints at the end; 0 takes the last weights."""
+    average_of: Literal["last", "best"] = "last"
+    """Which checkpoints are kept and averaged: the last, or the best of the validation split."""
     record_every: int = 25
     """Steps between looks at the distance of batch and running statistics; 0 never looks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU where there is one."""
+    beam: int = 4
+    """Hypotheses of beam search."""
+    length_penalty: float = 0.6
+    """Exponent of beam search's length penalty, ((5 + length) / 6) ** length_penalty."""
     test_items: int = 2000
     """Test items that sequences are searched for, evenly spread over the test split; 0 takes all."""
     threads: int | None = None
@@ -74,14 +94,22 @@ class Run:
 
     def __post_init__(self):
         least = {"steps": 1, "batch_tokens": 1, "accumulate": 1, "warmup": 0, "valid_every": 0, "checkpoint_every": 0,
-                 "keep": 1, "average": 0, "record_every": 0, "test_items": 0}  # fmt: skip
+                 "keep": 1, "average": 0, "record_every": 0, "test_items": 0, "subwords": 0, "context": 1,
+                 "patience": 0, "beam": 1}  # fmt: skip
         for field, minimum in least.items():
             _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")
         _require(self.lr > 0, "lr", self.lr, "above 0")
-        _require(self.clip >= 0, "clip", self.clip, "at least 0")
+        for field in ("clip", "eps", "warmup_start", "stop_lr", "length_penalty"):
+            _require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "at least 0 and below 1")
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
+        _require(self.average_of in ("last", "best"), "average_of", self.average_of, "last or best")
+        if self.patience or self.average_of == "best":
+            _require(self.valid_every > 0, "valid_every", self.valid_every, "above 0 for patience and average_of=best")
+        if self.average_of == "best":
+            same = self.checkpoint_every == self.valid_every
+            _require(same, "checkpoint_every", self.checkpoint_every, f"valid_every={self.valid_every} for the best")
         _require(not self.average or self.checkpoint_every > 0, "average", self.average, "0 without checkpoint_every")
 
     def to_json(self) -> str:

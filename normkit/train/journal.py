@@ -75,17 +75,21 @@ class Journal(lightning.Callback):
             self._read(trainer)
         if _due(self.step, self.run.valid_every) and not trainer.should_stop:
             self._pause()
-            loss = pl_module.validate()
-            self.valid.append({"step": self.step, "loss": loss})
+            self.valid.append({"step": self.step, **pl_module.look()})
             if isinstance(schedule := trainer.lr_scheduler_configs[0].scheduler, ValidationDecay):
-                schedule.validated(-loss)
+                schedule.validated(self._goodness(self.valid[-1]))
             self._resume()
+        if self._enough(trainer.optimizers[0].param_groups[0]["lr"]):
+            self._read(trainer)
+            trainer.should_stop = True
         ends_early = self.status.startswith("interrupted") and self.run.checkpoint_every > 0
         if ends_early or (_due(self.step, self.run.checkpoint_every) and self.status == "done"):
             self._pause()
             trainer.save_checkpoint(checkpoint_path(self.folder, self.step))
-            for path in checkpoints(self.folder)[: -self.run.keep]:
-                path.unlink()
+            kept = {*self.kept(self.run.keep), *checkpoints(self.folder)[-1:]}
+            for path in checkpoints(self.folder):
+                if path not in kept:
+                    path.unlink()
             self._resume()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -121,6 +125,24 @@ class Journal(lightning.Callback):
         self._rng = state_dict["rng"]
 
     # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def kept(self, count: int) -> list[Path]:
+        """So many checkpoints, oldest first: the last, or those of the best looks at the validation split."""
+        paths = checkpoints(self.folder)
+        if self.run.average_of == "last":
+            return paths[-count:]
+        value = {checkpoint_path(self.folder, int(look["step"])): self._goodness(look) for look in self.valid}
+        return sorted(sorted(paths, key=lambda path: value.get(path, -math.inf))[-count:])
+
+    def _goodness(self, look: dict[str, float]) -> float:
+        return look["bleu"] if self.run.valid_bleu else -look["loss"]
+
+    def _enough(self, lr: float) -> bool:
+        """Whether a rule of the run ends it before its last step."""
+        if self.step > self.run.warmup and lr < self.run.stop_lr:
+            return True
+        values = [self._goodness(look) for look in self.valid]
+        return bool(self.run.patience and values) and len(values) - 1 - values.index(max(values)) >= self.run.patience
 
     def _read(self, trainer: Any) -> None:
         """Read the losses since the last time: the curve, progress, and whether to go on."""

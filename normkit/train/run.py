@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from normkit.data.embedded import SOURCES
-from normkit.data.vocab import SPECIAL, Vocab
+from normkit.data.subwords import vocabulary
 from normkit.report import results
 from normkit.train.build import BUILDERS, Vocabularies
 from normkit.train.config import Run, pick
 from normkit.train.progress import Progress
+from normkit.train.source import source
 from normkit.train.weights import fits, load_weights, mean_weights, save_weights, write_atomically
 from normkit.train.where import where
 from normkit.watch import Row
@@ -61,25 +61,30 @@ def train(
     from normkit.train.tasks import TASKS
 
     folder = Path(folder)
-    make_task, make_data = pick(TASKS, run.task, "task"), pick(SOURCES, run.data, "source")
-    _claim(folder, run, resume)
-    if run.threads:
-        torch.set_num_threads(run.threads)
-    data = make_data()
-    torch.manual_seed(run.seed)
-    task = make_task(run, BUILDERS[run.task].model(run.model, data.vocabularies), data)
-    last = checkpoints(folder)[-1:] if resume else []
+    make_task = pick(TASKS, run.task, "task")
     journal = Journal(run, folder, on_progress)
-    _fit(task, journal, last[0] if last else None)
-
-    if journal.status == "done" and run.average:
-        _average(task.model, checkpoints(folder)[-run.average :])
-    if journal.status == "done" and not journal.valid:
-        journal.valid.append({"step": run.steps, "loss": task.validate()})
 
     def tell(stage: str) -> None:
         if on_progress is not None and on_progress(Progress(stage, journal.step, run.steps)):
             raise _Interrupted
+
+    make_data = source(run, tell)
+    _claim(folder, run, resume)
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    try:
+        data = make_data()
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    torch.manual_seed(run.seed)
+    task = make_task(run, BUILDERS[run.task].model(run.model, data.vocabularies), data)
+    last = checkpoints(folder)[-1:] if resume else []
+    _fit(task, journal, last[0] if last else None)
+
+    if journal.status == "done" and run.average:
+        _average(task.model, journal.kept(run.average))
+    if journal.status == "done" and not journal.valid:
+        journal.valid.append({"step": journal.step, **task.look()})
 
     task.cpu()
     save_weights(task.model, folder / "model.safetensors")
@@ -88,13 +93,14 @@ def train(
         try:
             scores = task.score(tell)
         except _Interrupted:
-            status = f"interrupted at step {run.steps}"  # all steps are done, scores are not
+            status = f"interrupted at step {journal.step}"  # all steps are done, scores are not
     result = {
         "schema": SCHEMA,
         "run": dataclasses.asdict(run),
         "command": command,
         "status": status,
         "where": where(),
+        "data": task.facts(),
         "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
         "curve": journal.curve,
         "valid": journal.valid,
@@ -122,8 +128,8 @@ def load(folder: str | Path) -> Loaded:
     run = read_run(folder)
     try:
         texts = json.loads((folder / "vocab.json").read_text(encoding="utf8"))
-        vocabularies = {name: Vocab(symbols) for name, symbols in texts.items()}
-    except (OSError, AttributeError, TypeError, json.JSONDecodeError) as error:
+        vocabularies = {name: vocabulary(plain) for name, plain in texts.items()}
+    except (OSError, AttributeError, ValueError) as error:
         raise ValueError(f"{folder / 'vocab.json'} cannot be read: {error}") from None
     model = pick(BUILDERS, run.task, "task").model(run.model, vocabularies)
     load_weights(model, folder / "model.safetensors")
@@ -173,11 +179,12 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
     from normkit.train.lit import lightning
 
     run, position = task.settings, 0
-    _save_vocabularies(journal.folder, task.data.vocabularies)
     if checkpoint is not None:
+        _same_vocabularies(journal.folder, task.data.vocabularies)
         saved = read_checkpoint(checkpoint)
         fits(model_state(saved), task.model.state_dict(), checkpoint)
         position = saved["global_step"] * run.accumulate
+    _save_vocabularies(journal.folder, task.data.vocabularies)
     with _quiet():
         trainer = lightning.Trainer(
             max_steps=run.steps,
@@ -198,8 +205,20 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
 
 
 def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
-    symbols = {name: vocab.symbols[len(SPECIAL) :] for name, vocab in vocabularies.items()}
-    write_atomically(folder / "vocab.json", json.dumps(symbols, ensure_ascii=False).encode())
+    plain = {name: vocab.plain() for name, vocab in vocabularies.items()}
+    write_atomically(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
+
+
+def _same_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
+    """ValueError where the data has other words than the run had that is resumed."""
+    before = json.loads((folder / "vocab.json").read_text(encoding="utf8"))
+    for name, vocab in vocabularies.items():
+        old, new = vocabulary(before.get(name, [])).symbols, vocab.symbols
+        if old != new:
+            raise ValueError(
+                f"the run in {folder} has {len(old):,} {name} words, the data now {len(new):,} or others; resume with "
+                "the data and the vocabulary that it was trained with"
+            )
 
 
 def _average(model: nn.Module, paths: list[Path]) -> None:

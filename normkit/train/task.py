@@ -55,16 +55,34 @@ class Task(lightning.LightningModule):
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": run.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         fused = run.precision != "16-mixed"  # there Lightning clips, which a fused optimizer would have to do itself
-        optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, fused=fused)
+        optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=fused)
         if run.schedule == "cosine":
             schedule = cosine(optimizer, min(run.warmup, run.steps - 1), run.steps)
         elif run.schedule == "inverse_sqrt":
-            schedule = InverseSqrt(optimizer, max(run.warmup, 1))
+            schedule = InverseSqrt(optimizer, max(run.warmup, 1), run.warmup_start)
         elif run.schedule == "constant":
             schedule = Constant(optimizer, run.warmup)
         else:
             schedule = ValidationDecay(optimizer, run.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """As Lightning does; it refuses a fused optimizer in bf16 too, where there is nothing to unscale."""
+        if self.settings.precision == "bf16-mixed":
+            if gradient_clip_val:
+                nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def look(self) -> dict[str, float]:
+        """What is noted of the validation split."""
+        return {"loss": self.validate()}
+
+    def facts(self) -> dict[str, object]:
+        """What the run was trained on."""
+        return {"name": self.data.name}
 
     def validate(self) -> float:
         """Mean loss of the validation split, at inference."""

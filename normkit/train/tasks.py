@@ -2,7 +2,13 @@
 
 from normkit.train.classification import Classification
 from normkit.train.language import Language
+from normkit.train.mt import MachineTranslation
 from normkit.train.task import Task
 from normkit.train.translation import Translation
 
-TASKS: dict[str, type[Task]] = {"g2p": Translation, "lm": Language, "digits": Classification}
+TASKS: dict[str, type[Task]] = {
+    "g2p": Translation,
+    "mt": MachineTranslation,
+    "lm": Language,
+    "digits": Classification,
+}

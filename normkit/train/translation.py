@@ -1,23 +1,23 @@
 """Sequences rewritten as others, here spelling as sound: training, and error rates under three kinds of statistics."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from normkit.data.batches import Batches, batches_of
-from normkit.data.vocab import BOS, PAD, Vocab
+from normkit.data.vocab import PAD, Vocab
 from normkit.train.decode import beam, greedy
 from normkit.train.score import error_rates
+from normkit.train.table import Table, spread
 from normkit.train.task import Batch, Task
 from normkit.transforms import calibrate
 
 VALID_WORDS = 500
 CALIBRATION = 200  # training batches that calibration looks at
 TOGETHER = 250  # items decoded at once, where the batch does not matter
-BEAM = 4
 
 
 class Translation(Task):
@@ -25,10 +25,18 @@ class Translation(Task):
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
-        self._train = Table(data.train)
-        count = run.test_items or len(data.test)
-        self._test = Table(_spread(data.test, count))
-        self._references = _spread(data.references, count)
+        self._train, self._valid, test = self.tables()
+        self._asked = spread(len(test), run.test_items or len(test))
+        self._test = test.take(self._asked)
+
+    def tables(self) -> tuple[Table, Table, Table]:
+        """The three splits."""
+        return Table.of(self.data.train), Table.of(self.data.valid), Table.of(self.data.test)
+
+    def rates(self, found: dict[int, list[str]]) -> dict[str, float]:
+        """Scores of the symbols found for each test item."""
+        answers = [self.data.references[item] for item in self._asked]
+        return error_rates([found[item] for item in range(len(found))], answers)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Batches of about one length, or of any lengths; a batch has `batch_tokens` symbols of source and target."""
@@ -38,16 +46,18 @@ class Translation(Task):
         """Cross-entropy of the target's symbols."""
         source, given, target = batch.tensors
         scores = self.model(source, given)
+        if smoothing and self.settings.model.mask_logits:
+            return _smoothed(scores.flatten(0, 1), target.flatten(), smoothing, self.model.get_buffer("allowed"))
         return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
 
     def validation(self) -> list[Batch]:
-        """Words spread evenly over the validation split, shortest first."""
-        return Table(_spread(self.data.valid, VALID_WORDS)).sorted_batches(TOGETHER)
+        """Items spread evenly over the validation split, shortest first."""
+        return self._valid.take(spread(len(self._valid), VALID_WORDS)).sorted_batches(TOGETHER)
 
     def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
         """Greedy search with running statistics, those of each test batch, calibrated ones; then beam search.
 
-        "batch": test words in batches made as for training, the statistics of each from one pass that is given the
+        "batch": test items in batches made as for training, the statistics of each from one pass that is given the
         right answers. "calibrated": from `CALIBRATION` training batches, by one pass as in training.
         """
         self.model.eval()
@@ -63,24 +73,29 @@ class Translation(Task):
             scores["calibrated"] = self.score_greedy()
             self.model = trained
         tell("beam search")
-        scores["beam"] = self._search(lambda model, source, limit: beam(model, source, BEAM, max_length=limit))
+        scores["beam"] = self.rates(self.search_all(self.beam))
         return scores
 
     def score_greedy(self) -> dict[str, float]:
-        """Loss, and error rates of greedy search, with the statistics that the model has."""
+        """Loss, and scores of greedy search, with the statistics that the model has."""
         self.model.eval()
-        return {"loss": self.mean_loss(self._test.sorted_batches(TOGETHER)), **self._search(greedy)}
+        return {"loss": self.mean_loss(self._test.sorted_batches(TOGETHER)), **self.rates(self.search_all(greedy))}
 
-    def search(self, find: Callable, items: list[int]) -> list[list[str]]:
-        """What the model makes of test items."""
-        (source,) = self.on_device(self._test.batch(items)).tensors[:1]
+    def beam(self, model: Any, source: Tensor, limit: Tensor) -> Any:
+        """Beam search as the run says."""
+        return beam(model, source, self.settings.beam, self.settings.length_penalty, limit)
+
+    def search(self, find: Callable, items: list[int], table: Table | None = None) -> list[list[str]]:
+        """What the model makes of items, of the test split unless said otherwise."""
+        (source,) = self.on_device((table or self._test).batch(items)).tensors[:1]
         return transcribe(self.model, self.data.vocabularies["target"], source, find)
 
-    def _search(self, find: Callable) -> dict[str, float]:
+    def search_all(self, find: Callable, table: Table | None = None) -> dict[int, list[str]]:
+        """What the model makes of each item of a table, that of the test split unless said otherwise."""
         found: dict[int, list[str]] = {}
-        for items in self._test.sorted_items(TOGETHER):
-            found.update(zip(items, self.search(find, items), strict=True))
-        return self._rates(found)
+        for items in (table or self._test).sorted_items(TOGETHER):
+            found.update(zip(items, self.search(find, items, table), strict=True))
+        return found
 
     def _search_by_batch(self) -> dict[str, float]:
         found, loss, tokens, trained = {}, 0.0, 0, self.model
@@ -90,12 +105,9 @@ class Translation(Task):
             loss, tokens = loss + self.mean_loss([batch]) * batch.tokens, tokens + batch.tokens
             found.update(zip(items, self.search(greedy, items), strict=True))
         self.model = trained
-        return {"loss": loss / tokens, **self._rates(found)}
+        return {"loss": loss / tokens, **self.rates(found)}
 
-    def _rates(self, found: dict[int, list[str]]) -> dict[str, float]:
-        return error_rates([found[item] for item in range(len(found))], self._references)
-
-    def _order(self, table: "Table", epoch: int) -> list[list[int]]:
+    def _order(self, table: Table, epoch: int) -> list[list[int]]:
         run, by = self.settings, table.both
         return batches_of(table.sizes, run.batch_tokens, bucketing=run.bucketing, by=by, seed=run.seed, epoch=epoch)
 
@@ -103,51 +115,16 @@ class Translation(Task):
         return model(*self.on_device(batch).tensors[:2])
 
 
-class Table:
-    """Pairs of sequences as three padded tensors, from which a batch is cut out."""
-
-    def __init__(self, pairs: Sequence[tuple[list[int], list[int]]]):
-        self.source_sizes, self.target_sizes = ([len(pair[side]) for pair in pairs] for side in (0, 1))
-        self.source = _padded([pair[0] for pair in pairs], self.source_sizes)
-        self.target = _padded([pair[1] for pair in pairs], self.target_sizes)
-        self.both = list(zip(self.source_sizes, self.target_sizes, strict=True))
-        self.sizes = [sum(both) for both in self.both]
-
-    def batch(self, items: list[int]) -> Batch:
-        """Source, what the decoder is given, and what it should say."""
-        chosen = torch.tensor(items)
-        source = self.source[chosen, : max(self.source_sizes[item] for item in items)].long()
-        target = self.target[chosen, : max(self.target_sizes[item] for item in items)].long()
-        given = F.pad(target[:, :-1], (1, 0), value=BOS).masked_fill_(target == PAD, PAD)
-        return Batch((source, given, target), len(items), sum(self.target_sizes[item] for item in items))
-
-    def sorted_items(self, together: int) -> list[list[int]]:
-        """All items, shortest first, so many at a time."""
-        order = sorted(range(len(self.sizes)), key=lambda item: (self.source_sizes[item], item))
-        return [order[at : at + together] for at in range(0, len(order), together)]
-
-    def sorted_batches(self, together: int) -> list[Batch]:
-        """All items in batches, shortest first."""
-        return [self.batch(items) for items in self.sorted_items(together)]
+def _smoothed(scores: Tensor, target: Tensor, smoothing: float, allowed: Tensor) -> Tensor:
+    """Cross-entropy whose smoothing goes to the words that can be said alone."""
+    real = target != PAD
+    log_p = scores[real].log_softmax(-1)
+    even = log_p.where(allowed, 0.0).sum(-1) / allowed.sum()
+    exact = log_p.gather(-1, target[real][:, None])[:, 0]
+    return -((1 - smoothing) * exact + smoothing * even).mean()
 
 
-def transcribe(model: torch.nn.Module, target: Vocab, source: Tensor, find: Callable = greedy) -> list[list[str]]:
+def transcribe(model: Any, target: Vocab, source: Tensor, find: Callable = greedy) -> list[list[str]]:
     """Symbols that a search finds for `source [B, S]`; at most twice as many as the source has, and ten."""
-    limit = 2 * (source != PAD).sum(1) + 10
+    limit = (2 * (source != PAD).sum(1) + 10).clamp(max=model.config.max_length)
     return [target.decode(sequence) for sequence in find(model, source, limit).sequences]
-
-
-def _padded(sequences: Sequence[list[int]], sizes: Sequence[int]) -> Tensor:
-    """As `pad`, quick for a whole corpus, in half the bytes."""
-    padded = torch.full((len(sizes), max(sizes)), PAD, dtype=torch.int32)
-    padded[torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]] = torch.tensor(
-        [*chain(*sequences)], dtype=torch.int32
-    )
-    return padded
-
-
-def _spread(items: Sequence, count: int) -> list:
-    """`count` of the items, at even distances; all where there are fewer."""
-    if len(items) <= count:
-        return list(items)
-    return [items[number * len(items) // count] for number in range(count)]

@@ -1,0 +1,265 @@
+"""Corpora as numbers: vocabularies are learned, the text encoded, once; the arrays are kept and mapped into memory.
+
+They lie in a cache (`NORMKIT_CACHE`, else `~/.cache/normkit`) under a name made of what the files contain and of the
+settings. The text is read as a stream, in pieces, and each finished piece is noted: work that was interrupted, by a
+full disk too, goes on where it was. Processes that want the same arrays wait for the first of them.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normkit.data.corpora import SPLITS, Corpus, Located
+from normkit.data.embedded import Text, split_of
+from normkit.data.lines import open_bytes, read_columns, read_lines, read_pairs
+from normkit.data.ragged import Ragged
+from normkit.data.subwords import Subwords, vocabulary
+from normkit.data.vocab import BOS, EOS, SPECIAL, UNK, Vocab
+
+FORMAT = 1
+PIECE = 20_000  # lines encoded between two notes of how far the work is
+UNKNOWN = 0.2  # largest share of unknown symbols in a split
+Tell = Callable[[str], object]
+
+
+class Bitext(NamedTuple):
+    """Both sides of a split, as numbers, ends included."""
+
+    source: Ragged
+    target: Ragged
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """A parallel corpus as numbers. `lines` reads the text of a split again; `facts` says what is in it."""
+
+    name: str
+    corpus: Corpus
+    train: Bitext
+    valid: Bitext
+    test: Bitext
+    vocabularies: dict[str, Vocab]
+    lines: Callable[[str], Iterator[tuple[str, ...]]]
+    facts: dict[str, Any]
+
+
+def prepare(located: Located, *, subwords: int = 0, share: bool = False, tell: Tell = lambda said: None) -> Any:
+    """The corpus as numbers: `Parallel`, or `Text` where it is running text.
+
+    `subwords` is the size of each vocabulary (0: the corpus' own choice), `share` makes one of both sides. `tell` hears
+    how far the work is. ValueError where a file is not what the table of corpora says, is misaligned, is not UTF-8,
+    has an empty side, or where more than a fifth of a split's symbols are unknown; OSError where the disk is full.
+    """
+    corpus, size = located.corpus, subwords or located.corpus.subwords
+    if share and corpus.kind == "text":
+        raise ValueError("running text has one vocabulary; share=True is for parallel text")
+    cache = Path(os.environ.get("NORMKIT_CACHE") or Path.home() / ".cache" / "normkit")
+    try:
+        digests = [_check(corpus, split, path, cache, tell) for split in SPLITS for path in located.files[split]]
+        key = json.dumps([FORMAT, corpus.kind, corpus.columns, corpus.tokenized, size, share, digests])
+        folder = cache / f"{corpus.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder, tell):
+            vocabularies = _vocabularies(located, size, share, folder, tell)
+            facts = {split: _encode(located, split, vocabularies, folder, tell) for split in SPLITS}
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise OSError(
+                errno.ENOSPC,
+                f"no space left in {cache}; what is done is kept: make room, or set NORMKIT_CACHE, and go on",
+            ) from None
+        raise
+    arrays = {split: [_open(folder, split, side, vocabularies) for side in vocabularies] for split in SPLITS}
+    if corpus.kind == "text":
+        streams = {split: _stream(arrays[split][0]) for split in SPLITS}
+        return Text(located.name, **streams, vocabularies=vocabularies)
+    bitexts = {split: Bitext(*arrays[split]) for split in SPLITS}
+    return Parallel(
+        located.name, corpus, **bitexts, vocabularies=vocabularies, facts=facts, lines=lambda s: _lines(located, s)
+    )
+
+
+def _lines(located: Located, split: str) -> Iterator[tuple[str, ...]]:
+    """The lines of a split, a tuple of its sides each."""
+    files, corpus = located.files[split], located.corpus
+    if corpus.kind == "text":
+        return ((line,) for line in read_lines(files[0]))
+    if files[0] != files[1]:
+        return read_pairs(*files)
+    return (pair for pair in read_columns(files[0], *corpus.columns) if split_of(pair[1]) == split)
+
+
+def _check(corpus: Corpus, split: str, path: Path, cache: Path, tell: Tell) -> str:
+    """The digest of a file's content; ValueError where it is not what the table says."""
+    stat = path.stat()
+    mark = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:24]
+    note = cache / "digests" / f"{mark}.json"
+    seen = _read(note)
+    if seen is None:
+        tell(f"checking {path.name}")
+        md5, lines, last = hashlib.md5(usedforsecurity=False), 0, b"\n"
+        for _ in read_lines(path):  # says what is wrong, and where
+            lines += 1
+        with open_bytes(path) as file:
+            while block := file.read(1 << 20):
+                md5.update(block)
+                last = block[-1:]
+        seen = {"md5": md5.hexdigest(), "lines": lines, "whole": last == b"\n"}
+        _write(note, seen)
+    names = [name for name in corpus.known if str(path).removesuffix(".xz").removesuffix(".gz").endswith(f"/{name}")]
+    if names:
+        wanted = corpus.known[max(names, key=len)]
+        if seen["lines"] != wanted.lines:
+            short = "; it was cut short" if seen["lines"] < wanted.lines else ""
+            raise ValueError(
+                f"{path} has {seen['lines']:,} lines, {corpus.name} has {wanted.lines:,}{short}. One gets it from "
+                f"{corpus.origin}. Text of one's own goes into a folder, as {split}.source and {split}.target"
+            )
+        if wanted.md5 not in (None, seen["md5"]):
+            raise ValueError(
+                f"{path} is not that file of {corpus.name}: its MD5 is {seen['md5']}, not {wanted.md5}. One gets it "
+                f"from {corpus.origin}"
+            )
+    return seen["md5"]
+
+
+def _vocabularies(located: Located, size: int, share: bool, folder: Path, tell: Tell) -> dict[str, Vocab]:
+    path, corpus = folder / "vocab.json", located.corpus
+    sides = ("words",) if corpus.kind == "text" else ("source", "target")
+    plain = _read(path)
+    if plain is None:
+        groups = [tuple(range(len(sides)))] if share else [(side,) for side in range(len(sides))]
+        plain = {}
+        for group in groups:
+            tell("learning subwords" if size else "counting words")
+            lines = (pair[side] for pair in _lines(located, "train") for side in group)
+            made = Subwords.learn(lines, size, punctuation=not corpus.tokenized) if size else _words(lines)
+            plain |= {sides[side]: made.plain() for side in group}
+        _write(path, plain)
+    made = {side: vocabulary(plain[side]) for side in sides}
+    return dict.fromkeys(sides, made[sides[0]]) if share else made
+
+
+def _words(lines: Iterator[str]) -> Vocab:
+    """The words of the text, the most frequent first."""
+    counts = Counter(word for line in lines for word in line.split())
+    words = sorted((word for word in counts if word not in SPECIAL), key=lambda word: (-counts[word], word))
+    return Vocab(words)
+
+
+def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder: Path, tell: Tell) -> dict[str, Any]:
+    """Write the arrays of a split, from where they are, and say what is in them."""
+    note, sides = folder / f"{split}.json", list(vocabularies)
+    done = _read(note) or {"lines": 0, "whole": False, **{side: {"symbols": 0, "unknown": 0} for side in sides}}
+    if done["whole"]:
+        return done
+    files = {side: (_path(folder, split, side), _path(folder, split, side, "sizes")) for side in sides}
+    for side in sides:
+        for path, item in zip(files[side], (_kind(vocabularies[side]).itemsize, 4), strict=True):
+            path.touch()
+            count = done[side]["symbols"] if item != 4 or path.suffix == ".numbers" else done["lines"]
+            os.truncate(path, item * count)  # what was written after the last note
+    lines = itertools.islice(_lines(located, split), done["lines"], None)
+    while piece := list(itertools.islice(lines, PIECE)):
+        tell(f"encoding {split}, line {done['lines']:,}")
+        for side, texts in zip(sides, zip(*piece, strict=True), strict=True):
+            vocab = vocabularies[side]
+            rows = (
+                vocab.encode_texts(texts) if isinstance(vocab, Subwords) else [vocab.encode(t.split()) for t in texts]
+            )
+            flat = np.array([number for row in rows for number in (*row, EOS)], _kind(vocab))
+            _append(files[side][0], flat)
+            _append(files[side][1], np.array([len(row) + 1 for row in rows], np.int32))
+            done[side]["symbols"] += len(flat)
+            done[side]["unknown"] += int((flat == UNK).sum())
+        done["lines"] += len(piece)
+        _write(note, done)
+    if not done["lines"]:
+        raise ValueError(f"the {split} split of {located.name} is empty; needs at least one line")
+    for side in sides:
+        share = done[side]["unknown"] / done[side]["symbols"]
+        if share > UNKNOWN:
+            path = located.files[split][-1 if side == "target" else 0]
+            raise ValueError(
+                f"{100 * share:.0f} % of the symbols of {path} are unknown to the vocabulary of the training split; "
+                "are both in one language, script and tokenization?"
+            )
+    done["whole"] = True
+    _write(note, done)
+    return done
+
+
+def _open(folder: Path, split: str, side: str, vocabularies: dict[str, Vocab]) -> Ragged:
+    flat = np.memmap(_path(folder, split, side), _kind(vocabularies[side]), "r")
+    sizes = np.fromfile(_path(folder, split, side, "sizes"), np.int32)
+    return Ragged(flat, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+
+def _stream(lines: Ragged) -> Tensor:
+    """Running text as one tensor, the begin first; small numbers are kept small."""
+    return torch.from_numpy(np.concatenate([[BOS], lines.flat]).astype(np.int32))
+
+
+def _path(folder: Path, split: str, side: str, what: str = "numbers") -> Path:
+    return folder / f"{split}.{side}.{what}"
+
+
+def _kind(vocab: Vocab) -> np.dtype:
+    return np.dtype(np.uint16 if len(vocab) <= np.iinfo(np.uint16).max else np.int32)
+
+
+def _append(path: Path, values: np.ndarray) -> None:
+    with path.open("ab") as file:
+        file.write(values.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> Any:
+    """What a note says; None where there is none, or only a part of one."""
+    try:
+        return json.loads(path.read_text(encoding="utf8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, ensure_ascii=False), encoding="utf8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, tell: Tell) -> Iterator[None]:
+    """Nobody else works in the folder at the same time, where the system can say so."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            tell("waiting for another process that prepares the same data")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,60 @@
+"""Translation of text in subwords: scored by BLEU."""
+
+import numpy as np
+
+from normkit.data.subwords import spell
+from normkit.train.bleu import bleu
+from normkit.train.decode import greedy
+from normkit.train.table import Table
+from normkit.train.translation import Translation
+
+VALID_LINES = 1000  # of the validation split, for BLEU
+
+
+class MachineTranslation(Translation):
+    """As `Translation`, on a parallel corpus; BLEU on what the corpus' papers count it on."""
+
+    def __init__(self, run, model, data):
+        super().__init__(run, model, data)
+        self.outputs: dict[str, list[str]] = {}
+        self._references = [lines[1] for lines in data.lines("test")]
+        if model.config.mask_logits:
+            model.allow(np.unique(data.train.target.flat))
+
+    def tables(self) -> tuple[Table, Table, Table]:
+        """The splits; training pairs that are longer than the model's max_length are left out."""
+        longest, data = self.settings.model.max_length, self.data
+        train, valid, test = (Table(*split) for split in (data.train, data.valid, data.test))
+        short = np.flatnonzero((train.both <= longest).all(1))
+        for name, table in (("valid", valid), ("test", test)):
+            if int(table.both.max()) > longest:
+                line = int(table.both.max(1).argmax()) + 1
+                raise ValueError(
+                    f"line {line} of the {name} split of {data.name} has {int(table.both.max())} subwords, more than "
+                    f"max_length={longest}; raise --model.max-length"
+                )
+        if not len(short):
+            raise ValueError(f"no pair of {data.name} is within max_length={longest}; raise --model.max-length")
+        return train if len(short) == len(train) else train.take(short), valid, test
+
+    def facts(self) -> dict[str, object]:
+        """What was trained on: sizes, and what was left out."""
+        left_out = len(self.data.train) - len(self._train)
+        return {"name": self.data.name, "splits": self.data.facts, "left_out": left_out}
+
+    def rates(self, found: dict[int, list[str]]) -> dict[str, float]:
+        """BLEU with its bootstrap error."""
+        lines = [spell(found[item]) for item in range(len(found))]
+        return bleu(lines, [self._references[item] for item in self._asked], self.data.corpus)
+
+    def look(self) -> dict[str, float]:
+        """Loss of the validation split, and BLEU of greedy search where the run asks for it."""
+        if not self.settings.valid_bleu:
+            return super().look()
+        self.model.eval()
+        count = min(len(self._valid), VALID_LINES)
+        found = self.search_all(greedy, self._valid.take(range(count)))
+        references = [lines[1] for lines, _ in zip(self.data.lines("valid"), range(count), strict=False)]
+        scores = bleu([spell(found[item]) for item in range(count)], references, self.data.corpus, samples=0)
+        self.model.train()
+        return {**super().look(), "bleu": scores["bleu"]}

@@ -1,0 +1,31 @@
+"""The data of a run, by its name and its task."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from normkit.data.corpora import CORPORA, locate
+from normkit.data.embedded import SOURCES
+from normkit.data.prepare import prepare
+from normkit.data.text import reader
+from normkit.train.config import Run
+
+KINDS = {"mt": "parallel", "lm": "text"}
+"""Of corpora, by the task that is trained on them."""
+
+
+def source(run: Run, tell: Callable[[str], object]) -> Callable[[], Any]:
+    """How to read the data of a run; `tell` hears how far that is.
+
+    Translation of text and language models take corpora of the table and folders of text, the others what `reader`
+    knows. ValueError, before anything is read, where there is no such data, or where the task does not fit it.
+    """
+    kind = KINDS.get(run.task)
+    if kind is None or run.data in SOURCES:
+        if run.data in CORPORA:
+            raise ValueError(f"{run.data} is {CORPORA[run.data].kind}; task {run.task} cannot learn from that")
+        return reader(run.data)
+    located = locate(run.data)
+    if located.corpus.kind != kind:
+        raise ValueError(f"{run.data} is {located.corpus.kind}, where task {run.task} needs {kind}")
+    return functools.partial(prepare, located, subwords=run.subwords, share=run.model.share, tell=tell)

@@ -1,0 +1,62 @@
+"""Pairs of sequences, from which a batch is cut out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch.nn.functional as F
+
+from normkit.data.ragged import Ragged
+from normkit.data.vocab import BOS, PAD
+from normkit.train.task import Batch
+
+
+class Table:
+    """Sources and targets, as they lie in memory or in mapped files; `rows` are those that the table has, in order.
+
+    >>> table = Table.of([([4, 5, 2], [6, 2]), ([4, 2], [7, 2])])
+    >>> [tensor.tolist() for tensor in table.batch([1]).tensors]
+    [[[4, 2]], [[1, 7]], [[7, 2]]]
+    """
+
+    def __init__(self, source: Ragged, target: Ragged, rows: np.ndarray | None = None):
+        self.source, self.target = source, target
+        self.rows = np.arange(len(source)) if rows is None else rows
+        self.both = np.stack([source.sizes[self.rows], target.sizes[self.rows]], 1)
+        self.sizes = self.both.sum(1)
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> "Table":
+        """From lists of numbers."""
+        return cls(Ragged.of([pair[0] for pair in pairs]), Ragged.of([pair[1] for pair in pairs]))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def take(self, items: Sequence[int] | np.ndarray) -> "Table":
+        """A table of some pairs."""
+        return Table(self.source, self.target, self.rows[np.asarray(items)])
+
+    def batch(self, items: Sequence[int]) -> Batch:
+        """Source, what the decoder is given, and what it should say."""
+        rows = self.rows[np.asarray(items)]
+        source, target = self.source.padded(rows), self.target.padded(rows)
+        given = F.pad(target[:, :-1], (1, 0), value=BOS).masked_fill_(target == PAD, PAD)
+        return Batch((source, given, target), len(items), int(self.target.sizes[rows].sum()))
+
+    def sorted_items(self, together: int) -> list[list[int]]:
+        """All items, shortest source first, so many at a time."""
+        order = np.argsort(self.both[:, 0], kind="stable").tolist()
+        return [order[at : at + together] for at in range(0, len(order), together)]
+
+    def sorted_batches(self, together: int) -> list[Batch]:
+        """All items in batches, shortest first."""
+        return [self.batch(items) for items in self.sorted_items(together)]
+
+
+def spread(length: int, count: int) -> list[int]:
+    """`count` of so many items, at even distances; all where there are fewer.
+
+    >>> spread(10, 3)
+    [0, 3, 6]
+    """
+    return list(range(length)) if length <= count else [number * length // count for number in range(count)]
