@@ -19,7 +19,7 @@ lengths = [len(word) for word in words]
 for bucketing in (False, True):
     torch.manual_seed(0)
     model = Seq2Seq(Model(width=64, hidden=128, depth=2, heads=4, norm="pnv"), source_vocab=40, target_vocab=50)
-    with nk.record(model.encoder) as rows, torch.no_grad():
+    with nk.record(model.encoder, every=1, quantities="distance_quadratic") as rows, torch.no_grad():
         for batch in batches_of(lengths, tokens=2000, bucketing=bucketing)[:60]:
             model.encode(pad([words[i] for i in batch]))
     late = [row for row in rows if row.step > 20]  # the running average has forgotten its start

@@ -4,7 +4,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from normkit.train.config import Run
 from normkit.train.lit import lightning
 from normkit.train.progress import Progress
 from normkit.train.schedules import ValidationDecay
-from normkit.watch import Row, Rows, record
+from normkit.watch import Recorder, write
 
 
 class Journal(lightning.Callback):
@@ -32,7 +31,6 @@ class Journal(lightning.Callback):
         self.status = "done"
         self.curve: list[dict[str, float]] = []
         self.valid: list[dict[str, float]] = []
-        self.rows = Rows()
         self.words = self.tokens = 0
         self.seconds = 0.0  # of training steps only
         self.step = 0
@@ -42,17 +40,14 @@ class Journal(lightning.Callback):
         self._rng: dict[str, Any] | None = None
         self._started = 0.0
         self._first = (0.0, 0)
-        self._recording: AbstractContextManager[Rows] | None = None
+        self._recorder: Recorder | None = None
+        self._recorded: dict[str, Any] = {}  # what a resumed run needs to go on with rows.csv
 
     # -- the hooks of Lightning -------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock and the recording; take chance back to where a resumed run left it."""
-        if self.run.record_every:
-            forwards = self.run.record_every * self.run.accumulate
-            self._recording = record(pl_module.model, every=forwards, start=self.step * self.run.accumulate)
-            earlier, self.rows = list(self.rows), self._recording.__enter__()
-            self.rows.extend(earlier)
+        self._record(pl_module.model)
         if self._rng is not None:
             _set_rng(self._rng)
         self._started = time.perf_counter()
@@ -107,7 +102,7 @@ class Journal(lightning.Callback):
             "step": self.step,
             "curve": self.curve,
             "valid": self.valid,
-            "rows": [tuple(row) for row in self.rows],
+            "recorded": self._recorded_so_far(),
             "losses": [float(loss) for loss in self._losses],
             "words": self.words,
             "tokens": self.tokens,
@@ -119,7 +114,7 @@ class Journal(lightning.Callback):
         """Take over what `state_dict` gave."""
         self.step = state_dict["step"]
         self.curve, self.valid = state_dict["curve"], state_dict["valid"]
-        self.rows.extend([Row(*row) for row in state_dict["rows"]])
+        self._recorded = state_dict.get("recorded") or {}
         self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in state_dict["losses"]]
         self.words, self.tokens, self.seconds = state_dict["words"], state_dict["tokens"], state_dict["seconds"]
         self._rng = state_dict["rng"]
@@ -151,6 +146,8 @@ class Journal(lightning.Callback):
         self._losses.clear()
         bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
         mean = sum(losses) / len(losses)
+        if self._recorder is not None:
+            self._recorder.rows.flush()
         if bad:
             self.status = f"diverged at step {first + bad[0] // self.run.accumulate}"
             trainer.should_stop = True
@@ -172,10 +169,30 @@ class Journal(lightning.Callback):
     def _resume(self) -> None:
         self._started = time.perf_counter()
 
+    def _record(self, model: torch.nn.Module) -> None:
+        """Start to record into rows.csv, where a resumed run takes away what came after its checkpoint."""
+        path = self.folder / "rows.csv"
+        if self._recorded and path.is_file():
+            with path.open("r+b") as file:
+                file.truncate(self._recorded["bytes"])
+        else:
+            write(path, [])
+        if self.run.record_every:
+            forwards, before = self.run.record_every * self.run.accumulate, self.step * self.run.accumulate
+            self._recorder = Recorder(model, forwards, to=path, keep=50_000, start=before)
+            self._recorder.load(self._recorded.get("memory", {}))
+            self._recorder.follow()
+
+    def _recorded_so_far(self) -> dict[str, Any]:
+        if self._recorder is None:
+            return {}
+        self._recorder.rows.flush()
+        return {"bytes": (self.folder / "rows.csv").stat().st_size, "memory": self._recorder.state()}
+
     def _close(self) -> None:
-        if self._recording is not None:
-            self._recording.__exit__(None, None, None)
-            self._recording = None
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,9 +1,7 @@
 """Train as a `Run` says, into a folder; load what such a folder holds."""
 
 import contextlib
-import csv
 import dataclasses
-import io
 import json
 import logging
 import time
@@ -23,7 +21,6 @@ from normkit.train.progress import Progress
 from normkit.train.source import source
 from normkit.train.weights import fits, load_weights, mean_weights, save_weights, write_atomically
 from normkit.train.where import where
-from normkit.watch import Row
 
 if TYPE_CHECKING:
     from normkit.train.journal import Journal
@@ -113,7 +110,6 @@ def train(
         "timing": None,
         "seconds": {"train": journal.seconds, "score": time.perf_counter() - started},
     }
-    _write_rows(folder / "rows.csv", journal)
     results.write(folder, result)
     return result
 
@@ -178,18 +174,20 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
     from normkit.train.checkpoints import AtomicCheckpoints, model_state, read_checkpoint
     from normkit.train.lit import lightning
 
-    run, position = task.settings, 0
+    run = task.settings
     if checkpoint is not None:
         _same_vocabularies(journal.folder, task.data.vocabularies)
         saved = read_checkpoint(checkpoint)
         fits(model_state(saved), task.model.state_dict(), checkpoint)
-        position = saved["global_step"] * run.accumulate
+        task.start = saved["global_step"] * run.accumulate
     _save_vocabularies(journal.folder, task.data.vocabularies)
     with _quiet():
         trainer = lightning.Trainer(
             max_steps=run.steps,
             accelerator=run.device,
-            devices=1,
+            devices=run.devices,
+            num_nodes=run.nodes,
+            strategy=strategy(run),
             precision=run.precision,  # type: ignore[arg-type]
             accumulate_grad_batches=run.accumulate,
             gradient_clip_val=run.clip or None,
@@ -201,7 +199,17 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(task, train_dataloaders=task.batches(position), ckpt_path=checkpoint, weights_only=True)
+        if run.compile:
+            task.model.compile(dynamic=not run.static and run.task != "lm")
+        try:
+            trainer.fit(task, ckpt_path=checkpoint, weights_only=True)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"the GPU's memory is too small for batches of {run.batch_tokens} tokens "
+                f"({str(error).splitlines()[0]}); halve batch_tokens and double accumulate for the same steps, or take "
+                f"precision=bf16-mixed; checkpoints in {journal.folder} are kept, --resume goes on from there"
+            ) from None
+        task.model._compiled_call_impl = None
 
 
 def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
@@ -225,14 +233,6 @@ def _average(model: nn.Module, paths: list[Path]) -> None:
     from normkit.train.checkpoints import model_state, read_checkpoint
 
     model.load_state_dict(mean_weights([model_state(read_checkpoint(path)) for path in paths]))
-
-
-def _write_rows(path: Path, journal: "Journal") -> None:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(Row._fields)
-    writer.writerows((*row[:-1], f"{row.value:.6g}") for row in journal.rows)
-    write_atomically(path, text.getvalue().encode())
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """See what norms do while a model trains."""
 
-from normkit.watch.record import Row, Rows, record
+from normkit.watch.quantities import QUANTITIES, Quantity
+from normkit.watch.record import Recorder, record
+from normkit.watch.rows import Row, Rows, read, write
 
-__all__ = ["Row", "Rows", "record"]
+__all__ = ["QUANTITIES", "Quantity", "Recorder", "Row", "Rows", "read", "record", "write"]

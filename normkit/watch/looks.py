@@ -1,0 +1,176 @@
+"""What one look at a norm gathers, and how looks become numbers: side by side for all norms of one width."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from normkit.norms import PowerNorm, StatNorm
+from normkit.norms.un import UN
+from normkit.ops import channels
+from normkit.watch.quantities import Quantity
+from normkit.watch.sites import Site
+
+Fields = dict[str, Tensor]
+
+
+class Look(NamedTuple):
+    """Statistics of one norm at one step, by name; see `quantities`."""
+
+    step: int
+    site: Site | None
+    fields: Fields
+
+
+class Memory:
+    """What is remembered of a norm from look to look: averages it does not keep itself, and last values."""
+
+    def __init__(self, alpha: float, window: int, channel: int):
+        self.alpha, self.window, self.channel = alpha, window, channel
+        self.running: Fields = {}
+        self.looks = 0
+        self.recent: dict[str, Tensor] = {}  # side -> [window, C], a ring
+        self.seen = {"x": 0, "g": 0}
+
+    def average(self, batch: Fields) -> Fields:
+        """The averages from before this batch; it moves them, unless it is not finite. None at the first look."""
+        before = {f"running_{name}": value for name, value in self.running.items()}
+        for name, value in batch.items():
+            old = self.running.get(name, value)
+            weight = max(1 / (self.looks + 1), 1 - self.alpha)  # a plain average first
+            ok = torch.isfinite(value).all()
+            self.running[name] = torch.where(ok, old.lerp(value, weight), old)
+        self.looks += 1
+        return before
+
+    def push(self, side: str, value: Tensor, last: int) -> Fields:
+        """Remember `value [C]`; one channel's last values, and now and then the whole window `[window, C]`."""
+        if side not in self.recent:
+            self.recent[side] = value.new_zeros(self.window, len(value))
+        ring, slot = self.recent[side], self.seen[side] % self.window
+        ring[slot] = value
+        self.seen[side] += 1
+        count = min(self.seen[side], last)
+        slots = [(slot - back) % self.window for back in reversed(range(count))]
+        fields = {f"channel_{side}": torch.stack([ring[s, self.channel % len(value)] for s in slots])}
+        if slot == self.window - 1:
+            fields[f"window_{side}"] = ring.clone()
+        return fields
+
+    def state(self) -> dict[str, object]:
+        """What a resumed recording needs to go on."""
+        return {"running": self.running, "looks": self.looks, "recent": self.recent, "seen": self.seen}
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Take over what `state` gave."""
+        for name in ("running", "looks", "recent", "seen"):
+            setattr(self, name, state[name])
+
+
+def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance `[C]` of the real rows of `x[..., C]`, and their count; over all processes where it syncs."""
+    batch, count = channels.moments(x, mask, center=True)
+    if getattr(module, "sync", False):
+        origin = torch.zeros_like(batch)
+        batch, count = channels.unpack(channels.all_reduce(channels.pack(batch, count, origin)), origin)
+    return batch[0], batch[1], count
+
+
+def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Tensor | None) -> Fields:
+    """Look at an input `x[..., C]` of a norm: the statistics of this batch, those that are running, and states."""
+    module, own = site.module, site.running()
+    if isinstance(module, StatNorm):
+        x = module.rest(x)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean, var, count = moments(x, mask, module)
+    batch = {"mean": mean, "var": var, "quadratic": var + mean.square()}
+    fields = {**batch, **memory.average({k: v for k, v in batch.items() if f"running_{k}" not in own}), **own}
+    kept = x if mask is None else torch.where(mask[..., None], x, 0)
+    low, high = torch.aminmax(kept)
+    fields["largest"] = torch.maximum(-low, high)
+    fields["count"] = count
+    if real is not None:
+        padded = ~real if mask is None else mask & ~real
+        fields["padding"] = padded.sum() / count.clamp(min=1)
+    if site.weight is not None:
+        fields["weight"] = site.weight.to(x.dtype)
+    if isinstance(module, StatNorm):
+        fields |= _state(module, fields)
+    return fields
+
+
+def _state(norm: StatNorm, fields: Fields) -> Fields:
+    """What a norm of ours keeps, as this batch finds it."""
+    found = {"skipped": norm.skipped.clone(), "skipped_grad": norm.skipped_grad.clone()}
+    if isinstance(norm, PowerNorm):
+        batch, running = fields["quadratic"], fields["running_quadratic"]
+        used = torch.where(norm.step < norm.warmup, batch, running)
+        found["nu"] = norm.nu[0].clone()
+        found["Gamma"] = batch / (used + norm.eps)
+        found["Gamma_bound"] = batch.new_full((), 2 / (1 - norm.alpha_bkw))
+    if isinstance(norm, UN) and norm.outlier_filtration:
+        found["filtered"] = norm.filtered.clone()
+        found["smoothed"] = norm.step - max(norm.warmup - 1, norm.window)
+    return found
+
+
+def gather_gradient(
+    site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, seen: tuple[Tensor, Tensor] | None = None
+) -> Fields:
+    """Look at the gradient `dy[..., C]` of a norm's output, given its input, and mean and variance if known."""
+    if isinstance(site.module, StatNorm):
+        x = site.module.rest(x)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, dy = x.to(wide), dy.to(wide)
+    mean, var = moments(x, mask, site.module)[:2] if seen is None else seen
+    x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    if mask is not None:
+        keep = mask.reshape(-1, 1)
+        x, dy = torch.where(keep, x, 0), torch.where(keep, dy, 0)
+    count = mask.sum() if mask is not None else dy.new_full((), len(dy))
+    sums = torch.cat([torch.stack([dy.sum(0), (dy * x).sum(0), dy.square().sum(0)]).flatten(), count.to(wide).view(1)])
+    if getattr(site.module, "sync", False):
+        sums = channels.all_reduce(sums)
+    s0, sx, square = sums[:-1].view(3, -1) / sums[-1].clamp(min=1)
+    gamma = 1.0 if site.weight is None else site.weight.to(wide)
+    psi = torch.sqrt(var + mean.square() + site.eps)
+    along = sx / psi
+    return {
+        "g_mu": gamma * s0,
+        "g_sigma2": gamma * (sx - mean * s0) / torch.sqrt(var + site.eps),
+        "g_psi2": gamma * along,
+        "dx_square": (gamma / psi).square() * (square - along.square()),
+        "dy_square": square,
+    }
+
+
+def evaluate(looks: list[Look], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site | None, list[str], Tensor]]:
+    """The chosen quantities of looks: for each look its step, site, names and values, one number a name.
+
+    Norms that gathered the same statistics in the same shapes are stacked, so that many norms cost what one does.
+    """
+    groups: dict[object, list[tuple[int, Look]]] = {}
+    for place, look in enumerate(looks):
+        eps = look.site.eps if look.site is not None else 0.0
+        key = (eps, *((name, tuple(value.shape), value.device) for name, value in look.fields.items()))
+        groups.setdefault(key, []).append((place, look))
+    found = []
+    for places, group in (zip(*members, strict=True) for members in groups.values()):
+        fields = {name: torch.stack([look.fields[name] for look in group]) for name in group[0].fields}
+        fields |= _roots(fields, group[0].site)
+        names = [name for name, quantity in chosen.items() if set(quantity.needs) <= fields.keys()]
+        if names:
+            wide = torch.float64 if any(v.dtype is torch.float64 for v in fields.values()) else torch.float32
+            values = [chosen[name].function(*(fields[need] for need in chosen[name].needs)) for name in names]
+            table = torch.stack([value.to(wide) for value in values], dim=1)
+            found += [(place, (look.step, look.site, names, row))
+                      for place, look, row in zip(places, group, table, strict=True)]  # fmt: skip
+    return [numbers for _, numbers in sorted(found, key=lambda pair: pair[0])]
+
+
+def _roots(fields: Fields, site: Site | None) -> Fields:
+    """Standard deviations and quadratic means: roots, with eps inside."""
+    eps = 0.0 if site is None else site.eps
+    names = {"sigma": "var", "psi": "quadratic", "running_sigma": "running_var", "running_psi": "running_quadratic"}
+    return {root: torch.sqrt(fields[square] + eps) for root, square in names.items() if square in fields}

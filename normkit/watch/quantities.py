@@ -1,0 +1,212 @@
+"""What can be recorded: a table of quantities, each a function of the statistics that one look at a norm gathers.
+
+All of these carry the norms of one width side by side: `[S, C]`, or
+`[S]` for what is one number a norm, and a quantity is `[S]`, a number each. Statistics are over the real tokens.
+Looking forward gathers `mean`, `var`, `quadratic` (mean of squares), their `running_...` from before this batch,
+`psi = sqrt(quadratic + eps)`, `sigma`, the affine `weight`, `count` of tokens, `largest`; looking back `g_mu`,
+`g_sigma2`, `g_psi2` and squares of gradients; states are those of the norm itself, named as in its class.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from normkit.watch.normality import p_normal
+
+DEAD = 1e-6
+"""A channel is dead whose mean square is at most this fraction of the median channel's."""
+
+
+class Quantity(NamedTuple):
+    """A row of the table: what it is, where it comes from, the statistics it is a function of, the function.
+
+    `dear` ones have to be asked for by name.
+    """
+
+    definition: str
+    source: str
+    of: str
+    function: Callable[..., Tensor]
+    dear: bool = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The names of the statistics."""
+        return tuple(self.of.split())
+
+
+def _per_channel(x: Tensor) -> Tensor:
+    """`(1/d) ||x||`, the papers' average Euclidean distance."""
+    return torch.linalg.vector_norm(x, dim=-1) / x.shape[-1]
+
+
+def _distance(batch: Tensor, running: Tensor) -> Tensor:
+    return _per_channel(batch - running)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(-1)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x[..., -1]
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean(-1).sqrt()
+
+
+def _factor(batch: Tensor, running: Tensor) -> Tensor:
+    """By which factor a typical channel is off, up or down: `exp(rms of log(batch / running))`."""
+    tiny = torch.finfo(batch.dtype).tiny
+    return _rms((batch.clamp(min=tiny) / running.clamp(min=tiny)).log()).exp()
+
+
+def _spread(share: float) -> Callable[..., Tensor]:
+    return lambda weight, psi: torch.quantile(weight.abs() / psi, share, dim=-1)
+
+
+def _gap_batch(mean: Tensor, sigma: Tensor, running_mean: Tensor, running_sigma: Tensor) -> Tensor:
+    scale, shift = sigma / running_sigma - 1, (mean - running_mean) / running_sigma
+    return (scale.square() + shift.square()).mean(-1).sqrt()
+
+
+def _dead(quadratic: Tensor) -> Tensor:
+    return (quadratic <= DEAD * quadratic.median(-1, keepdim=True).values).to(quadratic.dtype).mean(-1)
+
+
+def _bad(mean: Tensor, quadratic: Tensor) -> Tensor:
+    return (~(torch.isfinite(mean) & torch.isfinite(quadratic))).sum(-1).to(mean.dtype)
+
+
+def _percent_normal(window: Tensor) -> Tensor:
+    return (p_normal(window.movedim(-2, 0)) > 0.05).to(window.dtype).mean(-1) * 100
+
+
+QUANTITIES: dict[str, Quantity] = {
+    # batch statistics against running ones
+    "distance_mean": Quantity(
+        "(1/d) ||mu_B - mu||", "PowerNorm Fig. 2",
+        "mean running_mean", _distance),
+    "distance_var": Quantity(
+        "(1/d) ||sigma_B^2 - sigma^2||", "PowerNorm Fig. 2, 4",
+        "var running_var", _distance),
+    "distance_quadratic": Quantity(
+        "(1/d) ||psi_B^2 - psi^2||", "PowerNorm Fig. 4",
+        "quadratic running_quadratic", _distance),
+    "stray_mean": Quantity(
+        "rms over channels of (mu_B - mu) / sigma", "normkit",
+        "mean running_mean running_sigma", lambda mean, before, sigma: _rms((mean - before) / sigma)),
+    "stray_var": Quantity(
+        "exp(rms over channels of log(sigma_B^2 / sigma^2)), a factor from 1 up", "normkit",
+        "var running_var", _factor),
+    "stray_quadratic": Quantity(
+        "exp(rms over channels of log(psi_B^2 / psi^2)), a factor from 1 up", "normkit",
+        "quadratic running_quadratic", _factor),
+    "gap_batch": Quantity(
+        "rms over this batch of z_running - z_batch, z as BatchNorm has it: how wrong its output is at evaluation,"
+        " 1 being the size of the output itself", "normkit, from Eq. 1 of PowerNorm",
+        "mean sigma running_mean running_sigma", _gap_batch),
+    "gap_quadratic": Quantity(
+        "rms over channels of psi_B / psi - 1: the same for a norm by quadratic means",
+        "normkit, from Eq. 4 of PowerNorm",
+        "psi running_psi", lambda psi, before: _rms(psi / before - 1)),
+    # what passes through
+    "rms": Quantity(
+        "root mean square of the norm's input", "normkit", "quadratic", lambda x: x.mean(-1).sqrt()),
+    "largest": Quantity(
+        "largest magnitude in the norm's input", "normkit", "largest", _itself),
+    "dead": Quantity(
+        f"share of channels whose psi_B^2 is at most {DEAD:g} of the median one's", "normkit", "quadratic", _dead),
+    "nonfinite": Quantity(
+        "channels whose statistics are not finite", "normkit", "mean quadratic", _bad),
+    "tokens": Quantity(
+        "rows that the statistics are taken over", "B of PowerNorm Alg. 1", "count", _itself),
+    "padding": Quantity(
+        "share of those that are padding", "normkit", "padding", _itself),
+    # the learned scale
+    **{
+        f"gamma_over_psi_{name}": Quantity(
+            f"{text} over channels of |gamma| / psi_B; Lemma 2 holds where it is at most 1",
+            "PowerNorm Fig. 7, Lemma 2", "weight psi", _spread(share))
+        for name, text, share in (("min", "least", 0.0), ("q25", "first quartile", 0.25), ("median", "median", 0.5),
+                                  ("q75", "third quartile", 0.75), ("max", "largest", 1.0))
+    },
+    "learned_g": Quantity(
+        "mean of the learned weight (ScaleNorm: its g)", "Tears Fig. 3, 4", "weight", _mean),
+    # gradients
+    "g_mu": Quantity(
+        "(1/d) ||g_mu||, g_mu = mean(gamma dL/dy)", "PowerNorm Eq. 3, Fig. 3", "g_mu", _per_channel),
+    "g_sigma2": Quantity(
+        "(1/d) ||g_sigma2||, g_sigma2 = mean(gamma dL/dy z), z = (x - mu_B) / sigma_B", "PowerNorm Eq. 3, Fig. 3, 4",
+        "g_sigma2", _per_channel),
+    "g_psi2": Quantity(
+        "(1/d) ||g_psi2||, g_psi2 = mean(gamma dL/dy z), z = x / psi_B", "PowerNorm Fig. 4; UN Eq. 12",
+        "g_psi2", _per_channel),
+    "lipschitz": Quantity(
+        "||dL/dx|| of PN-V over ||dL/dy||: sqrt(sum gamma^2/psi^2 (||dy||^2 - <dy, z / sqrt(B)>^2) / sum ||dy||^2)",
+        "PowerNorm Lemma 2 (Eq. 7), dL/dy standing for the unnormalized net's as in Assumption 9",
+        "dx_square dy_square", lambda dx, dy: (dx.sum(-1) / dy.sum(-1).clamp(min=1e-38)).sqrt()),
+    # one channel of each norm
+    "channel_activation": Quantity(
+        "sigma_t^2 = mean(x^2) of one channel", "UN Fig. 4", "channel_x", _last),
+    "channel_activation_am": Quantity(
+        "arithmetic mean of its last values", "UN Fig. 4", "channel_x", _mean),
+    "channel_activation_gm": Quantity(
+        "geometric mean of its last values", "UN Fig. 4, Eq. 16",
+        "channel_x", lambda x: x.clamp(min=1e-38).log().mean(-1).exp()),
+    "channel_gradient": Quantity(
+        "g_psi2 of the same channel", "UN Fig. 4", "channel_g", _last),
+    "channel_gradient_am": Quantity(
+        "arithmetic mean of its last values", "UN Fig. 4, Eq. 17", "channel_g", _mean),
+    # states of norms
+    "nu": Quantity("(1/d) ||nu||", "PowerNorm Eq. 13", "nu", _per_channel),
+    "Gamma": Quantity(
+        "largest over channels of mean(z^2), z as PowerNorm's forward has it", "PowerNorm Eq. 13",
+        "Gamma", lambda x: x.amax(-1)),
+    "Gamma_bound": Quantity(
+        "2 / (1 - alpha_bkw): nu contracts where Gamma stays below", "normkit, from Eq. 13; the theorem's own, Eq. 27,"
+        " is half of it", "Gamma_bound", _itself),
+    "filtered": Quantity("steps that outlier filtration has dropped", "UN Fig. 5", "filtered", _itself),
+    "filtered_rate": Quantity(
+        "the same as a share of the steps since smoothing began", "UN Fig. 5, Eq. 19",
+        "filtered smoothed", lambda n, steps: n / steps.clamp(min=1)),
+    "skipped": Quantity(
+        "forwards that moved no statistics, being not finite or all padding", "normkit", "skipped", _itself),
+    "skipped_grad": Quantity("backwards that moved none", "normkit", "skipped_grad", _itself),
+    # the whole model
+    "gradient_norm": Quantity(
+        "norm of all gradients together, before any clipping", "Tears Fig. 2",
+        "gradient", lambda norms: torch.linalg.vector_norm(norms, dim=-1)),
+    # dear
+    "pnac_activation": Quantity(
+        "percent of channels whose last mean(x^2) pass D'Agostino and Pearson's test of normality, p > 0.05",
+        "UN Eq. 15, Fig. 3, 7", "window_x", _percent_normal, dear=True),
+    "pnac_gradient": Quantity(
+        "the same of g_psi2", "UN Eq. 15, Fig. 3, 7", "window_g", _percent_normal, dear=True),
+}  # fmt: skip
+
+
+def choose(names: Iterable[str] | None) -> dict[str, Quantity]:
+    """The quantities to record: those named, or all that are not dear; "default" names these, "all" every one.
+
+    >>> list(choose(["rms", "dead"]))
+    ['rms', 'dead']
+    """
+    cheap = [name for name, quantity in QUANTITIES.items() if not quantity.dear]
+    if names is None:
+        names = cheap
+    if isinstance(names, str):
+        names = [names]
+    chosen: list[str] = []
+    for name in names:
+        chosen += {"default": cheap, "all": list(QUANTITIES)}.get(name, [name])
+    if unknown := [name for name in chosen if name not in QUANTITIES]:
+        raise ValueError(f"there is no quantity {unknown[0]!r}; there are {', '.join(QUANTITIES)}, default and all")
+    return {name: QUANTITIES[name] for name in dict.fromkeys(chosen)}

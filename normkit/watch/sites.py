@@ -1,0 +1,121 @@
+"""Where to look: the norms of any model, how their input is laid out, and which of its tokens are padding."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normkit.norms import Norm, StatNorm
+from normkit.transforms.foreign import CannotRead, looks_like_a_norm, read
+from normkit.transforms.masks import fit, real_tokens
+
+WRAPPERS = ("module.", "_orig_mod.")  # of DDP and of torch.compile
+
+
+@dataclass(eq=False)
+class Site:
+    """A norm of a model: its place, its label, and where its input has the channels."""
+
+    name: str
+    norm: str
+    module: nn.Module
+    axis: int = -1
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the norm keeps running statistics of its own."""
+        return isinstance(self.module, StatNorm) or isinstance(getattr(self.module, "running_mean", None), Tensor)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The learned scale, one number a channel (or one for all)."""
+        weight = getattr(self.module, "weight", None)
+        return weight.detach() if isinstance(weight, Tensor) and weight.dim() == 1 else None
+
+    @property
+    def eps(self) -> float:
+        """What is added to a variance before its root is taken."""
+        eps = getattr(self.module, "eps", getattr(self.module, "variance_epsilon", None))
+        return float(eps) if isinstance(eps, float | int) else 1e-5
+
+    def running(self) -> dict[str, Tensor]:
+        """The norm's own running statistics `[C]`, as they are now; empty for a norm of single tokens."""
+        module: Any = self.module
+        if isinstance(module, StatNorm):
+            names = ("running_mean", "running_var") if module.center else ("running_quadratic",)
+            return dict(zip(names, module.running.clone(), strict=True))
+        if self.stateful:
+            return {"running_mean": module.running_mean.clone(), "running_var": module.running_var.clone()}
+        return {}
+
+    def rows(self, x: Tensor) -> Tensor:
+        """An input or output of the norm with its channels last."""
+        return x if self.axis == -1 else x.movedim(self.axis, -1)
+
+
+def sites(model: nn.Module) -> list[Site]:
+    """The norms of a model, ours and others', in its order; a norm inside a norm of ours is not looked at twice.
+
+    >>> [(site.name, site.norm) for site in sites(nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3)))]
+    [('0', 'BatchNorm2d'), ('1', 'LayerNorm')]
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, Norm):
+            found.append(Site(_plain(name), module.spec, module, getattr(module, "channel_dim", -1)))
+        elif looks_like_a_norm(module) or isinstance(getattr(module, "running_var", None), Tensor):
+            found.append(Site(_plain(name), type(module).__name__, module, _axis(module)))
+    return found
+
+
+def _plain(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "") if name.startswith(wrapper) else name
+    return name
+
+
+def _axis(module: nn.Module) -> int:
+    try:
+        return read(module).channel_dim
+    except CannotRead:  # a norm of pictures, or one that computes something of its own
+        name = type(module).__name__
+        return 1 if isinstance(getattr(module, "running_var", None), Tensor) or name.endswith(("2d", "3d")) else -1
+
+
+class Padding:
+    """Which tokens are padding, as far as a model says so: `padding_idx` of its embeddings, masks among its arguments.
+
+    Embeddings are believed first, the one that was run last and whose shape fits; then arguments called
+    `attention_mask` or `...padding_mask`.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.names = list(inspect.signature(model.forward).parameters)
+        self.real: list[Tensor] = []
+        self.handles = [
+            module.register_forward_pre_hook(self._embed)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None
+        ]
+
+    def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Read the masks of a call of the model."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        self.real = []
+        for name, value in given.items():
+            if name.endswith(("attention_mask", "padding_mask")) and isinstance(value, Tensor) and value.dim() > 1:
+                self.real.insert(0, real_tokens(value, name))
+
+    def mask(self, shape: torch.Size) -> Tensor | None:
+        """True where a token is real, for an input of this shape without its channels; None where nothing is known."""
+        for real in reversed(self.real):
+            for time_first in (False, True):
+                if (mask := fit(real, shape, time_first)) is not None:
+                    return mask
+        return None
+
+    def _embed(self, module: nn.Embedding, args: tuple) -> None:
+        if not torch.compiler.is_compiling() and args and args[0].dim() == 2:
+            self.real.append(args[0] != module.padding_idx)
