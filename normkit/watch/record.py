@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import normkit.watch.compiled as compiled
 from normkit.norms import Norm
 from normkit.norms._base import inside_backward
-from normkit.watch import compiled
 from normkit.watch.looks import Look, Memory, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
 from normkit.watch.rows import Row, Rows
