@@ -24,7 +24,7 @@ from normkit.transforms.refuse import refuse_wrapped
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
     "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
-    "reciprocal", "reducemean", "reducel2", "var_mean", "linalg_vector_norm",
+    "mvn", "reciprocal", "reducemean", "reducel2", "var_mean", "linalg_vector_norm",
 )  # fmt: skip
 
 
