@@ -1,10 +1,12 @@
 """Runs on a Ray cluster, or on a local Ray: the same calls as `Workers`."""
 
+import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from normkit.studies.workers import ENVIRONMENT
+from normkit.studies.workers import ENVIRONMENT, environment
 from normkit.train.config import Run
 
 TRIES = 5  # how often a run whose worker was lost is started elsewhere
@@ -24,12 +26,14 @@ class Cluster:
             os.environ.setdefault(name, value)
         import ray
 
+        _reach(address)
         self._ray, self._jobs = ray, dict[Any, str]()
-        local: dict[str, Any] = {}
-        if address == "local":
-            local = {"num_cpus": cores, "object_store_memory": LOCAL_MEMORY, "include_dashboard": False}
+        started: dict[str, Any] = {"runtime_env": {"env_vars": ENVIRONMENT}}
+        if address == "local":  # its workers have the environment that it is started in
+            started = {"num_cpus": cores, "object_store_memory": LOCAL_MEMORY, "include_dashboard": False}
         try:
-            ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": ENVIRONMENT}, **local)
+            with environment():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **started)
         except ConnectionError as error:
             raise ValueError(f"no Ray cluster answers at {address!r}: {str(error).splitlines()[0]}") from None
 
@@ -72,3 +76,13 @@ class Cluster:
         """Cancel all jobs; running ones keep their last checkpoint."""
         for job in self._jobs:
             self._ray.cancel(job)
+
+
+def _reach(address: str) -> None:
+    """ValueError where nobody listens at HOST:PORT, on which Ray itself would wait for minutes."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if separator and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise ValueError(f"no Ray cluster answers at {address!r}: {error}") from None

@@ -1,6 +1,7 @@
 """Run a study: what is finished is kept, what was interrupted goes on, what failed is a row."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -118,7 +119,10 @@ def _collect(
 
 
 def study_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any]:
-    """A worker's job: train, or go on where it stopped, telling the parent where there is one."""
+    """A worker's job: train, or go on where it stopped, telling the parent; its checkpoints go when it is finished."""
     from normkit.train.run import train
 
-    return train(run, folder, resume=True, on_progress=lambda progress: tell(title, progress), command=command)
+    result = train(run, folder, resume=True, on_progress=lambda progress: tell(title, progress), command=command)
+    if not result["status"].startswith("interrupted"):
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return result

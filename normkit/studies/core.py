@@ -1,7 +1,7 @@
 """All norms on the same translation task, at all places of encoder and decoder: what the README shows."""
 
-from normkit.studies.bases import CMUDICT, IWSLT14_UN, MULTI30K
-from normkit.studies.study import Column, Row, Study
+from normkit.studies.bases import CMUDICT, IWSLT14_UN, MULTI30K, PTB, TED, WIKITEXT2
+from normkit.studies.study import Column, Row, Study, Times
 
 CORE = (
     Row(label="layer", settings={"model.norm": "layer"}),
@@ -50,4 +50,45 @@ CMUDICT_CORE = Study(
         Column(title="greedy, batch statistics", metric="per batch", base=CMUDICT),
         Column(title="greedy, calibrated", metric="per calibrated", base=CMUDICT),
     ),
+)
+
+PTB_CORE = Study(
+    id="core.ptb",
+    title="norms in a tensorized language model, PTB",
+    rows=tuple(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un")),
+    columns=(
+        Column(title="test perplexity", metric="perplexity", base=PTB),
+        Column(title="valid perplexity", metric="perplexity valid", base=PTB),
+        Column(title="test, calibrated", metric="perplexity calibrated", base=PTB),
+    ),
+)
+
+WIKITEXT2_CORE = Study(
+    id="core.wikitext-2",
+    title="norms in a language model, WikiText-2",
+    rows=tuple(row for row in CORE if row.label in ("layer", "un")),
+    columns=(
+        Column(title="test perplexity", metric="perplexity", base=WIKITEXT2),
+        Column(title="valid perplexity", metric="perplexity valid", base=WIKITEXT2),
+    ),
+)
+
+GALICIAN_CORE = Study(
+    id="core.ted-gl",
+    title="placement, norm, FixNorm, initial weights and warm-up on little data, TED gl-en (as Tears' Tables 2 to 5)",
+    rows=tuple(
+        Row(
+            label=f"{placement}, {norm}{' + FixNorm' if fixed else ''}, {init}",
+            settings={"model.placement": placement, "model.norm": norm, "model.fixnorm": fixed, "model.init": init},
+        )
+        for placement in ("post", "pre")
+        for norm in ("layer", "scale")
+        for fixed in (False, True)
+        for init in ("xavier", "small")
+    ),
+    columns=(
+        Column(title="BLEU, warm-up", metric="bleu", base=TED["gl"]),
+        Column(title="BLEU, none", metric="bleu", base=TED["gl"], settings={"warmup": 0, "lr": Times(0.607)}),
+    ),
+    note="Without warm-up at 0.607 of the peak rate, as the paper.",
 )

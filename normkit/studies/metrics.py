@@ -116,6 +116,9 @@ METRICS: dict[str, Metric] = {
     "per calibrated": _metric("the same, statistics counted anew after training", "per", "calibrated", better=-1),
     "per batch": _metric("the same, statistics of each test batch", "per", "batch", better=-1),
     "perplexity": _metric("perplexity on the test split", "perplexity", better=-1),
+    "perplexity calibrated": _metric(
+        "perplexity, test, statistics counted anew", "perplexity", "calibrated", better=-1
+    ),
     "perplexity valid": Metric("perplexity on the validation split at the end", _valid_perplexity, -1),
     "perplexity train": Metric("perplexity with label smoothing, last 5% of the training", _train_perplexity, -1, 3),
     "perplexity smoothed": _metric("perplexity with label smoothing, test", "smoothed_perplexity", better=-1, digits=3),

@@ -234,7 +234,8 @@ def _settle(run: Run, scale: str, folder: Path) -> Run:
     )
     where: dict[str, Any] = {"device": "cpu", "threads": 1} if scale == "pocket" else {"device": "cuda"}
     every = run.checkpoint_every or max(1, run.steps // 10)
-    return dataclasses.replace(run, model=model, name=str(folder), checkpoint_every=every, **where)
+    keep = max(run.average, 2)  # checkpoints of many runs fill a disk
+    return dataclasses.replace(run, model=model, name=str(folder), checkpoint_every=every, keep=keep, **where)
 
 
 def unique(cells: Iterable[Cell]) -> list[Cell]:

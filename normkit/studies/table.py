@@ -124,7 +124,7 @@ def cell_text(cell: Mapping[str, Any], digits: int) -> str:
     if cell["n"]:
         spread = "" if cell["spread"] is None else f" ± {cell['spread']:,.{digits}f}"
         parts.append(f"{cell['mean']:,.{digits}f}{spread} ({cell['n']})")
-    bad = [run["status"] for run in cell["runs"] if run["status"] != "done"]
+    bad = [run["status"].split(": ")[0] for run in cell["runs"] if run["status"] != "done"]
     parts += [printable(status) if len(cell["runs"]) == 1 else f"{len(bad)} of {len(cell['runs'])} {status}"
               for status in bad[:1]]  # fmt: skip
     return "; ".join(parts) or "no such score"
@@ -197,9 +197,12 @@ def remarks(table: Table) -> list[str]:
         lines.append(f"{NOT_YET.capitalize()} at scale {table['scale']}: {which}.")
     if runs:
         lines.append(f"Ours: mean ± sample standard deviation (n runs of different seeds), scale {table['scale']}.")
-        machines = sorted({f"{run['device']}, {run['threads']} thread(s)" for run in runs if "device" in run})
-        commits = sorted({_commit(run) for run in runs if "commit" in run})
-        lines.append(f"Device: {'; '.join(machines)}. Commit: {', '.join(commits)}.")
+        made = [run for run in runs if "device" in run]
+        machines = sorted({f"{run['device']}, {run['threads']} thread(s)" for run in made})
+        commits = sorted({_commit(run) for run in made})
+        lines += [f"Device: {'; '.join(machines)}. Commit: {', '.join(commits)}."] if made else []
+        failed = {run["folder"]: run["status"] for run in runs if run["status"].startswith("failed: ")}
+        lines += [f"{folder} {printable(status)}" for folder, status in failed.items()]
     if table["command"]:
         lines.append(f"Command: {table['command']}")
     return lines

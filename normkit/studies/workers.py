@@ -55,7 +55,7 @@ class Workers:
 
     def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
         """Let a worker do `job(title, *arguments)`; a function of a module."""
-        with _environment(), _uninterrupted():  # processes start at the first submit, and inherit both
+        with environment(), _uninterrupted():  # processes start at the first submit, and inherit both
             self._jobs[self._pool.submit(_run, job, title, *arguments)] = title
 
     def stop(self) -> None:
@@ -122,7 +122,8 @@ def _follow_parent() -> None:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
+def environment() -> Iterator[None]:
+    """What starts meanwhile has the environment of a worker."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:

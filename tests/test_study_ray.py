@@ -1,0 +1,82 @@
+"""Studies on a local Ray of two workers, one of which is killed: its run goes on from its checkpoint elsewhere."""
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from normkit.report import results
+from normkit.studies import conduct
+from normkit.studies.cluster import Cluster
+from normkit.studies.progress import Board
+from normkit.studies.study import Base, Column, Row, Study
+from normkit.train.run import train
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'normkit[ray]'")
+
+STEPS = 150
+TINY = {"steps": STEPS, "batch_tokens": 16, "model.depth": 1, "checkpoint_every": 5, "keep": 2, "warmup": 2}
+STUDY = Study(
+    id="toy",
+    title="two norms on Ray",
+    rows=(Row(label="LN", settings={}), Row(label="UN", settings={"model.norm": "un"})),
+    columns=(Column(title="accuracy", metric="accuracy", base={"pocket": Base("tiny", "vit_digits", TINY)}),),
+)
+
+
+def noted_job(title, run, folder, command):
+    """A study's job that says which process did it, and slowly enough to be killed in the middle."""
+    with (folder / "pids").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return train(run, folder, resume=True, on_progress=lambda tick: time.sleep(0.02), command=command)
+
+
+def kill_one(folder, killed):
+    """Wait for a checkpoint of a run in the middle, then kill the worker that trains it."""
+    for _ in range(1200):
+        found = sorted((folder / "checkpoints").glob("step-*.ckpt"))
+        if found and int(found[-1].stem.split("-")[1]) >= 10:
+            os.kill(int((folder / "pids").read_text().split()[0]), signal.SIGKILL)
+            killed.append(found[-1].name)
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find this file
+    monkeypatch.setattr(conduct, "study_job", noted_job)
+    plan = conduct.plan(STUDY, "pocket", tmp_path)
+    layer, un = plan.todo
+    for folder in (layer, un):
+        folder.mkdir(parents=True)
+    killed: list[str] = []
+    killer = threading.Thread(target=kill_one, args=(un, killed))
+    with Cluster("local", cores=2) as cluster:
+        gpu = dataclasses.replace(plan.todo[un], device="cuda")
+        with pytest.raises(ValueError, match=r"needs 1 GPU; this Ray cluster has 0"):
+            cluster.submit("on a GPU", noted_job, gpu, un, "")
+        killer.start()
+        table, interrupted = conduct.conduct(
+            STUDY, "pocket", tmp_path, plan, cluster, Board(Console(quiet=True), [], 1)
+        )
+    killer.join()
+    assert killed
+    assert not interrupted
+    assert [row["cells"][0]["n"] for row in table["rows"]] == [1, 1]
+    pids = {folder: (folder / "pids").read_text().split() for folder in (layer, un)}
+    assert [len(set(pids[folder])) for folder in (layer, un)] == [1, 2], "two workers did the run of the one killed"
+    assert pids[layer][0] != pids[un][0], "runs were side by side"
+    straight = train(plan.todo[un], tmp_path / "straight")
+    assert results.read(un)["curve"] == straight["curve"], "it went on as if nothing had happened"
+
+
+def test_an_address_where_nobody_answers_is_told():
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
+        Cluster("127.0.0.1:1")
