@@ -205,7 +205,7 @@ def test_the_vision_model_learns_a_step_with_every_norm(spec):
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [("heads", 3, "divisor of width=16"), ("depth", 0, "at least 1"), ("placement", "mid", "pre or post"),
-     ("dropout", 1.0, "below 1"), ("init", "big", "xavier or small")],
+     ("dropout", 1.0, "below 1"), ("init", "big", "one of xavier, small, ds")],
 )  # fmt: skip
 def test_bad_sizes_are_refused(field, value, says):
     with pytest.raises(ValueError, match=f"{field}.*{says}.*got"):

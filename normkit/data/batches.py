@@ -57,6 +57,40 @@ def batches_of(
     return batches
 
 
+GRID = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def rounded(length: int) -> int:
+    """A length rounded up to one of few; the same where it is longer than those.
+
+    >>> rounded(9), rounded(64), rounded(2000)
+    (12, 64, 2000)
+    """
+    return next((each for each in GRID if each >= length), length)
+
+
+def static_batches(longest: np.ndarray, tokens: int, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+    """Indices of the examples of each batch of an epoch, such that there are few shapes.
+
+    `longest` is the longer side of each example. Those of about one length go together, and a batch of length L, both
+    sides padded to it, has `tokens // 2L` examples: every example once, and as many again as the last batch of a
+    length lacks.
+
+    >>> static_batches(np.array([5, 6, 7, 11]), tokens=48)
+    [[3, 3], [2, 0, 1]]
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(longest), generator=generator).numpy()
+    lengths = np.array([rounded(int(size)) for size in np.arange(longest.max() + 1)])[longest[order]]
+    batches = []
+    for length in np.unique(lengths):
+        items = order[lengths == length]
+        rows = max(1, tokens // (2 * int(length)))
+        items = np.resize(items, -(-len(items) // rows) * rows)  # repeats from the beginning
+        batches += items.reshape(-1, rows).tolist()
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
 def _sorted(items: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Items by their keys `[n, columns]`, the first column first; equal ones stay in order."""
     return items[np.lexsort(keys.T[::-1])]

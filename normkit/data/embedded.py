@@ -52,13 +52,14 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Running text as one long tensor of word numbers a split."""
+    """Running text as one long tensor of word numbers a split; `words` of the test split where these are subwords."""
 
     name: str
     train: Tensor
     valid: Tensor
     test: Tensor
     vocabularies: dict[str, Vocab]
+    words: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ def pydoc() -> Text:
     vocab = Vocab(sorted(word for word, count in counts.items() if count >= 3))
     streams = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
     version = ".".join(map(str, sys.version_info[:3]))
-    return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab})
+    return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab}, words=0)
 
 
 def digits() -> Pictures:

@@ -87,7 +87,8 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, tell: T
     arrays = {split: [_open(folder, split, side, vocabularies) for side in vocabularies] for split in SPLITS}
     if corpus.kind == "text":
         streams = {split: _stream(arrays[split][0]) for split in SPLITS}
-        return Text(located.name, **streams, vocabularies=vocabularies)
+        words = sum(len(line.split()) + 1 for (line,) in _lines(located, "test")) if size else 0
+        return Text(located.name, **streams, vocabularies=vocabularies, words=words)
     bitexts = {split: Bitext(*arrays[split]) for split in SPLITS}
     return Parallel(
         located.name, corpus, **bitexts, vocabularies=vocabularies, facts=facts, lines=lambda s: _lines(located, s)

@@ -34,10 +34,13 @@ class Ragged:
     def __getitem__(self, item: int) -> list[int]:
         return self.flat[self.offsets[item] : self.offsets[item + 1]].tolist()
 
-    def padded(self, items: Sequence[int] | np.ndarray) -> Tensor:
-        """The sequences of some items as one tensor `[len(items), longest]`, filled up with padding."""
+    def padded(self, items: Sequence[int] | np.ndarray, length: int = 0) -> Tensor:
+        """The sequences of some items as one tensor `[len(items), longest]`, filled up with padding.
+
+        With `length` it is at least so long.
+        """
         starts, sizes = self.offsets[items], self.sizes[items]
-        columns = np.arange(sizes.max())
+        columns = np.arange(max(sizes.max(), length))
         there = columns < sizes[:, None]
         at = np.where(there, starts[:, None] + columns, 0)
         return torch.from_numpy(np.where(there, self.flat[at], PAD).astype(np.int64))

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from normkit.models.config import Model
+from normkit.models.tensorized import MultiLinear
 from normkit.norms import LayerNorm, Norm, fix_embedding, parse
+
+UNKNOWN = 3  # number of the unknown word in every vocabulary; those below mean padding, begin, end
 
 Cache = dict[str, tuple[Tensor, Tensor]]
 """Keys and values of each attention block by its name, `[batch, heads, length, width / heads]`."""
@@ -68,7 +71,11 @@ class Layer(nn.Module):
     def __init__(self, config: Model, cross: bool = False):
         super().__init__()
         self.placement: Literal["pre", "post"] = config.placement
-        self.attention = Attention(config.width, config.heads, config.attention_dropout)
+        self.attention = (
+            Attention(config.width, config.heads, config.attention_dropout)
+            if config.attention == "dot"
+            else MultiLinear(config.width, config.rank, config.max_length, config.attention_dropout)
+        )
         self.attention_norm = LayerNorm(config.width)
         self.cross = Attention(config.width, config.heads, config.attention_dropout) if cross else None
         self.cross_norm = LayerNorm(config.width) if cross else None
@@ -93,6 +100,10 @@ class Layer(nn.Module):
         """
 
         def attend(y: Tensor) -> Tensor:
+            if isinstance(self.attention, MultiLinear):
+                if cache is not None or not causal:
+                    raise ValueError("multi-linear attention reads whole pieces of text, from their first word on")
+                return self.attention(y)
             pair = self.attention.project(y)
             if cache is not None:
                 if name in cache:
@@ -129,11 +140,14 @@ class Stack(nn.Module):
     def __init__(self, config: Model, depth: int, cross: bool = False):
         super().__init__()
         self.layers = nn.ModuleList(Layer(config, cross) for _ in range(depth))
+        self.layer_drop = config.layer_drop
         self.final_norm = LayerNorm(config.width) if config.placement == "pre" else nn.Identity()
 
     def forward(self, x: Tensor, real: Tensor | None = None, **more) -> Tensor:
         """`x [B, T, D]` through all layers; `more` goes to each of them."""
         for index, layer in enumerate(self.layers):
+            if self.training and self.layer_drop and torch.rand(()) < self.layer_drop:
+                continue
             x = layer(x, real, name=str(index), **more)
         return apply_norm(self.final_norm, x, real)
 
@@ -151,14 +165,20 @@ class Embedding(nn.Module):
             nn.init.zeros_(self.table.weight[pad])
         if config.fixnorm:
             fix_embedding(self.table)
-        self.dropout = nn.Dropout(config.dropout)
-        self.register_buffer("positions", sinusoids(config.max_length, config.width), persistent=False)
+        self.dropout, self.word_dropout = nn.Dropout(config.dropout), config.word_dropout
+        positions = sinusoids(config.max_length, config.width)
+        if config.attention == "multilinear":  # it has positions of its own
+            positions.zero_()
+        self.register_buffer("positions", positions, persistent=False)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Vectors `[B, T, D]` of `tokens [B, T]`, the first of which stands at position `start`."""
         end = start + tokens.shape[1]
         if end > len(self.positions):
             raise ValueError(f"a sequence of {end} tokens is longer than max_length={len(self.positions)}")
+        if self.training and self.word_dropout:
+            lost = torch.rand(tokens.shape, device=tokens.device) < self.word_dropout
+            tokens = tokens.masked_fill(lost & (tokens > UNKNOWN), UNKNOWN)
         vectors = self.table(tokens) * math.sqrt(self.table.embedding_dim)
         return self.dropout(vectors + self.positions[start:end])
 

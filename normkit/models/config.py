@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+INITS = ("xavier", "small", "ds", "fixup", "t-fixup")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
@@ -28,8 +30,12 @@ class Model:
     """Specs for some places: pattern of module names, as decoder.* or *.final_norm, then spec; the first match wins."""
     placement: Literal["pre", "post"] = "pre"
     """Norm before each block, or after the addition."""
-    init: Literal["xavier", "small"] = "xavier"
-    """Xavier, or SmallInit of the attention (Transformers without Tears)."""
+    attention: Literal["dot", "multilinear"] = "dot"
+    """Scaled dot products, or the tensorized Transformer's core-1, over max_length words, in a language model."""
+    rank: int = 40
+    """Components of multi-linear attention."""
+    init: Literal["xavier", "small", "ds", "fixup", "t-fixup"] = "xavier"
+    """Xavier; SmallInit of the attention; or smaller with depth: DS-Init, Fixup, T-Fixup."""
     fixnorm: bool = False
     """Word vectors of length one."""
     tie: bool = True
@@ -46,11 +52,16 @@ class Model:
     """Share of words that training replaces by the unknown one, in source and target."""
     mask_logits: bool = False
     """Only what the training targets have can be said: of a shared vocabulary, not the other language."""
+    layer_drop: float = 0.0
+    """Share of layers that a training step leaves out."""
+    adaptive: tuple[int, ...] = ()
+    """Numbers of the most frequent words up to which embeddings are wide; each next group's are a fourth as wide."""
     max_length: int = 1024
     """Longest sequence."""
 
     def __post_init__(self):
-        for name in ("width", "hidden", "depth", "heads", "max_length"):
+        object.__setattr__(self, "adaptive", tuple(self.adaptive))  # JSON has lists
+        for name in ("width", "hidden", "depth", "heads", "max_length", "rank"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(
             self.decoder_depth is None or self.decoder_depth >= 1, "decoder_depth", self.decoder_depth, "at least 1"
@@ -58,8 +69,9 @@ class Model:
         _require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of width={self.width}")
         _require(self.width % 2 == 0, "width", self.width, "even, for sines and cosines of positions")
         _require(self.placement in ("pre", "post"), "placement", self.placement, "pre or post")
-        _require(self.init in ("xavier", "small"), "init", self.init, "xavier or small")
-        for name in ("dropout", "attention_dropout", "hidden_dropout", "word_dropout"):
+        _require(self.init in INITS, "init", self.init, f"one of {', '.join(INITS)}")
+        _require(self.attention in ("dot", "multilinear"), "attention", self.attention, "dot or multilinear")
+        for name in ("dropout", "attention_dropout", "hidden_dropout", "word_dropout", "layer_drop"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
 
 

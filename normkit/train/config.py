@@ -65,6 +65,16 @@ class Run:
     """Training ends after so many looks at the validation split without a better one; 0 goes on to the last step."""
     precision: str = "32-true"
     """Lightning's name of the arithmetic: 32-true, bf16-mixed, 16-mixed."""
+    compile: bool = False
+    """Compile the model's forward and backward while it trains."""
+    static: bool = False
+    """Batches of few shapes: lengths rounded up, as many sentences for each length; what `compile` likes."""
+    devices: int = 1
+    """GPUs, or processes on CPUs, of each host; more than one train by `strategy`, each on `batch_tokens`."""
+    nodes: int = 1
+    """Hosts."""
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """How several devices share the work: each holds the whole model, or a part of it."""
     seed: int = 0
     """Seed of the weights, of dropout and of the order of the data."""
     valid_every: int = 0
@@ -95,7 +105,7 @@ class Run:
     def __post_init__(self):
         least = {"steps": 1, "batch_tokens": 1, "accumulate": 1, "warmup": 0, "valid_every": 0, "checkpoint_every": 0,
                  "keep": 1, "average": 0, "record_every": 0, "test_items": 0, "subwords": 0, "context": 1,
-                 "patience": 0, "beam": 1}  # fmt: skip
+                 "patience": 0, "beam": 1, "devices": 1, "nodes": 1}  # fmt: skip
         for field, minimum in least.items():
             _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")
         _require(self.lr > 0, "lr", self.lr, "above 0")
@@ -104,6 +114,7 @@ class Run:
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "at least 0 and below 1")
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
+        _require(self.strategy in ("ddp", "fsdp2"), "strategy", self.strategy, "ddp or fsdp2")
         _require(self.average_of in ("last", "best"), "average_of", self.average_of, "last or best")
         if self.patience or self.average_of == "best":
             _require(self.valid_every > 0, "valid_every", self.valid_every, "above 0 for patience and average_of=best")

@@ -14,6 +14,7 @@ from normkit.train.checkpoints import checkpoint_path, checkpoints
 from normkit.train.config import Run
 from normkit.train.lit import lightning
 from normkit.train.progress import Progress
+from normkit.train.rank import rank
 from normkit.train.schedules import ValidationDecay
 from normkit.watch import Recorder, write
 
@@ -70,7 +71,7 @@ class Journal(lightning.Callback):
             self._read(trainer)
         if _due(self.step, self.run.valid_every) and not trainer.should_stop:
             self._pause()
-            self.valid.append({"step": self.step, **pl_module.look()})
+            self.valid.append(trainer.strategy.broadcast({"step": self.step, **pl_module.look()}))
             if isinstance(schedule := trainer.lr_scheduler_configs[0].scheduler, ValidationDecay):
                 schedule.validated(self._goodness(self.valid[-1]))
             self._resume()
@@ -82,7 +83,7 @@ class Journal(lightning.Callback):
             self._pause()
             trainer.save_checkpoint(checkpoint_path(self.folder, self.step))
             kept = {*self.kept(self.run.keep), *checkpoints(self.folder)[-1:]}
-            for path in checkpoints(self.folder):
+            for path in checkpoints(self.folder) if trainer.is_global_zero else []:
                 if path not in kept:
                     path.unlink()
             self._resume()
@@ -141,9 +142,13 @@ class Journal(lightning.Callback):
 
     def _read(self, trainer: Any) -> None:
         """Read the losses since the last time: the curve, progress, and whether to go on."""
+        if not self._losses:
+            return
         losses = torch.stack([loss.to(torch.float64) for loss in self._losses]).tolist()
         first = self.step - len(losses) // self.run.accumulate + 1
         self._losses.clear()
+        if trainer.world_size > 1:  # all processes must stop at once
+            losses = [max(each, key=lambda x: not math.isfinite(x)) for each in zip(*_gathered(losses), strict=True)]
         bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
         mean = sum(losses) / len(losses)
         if self._recorder is not None:
@@ -158,7 +163,7 @@ class Journal(lightning.Callback):
         seconds, tokens = self.seconds + time.perf_counter() - self._started, self.tokens
         rate = (tokens - self._first[1]) / max(seconds - self._first[0], 1e-9)
         left = (self.run.steps - self.step) * tokens / self.step / rate
-        asked = self.on_progress(Progress("training", self.step, self.run.steps, mean, rate, left))
+        asked = self.on_progress(Progress("training", self.step, self.run.steps, mean, rate * trainer.world_size, left))
         if asked and self.status == "done" and self.step < self.run.steps:
             self.status = f"interrupted at step {self.step}"
             trainer.should_stop = True
@@ -171,6 +176,8 @@ class Journal(lightning.Callback):
 
     def _record(self, model: torch.nn.Module) -> None:
         """Start to record into rows.csv, where a resumed run takes away what came after its checkpoint."""
+        if rank():
+            return
         path = self.folder / "rows.csv"
         if self._recorded and path.is_file():
             with path.open("r+b") as file:
@@ -193,6 +200,13 @@ class Journal(lightning.Callback):
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
+
+
+def _gathered(losses: list[float]) -> list[list[float]]:
+    """The losses of all processes."""
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, losses)
+    return every
 
 
 def _due(step: int, every: int) -> bool:

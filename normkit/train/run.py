@@ -18,6 +18,7 @@ from normkit.report import results
 from normkit.train.build import BUILDERS, Vocabularies
 from normkit.train.config import Run, pick
 from normkit.train.progress import Progress
+from normkit.train.rank import rank
 from normkit.train.source import source
 from normkit.train.weights import fits, load_weights, mean_weights, save_weights, write_atomically
 from normkit.train.where import where
@@ -77,6 +78,8 @@ def train(
     task = make_task(run, BUILDERS[run.task].model(run.model, data.vocabularies), data)
     last = checkpoints(folder)[-1:] if resume else []
     _fit(task, journal, last[0] if last else None)
+    if rank():
+        raise SystemExit(0)  # the first process scores and writes
 
     if journal.status == "done" and run.average:
         _average(task.model, journal.kept(run.average))
@@ -103,8 +106,8 @@ def train(
         "valid": journal.valid,
         "scores": scores,
         "speed": {
-            "train_tokens_per_s": journal.tokens / max(journal.seconds, 1e-9),
-            "train_words_per_s": journal.words / max(journal.seconds, 1e-9),
+            "train_tokens_per_s": run.devices * run.nodes * journal.tokens / max(journal.seconds, 1e-9),
+            "train_words_per_s": run.devices * run.nodes * journal.words / max(journal.seconds, 1e-9),
         },
         "fold": None,
         "timing": None,
@@ -158,6 +161,8 @@ def read_run(folder: Path) -> Run:
 
 def _claim(folder: Path, run: Run, resume: bool) -> None:
     """Make the folder this run's; ValueError where a resumed run's settings differ from those that it had."""
+    if rank():
+        return
     if resume and (folder / "run.json").exists():
         before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
         changed = [name for name in now if now[name] != before[name]]
@@ -173,6 +178,7 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
     """Run Lightning's loop to the end of the run, to its divergence, or to where it was asked to stop."""
     from normkit.train.checkpoints import AtomicCheckpoints, model_state, read_checkpoint
     from normkit.train.lit import lightning
+    from normkit.train.parallel import strategy, whole
 
     run = task.settings
     if checkpoint is not None:
@@ -210,9 +216,13 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
                 f"precision=bf16-mixed; checkpoints in {journal.folder} are kept, --resume goes on from there"
             ) from None
         task.model._compiled_call_impl = None
+        if run.strategy == "fsdp2" and trainer.world_size > 1:
+            task.model = whole(task.model, lambda: BUILDERS[run.task].model(run.model, task.data.vocabularies))
 
 
 def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
+    if rank():
+        return
     plain = {name: vocab.plain() for name, vocab in vocabularies.items()}
     write_atomically(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
 

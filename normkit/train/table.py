@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch.nn.functional as F
 
+from normkit.data.batches import rounded
 from normkit.data.ragged import Ragged
 from normkit.data.vocab import BOS, PAD
 from normkit.train.task import Batch
@@ -36,10 +37,11 @@ class Table:
         """A table of some pairs."""
         return Table(self.source, self.target, self.rows[np.asarray(items)])
 
-    def batch(self, items: Sequence[int]) -> Batch:
-        """Source, what the decoder is given, and what it should say."""
+    def batch(self, items: Sequence[int], static: bool = False) -> Batch:
+        """Source, what the decoder is given, and what it should say; `static` rounds lengths up to one of few."""
         rows = self.rows[np.asarray(items)]
-        source, target = self.source.padded(rows), self.target.padded(rows)
+        length = rounded(int(self.both[np.asarray(items)].max())) if static else 0
+        source, target = self.source.padded(rows, length), self.target.padded(rows, length)
         given = F.pad(target[:, :-1], (1, 0), value=BOS).masked_fill_(target == PAD, PAD)
         return Batch((source, given, target), len(items), int(self.target.sizes[rows].sum()))
 

@@ -1,5 +1,6 @@
 """What every kind of training has in common: the optimizer, the schedule, and the questions a run asks."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from normkit.norms import StatNorm
 from normkit.train.config import Run
 from normkit.train.lit import lightning
+from normkit.train.parallel import shard
 from normkit.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine
 
 
@@ -26,6 +28,7 @@ class Task(lightning.LightningModule):
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__()
         self.settings, self.model, self.data = run, model, data
+        self.start = 0  # batches that each process has seen
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Training batches without end, from the `start`-th on: a function of the run's seed and nothing else."""
@@ -42,6 +45,16 @@ class Task(lightning.LightningModule):
     def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
         """Scores on the test split by kind of statistics; `tell` hears what is being done. The model is not changed."""
         raise NotImplementedError
+
+    def train_dataloader(self) -> Iterator[Batch]:
+        """The batches of this process: of several, each takes its turn."""
+        ranks = self.trainer.world_size
+        return itertools.islice(self.batches(self.start * ranks + self.trainer.global_rank), 0, None, ranks)
+
+    def configure_model(self) -> None:
+        """Cut the model into the parts that each process holds, where the run says so."""
+        if self.settings.strategy == "fsdp2" and self.device_mesh is not None:
+            shard(self.model, self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """The loss to minimize, and the same to look at."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normkit.data.batches import Batches, batches_of
+from normkit.data.batches import Batches, batches_of, static_batches
 from normkit.data.vocab import PAD, Vocab
 from normkit.train.decode import beam, greedy
 from normkit.train.score import error_rates
@@ -40,7 +40,17 @@ class Translation(Task):
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Batches of about one length, or of any lengths; a batch has `batch_tokens` symbols of source and target."""
-        return iter(Batches(lambda epoch: self._order(self._train, epoch), self._train.batch, start))
+        run, table = self.settings, self._train
+        if run.static:
+            longest = table.both.max(1)
+            return iter(
+                Batches(
+                    lambda epoch: static_batches(longest, run.batch_tokens, seed=run.seed, epoch=epoch),
+                    lambda items: table.batch(items, static=True),
+                    start,
+                )
+            )
+        return iter(Batches(lambda epoch: self._order(table, epoch), table.batch, start))
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Cross-entropy of the target's symbols."""

@@ -1,0 +1,46 @@
+"""Several processes that train one model: how they share it, and which of them writes files.
+
+Lightning starts them (`--devices 2`), or `torchrun` or SLURM have. Each takes its turn of the batches, so that a step
+sees `devices x nodes x accumulate x batch_tokens` tokens. Norms with statistics compute them from their own process'
+batch, or with `sync=True` in their spec from those of all; the first process' are saved.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from normkit.models.blocks import Layer
+from normkit.train.config import Run
+from normkit.train.rank import rank
+
+
+def strategy(run: Run) -> Any:
+    """Lightning's strategy for a run."""
+    from lightning.pytorch import strategies
+
+    if run.devices * run.nodes == 1:
+        return "auto"
+    if run.strategy == "fsdp2":
+        return strategies.ModelParallelStrategy(save_distributed_checkpoint=False)
+    return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
+
+
+def shard(model: nn.Module, mesh: Any) -> None:
+    """FSDP2: each process keeps a part of each layer, and gathers a layer when it is computed; in place."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in [module for module in model.modules() if isinstance(module, Layer)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def whole(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+    """The model that the processes hold in parts, as one, on the first of them; a fresh one of `make` on the others."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state, made = get_model_state_dict(model, options=options), make()
+    if not rank():
+        made.load_state_dict(state, strict=False)
+    return made
