@@ -25,7 +25,7 @@ from normkit.norms import (
     options,
 )
 from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, settle, to_rms
-from normkit.watch import record
+from normkit.watch import diagnose, record
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "blend",
     "calibrate",
     "convert",
+    "diagnose",
     "export",
     "find",
     "fix_embedding",

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 import normkit
+from normkit.cli.doctor import doctor
 from normkit.cli.folding import audit, fold
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
 from normkit.cli.listing import list_
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "fold": fold,
     "audit": audit,
     "report": report,
+    "doctor": doctor,
     "study": study,
 }
 

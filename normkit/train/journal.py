@@ -3,20 +3,22 @@
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from normkit.report import results
 from normkit.train.checkpoints import checkpoint_path, checkpoints
 from normkit.train.config import Run
 from normkit.train.lit import lightning
 from normkit.train.progress import Progress
 from normkit.train.rank import rank
 from normkit.train.schedules import ValidationDecay
-from normkit.watch import Recorder, write
+from normkit.watch import Recorder, Row, embedding_rows, write
+from normkit.watch.rows import Appender
 
 
 class Journal(lightning.Callback):
@@ -158,6 +160,9 @@ class Journal(lightning.Callback):
             trainer.should_stop = True
         else:
             self.curve.append({"step": self.step, "train_loss": mean, "lr": self._lr})
+        if trainer.is_global_zero:
+            parameters = sum(parameter.numel() for parameter in trainer.lightning_module.model.parameters())
+            results.note(self.folder, parameters, self.curve, self.valid)
         if self.on_progress is None:
             return
         seconds, tokens = self.seconds + time.perf_counter() - self._started, self.tokens
@@ -195,6 +200,17 @@ class Journal(lightning.Callback):
             return {}
         self._recorder.rows.flush()
         return {"bytes": (self.folder / "rows.csv").stat().st_size, "memory": self._recorder.state()}
+
+    def record_end(self, model: torch.nn.Module, scores: Mapping[str, Mapping[str, float]]) -> None:
+        """Add to rows.csv what is looked at once: singular values of embeddings, what evaluation loses."""
+        modes = {"batch": "loss_train_mode", "running": "loss_eval_mode"}
+        losses = [
+            Row(self.step, "", "", name, scores[mode]["loss"])
+            for mode, name in modes.items()
+            if "loss" in scores.get(mode, {}) and "batch" in scores
+        ]
+        if self.run.record_every:
+            Appender(self.folder / "rows.csv")([*embedding_rows(model, self.step), *losses])
 
     def _close(self) -> None:
         if self._recorder is not None:

@@ -92,6 +92,7 @@ def train(
     if status == "done":
         try:
             scores = task.score(tell)
+            journal.record_end(task.model, scores)
         except _Interrupted:
             status = f"interrupted at step {journal.step}"  # all steps are done, scores are not
     result = {
@@ -169,7 +170,7 @@ def _claim(folder: Path, run: Run, resume: bool) -> None:
         if changed:
             raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
     elif not resume:
-        for path in [*(folder / "checkpoints").glob("*.ckpt"), folder / "result.json"]:
+        for path in [*(folder / "checkpoints").glob("*.ckpt"), folder / "result.json", folder / "progress.json"]:
             path.unlink(missing_ok=True)
     write_atomically(folder / "run.json", run.to_json().encode())
 

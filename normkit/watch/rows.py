@@ -39,7 +39,7 @@ class Rows:
         self._read: collections.deque[Row] = collections.deque(maxlen=keep)
         self._waiting: collections.deque[tuple[int, str, str, tuple[str, ...], Tensor]] = collections.deque()
         self._count = 0  # rows waiting
-        self._send = to if to is None or callable(to) else _Appender(Path(to))
+        self._send = to if to is None or callable(to) else Appender(Path(to))
 
     def add(self, step: int, site: str, norm: str, names: tuple[str, ...], values: Tensor) -> None:
         """Note `values [len(names)]` without asking the device for them."""
@@ -89,13 +89,14 @@ class Rows:
         return len(self._read)
 
 
-class _Appender:
+class Appender:
     """Appends whole lines to a CSV file; its header comes first where the file is new."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def __call__(self, rows: list[Row]) -> None:
+        """Append these."""
         fresh = not self.path.exists() or not self.path.stat().st_size
         with self.path.open("a", encoding="utf8", newline="") as file:
             file.write(text(rows, header=fresh))

@@ -1,0 +1,97 @@
+"""Watch the norms of any LightningModule: rows to a file, and to the loggers that Lightning has."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from normkit.train.lit import lightning
+from normkit.watch import Recorder, Row, Rows, write
+from normkit.watch.rows import Appender
+
+
+class Watch(lightning.Callback):
+    """Record what norms see while Lightning trains: `Trainer(callbacks=[Watch(to="rows.csv")])`.
+
+    As `normkit.record`, each `every` batches. Rows go to the file `to`, if one is named, and each `log_every` batches
+    to every logger of the trainer (TensorBoard, W&B, CSV: those that are installed and chosen) as `quantity/site`;
+    `log` says which quantities, none where it is empty. `rows` are those recorded, also after the end.
+    """
+
+    def __init__(
+        self,
+        every: int = 25,
+        quantities: str | Iterable[str] | None = None,
+        *,
+        to: str | Path | None = None,
+        log: Iterable[str] = ("gap_batch", "gap_quadratic", "rms", "largest", "gradient_norm"),
+        log_every: int = 500,
+        keep: int = 200_000,
+    ):
+        self.every, self.quantities, self.to, self.keep = every, quantities, to, keep
+        self.log, self.log_every = frozenset(log), log_every
+        self.rows = Rows()
+        self._recorder: Recorder | None = None
+        self._send: Callable[[list[Row]], None] = lambda rows: None
+        self._resumed: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin; a new file, unless a run is resumed."""
+        if self.to is not None and trainer.is_global_zero and not self._resumed:
+            write(self.to, [])
+        step = self._resumed.get("step", 0)
+        self._recorder = Recorder(
+            pl_module, self.every, self.quantities, to=self._sink(trainer), keep=self.keep, start=step
+        )
+        self._recorder.load(self._resumed.get("memory", {}))
+        self.rows = self._recorder.rows
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A step begins, whatever parts of the module it calls."""
+        if self._recorder is not None:
+            self._recorder.tick()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A step ends; now and then its rows are sent on."""
+        if self._recorder is not None:
+            self._recorder.rest()
+            if self._recorder.step % self.log_every == 0:
+                self.rows.flush()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Send what is left, and take the hooks away."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave no hooks behind."""
+        self.on_train_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on."""
+        if self._recorder is None:
+            return self._resumed
+        self.rows.flush()
+        return {"step": self._recorder.step, "memory": self._recorder.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self._resumed = state_dict
+
+    def _sink(self, trainer: Any) -> Callable[[list[Row]], None]:
+        path, loggers, log = self.to, list(trainer.loggers), self.log
+        append = None if path is None else Appender(Path(path))
+
+        def send(rows: list[Row]) -> None:
+            if append is not None:
+                append(rows)
+            by_step: dict[int, dict[str, float]] = {}
+            for row in rows:
+                if row.quantity in log:
+                    name = f"{row.quantity}/{row.site}" if row.site else row.quantity
+                    by_step.setdefault(row.step, {})[name] = row.value
+            for logger in loggers:
+                for step, values in sorted(by_step.items()):
+                    logger.log_metrics(values, step)
+
+        return send

@@ -1,0 +1,62 @@
+"""Looks at a whole model, now and then: singular values of embeddings, and what evaluation loses."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from normkit.norms import StatNorm
+from normkit.watch.rows import Row
+
+
+@torch.no_grad()
+def singular_values(weight: Tensor) -> Tensor:
+    """Singular values of a matrix, the largest first and made 1 (PowerNorm, Figure 6).
+
+    >>> singular_values(torch.diag(torch.tensor([1.0, 4.0]))).tolist()
+    [1.0, 0.25]
+    """
+    values = torch.linalg.svdvals(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+    return values / values[0].clamp(min=torch.finfo(values.dtype).tiny)
+
+
+def embedding_rows(model: nn.Module, step: int, points: int = 64) -> list[Row]:
+    """Singular values of each embedding of a model as rows `singular_value[i]`, at most so many i, evenly spaced."""
+    rows = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            values = singular_values(module.weight.detach()).tolist()
+            count = min(points, len(values))
+            indices = sorted({round(i * (len(values) - 1) / max(count - 1, 1)) for i in range(count)})
+            rows += [Row(step, name, "", f"singular_value[{i}]", values[i]) for i in indices]
+    return rows
+
+
+@torch.no_grad()
+def train_eval_gap(model: nn.Module, loss: Callable[[], Tensor | float]) -> tuple[float, float]:
+    """The loss with the batches' own statistics and with running ones: what freezing the statistics costs.
+
+    `loss()` computes it by the model, on the same data each time. Only norms with batch statistics change mode;
+    dropout is off in both, and the model is afterwards as it was, running statistics too. As rows the two are
+    `loss_train_mode` and `loss_eval_mode`.
+
+    >>> import normkit
+    >>> model = normkit.make("batch", 2)
+    >>> x = torch.tensor([[10.0, 1.0], [12.0, 3.0]])
+    >>> train, evaluation = train_eval_gap(model, lambda: model(x).square().mean())
+    >>> train < 1.01, evaluation > 50
+    (True, True)
+    """
+    batch_norms = (StatNorm, nn.modules.batchnorm._BatchNorm)
+    modes = {module: module.training for module in model.modules()}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ExitStack() as stack:
+        stack.callback(lambda: [setattr(module, "training", mode) for module, mode in modes.items()])
+        stack.callback(lambda: [buffer.copy_(before[name]) for name, buffer in model.named_buffers()])
+        model.eval()
+        evaluation = float(loss())
+        for module in modes:
+            if isinstance(module, batch_norms):
+                module.train()
+        return float(loss()), evaluation
