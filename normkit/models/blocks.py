@@ -1,13 +1,14 @@
 """Attention, feed-forward, residual placement, embeddings: what all our Transformers are made of."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from normkit.models.adaptive import Adaptive
 from normkit.models.config import Model
 from normkit.models.tensorized import MultiLinear
 from normkit.norms import LayerNorm, Norm, fix_embedding, parse
@@ -156,15 +157,12 @@ class Embedding(nn.Module):
     """Word vectors times sqrt(width), plus sines and cosines of positions (Vaswani et al. 2017, section 3.5)."""
 
     positions: Tensor
+    table: Any  # nn.Embedding, or Adaptive
 
     def __init__(self, config: Model, words: int, pad: int | None):
         super().__init__()
-        self.table = nn.Embedding(words, config.width, padding_idx=pad)
-        nn.init.normal_(self.table.weight, 0, config.width**-0.5)
-        if pad is not None:
-            nn.init.zeros_(self.table.weight[pad])
-        if config.fixnorm:
-            fix_embedding(self.table)
+        self.width = config.width
+        self.table = Adaptive(words, config.width, config.adaptive) if config.adaptive else _table(config, words, pad)
         self.dropout, self.word_dropout = nn.Dropout(config.dropout), config.word_dropout
         positions = sinusoids(config.max_length, config.width)
         if config.attention == "multilinear":  # it has positions of its own
@@ -179,8 +177,17 @@ class Embedding(nn.Module):
         if self.training and self.word_dropout:
             lost = torch.rand(tokens.shape, device=tokens.device) < self.word_dropout
             tokens = tokens.masked_fill(lost & (tokens > UNKNOWN), UNKNOWN)
-        vectors = self.table(tokens) * math.sqrt(self.table.embedding_dim)
+        found = self.table.embed(tokens) if isinstance(self.table, Adaptive) else self.table(tokens)
+        vectors = found * math.sqrt(self.width)
         return self.dropout(vectors + self.positions[start:end])
+
+
+def _table(config: Model, words: int, pad: int | None) -> nn.Embedding:
+    table = nn.Embedding(words, config.width, padding_idx=pad)
+    nn.init.normal_(table.weight, 0, config.width**-0.5)
+    if pad is not None:
+        nn.init.zeros_(table.weight[pad])
+    return fix_embedding(table) if config.fixnorm else table
 
 
 class Output(nn.Module):

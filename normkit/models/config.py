@@ -70,6 +70,7 @@ class Model:
         _require(self.width % 2 == 0, "width", self.width, "even, for sines and cosines of positions")
         _require(self.placement in ("pre", "post"), "placement", self.placement, "pre or post")
         _require(self.init in INITS, "init", self.init, f"one of {', '.join(INITS)}")
+        _require(not (self.adaptive and self.fixnorm), "fixnorm", self.fixnorm, "False with adaptive embeddings")
         _require(self.attention in ("dot", "multilinear"), "attention", self.attention, "dot or multilinear")
         for name in ("dropout", "attention_dropout", "hidden_dropout", "word_dropout", "layer_drop"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")

@@ -62,7 +62,8 @@ def _shrink(model: nn.Module, how: str) -> None:
                 _scale(maps, number**-0.5 if how == "ds" else factor)
     if how == "t-fixup":
         for embedding in {module for module in model.modules() if isinstance(module, Embedding)}:
-            embedding.table.weight.data.mul_(factor)
+            if isinstance(embedding.table, nn.Embedding):
+                embedding.table.weight.data.mul_(factor)
 
 
 def _scale(linears: tuple[nn.Linear, ...], factor: float) -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normkit.data.batches import Batches
+from normkit.models.lm import DecoderLM
 from normkit.train.task import Batch, Task
 from normkit.transforms import calibrate
 
@@ -36,6 +37,8 @@ class Language(Task):
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Cross-entropy of the next words."""
         given, target = batch.tensors
+        if isinstance(self.model, DecoderLM) and self.settings.model.adaptive and not smoothing:
+            return self.model.nll(given, target)
         return F.cross_entropy(self.model(given).flatten(0, 1), target.flatten(), label_smoothing=smoothing)
 
     def validation(self) -> list[Batch]:
