@@ -104,7 +104,7 @@ class Recorder:
 
     def follow(self) -> None:
         """Let every training forward of the model be a step."""
-        self._handles.append(self.model.register_forward_pre_hook(self._starts, with_kwargs=True))
+        self._handles.append(self.model.register_forward_pre_hook(self._starts, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(self._ends))
 
     def tick(self) -> None:

@@ -11,7 +11,7 @@ from normkit.norms import Norm, StatNorm
 from normkit.transforms.foreign import CannotRead, looks_like_a_norm, read
 from normkit.transforms.masks import fit, real_tokens
 
-WRAPPERS = ("module.", "_orig_mod.")  # of DDP and of torch.compile
+WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
 @dataclass(eq=False)
@@ -64,16 +64,15 @@ def sites(model: nn.Module) -> list[Site]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Norm):
-            found.append(Site(_plain(name), module.spec, module, getattr(module, "channel_dim", -1)))
+            found.append(Site(_plain(name, model), module.spec, module, getattr(module, "channel_dim", -1)))
         elif looks_like_a_norm(module) or isinstance(getattr(module, "running_var", None), Tensor):
-            found.append(Site(_plain(name), type(module).__name__, module, _axis(module)))
+            found.append(Site(_plain(name, model), type(module).__name__, module, _axis(module)))
     return found
 
 
-def _plain(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "") if name.startswith(wrapper) else name
-    return name
+def _plain(name: str, model: nn.Module) -> str:
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    return ".".join(parts[1:] if type(model).__name__ in WRAPPERS and parts[0] == "module" else parts)
 
 
 def _axis(module: nn.Module) -> int:

@@ -1,0 +1,378 @@
+"""What is recorded is what was there, and recording changes nothing."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import normkit
+from normkit.watch import QUANTITIES, Recorder
+from normkit.watch.sites import sites
+
+DEAR = [name for name, quantity in QUANTITIES.items() if quantity.dear]
+
+
+def batch(seed, *shape, scale=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale + 0.5
+
+
+def train(model, batches, **options):
+    """Train by a made-up target; the rows, by quantity, of the steps."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with normkit.record(model, every=options.pop("every", 1), **options) as rows:
+        for x in batches:
+            optimizer.zero_grad()
+            y = model(x)
+            (y * torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)).sum().backward()
+            optimizer.step()
+    return list(rows)
+
+
+def only(rows, quantity, site=None):
+    return [row.value for row in rows if row.quantity == quantity and site in (None, row.site)]
+
+
+def chain(*norms):
+    torch.manual_seed(0)
+    parts = [part for norm in norms for part in (nn.Linear(6, 6), norm)]
+    return nn.Sequential(*parts).double()
+
+
+def make(name):
+    return normkit.make("group(groups=2)" if name == "group" else name, 6)
+
+
+def randomized(norm):
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+        norm.bias.uniform_(-1, 1)
+    return norm
+
+
+def test_distances_and_gaps_of_a_foreign_norm():
+    """Batch statistics against the average that a norm with batch statistics would keep: a plain one at first."""
+    xs = [batch(seed, 5, 4, 6) for seed in range(3)]
+    rows = train(nn.Sequential(nn.LayerNorm(6)).double(), xs)
+    flat = [x.flatten(0, 1) for x in xs]
+    mean, var, quadratic = ([f(x) for x in flat] for f in (
+        lambda x: x.mean(0), lambda x: x.var(0, unbiased=False), lambda x: x.square().mean(0)))  # fmt: skip
+    for name, batches in (("mean", mean), ("var", var), ("quadratic", quadratic)):
+        expected = [(batches[1] - batches[0]).norm() / 6, (batches[2] - (batches[0] + batches[1]) / 2).norm() / 6]
+        torch.testing.assert_close(
+            torch.tensor(only(rows, f"distance_{name}")), torch.stack(expected), check_dtype=False
+        )
+
+    sigma, running = (var[1] + 1e-5).sqrt(), (var[0] + 1e-5).sqrt()
+    z_batch, z_running = (flat[1] - mean[1]) / sigma, (flat[1] - mean[0]) / running
+    gap = (z_running - z_batch).square().mean().sqrt()
+    assert only(rows, "gap_batch")[0] == pytest.approx(float(gap), rel=1e-4), "eps counts in z, not in its size"
+    psi, psi_running = ((q + 1e-5).sqrt() for q in (quadratic[1], quadratic[0]))
+    off = (flat[1] / psi_running - flat[1] / psi).square().mean().sqrt()
+    assert only(rows, "gap_quadratic")[0] == pytest.approx(float(off), rel=1e-4)
+    log = (var[1] / var[0]).log()
+    assert only(rows, "stray_var")[0] == pytest.approx(math.exp(log.square().mean().sqrt()))
+    assert only(rows, "stray_mean")[0] == pytest.approx(float(((mean[1] - mean[0]) / running).square().mean().sqrt()))
+    assert only(rows, "largest") == pytest.approx([float(x.abs().max()) for x in xs])
+    assert only(rows, "rms") == pytest.approx([float(x.square().mean().sqrt()) for x in xs])
+    assert only(rows, "tokens") == [20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    "norm", ["batch", "pnv", "power(groups=0, warmup=1)", "power(groups=2)", "un(window=2, warmup=2)"]
+)
+def test_a_norm_of_ours_is_compared_with_its_own_statistics(norm):
+    model = nn.Sequential(normkit.make(norm, 6)).double()
+    before = []
+    handle = model[0].register_forward_pre_hook(lambda module, args: before.append(module.running.clone()))
+    xs = [batch(seed, 20, 6) for seed in range(3)]
+    rows = train(model, xs)
+    handle.remove()
+    name = "distance_var" if norm == "batch" else "distance_quadratic"
+    for x, running, value in zip(xs, before, only(rows, name), strict=True):
+        x = model[0].rest(x)  # noqa: PLW2901
+        seen = x.var(0, unbiased=False) if norm == "batch" else x.square().mean(0)
+        assert value == pytest.approx(float((seen - running[-1]).norm() / 6))
+    assert len(only(rows, "distance_mean")) == (3 if norm == "batch" else 2), "a mean of its own, or the recorder's"
+    if norm == "power(groups=0, warmup=1)":
+        expected = [float((x.square().mean(0) / (r[0] + 1e-5)).max()) for x, r in zip(xs, before, strict=True)]
+        expected[0] = 1.0  # the batch itself, in the warm-up
+        assert only(rows, "Gamma") == pytest.approx(expected, rel=1e-4)
+        assert only(rows, "Gamma_bound") == pytest.approx([20, 20, 20])
+        assert only(rows, "nu")[0] == 0 < only(rows, "nu")[2]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.BatchNorm2d(6), nn.GroupNorm(2, 6)])
+def test_channels_that_do_not_come_last(norm):
+    shape = (5, 6, 3, 4) if isinstance(norm, nn.BatchNorm2d) else (5, 6, 4)
+    xs = [batch(seed, *shape) for seed in range(2)]
+    model = nn.Sequential(norm).double()
+    rows = train(model, xs)
+    flat = [x.movedim(1, -1).reshape(-1, 6) for x in xs]
+    assert only(rows, "tokens") == [len(x) for x in flat]
+    old = torch.zeros(6) if isinstance(norm, nn.modules.batchnorm._BatchNorm) else flat[0].mean(0)
+    if old.any():
+        assert only(rows, "distance_mean") == pytest.approx([float((flat[1].mean(0) - old).norm() / 6)])
+    else:
+        assert only(rows, "distance_mean")[0] == pytest.approx(float(flat[0].mean(0).norm() / 6)), "its own, still 0"
+        assert len(only(rows, "distance_mean")) == 2
+
+
+def test_gradient_statistics_are_what_the_backward_pass_has():
+    """Lemma 2: with PN-V the size of dL/dx is what the ratio says; with BatchNorm, g_mu and g_sigma2 as in Eq. 3."""
+    for name in ("pnv", "batch"):
+        norm = randomized(normkit.make(name, 6)).double()
+        x, dy = batch(0, 30, 6).requires_grad_(), batch(1, 30, 6)
+        with normkit.record(norm, every=1) as rows:
+            norm(x).backward(dy)
+        rows = list(rows)
+        g = dy * norm.weight.detach()
+        psi = (x.detach().square().mean(0) + 1e-5).sqrt()
+        z = (x.detach() - x.detach().mean(0)) / (x.detach().var(0, unbiased=False) + 1e-5).sqrt()
+        assert only(rows, "g_psi2") == pytest.approx([float((g * x.detach() / psi).mean(0).norm() / 6)])
+        assert only(rows, "g_mu") == pytest.approx([float(g.mean(0).norm() / 6)])
+        assert only(rows, "g_sigma2") == pytest.approx([float((g * z).mean(0).norm() / 6)])
+        if name == "pnv":
+            assert only(rows, "lipschitz") == pytest.approx([float(x.grad.norm() / dy.norm())], rel=1e-4)
+            ratio = norm.weight.detach().abs() / psi
+            spread = [only(rows, f"gamma_over_psi_{q}")[0] for q in ("min", "median", "max")]
+            assert spread == pytest.approx([float(torch.quantile(ratio, q)) for q in (0, 0.5, 1)])
+
+
+def test_the_gradient_norm_is_that_of_all_parameters():
+    model = chain(nn.LayerNorm(6))
+    x = batch(0, 8, 6)
+    with normkit.record(model, every=2) as rows:
+        for step in range(3):
+            model.zero_grad()
+            (model(x).pow(3).sum() * (step + 1)).backward()
+            if step == 0:
+                expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert [row.step for row in rows if row.quantity == "gradient_norm"] == [1, 3]
+    assert only(rows, "gradient_norm") == pytest.approx([float(expected), 3 * float(expected)])
+
+
+@pytest.mark.parametrize("norm", normkit.NORMS)
+def test_nothing_about_the_training_changes(norm):
+    xs = [batch(seed, 12, 6) for seed in range(6)]
+    models = [chain(make(norm), nn.LayerNorm(6)) for _ in range(2)]
+    rows = train(models[0], xs, quantities="all", every=2)
+    optimizer = torch.optim.SGD(models[1].parameters(), 1e-2)
+    for x in xs:
+        optimizer.zero_grad()
+        y = models[1](x)
+        (y * torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)).sum().backward()
+        optimizer.step()
+    for mine, theirs in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert {row.step for row in rows} == {1, 3, 5}
+    assert {row.site for row in rows} == {"1", "3", ""}
+    assert {row.norm for row in rows if row.site == "1"} == {make(norm).spec}
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in models[0].modules())
+
+
+def test_rows_are_not_read_on_the_way(monkeypatch):
+    """Nothing asks the device for a value between the start and the end."""
+
+    def ask(*args):
+        raise AssertionError("a value was read from the device")
+
+    model = chain(nn.LayerNorm(6), normkit.make("power(groups=0)", 6), normkit.make("un(outlier_filtration=True)", 6))
+    with normkit.record(model, every=1, quantities="all", keep=3000) as rows:
+        with monkeypatch.context() as patch:
+            for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+                patch.setattr(torch.Tensor, name, ask)
+            for seed in range(40):
+                model(batch(seed, 12, 6)).sum().backward()
+        assert 2900 < len(rows) <= 3000
+
+
+def test_memory_is_bounded(tmp_path):
+    xs = [batch(seed, 8, 6) for seed in range(30)]
+    model = chain(nn.LayerNorm(6))
+    rows = train(model, xs, keep=100)
+    assert 50 < len(rows) <= 100
+    assert rows[-1].step == 30
+    with normkit.record(model, every=1, keep=100, to=tmp_path / "rows.csv") as rows:
+        for x in xs:
+            model(x).sum().backward()
+    whole = normkit.watch.read(tmp_path)
+    assert len(whole) > 600, "all of them are in the file"
+    assert [row.step for row in whole] == sorted(row.step for row in whole)
+    assert len(rows) == 100
+
+
+class Text(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.out = nn.Embedding(9, 6, padding_idx=0), norm, nn.Linear(6, 9)
+
+    def forward(self, ids, attention_mask=None):
+        return self.out(self.norm(self.embed(ids)))
+
+
+def test_padding_is_known_from_the_embedding():
+    ids = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]])
+    values = {}
+    for norm in (nn.LayerNorm(6), normkit.make("pnv", 6), nn.BatchNorm1d(4)):
+        model = Text(norm)
+        with normkit.record(model, every=1) as rows:
+            model(ids)
+        values[type(norm).__name__] = {row.quantity: row.value for row in rows}
+    real = Text(None).embed(ids)[ids != 0].detach()
+    assert values["LayerNorm"]["tokens"] == 5, "a norm of tokens is asked what batch statistics of real ones would be"
+    assert values["LayerNorm"]["rms"] == pytest.approx(float(real.square().mean(0).mean().sqrt()))
+    assert values["LayerNorm"]["padding"] == 0
+    assert values["PNV"]["tokens"] == 8
+    assert values["PNV"]["padding"] == pytest.approx(3 / 8)
+
+
+def test_padding_is_known_from_an_argument():
+    model = Text(nn.LayerNorm(6))
+    model.embed.padding_idx = None
+    with normkit.record(model, every=1, quantities=["tokens"]) as rows:
+        model(torch.ones(2, 3, dtype=torch.long), attention_mask=torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    assert only(rows, "tokens") == [3]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.first, self.inner, self.reentrant = nn.Linear(6, 6).double(), inner, reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.inner(self.first(x))
+        return checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("norm", ["layer", "power(warmup=1)"])
+def test_a_recomputed_forward_is_recorded_once(norm, reentrant):
+    found = {}
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        model = Checkpointed(chain(normkit.make(norm, 6)), kind)
+        found[kind] = train(model, [batch(seed, 8, 6) for seed in range(3)])
+    keys = [row[:4] for row in found[reentrant]]
+    assert sorted(keys) == sorted(row[:4] for row in found[None])
+    assert len(set(keys)) == len(keys)
+    plain = {row[:4]: row.value for row in found[None]}
+    assert [row.value for row in found[reentrant]] == pytest.approx([plain[key] for key in keys], rel=1e-6)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_model_gives_the_same_rows(inside):
+    xs = [batch(seed, 8, 6) for seed in range(5)]
+    eager = train(chain(nn.LayerNorm(6), normkit.make("pnv", 6)), xs, every=2)
+    model = chain(nn.LayerNorm(6), normkit.make("pnv", 6))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if inside:
+        run = nn.Sequential(run)
+    rows = train(run, xs, every=2)
+    mine = {(row.step, row.site[2 * inside :], row.quantity): row.value for row in rows}
+    theirs = {(row.step, row.site, row.quantity): row.value for row in eager}
+    assert mine.keys() == theirs.keys()
+    assert [mine[key] for key in theirs] == pytest.approx(list(theirs.values()), rel=1e-5, abs=1e-12)
+    with torch.no_grad():
+        run(xs[0])  # the graph still has the operators; nobody listens
+
+
+def test_a_model_that_compiles_itself():
+    torch._dynamo.reset()
+    model = chain(nn.LayerNorm(6))
+    model.compile(backend="aot_eager", fullgraph=True)
+    rows = train(model, [batch(seed, 8, 6) for seed in range(5)], every=2, quantities=["rms", "g_psi2"])
+    assert [(row.step, row.quantity) for row in rows] == [(s, q) for s in (1, 3, 5) for q in ("rms", "g_psi2")]
+
+
+def test_looks_of_evaluation_and_of_parts_are_not_steps():
+    model = chain(normkit.make("pnv", 6), nn.LayerNorm(6))
+    x = batch(0, 8, 6)
+    with normkit.record(model, every=1, quantities=["rms"]) as rows:
+        model(x)
+        model.eval()(x)
+        model.train()
+        model[1](x)
+        model(x)
+    assert [(row.step, row.site) for row in rows] == [(1, "1"), (1, "3"), (2, "1"), (2, "3")]
+
+
+def test_windows_of_one_channel_and_of_all():
+    xs = [batch(seed, 8, 6) for seed in range(64)]
+    rows = train(nn.Sequential(nn.LayerNorm(6)).double(), xs, quantities=["default", *DEAR], channel=2)
+    values = torch.stack([x.square().mean(0) for x in xs])
+    last = values[-4:, 2]
+    assert only(rows, "channel_activation")[-1] == pytest.approx(float(last[-1]))
+    assert only(rows, "channel_activation_am")[-1] == pytest.approx(float(last.mean()))
+    assert only(rows, "channel_activation_gm")[-1] == pytest.approx(float(last.log().mean().exp()))
+    stats = pytest.importorskip("scipy.stats")
+    normal = [(stats.normaltest(values[i : i + 32].numpy()).pvalue > 0.05).mean() * 100 for i in (0, 32)]
+    assert only(rows, "pnac_activation") == pytest.approx(normal), "once a window of 32 looks"
+    assert len(only(rows, "pnac_gradient")) == 2
+
+
+def test_a_recorder_goes_on_where_another_ended():
+    xs = [batch(seed, 8, 6) for seed in range(20)]
+    model = nn.Sequential(nn.LayerNorm(6)).double()
+    whole = train(copy.deepcopy(model), xs, quantities="all")
+    rows, state = [], {}
+    for part in (xs[:7], xs[7:]):
+        recorder = Recorder(model, 1, "all", start=20 - len(xs[7:]) if state else 0)
+        recorder.load(state)
+        recorder.follow()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for x in part:
+            optimizer.zero_grad()
+            y = model(x)
+            (y * torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)).sum().backward()
+            optimizer.step()
+        rows += list(recorder.rows)
+        state = recorder.state()
+        recorder.close()
+    assert rows == whole
+
+
+def test_bad_requests_say_what_is_allowed():
+    for options, words in (
+        ({"every": 0}, "every must be at least 1; got 0"),
+        ({"quantities": ["nope"]}, "there is no quantity 'nope'; there are distance_mean"),
+        ({"alpha": 1.0}, "alpha must be at least 0 and below 1"),
+        ({"keep": 0}, "keep must be at least 1 row"),
+    ):
+        with pytest.raises(ValueError, match=words), normkit.record(nn.LayerNorm(3), **options):
+            pass
+
+
+def test_every_quantity_is_recorded_somewhere():
+    """The table has no row that no model fills."""
+    model = chain(normkit.make("power(groups=0)", 6), normkit.make("un(outlier_filtration=True)", 6), nn.LayerNorm(6))
+    rows = train(model, [batch(seed, 8, 6) for seed in range(33)], quantities="all")
+    text = Text(nn.LayerNorm(6))
+    with normkit.record(text, every=1) as more:
+        text(torch.tensor([[1, 0]]))
+    assert {row.quantity for row in [*rows, *more]} == set(QUANTITIES)
+
+
+def test_sites_of_wrapped_models_keep_their_names():
+    assert [site.name for site in sites(torch.compile(nn.Sequential(nn.LayerNorm(3))))] == ["0"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_recording_never_waits_for_the_gpu():
+    model = chain(nn.LayerNorm(6), normkit.make("power(groups=0)", 6)).cuda()
+    x = batch(0, 8, 6).cuda()
+    with normkit.record(model, every=1, quantities="all") as rows:
+        model(x).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(40):
+                model(x).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(rows) > 1000
