@@ -34,6 +34,7 @@ ALLOWED = {  # third party -> where it may be imported
     "jiwer": {"train"},
     "safetensors": {"train", "transforms"},
     "sklearn": {"data"},
+    "scipy": {"train"},
     "numpy": {"train", "data", "report"},
     "matplotlib": {"report"},
     "jinja2": {"report"},

@@ -1,5 +1,6 @@
 """BLEU as the papers count it, by sacrebleu, with bootstrap; two systems compared on the same sentences."""
 
+import html
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,17 +20,26 @@ def bleu(found: Sequence[str], references: Sequence[str], corpus: Corpus, sample
     """
     if len(found) != len(references) or not found:
         raise ValueError(f"{len(found)} translations for {len(references)} references; needs one each of at least one")
-    plain = [_plain(lines) for lines in (found, references)]
-    own = [_counted(lines, corpus) for lines in (found, references)] if corpus.tokenized else plain
-    result = _bleu("none" if corpus.tokenized else "13a").corpus_score(
-        own[0], [own[1]], **({"n_bootstrap": samples} if samples else {})
+    result = metric(corpus).corpus_score(
+        counted(found, corpus), [counted(references, corpus)], **({"n_bootstrap": samples} if samples else {})
     )
     scores = {"bleu": result.score, "n": len(found)}
-    if samples:
-        # sacrebleu tells half of the 95 % interval that the samples span
+    if samples:  # sacrebleu tells half of the 95 % interval that the samples span
         scores["bleu_error"] = float(result._ci) / 1.96
-    scores["sacrebleu"] = _bleu("13a").corpus_score(plain[0], [plain[1]]).score
+    scores["sacrebleu"] = _bleu("13a").corpus_score(_plain(found), [_plain(references)]).score
     return scores
+
+
+def counted(lines: Sequence[str], corpus: Corpus) -> list[str]:
+    """Lines as the BLEU of a corpus takes them."""
+    if not corpus.tokenized:
+        return _plain(lines)
+    return [split_compounds(line) for line in lines] if corpus.compounds else list(lines)
+
+
+def metric(corpus: Corpus) -> Any:
+    """Sacrebleu's metric for lines that are `counted`."""
+    return _bleu("none" if corpus.tokenized else "13a")
 
 
 def split_compounds(line: str) -> str:
@@ -41,13 +51,7 @@ def split_compounds(line: str) -> str:
     return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
 
 
-def _counted(lines: Sequence[str], corpus: Corpus) -> list[str]:
-    return [split_compounds(line) for line in lines] if corpus.compounds else list(lines)
-
-
 def _plain(lines: Sequence[str]) -> list[str]:
-    import html
-
     return [html.unescape(line) for line in lines]
 
 

@@ -16,7 +16,6 @@ class MachineTranslation(Translation):
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
-        self.outputs: dict[str, list[str]] = {}
         self._references = [lines[1] for lines in data.lines("test")]
         if model.config.mask_logits:
             model.allow(np.unique(data.train.target.flat))
@@ -45,6 +44,7 @@ class MachineTranslation(Translation):
     def rates(self, found: dict[int, list[str]]) -> dict[str, float]:
         """BLEU with its bootstrap error."""
         lines = [spell(found[item]) for item in range(len(found))]
+        self.outputs[self.kind] = lines
         return bleu(lines, [self._references[item] for item in self._asked], self.data.corpus)
 
     def look(self) -> dict[str, float]:

@@ -114,6 +114,8 @@ def train(
         "timing": None,
         "seconds": {"train": journal.seconds, "score": time.perf_counter() - started},
     }
+    for kind, lines in task.outputs.items():
+        write_atomically(folder / "outputs" / f"{kind}.txt", "".join(f"{line}\n" for line in lines).encode())
     results.write(folder, result)
     return result
 

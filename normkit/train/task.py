@@ -28,6 +28,7 @@ class Task(lightning.LightningModule):
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__()
         self.settings, self.model, self.data = run, model, data
+        self.outputs: dict[str, list[str]] = {}  # lines made of the test split, by kind of score
         self.start = 0  # batches that each process has seen
 
     def batches(self, start: int) -> Iterator[Batch]:

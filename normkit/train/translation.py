@@ -25,6 +25,7 @@ class Translation(Task):
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
+        self.kind = "running"  # of the scores that are being made
         self._train, self._valid, test = self.tables()
         self._asked = spread(len(test), run.test_items or len(test))
         self._test = test.take(self._asked)
@@ -71,19 +72,22 @@ class Translation(Task):
         right answers. "calibrated": from `CALIBRATION` training batches, by one pass as in training.
         """
         self.model.eval()
-        scores = {}
+        scores, self.kind = {}, "running"
         tell("decoding")
-        scores["running"] = self.score_greedy()
+        scores[self.kind] = self.score_greedy()
         if self.has_statistics():
             tell("decoding with batch statistics")
-            scores["batch"] = self._search_by_batch()
+            self.kind = "batch"
+            scores[self.kind] = self._search_by_batch()
             tell("calibrating")
             batches = [batch for batch, _ in zip(self.batches(0), range(CALIBRATION), strict=False)]
             trained, self.model = self.model, calibrate(self.model, batches, forward=self._forward)
-            scores["calibrated"] = self.score_greedy()
+            self.kind = "calibrated"
+            scores[self.kind] = self.score_greedy()
             self.model = trained
         tell("beam search")
-        scores["beam"] = self.rates(self.search_all(self.beam))
+        self.kind = "beam"
+        scores[self.kind] = self.rates(self.search_all(self.beam))
         return scores
 
     def score_greedy(self) -> dict[str, float]:

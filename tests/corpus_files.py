@@ -1,0 +1,30 @@
+"""A made parallel corpus: an invented language and its word-for-word translation, as a folder of text files."""
+
+import random
+
+WORDS = {"ka": "one", "lo": "two", "mi": "three", "ne": "four", "pu": "five", "so": "six", "tä": "seven", "wu": "eight"}
+
+
+def sentences(count, seed, longest=6):
+    draw = random.Random(seed)
+    for _ in range(count):
+        words = draw.choices(list(WORDS), k=draw.randint(1, longest))
+        yield " ".join(words), " ".join(WORDS[word] for word in words)
+
+
+def write_corpus(folder, train=300, valid=20, test=30):
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (split, count) in enumerate({"train": train, "valid": valid, "test": test}.items()):
+        pairs = list(sentences(count, seed))
+        for side, at in (("source", 0), ("target", 1)):
+            text = "".join(f"{pair[at]}\n" for pair in pairs)
+            (folder / f"{split}.{side}").write_text(text, encoding="utf8")
+    return folder
+
+
+def write_text(folder, train=200, valid=20, test=20):
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (split, count) in enumerate({"train": train, "valid": valid, "test": test}.items()):
+        text = "".join(f"{source}\n" for source, _ in sentences(count, seed))
+        (folder / f"{split}.txt").write_text(text, encoding="utf8")
+    return folder
