@@ -23,7 +23,7 @@ from normkit.models.mt import Seq2Seq
 from normkit.models.vision import TinyViT
 from normkit.transforms import convert, find, fold, to_rms
 
-SPECS = ("layer as it is", "un", "batch", "power(groups=2)")
+SPECS = ("layer as it is", "un", "batch", "power(groups=0)", "power(groups=2)")
 TITLES = {
     "bert": "BERT (transformers)", "roberta": "RoBERTa (transformers)", "gpt2": "GPT-2 (transformers)",
     "t5": "T5 (transformers)", "bart": "BART (transformers)", "marian": "Marian (transformers)",
