@@ -14,7 +14,8 @@ import made_results
 import pytest
 from made_results import result, score
 
-from normkit.report import distances, page, plot, results, summary
+from normkit.report import page, plot, results, summary
+from normkit.report import rows as recorded
 from normkit.report.settings import labels
 from normkit.report.verdict import sentences
 
@@ -323,17 +324,17 @@ def test_rows_become_panels(tmp_path):
     lines = ["step,site,norm,quantity,value", "1,a,pnv,distance_quadratic,2.0", "1,b,pnv,distance_quadratic,4.0"]
     lines += ["3,a,pnv,distance_quadratic,nan", "3,c,pnv,distance_quadratic,1.0", "3,a,pnv,other,1.0"]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
-    (panel,) = distances.panels({tmp_path: result("pnv")})
+    (panel,) = recorded.panels({tmp_path: result("pnv")})
     assert (panel.title, panel.steps) == ("pnv: quadratic mean", [1, 3])
     assert panel.sites == {"a": [2.0, None], "b": [4.0, None], "c": [None, 1.0]}
     assert panel.median() == [3.0, 1.0]
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", "step,site,norm,quantity,value\n1,a,pnv,distance_mean", "\xff"])
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "step,site,norm,quantity,value\n1,a,pnv,distance_mean\n", "\xff\n"])
 def test_rows_that_cannot_be_read_are_refused(tmp_path, text):
     (tmp_path / "rows.csv").write_bytes(text.encode("latin1"))
     with pytest.raises(ValueError, match=r"rows\.csv"):
-        distances.panels({tmp_path: result("pnv")})
+        recorded.panels({tmp_path: result("pnv")})
 
 
 # -- page ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Commands that show results: `report`."""
+"""Commands that show results: `report`, `figure` and `watch`."""
 
 import contextlib
 from pathlib import Path
@@ -30,6 +30,33 @@ def report(arguments: list[str]) -> int:
     paths = given["paths"]
     first = paths[0] if paths[0].is_dir() else paths[0].parent
     show(Console(), results.find(paths), given["out"] or first, typed("report", *arguments))
+    return 0
+
+
+def figure(arguments: list[str]) -> int:
+    """Draw a figure of the papers from runs of one's own; without a name, list the figures."""
+    from tyro.conf import Positional
+
+    def parse(name: Positional[str], paths: Positional[tuple[Path, ...]], out: Path | None = None) -> dict[str, Any]:
+        """Draw a figure of the papers, with its axes, from result files and what was recorded beside them.
+
+        Args:
+            name: As pn.figure2; `normkit figure` lists all.
+            paths: Result files, or folders with such files somewhere inside.
+            out: The picture, .svg or .png; NAME.svg unless said otherwise.
+        """
+        return locals()
+
+    from normkit.report import figures, results
+
+    if not arguments:
+        write(f"Figures (normkit figure NAME PATHS --out FILE.svg)\n\n{figures.listing()}")
+        return 0
+    given = parse_arguments(parse, arguments, "figure")
+    if not given["paths"]:
+        raise ValueError(f"no results given; try `normkit figure {given['name']} runs/demo`")
+    made = figures.draw(given["name"], results.find(given["paths"]), given["out"] or Path(f"{given['name']}.svg"))
+    write(f"figure: {made}")
     return 0
 
 

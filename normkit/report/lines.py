@@ -39,6 +39,22 @@ def thin(values: Sequence[Value], count: int) -> list[Value]:
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
+def extremes(steps: Sequence[int], values: Sequence[float], count: int) -> tuple[list[int], list[float]]:
+    """So many points at most, of each stretch the lowest and the highest, so that no outlier is lost.
+
+    >>> extremes([0, 1, 2, 3, 4, 5], [1.0, 9.0, 2.0, 2.0, 0.0, 3.0], 4)
+    ([0, 1, 4, 5], [1.0, 9.0, 0.0, 3.0])
+    """
+    if len(values) <= count:
+        return list(steps), list(values)
+    parts = max(1, count // 2)
+    chosen = []
+    for part in range(parts):
+        inside = range(part * len(values) // parts, (part + 1) * len(values) // parts)
+        chosen += sorted({min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)})
+    return [steps[i] for i in chosen], [values[i] for i in chosen]
+
+
 def _points(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     found = [(record["step"], record[name]) for record in records if math.isfinite(record[name])]
     return [step for step, _ in found], [value for _, value in found]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from normkit.report import distances, summary
+from normkit.report import rows, summary
 from normkit.report.lines import losses, thin
 from normkit.report.results import write_whole
 from normkit.report.settings import Results, groups, job, labels, split
@@ -122,7 +122,7 @@ def _data(results: Results, names: dict[Any, str], points: int) -> dict[str, Any
         if lines:
             curves.append({"title": title.capitalize(), "lines": lines})
     statistics = []
-    for panel in distances.panels(results):
+    for panel in rows.panels(results):
         run = number[panel.folder]
         lines = [_line(run, site, panel.steps, values, points) for site, values in panel.sites.items()]
         median = _line(run, "median", panel.steps, panel.median(), points)

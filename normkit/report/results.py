@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE = "result.json"
+PROGRESS = "progress.json"
+SETTINGS = "run.json"
 SCHEMA = 1
 NUMBER = (int, float)
 LARGEST = 2**63
@@ -87,6 +89,43 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no result of a run: {error}") from None
     if result["schema"] != SCHEMA:
         raise ValueError(f"{path} has schema {result['schema']}; this version of normkit reads {SCHEMA}")
+    return result
+
+
+def note(folder: str | Path, parameters: int, curve: list[dict[str, Any]], valid: list[dict[str, Any]]) -> Path:
+    """Write `folder/progress.json`: what a run that is not over has so far, for whoever watches it."""
+    data = json.dumps({"parameters": parameters, "curve": curve, "valid": valid}, allow_nan=True)
+    return write_whole(Path(folder) / PROGRESS, data.encode())
+
+
+def live(folder: str | Path) -> dict[str, Any]:
+    """What a run folder has by now, in the shape of a result: its result.json or, where newer, its progress.
+
+    ValueError where the folder has no settings of a run, or what it has cannot be read.
+    """
+    folder = Path(folder)
+    files = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name in (FILE, PROGRESS, SETTINGS)}
+    if FILE in files and files[FILE] >= files.get(PROGRESS, 0):
+        return read(folder)
+    if SETTINGS not in files:
+        raise ValueError(f"{folder} is no folder of a run: it has no {SETTINGS}; `normkit train` makes such folders")
+    name = SETTINGS
+    try:
+        run = json.loads((folder / name).read_text(encoding="utf8"))
+        name = PROGRESS
+        so_far: Any = {"parameters": 0, "curve": [], "valid": []}
+        if PROGRESS in files:
+            so_far = json.loads((folder / name).read_text(encoding="utf8"))
+        result = {key: so_far[key] for key in ("parameters", "curve", "valid")} | {
+            "schema": SCHEMA,
+            "run": run,
+            "command": "",
+            "status": f"in training, step {so_far['curve'][-1]['step']:,}" if so_far["curve"] else "starting",
+            **{key: {} for key in ("where", "scores", "speed", "seconds")},
+        }
+        _check(result, SHAPE, "")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{folder / name} is cut short or no file of a run: {error}") from None
     return result
 
 

@@ -76,6 +76,7 @@ def _foldable(result: Result) -> Cell:
 
 METRICS = {
     "per": ("PER", "phonemes wrong, in percent", -1),
+    "bleu": ("BLEU", "BLEU of translations", 1),
     "perplexity": ("perplexity", "perplexity", -1),
     "accuracy": ("accuracy", "accuracy in percent", 1),
 }

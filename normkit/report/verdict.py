@@ -21,6 +21,7 @@ class Metric(NamedTuple):
 
 METRICS = (
     Metric("per", "PER", -1),
+    Metric("bleu", "BLEU", 1),
     Metric("perplexity", "perplexity", -1),
     Metric("accuracy", "accuracy", 1),
     Metric("loss", "loss", -1),

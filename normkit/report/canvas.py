@@ -1,0 +1,154 @@
+"""What all pictures have in common: palette, style, labels, and how they are written."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from normkit.report.results import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which colour-blind readers tell apart; yellow, which white paper swallows, is left out
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
+DASHES = ("solid", "dashed", "dotted", "dashdot")
+SUFFIXES = (".png", ".svg")
+PAPER, INK, GRID = "#ffffff", "#1b1c1e", "#dddddd"
+DARK = {  # what each colour turns into where a reader's screen is dark
+    PAPER: "#15171a",
+    INK: "#e7e7e5",
+    GRID: "#3d4248",
+    "#0072b2": "#56b4e9",
+    "#d55e00": "#e8743b",
+    "#009e73": "#1fbf90",
+    "#cc79a7": "#d68fb8",
+    "#56b4e9": "#f0e442",
+    "#000000": "#ffffff",
+}
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "normkit",
+    "svg.fonttype": "none",  # text stays text: small files, and a page can search it
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.unicode_minus": False,
+    "legend.frameon": False,
+}
+DECADE = 10
+ROOM = 0.055  # of an axis: height of a label
+
+
+def drawable(values: Sequence[float | None]) -> list[float]:
+    """Values for a logarithmic axis."""
+    return [value if value is not None and value > 0 else math.nan for value in values]
+
+
+def look(number: int) -> dict[str, Any]:
+    """Colour and dash of a line, by its number."""
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
+
+
+def ticks(axes: "Axes") -> None:
+    """Plain numbers, also where the axis covers less than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator() if high / low > DECADE else MaxNLocator(6))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, dict[str, Any]]]) -> None:
+    """Write each line's name at its right end, apart from each other, behind a piece of the line."""
+    bottom, top = (math.log(limit) for limit in axes.get_ylim())
+    heights = [min(max((math.log(value) - bottom) / (top - bottom), 0), 1) if value > 0 else 0 for value, *_ in ends]
+    for height, (_, name, look) in zip(spread(heights, ROOM), ends, strict=True):
+        axes.plot((1.01, 1.04), (height, height), transform=axes.transAxes, clip_on=False, **look)
+        axes.annotate(name.replace("$", r"\$"), (1.05, height), xycoords="axes fraction", va="center", fontsize=8)
+
+
+def spread(heights: Sequence[float], room: float) -> list[float]:
+    """Heights moved as little as is needed to be `room` apart, in the same order.
+
+    >>> spread([0.5, 0.5, 0.0], 0.25)
+    [0.375, 0.625, 0.0]
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    blocks: list[tuple[float, list[int]]] = []  # mean height, members
+    for i in order:
+        blocks.append((heights[i], [i]))
+        while len(blocks) > 1:
+            (low, lows), (high, highs) = blocks[-2:]
+            if high - low >= room * (len(lows) + len(highs)) / 2:
+                break
+            members = lows + highs
+            mean = (low * len(lows) + high * len(highs)) / len(members)
+            blocks[-2:] = [(mean, members)]
+    out = list(heights)
+    for mean, members in blocks:
+        for place, i in enumerate(members):
+            out[i] = mean + (place - (len(members) - 1) / 2) * room
+    return out
+
+
+def checked(path: str | Path) -> Path:
+    """The path of a picture; ValueError for a kind that is not drawn."""
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; pictures are {' or '.join(SUFFIXES)}")
+    return path
+
+
+def style() -> AbstractContextManager[None]:
+    """The style of all pictures, for as long as the context lasts."""
+    import matplotlib as mpl
+
+    return mpl.rc_context(STYLE)
+
+
+def figure(width: float, height: float) -> "Figure":
+    """An empty picture, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: "Figure", path: Path) -> Path:
+    """Write a picture, whole or not at all; one of lines turns dark where the reader's screen is."""
+    data, kind = io.BytesIO(), path.suffix[1:]
+    figure.savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return write_whole(path, for_screens(data.getvalue().decode()).encode() if kind == "svg" else data.getvalue())
+
+
+def for_screens(svg: str) -> str:
+    """An SVG file with the colours that it has on a dark screen, and no more digits than can be seen.
+
+    >>> '"fill: #1b1c1e"]{fill:#e7e7e5!important}' in for_screens("<svg><text style='fill: #1b1c1e'/></svg>")
+    True
+    """
+    rules = "".join(
+        f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+        if f"{what}: {light}" in svg
+    )
+    svg = re.sub(r"(?<= )-?\d+\.\d{3,}(?=[ \n\"])", lambda number: f"{float(number[0]):.2f}", svg)
+    return svg.replace("</svg>", f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style></svg>")
