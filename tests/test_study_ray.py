@@ -31,20 +31,19 @@ STUDY = Study(
 
 def noted_job(title, run, folder, command):
     """A study's job that says which process did it, and slowly enough to be killed in the middle."""
-    with (folder / "pids").open("a") as file:
+    with (folder / "pids").open("a", encoding="utf8") as file:
         file.write(f"{os.getpid()}\n")
     return train(run, folder, resume=True, on_progress=lambda tick: time.sleep(0.02), command=command)
 
 
-def kill_one(folder, killed):
+def kill_one(folder, killed, over):
     """Wait for a checkpoint of a run in the middle, then kill the worker that trains it."""
-    for _ in range(1200):
+    while not over.wait(0.05):
         found = sorted((folder / "checkpoints").glob("step-*.ckpt"))
         if found and int(found[-1].stem.split("-")[1]) >= 10:
-            os.kill(int((folder / "pids").read_text().split()[0]), signal.SIGKILL)
+            os.kill(int((folder / "pids").read_text(encoding="utf8").split()[0]), signal.SIGKILL)
             killed.append(found[-1].name)
             return
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -57,7 +56,8 @@ def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
     for folder in (layer, un):
         folder.mkdir(parents=True)
     killed: list[str] = []
-    killer = threading.Thread(target=kill_one, args=(un, killed))
+    over = threading.Event()
+    killer = threading.Thread(target=kill_one, args=(un, killed, over))
     with Cluster("local", cores=2) as cluster:
         gpu = dataclasses.replace(plan.todo[un], device="cuda")
         with pytest.raises(ValueError, match=r"needs 1 GPU; this Ray cluster has 0"):
@@ -66,11 +66,12 @@ def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
         table, interrupted = conduct.conduct(
             STUDY, "pocket", tmp_path, plan, cluster, Board(Console(quiet=True), [], 1)
         )
+    over.set()
     killer.join()
-    assert killed
+    assert killed, (un / "failed.txt").read_text(encoding="utf8") if (un / "failed.txt").is_file() else "never seen"
     assert not interrupted
     assert [row["cells"][0]["n"] for row in table["rows"]] == [1, 1]
-    pids = {folder: (folder / "pids").read_text().split() for folder in (layer, un)}
+    pids = {folder: (folder / "pids").read_text(encoding="utf8").split() for folder in (layer, un)}
     assert [len(set(pids[folder])) for folder in (layer, un)] == [1, 2], "two workers did the run of the one killed"
     assert pids[layer][0] != pids[un][0], "runs were side by side"
     straight = train(plan.todo[un], tmp_path / "straight")

@@ -41,6 +41,7 @@ ALLOWED = {  # third party -> where it may be imported
     "markupsafe": {"report"},
     "tyro": {"cli"},
     "rich": {"cli", "studies"},
+    "ray": {"studies"},
     "onnx": {"transforms"},
     "onnxruntime": {"transforms"},
     "onnxscript": {"transforms"},

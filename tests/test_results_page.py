@@ -1,0 +1,70 @@
+"""docs/results.md says what the files in results/ say."""
+
+import importlib.util
+import json
+import pathlib
+
+import pytest
+from test_study import ONE, put
+
+from normkit.report import results
+from normkit.studies import table
+from normkit.studies.study import expand
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("results_page", ROOT / "docs" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_agrees_with_the_files(script):
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    assert page == script.page(ROOT / "results"), "run python docs/results.py"
+
+
+def test_every_kept_run_is_on_the_page_with_where_it_comes_from():
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    for path in (ROOT / "results").rglob(results.FILE):
+        found = results.read(path)
+        assert found["command"] in page, path
+        assert found["where"]["commit"][:9] in page, path
+        assert found["where"]["device"] in page, path
+
+
+def test_kept_tables_are_what_their_results_say():
+    """No figure in a kept table that its run's own file does not have; those of rows.csv, which is not kept, aside."""
+    for path in (ROOT / "results" / "studies").glob("*/tables/*.json"):
+        made = json.loads(path.read_text(encoding="utf8"))
+        assert path.with_suffix(".txt").read_text(encoding="utf8") == table.text(made)
+        for row in made["rows"]:
+            for cell in row["cells"]:
+                for run in cell["runs"]:
+                    if run["status"].startswith("failed"):
+                        continue
+                    found = results.read(ROOT / "results" / "studies" / run["folder"])
+                    assert found["status"] == run["status"]
+                    assert (found["where"]["commit"], found["run"]["seed"]) == (run["commit"], run["seed"])
+
+
+def test_what_a_study_measured_is_kept_and_shown(script, tmp_path):
+    out, kept = tmp_path / "runs", tmp_path / "results"
+    layer, un = expand(ONE, "pocket")
+    for seed in range(2):
+        put(layer, out, seed, command="normkit study one --seeds 2", scores={"running": {"accuracy": 90.0 + seed}})
+    put(un, out, 0, status="diverged at step 3", scores={}, command="normkit study one")
+    table.write(table.collect(ONE, "pocket", out, "normkit study one"), out)
+    script.keep(out, kept)
+    assert len(list(kept.rglob(results.FILE))) == 3
+    page = script.page(kept)
+    assert "## one, pocket" in page
+    assert "| LN | 90.5 ± 0.7 (2) |" in page
+    assert "| UN | diverged at step 3 |" in page
+    assert "| LN | 2 | 0, 1 | a processor, threads: 1 | `012345678` |" in page
+    assert "`normkit study one --seeds 2` |" in page
+    with pytest.raises(SystemExit, match="holds no tables"):
+        script.keep(tmp_path / "nothing", kept)
