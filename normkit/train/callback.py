@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from normkit.train.lit import lightning
-from normkit.watch import Recorder, Row, Rows, write
-from normkit.watch.rows import Appender
+from normkit.watch import Recorder, Row, Rows
+from normkit.watch.rows import Appender, cut_or_begin
 
 
 class Watch(lightning.Callback):
@@ -28,16 +28,16 @@ class Watch(lightning.Callback):
         keep: int = 200_000,
     ):
         self.every, self.quantities, self.to, self.keep = every, quantities, to, keep
-        self.log, self.log_every = frozenset(log), log_every
+        self.logged, self.log_every = frozenset(log), log_every  # Lightning sets `log` of a callback
         self.rows = Rows()
         self._recorder: Recorder | None = None
         self._send: Callable[[list[Row]], None] = lambda rows: None
         self._resumed: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin; a new file, unless a run is resumed."""
-        if self.to is not None and trainer.is_global_zero and not self._resumed:
-            write(self.to, [])
+        """Begin; a new file, or, where a run is resumed, the old one up to its checkpoint."""
+        if self.to is not None and trainer.is_global_zero:
+            cut_or_begin(Path(self.to), self._resumed.get("bytes"))
         step = self._resumed.get("step", 0)
         self._recorder = Recorder(
             pl_module, self.every, self.quantities, to=self._sink(trainer), keep=self.keep, start=step
@@ -61,6 +61,7 @@ class Watch(lightning.Callback):
         """Send what is left, and take the hooks away."""
         if self._recorder is not None:
             self._recorder.close()
+            self._resumed = self.state_dict()
             self._recorder = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -72,14 +73,15 @@ class Watch(lightning.Callback):
         if self._recorder is None:
             return self._resumed
         self.rows.flush()
-        return {"step": self._recorder.step, "memory": self._recorder.state()}
+        size = Path(self.to).stat().st_size if self.to is not None and Path(self.to).is_file() else None
+        return {"step": self._recorder.step, "memory": self._recorder.state(), "bytes": size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self._resumed = state_dict
 
     def _sink(self, trainer: Any) -> Callable[[list[Row]], None]:
-        path, loggers, log = self.to, list(trainer.loggers), self.log
+        path, loggers, log = self.to, list(trainer.loggers), self.logged
         append = None if path is None else Appender(Path(path))
 
         def send(rows: list[Row]) -> None:

@@ -17,8 +17,8 @@ from normkit.train.lit import lightning
 from normkit.train.progress import Progress
 from normkit.train.rank import rank
 from normkit.train.schedules import ValidationDecay
-from normkit.watch import Recorder, Row, embedding_rows, write
-from normkit.watch.rows import Appender
+from normkit.watch import Recorder, Row, embedding_rows
+from normkit.watch.rows import Appender, cut_or_begin
 
 
 class Journal(lightning.Callback):
@@ -184,11 +184,7 @@ class Journal(lightning.Callback):
         if rank():
             return
         path = self.folder / "rows.csv"
-        if self._recorded and path.is_file():
-            with path.open("r+b") as file:
-                file.truncate(self._recorded["bytes"])
-        else:
-            write(path, [])
+        cut_or_begin(path, self._recorded.get("bytes"))
         if self.run.record_every:
             forwards, before = self.run.record_every * self.run.accumulate, self.step * self.run.accumulate
             self._recorder = Recorder(model, forwards, to=path, keep=50_000, start=before)

@@ -93,6 +93,8 @@ class Appender:
     """Appends whole lines to a CSV file; its header comes first where the file is new."""
 
     def __init__(self, path: Path):
+        if path.suffix != ".csv":
+            raise ValueError(f"a file that grows is a .csv; got {path.name}. Rows.save writes .parquet at the end")
         self.path = path
 
     def __call__(self, rows: list[Row]) -> None:
@@ -100,6 +102,15 @@ class Appender:
         fresh = not self.path.exists() or not self.path.stat().st_size
         with self.path.open("a", encoding="utf8", newline="") as file:
             file.write(text(rows, header=fresh))
+
+
+def cut_or_begin(path: Path, size: int | None) -> None:
+    """Take from a file what came after its first `size` bytes; a new one where there is none, or no size."""
+    if size is None or not path.is_file():
+        write(path, [])
+    else:
+        with path.open("r+b") as file:
+            file.truncate(size)
 
 
 def text(rows: Iterable[Row], header: bool = True) -> str:
@@ -125,8 +136,8 @@ def write(path: str | Path, rows: Iterable[Row]) -> None:
         part.write_text(text(rows), encoding="utf8", newline="")
     elif path.suffix == ".parquet":
         table, parquet = _pyarrow()
-        columns = zip(*rows, strict=True)
-        parquet.write_table(table(dict(zip(Row._fields, map(list, columns), strict=False))), part)
+        held = list(rows)
+        parquet.write_table(table({name: [row[i] for row in held] for i, name in enumerate(Row._fields)}), part)
     else:
         raise ValueError(f"rows are written to .csv or .parquet; got {path.name}")
     part.replace(path)

@@ -1,0 +1,247 @@
+"""Runs made to fail in known ways get the finding that names the fault; a healthy run gets none."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import normkit
+from normkit.cli import main
+from normkit.watch import THRESHOLDS, Row, advise, diagnose, train_eval_gap, write
+from normkit.watch.diagnose import places
+
+
+def sample(step, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+
+
+def fit(model, batches, lr=1e-3, every=1, **options):
+    """Train a model to reproduce its input; its rows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    with normkit.record(model, every=every, **options) as rows:
+        for x in batches:
+            optimizer.zero_grad()
+            y = model(x)
+            loss = (y - x).square().mean() if y.shape == x.shape else y.square().mean()
+            loss.backward()
+            optimizer.step()
+    return list(rows)
+
+
+def mlp(*norms, width=16):
+    torch.manual_seed(0)
+    parts = [part for norm in norms for part in (normkit.make(norm, width), nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*parts, nn.Linear(width, width))
+
+
+def kinds(rows):
+    return [finding.kind for finding in diagnose(rows)]
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch", "pnv", "power(groups=0, warmup=5)", "un(warmup=8)"])
+def test_a_healthy_run_has_no_findings(norm):
+    rows = fit(mlp(norm, norm, norm), [sample(step, 4, 32, 16) for step in range(60)], every=2)
+    assert diagnose(rows) == []
+    if norm == "layer":
+        [line] = advise(rows)
+        assert line.startswith("0, 3, 6: BatchNorm would hold at evaluation here")
+
+
+def test_batches_unlike_each_other_in_their_means():
+    """Each batch has another mean: BatchNorm's running statistics stand for none, a quadratic mean does."""
+
+    def batches():
+        return [sample(step, 64, 16) * 0.3 + torch.where(sample(step + 500, 16) > 0, 1.0, -1.0) for step in range(60)]
+
+    [finding] = diagnose(fit(nn.Sequential(normkit.make("batch", 16)), batches()))
+    assert finding.kind == "evaluation"
+    assert finding.where == ("0",)
+    assert "BatchNorm will fail at evaluation here" in finding.says
+    assert finding.says.endswith("PN-V or UN will hold")
+    assert "quadratic mean strays 1." in finding.says
+    assert finding.evidence["0"] > THRESHOLDS["gap"].value
+    assert kinds(fit(nn.Sequential(normkit.make("pnv", 16)), batches())) == []
+    [line] = advise(fit(nn.Sequential(nn.LayerNorm(16)), batches()))
+    assert line.startswith("0: BatchNorm would fail at evaluation here")
+    assert "PN-V or UN would hold" in line
+
+
+def test_batches_unlike_each_other_in_size():
+    batches = [sample(step, 64, 16) * (30.0 if step % 2 else 1.0) for step in range(60)]
+    for norm, words in (("batch", "keep a norm of tokens"), ("pnv", "quadratic mean strays")):
+        found = [f for f in diagnose(fit(nn.Sequential(normkit.make(norm, 16)), batches)) if f.kind == "evaluation"]
+        assert len(found) == 1
+        assert words in found[0].says
+    [line] = advise(fit(nn.Sequential(nn.LayerNorm(16)), batches))
+    assert "and so would PN-V and UN" in line
+
+
+class Padded(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.out = nn.Embedding(50, 16, padding_idx=0), norm, nn.Linear(16, 4)
+
+    def forward(self, ids, mask):
+        return self.out(self.norm(self.embed(ids), mask))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_that_no_mask_hides(masked):
+    model = Padded(normkit.make("pnv", 16))
+    with normkit.record(model, every=1) as rows:
+        for step in range(20):
+            ids = torch.randint(1, 50, (8, 20), generator=torch.Generator().manual_seed(step))
+            ids[:, 12:] = 0
+            model(ids, ids != 0 if masked else None).square().mean().backward()
+    found = diagnose(rows)
+    if masked:
+        assert found == []
+    else:
+        assert [finding.kind for finding in found] == ["padding"]
+        assert "40 % of the rows" in found[0].says
+
+
+def test_tiny_batches():
+    rows = fit(mlp("batch", "batch"), [sample(step, 4, 16) for step in range(40)])
+    assert "tiny batches" in kinds(rows)
+    assert "batches of 4 rows" in str(diagnose(rows)[0])
+    assert "tiny batches" not in kinds(fit(mlp("layer"), [sample(step, 4, 16) for step in range(40)])), "no statistics"
+
+
+class Deep(nn.Module):
+    """Residual branches of full size, twelve of them, nothing before the sum."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(12))
+        self.lines = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(12))
+        for line in self.lines:
+            nn.init.orthogonal_(line.weight, 1.5)
+
+    def forward(self, x):
+        for norm, line in zip(self.norms, self.lines, strict=True):
+            norm(x)
+            x = x + line(x)
+        return x
+
+
+def test_exploding_depth():
+    found = diagnose(fit(Deep(), [sample(step, 64, 16) for step in range(20)], lr=1e-6))
+    assert [finding.kind for finding in found] == ["exploding depth"]
+    assert found[0].where == ("norms.11",)
+
+
+def test_a_run_that_explodes():
+    model = mlp("layer", "layer")
+    batches = [sample(step, 64, 16) * 1.5 ** min(step, 20) for step in range(40)]
+    assert "exploding" in kinds(fit(model, batches, lr=1e-6))
+
+
+def test_values_that_float16_cannot_hold():
+    assert kinds(fit(mlp("layer"), [sample(step, 64, 16) * 1e5 for step in range(10)], lr=1e-9)) == ["large values"]
+
+
+@pytest.mark.parametrize("norm", ["un(warmup=4)", "layer"])
+def test_a_nan_batch(norm):
+    batches = [sample(step, 64, 16) for step in range(20)]
+    batches[10][3, 2] = torch.nan
+    model = nn.Sequential(normkit.make(norm, 16))
+    with normkit.record(model, every=1) as rows:
+        for x in batches:
+            model(x).square().mean().backward()
+    found = diagnose(rows)
+    assert {finding.kind for finding in found} == {"nan"}
+    assert any("step 11" in str(finding) for finding in found)
+    if norm != "layer":
+        assert "1 forwards were not finite" in str(found[0])
+
+
+def test_dead_channels():
+    model = mlp("layer", "layer")
+    with torch.no_grad():
+        model[0].weight[:4] = 0  # of the second norm's input, after GELU, these are exactly zero
+        model[0].bias[:4] = 0
+        model[1].weight[:4] = 0
+        model[1].bias[:4] = 0
+    rows = fit(model, [sample(step, 64, 16) for step in range(10)], lr=1e-12)
+    [finding] = diagnose(rows)
+    assert (finding.kind, finding.where) == ("dead channels", ("3",))
+    assert "25 % of the channels" in finding.says
+
+
+def test_nu_beyond_its_bound():
+    """psi_B^2 that grows by q = 4 a step: Gamma goes to (q - .9) / .1 = 31, above its bound of 20."""
+    norm = normkit.make("power(groups=0, warmup=2)", 16).double()
+    with normkit.record(norm, every=1) as rows:
+        for step in range(40):
+            x = sample(0, 64, 16).double() * 2.0**step
+            norm(x).backward(sample(1, 64, 16).double())
+    finding = next(finding for finding in diagnose(rows) if finding.kind == "nu")
+    assert "nu exceeds its bound" in finding.says
+    assert "raise alpha_bkw" in finding.says
+
+
+def test_un_that_filters_every_step():
+    batches = [sample(step, 64, 16) * (1 + 0.3 * float(sample(step + 900, 1))) for step in range(80)]
+    norm = "un(warmup=5, outlier_filtration=True, threshold='channel')"
+    finding = next(f for f in diagnose(fit(mlp(norm), batches)) if f.kind == "filtered")
+    assert "% of steps: it is PN-V now" in finding.says
+
+
+def test_gradient_spikes():
+    model = mlp("layer")
+    with normkit.record(model, every=1) as rows:
+        for step in range(40):
+            model.zero_grad()
+            (model(sample(step, 64, 16)).square().mean() * (1000 if step == 30 else 1)).backward()
+    assert kinds(rows) == ["gradient spikes"]
+
+
+def test_loss_that_evaluation_loses():
+    model, x = normkit.make("batch", 4), sample(0, 64, 4) * 5 + 3
+    train, evaluation = train_eval_gap(model, lambda: model(x).square().mean())
+    assert model.training
+    assert not model.step
+    rows = [Row(1, "", "", "loss_train_mode", train), Row(1, "", "", "loss_eval_mode", evaluation)]
+    [finding] = diagnose(rows)
+    assert finding.kind == "train-to-eval gap"
+    rows[1] = rows[1]._replace(value=train * 1.01)
+    assert diagnose(rows) == []
+
+
+def test_places_in_few_words():
+    assert (
+        places([f"encoder.layers.{i}.norm" for i in (0, 1, 2, 4)]) == "encoder.layers.0-2.norm, encoder.layers.4.norm"
+    )
+    assert places([""]) == "the model"
+    assert places(f"norm{c}" for c in "abcdefgh").endswith("and 2 more")
+
+
+def test_no_rows():
+    with pytest.raises(ValueError, match="there are no rows to judge"):
+        diagnose([])
+
+
+def test_a_finding_is_a_value():
+    found = diagnose([Row(1, "a", "batch", "tokens", 4.0)])[0]
+    assert dataclasses.replace(found) == found
+    assert found.evidence == {"a": 4.0}
+
+
+def test_the_command(tmp_path, capsys):
+    write(tmp_path / "rows.csv", [Row(step, "norm", "batch", "tokens", 4.0) for step in range(5)])
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "batches of 4 rows" in capsys.readouterr().out
+    gaps = [Row(step, "norm", "layer", f"gap_{kind}", 0.1) for step in range(5) for kind in ("batch", "quadratic")]
+    write(tmp_path / "rows.parquet", gaps)
+    assert main(["doctor", str(tmp_path / "rows.parquet")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("nothing wrong was found")
+    assert "BatchNorm would hold" in out
+    assert main(["doctor", str(tmp_path / "nothing")]) == 2
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 2

@@ -1,0 +1,204 @@
+"""Where rows go, and looks at whole models: files, Lightning's loggers, processes, CKA, singular values."""
+
+import copy
+import csv
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_sync import spawn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import normkit
+from normkit import watch
+from normkit.watch import Row
+from normkit.watch.normality import p_normal
+
+ROWS = [Row(1, "a.norm", "un(window=2, warmup=3)", "rms", 0.5), Row(26, "", "", "gradient_norm", 2.0)]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
+def test_files_give_back_their_rows(name, tmp_path):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    watch.write(tmp_path / name, ROWS)
+    assert watch.read(tmp_path / name) == ROWS
+    assert watch.read(tmp_path) == ROWS
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    watch.write(tmp_path / name, [])
+    assert watch.read(tmp_path / name) == []
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    watch.write(tmp_path / "rows.csv", ROWS)
+    with (tmp_path / "rows.csv").open("a") as file:
+        file.write("51,a.norm,un,rm")
+    assert watch.read(tmp_path) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "its first line"), ("a,b\n", "its first line"), ("step,site,norm,quantity,value\n1,a,b\n", "not enough"),
+     ("step,site,norm,quantity,value\nx,a,b,c,1\n", "invalid literal")],
+)  # fmt: skip
+def test_a_file_of_something_else(text, words, tmp_path):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"rows.csv is no file of rows .*{words}"):
+        watch.read(tmp_path)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1nothing")
+    with pytest.raises(ValueError, match=r"rows.parquet is no file of rows|Parquet needs pyarrow"):
+        watch.read(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"to .csv or .parquet; got rows.txt"):
+        watch.write(tmp_path / "rows.txt", ROWS)
+
+
+def test_rows_can_go_to_a_function():
+    got, model = [], nn.Sequential(nn.LayerNorm(4))
+    with normkit.record(model, every=1, quantities=["rms"], to=got.extend) as rows:
+        model(torch.ones(3, 4))
+    assert got == list(rows) == [Row(1, "0", "LayerNorm", "rms", 1.0)]
+
+
+@pytest.mark.parametrize("n", [8, 20, 150])
+def test_the_test_of_normality_is_scipys(n):
+    stats = pytest.importorskip("scipy.stats")
+    x = torch.randn(n, 40, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    x[:, 20:] = x[:, 20:].exp()
+    torch.testing.assert_close(p_normal(x), torch.from_numpy(stats.normaltest(x.numpy()).pvalue))
+    assert torch.isnan(p_normal(torch.ones(20)))
+    with pytest.raises(ValueError, match="at least 8 values"):
+        p_normal(x[:7])
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Identity(), nn.Linear(5, 5, bias=False), nn.Linear(5, 7)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)).relu())
+
+
+def test_cka_is_the_unbiased_one_of_minibatches():
+    torch.manual_seed(0)
+    model, batches = Layers().double(), [torch.randn(9, 5).double() + 1 for _ in range(3)]
+    nn.init.orthogonal_(model.b.weight, 3.0)
+    found = watch.cka(model, batches, layers=["a", "b", "c"])
+    assert found.layers == ("a", "b", "c")
+    torch.testing.assert_close(found.values.diagonal(), torch.ones(3).double())
+    assert found.values[0, 1] == pytest.approx(1), "rotations and sizes do not matter"
+
+    def hsic(k, l):  # noqa: E741 - the definition, sum by sum
+        n = len(k)
+        pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
+        first = sum(k[i, j] * l[i, j] for i, j in pairs) / (n * (n - 1))
+        third = sum(k[i, j] * l[i, m] for i, j in pairs for m in range(n) if m not in (i, j)) / (n * (n - 1) * (n - 2))
+        second = sum(
+            k[i, j] * l[p, q] for i, j in pairs for p, q in pairs if len({i, j, p, q}) == 4
+        ) / (n * (n - 1) * (n - 2) * (n - 3))  # fmt: skip
+        return first + second - 2 * third
+
+    sums = torch.zeros(3).double()
+    for x in batches:
+        y = model(x).detach()
+        k, l = x @ x.T, y @ y.T  # noqa: E741
+        sums += torch.stack([hsic(k, l), hsic(k, k), hsic(l, l)])
+    torch.testing.assert_close(found.values[0, 2], sums[0] / (sums[1] * sums[2]).sqrt())
+
+
+def test_cka_of_two_models():
+    torch.manual_seed(0)
+    one, two = Layers(), Layers()
+    batches = [{"x": torch.randn(40, 5)} for _ in range(4)]
+    found = watch.cka(one, batches, copy.deepcopy(one), layers="c")
+    assert found.values.item() == pytest.approx(1)
+    assert watch.cka(one, batches, two, layers=["b"], other_layers=["b", "c"]).values.shape == (1, 2)
+    assert found.rows(7) == [Row(7, "c|c", "", "cka", pytest.approx(1))]
+    assert one.training
+    for options, words in (
+        ({"layers": "z"}, "no layer is called z"),
+        ({}, "the model has no norms"),
+        ({"layers": "c", "batches": []}, "there are no batches"),
+        ({"layers": "c", "batches": [torch.zeros(3, 5)]}, "at least 4 examples; got 3"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            watch.cka(one, **{"batches": batches, **options})
+
+
+def test_singular_values_of_embeddings():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(30, 8))
+    rows = watch.embedding_rows(model, 5, points=4)
+    assert [row.quantity for row in rows] == [f"singular_value[{i}]" for i in (0, 2, 5, 7)]
+    values = torch.linalg.svdvals(model[0].weight.detach())
+    assert [row.value for row in rows] == pytest.approx((values / values[0])[[0, 2, 5, 7]].tolist())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on loaders
+def test_the_callback(tmp_path):
+    from normkit.train.callback import Watch
+    from normkit.train.lit import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.line, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def training_step(self, batch, index):
+            return self.norm(self.line(batch)).pow(3).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    data = torch.utils.data.DataLoader(
+        torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).repeat(10, 1), batch_size=4
+    )
+    options = {"every": 2, "to": tmp_path / "rows.csv", "log_every": 4}
+
+    def fit(callback, steps, resume=None):
+        trainer = lightning.Trainer(
+            max_steps=steps, callbacks=[callback], logger=lightning.loggers.CSVLogger(tmp_path, name="log"),
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=1,
+            default_root_dir=tmp_path, accelerator="cpu",
+        )  # fmt: skip
+        trainer.fit(Module(), data, ckpt_path=resume, weights_only=None if resume is None else True)
+        return trainer
+
+    whole = Watch(**options)
+    fit(whole, 10)
+    expected = watch.read(tmp_path)
+    assert {row.step for row in expected} == {1, 3, 5, 7, 9}
+    assert [row[:4] for row in whole.rows] == [row[:4] for row in expected]
+    assert {row.site for row in expected} == {"norm", ""}
+    with next((tmp_path / "log").rglob("metrics.csv")).open() as file:
+        logged = [row for row in csv.DictReader(file) if row.get("gap_batch/norm")]
+    assert [int(row["step"]) for row in logged] == [3, 5, 7, 9], "the first look has nothing to compare with"
+
+    (tmp_path / "rows.csv").unlink()
+    fit(Watch(**options), 6).save_checkpoint(tmp_path / "last.ckpt")
+    fit(Watch(**options), 10, tmp_path / "last.ckpt")
+    assert watch.read(tmp_path) == expected
+
+
+def _two_processes(rank, world, folder):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(normkit.make("batch(sync=True)", 4), nn.LayerNorm(4)))
+    x = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(1))[rank, : 4 + 5 * rank] * (1 + rank)
+    with normkit.record(model, every=1, to=f"{folder}/rows.csv") as rows:
+        for _ in range(2):
+            model(x).pow(3).sum().backward()
+    assert bool(len(rows)) == (rank == 0)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch is built without torch.distributed")
+def test_the_first_process_writes(tmp_path):
+    spawn(_two_processes, 2, tmp_path, str(tmp_path))
+    rows = watch.read(tmp_path)
+    both = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(1))
+    joint = torch.cat([both[0, :4], both[1] * 2])
+    tokens = {row.site: row.value for row in rows if row.quantity == "tokens"}
+    assert tokens == {"0": 13, "1": 4}, "of all processes where the norm is synchronised, else of the first"
+    first = next(row.value for row in rows if row.quantity == "distance_mean" and row.site == "0")
+    assert first == pytest.approx(float(joint.mean(0).norm() / 4), rel=1e-4)
