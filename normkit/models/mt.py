@@ -73,4 +73,4 @@ class Seq2Seq(nn.Module):
     def allow(self, words: Iterable[int]) -> None:
         """Let these words alone be said, by a model with `mask_logits`; padding keeps the lowest score."""
         self.allowed.fill_(False)
-        self.allowed[torch.as_tensor(list(words), device=self.allowed.device)] = True
+        self.allowed[torch.tensor([int(word) for word in words], device=self.allowed.device)] = True

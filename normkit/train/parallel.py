@@ -22,7 +22,9 @@ def strategy(run: Run) -> Any:
     if run.devices * run.nodes == 1:
         return "auto"
     if run.strategy == "fsdp2":
-        return strategies.ModelParallelStrategy(save_distributed_checkpoint=False)
+        return strategies.ModelParallelStrategy(
+            data_parallel_size=run.devices * run.nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
 
 

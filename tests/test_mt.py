@@ -1,0 +1,282 @@
+"""Translation of text: BLEU, runs on made corpora, stopping rules, static batches, several processes."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from corpus_files import sentences, write_corpus, write_text
+
+import normkit
+from normkit.data.batches import rounded, static_batches
+from normkit.data.corpora import CORPORA, locate
+from normkit.data.prepare import prepare
+from normkit.data.subwords import Subwords
+from normkit.data.vocab import PAD
+from normkit.models.config import Model
+from normkit.models.lm import DecoderLM
+from normkit.models.mt import Seq2Seq
+from normkit.studies.recipes import RECIPES
+from normkit.train.bleu import bleu
+from normkit.train.checkpoints import checkpoints
+from normkit.train.compare import interval, paired, read_outputs
+from normkit.train.config import Run
+from normkit.train.mt import MachineTranslation
+from normkit.train.run import load, train
+from normkit.train.table import Table
+from normkit.train.tasks import TASKS
+
+TINY = Model(width=16, hidden=24, depth=1, heads=2, share=True)
+RUN = Run(
+    name="made", task="mt", data="", model=TINY, steps=20, batch_tokens=200, lr=1e-2, warmup=3, valid_every=10,
+    checkpoint_every=10, subwords=60, record_every=0, threads=1,
+)  # fmt: skip
+PARALLEL = dataclasses.replace(CORPORA["wmt14.en-de"], compounds=False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("made")
+    patch.setenv("NORMKIT_CACHE", str(folder / "cache"))
+    yield write_corpus(folder / "corpus")
+    patch.undo()
+
+
+def changed(corpus, **changes):
+    return dataclasses.replace(RUN, data=str(corpus), **changes)
+
+
+def test_bleu_of_known_sentences():
+    found = ["the cat is on the mat now", "there is a dog here today"]
+    assert bleu(found, found, PARALLEL, samples=0)["bleu"] == pytest.approx(100)
+    references = ["the cat sat on the mat now", "there is a dog here"]
+    # by hand: 11 of 13 words, 8 of 11 pairs, 5 of 9 triples, 3 of 7 quadruples; 13 words against 12: no brevity penalty
+    expected = 100 * (11 / 13 * 8 / 11 * 5 / 9 * 3 / 7) ** 0.25
+    scores = bleu(found, references, PARALLEL)
+    assert scores["bleu"] == pytest.approx(expected)
+    assert scores["n"] == 2
+    assert 0 < scores["bleu_error"] < 40
+
+
+def test_what_bleu_is_counted_on_is_the_corpus_own():
+    found, reference = ["he said &quot; well-known &quot; ."], ["he said &quot; well known &quot; ."]
+    whole, split = (bleu(found, reference, dataclasses.replace(PARALLEL, compounds=c), samples=0) for c in (0, 1))
+    assert whole["bleu"] != split["bleu"]
+    assert whole["sacrebleu"] == split["sacrebleu"]
+    plain = bleu(["Yes, it is (well) so."], ["Yes, it is well so."], CORPORA["tatoeba.de-en"], samples=0)
+    assert plain["bleu"] == plain["sacrebleu"]
+    with pytest.raises(ValueError, match="1 translations for 2 references"):
+        bleu(["a"], ["a", "b"], PARALLEL)
+
+
+def test_paired_bootstrap_tells_a_real_difference_from_none():
+    lines = [two for _, two in sentences(60, 5, longest=9)]
+    worse = [line if number % 3 else " ".join(line.split()[::-1]) for number, line in enumerate(lines)]
+    assert paired(lines, worse, lines, PARALLEL, samples=200).p < 0.02
+    also = [line if number % 3 != 1 else " ".join(line.split()[::-1]) for number, line in enumerate(lines)]
+    assert paired(also, worse, lines, PARALLEL, samples=200).p > 0.05
+    with pytest.raises(ValueError, match="60 and 1 translations for 60 references"):
+        paired(lines, lines[:1], lines, PARALLEL)
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say():
+    draws = np.random.default_rng(0).normal(5, 2, (2000, 4))
+    covered = sum(abs(mean - 5) < half for mean, half in (interval(list(row)) for row in draws))
+    assert 1900 - 35 < covered < 1900 + 35
+    assert np.isnan(interval([1.0])[1])
+
+
+@pytest.mark.parametrize("norm", ["layer", "un(warmup=4)"])
+def test_a_run_on_a_made_corpus(corpus, tmp_path, norm):
+    model = dataclasses.replace(TINY, norm=norm, mask_logits=True, word_dropout=0.1, dropout=0.1)
+    result = train(changed(corpus, model=model, test_items=20, valid_bleu=True), tmp_path)
+    assert result["status"] == "done"
+    assert set(result["scores"]) == {"running", "beam"} | ({"batch", "calibrated"} if norm != "layer" else set())
+    assert all({"bleu", "bleu_error", "sacrebleu", "n"} <= set(score) for score in result["scores"].values())
+    assert all(score["n"] == 20 for score in result["scores"].values())
+    assert result["data"]["splits"]["train"]["lines"] == 300
+    assert [set(look) for look in result["valid"]] == [{"step", "loss", "bleu"}] * 2
+    assert len(read_outputs(tmp_path)) == 20
+    _, model, vocabularies = load(tmp_path)
+    assert isinstance(vocabularies["target"], Subwords)
+    assert model.allowed.sum() < len(model.allowed)
+    assert model(torch.tensor([[5, 2]]), torch.tensor([[1, 5]])).max() > -100
+
+
+def test_a_small_model_learns_the_made_language(corpus, tmp_path):
+    model = Model(width=32, hidden=64, depth=1, heads=2)
+    run = changed(corpus, model=model, steps=250, batch_tokens=400, valid_every=0, checkpoint_every=0)
+    scores = train(run, tmp_path)["scores"]
+    assert scores["beam"]["bleu"] > 60
+    assert read_outputs(tmp_path)[0].split()[0] in {"one", "two", "three", "four", "five", "six", "seven", "eight"}
+
+
+def test_only_words_of_the_targets_can_be_said(corpus):
+    data = prepare(locate(str(corpus)), subwords=60, share=True)
+    config = dataclasses.replace(TINY, mask_logits=True)
+    torch.manual_seed(0)
+    model = Seq2Seq(config, 60, 60)
+    run = changed(corpus, model=config, label_smoothing=0.1)
+    task = MachineTranslation(run, model, data)
+    said = set(data.train.target.flat.tolist())
+    scores = model(torch.tensor([[5, 2]]), torch.tensor([[1]]))[0, 0]
+    for word, score in enumerate(scores.tolist()):
+        assert (score > -1e8) == (word in said)
+    batch = next(task.batches(0))
+    source, given, target = batch.tensors
+    log_p = model(source, given).log_softmax(-1)[target != PAD]
+    exact = torch.stack([row[word] for row, word in zip(log_p, target[target != PAD], strict=True)]).mean()
+    even = log_p[:, sorted(said)].mean()
+    torch.testing.assert_close(task.loss(batch, 0.1), -(0.9 * exact + 0.1 * even))
+
+
+def test_long_pairs_are_left_out_of_training_and_refused_in_the_test(corpus, tmp_path):
+    folder = write_corpus(tmp_path / "long")
+    for side in ("source", "target"):
+        with (folder / f"train.{side}").open("a", encoding="utf8") as file:
+            file.write("ka " * 60 + "\n" if side == "source" else "one " * 60 + "\n")
+    config = dataclasses.replace(TINY, max_length=40)
+    data = prepare(locate(str(folder)), subwords=60, share=True)
+    task = MachineTranslation(changed(folder, model=config), Seq2Seq(config, 60, 60), data)
+    assert task.facts()["left_out"] == 1
+    assert max(max(tensor.shape[1] for tensor in next(task.batches(0)).tensors) for _ in range(3)) <= 40
+    config = dataclasses.replace(TINY, max_length=6)
+    with pytest.raises(ValueError, match=r"line \d+ of the \w+ split of long has \d+ subwords, more than max_length=6"):
+        MachineTranslation(changed(folder, model=config), Seq2Seq(config, 60, 60), data)
+
+
+def test_a_resumed_run_must_have_the_same_vocabulary(tmp_path, corpus, monkeypatch):
+    folder = write_corpus(tmp_path / "other")
+    run = changed(folder, steps=20, test_items=5)
+    train(dataclasses.replace(run, steps=10), tmp_path / "run")
+    settings = tmp_path / "run" / "run.json"
+    settings.write_text(settings.read_text().replace('"steps": 10', '"steps": 20'))
+    train_file = folder / "train.target"
+    train_file.write_text(train_file.read_text().replace("eight", "zwölf"), encoding="utf8")
+    with pytest.raises(ValueError, match=r"has 60 source words, the data now 60 or others; resume with the data"):
+        train(run, tmp_path / "run", resume=True)
+    assert checkpoints(tmp_path / "run"), "nothing is lost"
+
+
+def test_training_stops_after_looks_that_are_no_better(corpus, tmp_path, monkeypatch):
+    losses = iter([3.0, 2.0, 2.5, 2.4, 2.3, 9.0])
+    monkeypatch.setattr(MachineTranslation, "look", lambda task: {"loss": next(losses)})
+    run = changed(corpus, steps=50, valid_every=4, checkpoint_every=4, patience=3, average=2, average_of="best", keep=2)
+    result = train(dataclasses.replace(run, test_items=5), tmp_path)
+    assert result["status"] == "done"
+    assert [look["step"] for look in result["valid"]] == [4, 8, 12, 16, 20]
+    assert result["curve"][-1]["step"] == 20
+    kept = [int(path.stem[5:]) for path in checkpoints(tmp_path)]
+    assert kept == [8, 20], "the two best, of which one is the last"
+
+
+def test_training_stops_below_a_learning_rate(corpus, tmp_path):
+    run = changed(corpus, steps=60, schedule="inverse_sqrt", warmup=4, lr=1e-2, stop_lr=0.5e-2, valid_every=0)
+    result = train(dataclasses.replace(run, checkpoint_every=0, test_items=5), tmp_path)
+    assert 15 <= result["curve"][-1]["step"] <= 17  # 1e-2 sqrt(4 / n) < 0.5e-2 for n > 16
+
+
+def test_static_batches_have_few_shapes_and_every_pair(corpus):
+    longest = np.random.default_rng(0).integers(2, 60, 500)
+    batches = static_batches(longest, 400, seed=1)
+    assert {item for batch in batches for item in batch} == set(range(500))
+    shapes = {(len(batch), rounded(int(longest[batch].max()))) for batch in batches}
+    assert len(shapes) == len({rounded(int(size)) for size in longest})
+    assert all(rows == max(1, 400 // (2 * length)) for rows, length in shapes)
+    assert batches == static_batches(longest, 400, seed=1)
+    assert batches != static_batches(longest, 400, seed=1, epoch=1)
+    data = prepare(locate(str(corpus)), subwords=60, share=True)
+    task = MachineTranslation(changed(corpus, static=True), Seq2Seq(TINY, 60, 60), data)
+    stream = task.batches(0)
+    sizes = {tuple(tensor.shape for tensor in next(stream).tensors) for _ in range(60)}
+    assert len(sizes) <= 4
+
+
+def test_padding_up_to_a_static_length_changes_no_loss(corpus):
+    data = prepare(locate(str(corpus)), subwords=60, share=True)
+    torch.manual_seed(0)
+    config = dataclasses.replace(TINY, norm="batch")
+    task = MachineTranslation(changed(corpus, model=config), Seq2Seq(config, 60, 60), data)
+    table = Table(*data.train)
+    task.model.train()
+    items = [3, 5, 8]
+    torch.testing.assert_close(task.loss(table.batch(items, static=True)), task.loss(table.batch(items)))
+
+
+def test_perplexity_is_of_every_word_once(corpus, tmp_path):
+    folder = write_text(tmp_path / "text")
+    run = Run(name="text", task="lm", data=str(folder), model=dataclasses.replace(TINY, share=False), steps=10,
+              batch_tokens=64, context=7, record_every=0, threads=1)  # fmt: skip
+    result = train(run, tmp_path / "run")
+    data = prepare(locate(str(folder)))
+    model = load(tmp_path / "run").model
+    assert isinstance(model, DecoderLM)
+    total, model = 0.0, model.requires_grad_(False)
+    for start in range(0, len(data.test) - 1, 7):  # one piece after the other, by hand
+        piece = data.test[start : start + 8].long()
+        log_p = model(piece[None, :-1]).log_softmax(-1)[0]
+        total -= float(sum(row[word] for row, word in zip(log_p, piece[1:], strict=True)))
+    words = sum(len(line.split()) + 1 for line in (folder / "test.txt").read_text(encoding="utf8").splitlines())
+    score = result["scores"]["running"]
+    assert score["n"] == words == len(data.test) - 1
+    assert score["perplexity"] == pytest.approx(np.exp(total / words), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe().data in CORPORA])
+def test_recipes_on_corpora_build_their_models(name):
+    run = RECIPES[name]()
+    assert run.name == name
+    small = dataclasses.replace(run.model, width=16, hidden=8, heads=1, depth=1)
+    with torch.device("meta"):
+        model = DecoderLM(small, 50) if run.task == "lm" else Seq2Seq(small, 50, 50)
+    assert any(isinstance(module, normkit.LayerNorm) for module in model.modules())
+    assert run.task in TASKS
+    assert run.context <= run.model.max_length
+
+
+def test_data_must_fit_the_task(tmp_path, corpus):
+    with pytest.raises(ValueError, match="ptb is text; task g2p cannot"):
+        train(changed("ptb", task="g2p"), tmp_path)
+    with pytest.raises(ValueError, match="is text, where task mt needs parallel"):
+        train(changed(write_text(tmp_path / "text")), tmp_path / "run")
+
+
+def test_too_small_a_gpu_gets_advice(corpus, tmp_path, monkeypatch):
+    def full(task, batch, smoothing=0.0):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(MachineTranslation, "loss", full)
+    with pytest.raises(ValueError, match=r"memory is too small for batches of 200 tokens.*halve batch_tokens"):
+        train(changed(corpus), tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_model(corpus, tmp_path):
+    """By torchrun, as on several hosts; with synchronised statistics; the model whole in each, or in parts."""
+    losses = {}
+    for strategy in ("ddp", "fsdp2"):
+        model = dataclasses.replace(TINY, norm="un(sync=True, warmup=4)")
+        run = changed(corpus, model=model, devices=2, strategy=strategy, device="cpu", steps=6, valid_every=3,
+                      checkpoint_every=3, test_items=5)  # fmt: skip
+        script = tmp_path / f"{strategy}.py"
+        script.write_text(
+            "from normkit.train.config import Run; from normkit.train.run import train\n"
+            f"train(Run.from_json({run.to_json()!r}), {str(tmp_path / strategy)!r})\n"
+        )
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        result = json.loads((tmp_path / strategy / "result.json").read_text())
+        assert result["status"] == "done"
+        assert result["scores"]["beam"]["n"] == 5
+        assert int(load(tmp_path / strategy).model.encoder.final_norm.step) == 6
+        losses[strategy] = [(look["step"], look["loss"]) for look in result["valid"]]
+        losses[strategy].append((0, result["scores"]["running"]["loss"]))
+    assert [step for step, _ in losses["ddp"]] == [3, 6, 0]
+    for (_, one), (_, two) in zip(*losses.values(), strict=True):
+        assert one == pytest.approx(two, rel=1e-4)
