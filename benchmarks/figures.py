@@ -28,7 +28,7 @@ def runs() -> dict:
     made = {}
     for name, (recipe, steps) in text.items():
         short = dataclasses.replace(
-            recipe, steps=steps, warmup=steps // 5, valid_every=0, checkpoint_every=0, test_items=100, threads=1
+            recipe, steps=steps, warmup=steps // 5, valid_every=0, checkpoint_every=0, test_items=20, threads=1
         )
         for norm in ("batch", "pnv"):
             model = dataclasses.replace(recipe.model, norm="layer", norm_at={ENCODER: norm})

@@ -391,7 +391,7 @@ def test_every_string_of_a_file_is_text(tmp_path):
     assert "<" not in script
     assert found.text.count(EVIL) > 15
     assert values["runs"][2]["name"] == EVIL
-    assert {EVIL.replace('"', "")} <= {line["name"] for line in values["sections"]["statistics"][0]["lines"]}
+    assert EVIL.replace('"', "") in values["statistics"][0]["panels"][0]["sites"]
     clean = Reader(page.write(made_results.demo(tmp_path), tmp_path / "clean.html").read_text())
     assert set(tags) == {tag for tag, _ in clean.elements}
 
@@ -420,13 +420,17 @@ def test_the_page_has_the_figures_settings_and_origin(tmp_path):
     assert shown == [cell.value for row in summary.rows(made) for cell in row.values() if cell.value is not None]
     for sentence in [*sentences(made), "A title", "normkit demo --seed 0", "0123456789abcdef", "un(warmup=500)"]:
         assert sentence in found.text
-    assert [chart["title"] for chart in values["sections"]["curves"]] == ["Training loss", "Validation loss"]
-    validation = values["sections"]["curves"][1]["lines"][0]
+    assert [chart["title"] for chart in values["curves"]] == ["Training loss", "Validation loss"]
+    validation = values["curves"][1]["lines"][0]
     valid = next(iter(made.values()))["valid"]
     assert validation["x"] == [point["step"] for point in valid]
     assert validation["y"] == pytest.approx([point["loss"] for point in valid], rel=1e-3)
     assert [run["name"] for run in values["runs"]] == list(labels(made).values())
-    assert len(values["sections"]["statistics"]) == 5
+    assert {one["name"]: len(one["panels"]) for one in values["statistics"]} == {
+        "distance_quadratic": 3,
+        "distance_mean": 1,
+        "distance_var": 1,
+    }
     assert (
         page.write(made, tmp_path / "again.html", title="A title", command="normkit demo --seed 0").read_bytes()
         == (tmp_path / "report.html").read_bytes()
@@ -437,7 +441,7 @@ def test_a_page_of_little_leaves_out_what_is_not_there(tmp_path):
     made = result(status="interrupted at step 1")
     made |= {"curve": [], "valid": [], "speed": {}, "fold": None, "scores": {}, "command": ""}
     values, _, found = data(page.write({tmp_path: made}, tmp_path / "report.html"))
-    assert values["sections"] == {"curves": [], "statistics": []}
+    assert (values["curves"], values["statistics"]) == ([], [])
     assert "layer: interrupted at step 1, no score." in found.text
     assert not {"Learning curves", "Folding", "Timing"} & set(found.text.split("\n"))
     with pytest.raises(ValueError, match="no results"):
@@ -450,7 +454,7 @@ def test_lines_are_thinned_until_the_page_is_small(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "LIMIT", full // 2)
     values, _, _ = data(page.write(made, tmp_path / "report.html"))
     assert (tmp_path / "report.html").stat().st_size < full // 2
-    line = values["sections"]["curves"][0]["lines"][0]
+    line = values["curves"][0]["lines"][0]
     assert len(line["x"]) == len(line["y"]) <= 100
     assert (line["x"][0], line["x"][-1]) == (1, 5000)
     monkeypatch.setattr(page, "LIMIT", 1000)

@@ -10,7 +10,7 @@ from normkit.cli.doctor import doctor
 from normkit.cli.folding import audit, fold
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
 from normkit.cli.listing import list_
-from normkit.cli.reporting import figure, report
+from normkit.cli.reporting import figure, report, watch
 from normkit.cli.running import demo, train
 from normkit.cli.studying import study
 from normkit.cli.using import pronounce, translate
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "audit": audit,
     "report": report,
     "figure": figure,
+    "watch": watch,
     "doctor": doctor,
     "study": study,
 }

@@ -1,6 +1,8 @@
 """Commands that show results: `report`, `figure` and `watch`."""
 
 import contextlib
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ def report(arguments: list[str]) -> int:
 
     paths = given["paths"]
     first = paths[0] if paths[0].is_dir() else paths[0].parent
-    show(Console(), results.find(paths), given["out"] or first, typed("report", *arguments))
+    found = results.find(paths)
+    show(Console(), found, given["out"] or first, typed("report", *arguments), extras(found, paths))
     return 0
 
 
@@ -60,7 +63,45 @@ def figure(arguments: list[str]) -> int:
     return 0
 
 
-def show(console: Any, found: dict[Path, dict[str, Any]], out: Path, command: str) -> None:
+def watch(arguments: list[str]) -> int:
+    """Show runs in progress on a page that updates itself, on this machine alone."""
+    from tyro.conf import Positional
+
+    def parse(run: Positional[Path], port: int = 0) -> tuple[Path, int]:
+        """Serve the page of a run, or of all runs in a folder, while they train: to this machine alone, until Ctrl-C.
+
+        Args:
+            run: Folder of a run, or of runs; it may be started, stopped and started again.
+            port: Port of the page's address; a free one unless said otherwise.
+        """
+        return run, port
+
+    folder, port = parse_arguments(parse, arguments, "watch")
+    from normkit.report import live
+
+    with live.server(folder, port, extras) as server:
+        write(f"watching {folder} at http://{live.HERE}:{server.server_address[1]}/ (Ctrl-C ends)")
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
+def extras(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = ()) -> Any:
+    """What a page shows besides results: definitions of quantities, findings, tables of studies."""
+    from normkit.report import page, studied
+    from normkit.watch import QUANTITIES, advise, diagnose, read
+
+    findings = {}
+    for folder in found:
+        with contextlib.suppress(ValueError):  # no rows there, or none yet
+            rows = read(folder)
+            findings[folder] = [*map(str, diagnose(rows)), *advise(rows)] or ["nothing wrong was found"]
+    definitions = {name: f"{one.definition} ({one.source})" for name, one in QUANTITIES.items()}
+    return page.Extras(definitions, findings, studied.find(paths))
+
+
+def show(console: Any, found: dict[Path, dict[str, Any]], out: Path, command: str, more: Any = None) -> None:
     """Print the table and what is seen in it; write them, the pictures and the page to a folder."""
     from rich.table import Table
 
@@ -81,5 +122,5 @@ def show(console: Any, found: dict[Path, dict[str, Any]], out: Path, command: st
         with contextlib.suppress(ValueError):  # nothing to draw, as the statistics of norms that have none
             for ending in ("png", "svg"):
                 draw(found, out / f"{draw.__name__}.{ending}")
-    written = page.write(found, out / "report.html", title=out.name, command=command)
+    written = page.write(found, out / "report.html", title=out.name, command=command, extras=more or extras(found))
     console.print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)

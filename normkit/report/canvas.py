@@ -53,6 +53,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 DECADE = 10
+LONGEST = 32  # characters of a name beside a line
 ROOM = 0.055  # of an axis: height of a label
 
 
@@ -82,6 +83,7 @@ def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, dict[str, Any]]]) 
     heights = [min(max((math.log(value) - bottom) / (top - bottom), 0), 1) if value > 0 else 0 for value, *_ in ends]
     for height, (_, name, look) in zip(spread(heights, ROOM), ends, strict=True):
         axes.plot((1.01, 1.04), (height, height), transform=axes.transAxes, clip_on=False, **look)
+        name = name if len(name) <= LONGEST else name[: LONGEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
         axes.annotate(name.replace("$", r"\$"), (1.05, height), xycoords="axes fraction", va="center", fontsize=8)
 
 

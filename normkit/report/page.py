@@ -1,19 +1,18 @@
-"""One self-contained page of results: table, curves, statistics, folding, settings, how to reproduce.
+"""One self-contained page of results: table, curves, statistics, the papers' figures, folding, settings, origin.
 
-The page draws its charts with its own script of two hundred lines rather than a plotting library: Vega would be 0.9 MB
-in every page, needs `eval`, and follows neither the width of a phone nor a dark screen; here a policy in the page lets
-nothing run but this script, by its hash, and lets nothing be loaded at all.
+The page draws its charts with its own script rather than a plotting library: docs/architecture.md says why. A policy in
+the page lets nothing run but this script, by its hash, and lets nothing be loaded at all.
 """
 
 import base64
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from normkit.report import rows, summary
+from normkit.report import rows, studied, summary
 from normkit.report.lines import losses, thin
 from normkit.report.results import write_whole
 from normkit.report.settings import Results, groups, job, labels, split
@@ -23,26 +22,56 @@ TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 3_000_000  # bytes of a page
 POINTS = (400, 200, 100, 50, 25)  # of a line at most, fewer until the page is small enough
 COLOURS = 7
+CONFIDENT = 1.96  # sampling errors to each side hold a figure in 95 of 100 cases
 DIGITS = 4  # of numbers in charts
 
 
-def write(results: Results, path: str | Path, *, title: str = "normkit report", command: str = "") -> Path:
+class Extras(NamedTuple):
+    """What a page shows besides results, all of it text from elsewhere; by folder where it is of a run."""
+
+    definitions: Mapping[str, str] = {}
+    """What a recorded quantity is, in a sentence."""
+    findings: Mapping[Path, Sequence[str]] = {}
+    """What was diagnosed of a run."""
+    studies: Sequence[Mapping[str, Any]] = ()
+    """Tables of studies, see `normkit.report.studied`."""
+
+
+NOTHING = Extras()
+
+
+def write(
+    results: Results, path: str | Path, *, title: str = "normkit report", command: str = "", extras: Extras = NOTHING
+) -> Path:
     """Write a page of results, by the folder of each; `command` is what a person types to make it all again.
 
     The page loads nothing, stays below 3 MB (lines are thinned where there are many), and has the bytes of the results
     only as text. ValueError without results, or for a file of rows that cannot be read.
     """
+    return write_whole(Path(path), page(results, title, command, extras))
+
+
+def page(results: Results, title: str, command: str = "", extras: Extras = NOTHING, live: bool = False) -> bytes:
+    """The page, with as many points to a line as its size allows; a `live` one asks its server for itself again."""
     if not results:
         raise ValueError("no results to show; give at least one")
+    panels = rows.panels(results, None)
     for points in POINTS:
-        data = page(results, title, command, points).encode("utf8", "replace")
+        data = _page(results, panels, title, command, extras, live, points).encode("utf8", "replace")
         if len(data) < LIMIT:
-            return write_whole(Path(path), data)
+            return data
     raise ValueError(f"a page of {len(results)} results would be larger than {LIMIT / 1e6:.0f} MB; show fewer")
 
 
-def page(results: Results, title: str, command: str, points: int) -> str:
-    """The page as text, with so many points to a line at most."""
+def _page(
+    results: Results,
+    panels: Sequence[rows.Panel],
+    title: str,
+    command: str,
+    extras: Extras,
+    live: bool,
+    points: int,
+) -> str:
     import jinja2
     from markupsafe import Markup
 
@@ -54,17 +83,21 @@ def page(results: Results, title: str, command: str, points: int) -> str:
         lstrip_blocks=True,
     )
     names = labels(results)
-    data = _data(results, names, points)
-    script = (TEMPLATES / "page.js").read_text(encoding="utf8")
+    data = _data(results, panels, names, extras, points)
+    scripts = [(TEMPLATES / name).read_text(encoding="utf8") for name in ("page.js", "live.js")[: 1 + live]]
     same, different = split([result["run"] for result in results.values()])
     here, elsewhere = split([result["where"] for result in results.values()])
     return environment.get_template("page.html.j2").render(
         title=title,
+        live=live,
         command=command,
         tables=[_table(group, names) for group in groups(results)],
         seen=sentences(results),
-        charts={name: [chart["title"] for chart in charts] for name, charts in data["sections"].items()},
+        has_curves=bool(data["curves"]),
+        has_statistics=bool(data["statistics"]),
         data=Markup(as_script(data)),
+        findings={names[folder]: lines for folder, lines in extras.findings.items() if folder in names and lines},
+        studies=[studied.shown(table) for table in extras.studies],
         folds=[_fold(names[folder], result["fold"]) for folder, result in results.items() if result.get("fold")],
         timings=[result["timing"] for result in results.values() if result.get("timing")],
         runs=list(names.values()),
@@ -75,8 +108,8 @@ def page(results: Results, title: str, command: str, points: int) -> str:
         here=_texts(here),
         elsewhere={name: list(map(_text, values)) for name, values in elsewhere.items()},
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf8")),
-        script=Markup(script),
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        scripts=[Markup(script) for script in scripts],
+        digests=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
     )
 
 
@@ -98,7 +131,7 @@ def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:
             {
                 "text": cell.text,
                 "value": "" if cell.value is None else repr(cell.value),
-                "error": "" if cell.error is None else f"{cell.error:.2g}",
+                "error": "" if cell.error is None else f"{CONFIDENT * cell.error:.2g}",
                 "best": (folder, column.title) in best,
             }
             for column, cell in ((column, column.cell(result)) for column in columns)
@@ -112,8 +145,10 @@ def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:
     }
 
 
-def _data(results: Results, names: dict[Any, str], points: int) -> dict[str, Any]:
-    """What the page's script draws: runs with a colour each, sections of charts with lines."""
+def _data(
+    results: Results, panels: Sequence[rows.Panel], names: dict[Any, str], extras: Extras, points: int
+) -> dict[str, Any]:
+    """What the page's script draws: runs with a colour each, charts of losses, statistics by quantity."""
     number = {Path(folder): place for place, folder in enumerate(results)}
     found = [losses(result) for result in results.values()]
     curves = []
@@ -121,17 +156,21 @@ def _data(results: Results, names: dict[Any, str], points: int) -> dict[str, Any
         lines = [_line(run, "", *by[title], points) for run, by in enumerate(found) if len(by[title][0]) > 1]
         if lines:
             curves.append({"title": title.capitalize(), "lines": lines})
-    statistics = []
-    for panel in rows.panels(results):
-        run = number[panel.folder]
-        lines = [_line(run, site, panel.steps, values, points) for site, values in panel.sites.items()]
-        median = _line(run, "median", panel.steps, panel.median(), points)
-        statistics.append({"title": panel.title, "lines": [*lines, median | {"main": True}]})
+    quantities: dict[str, list[dict[str, Any]]] = {}
+    for panel in panels:
+        sites = {site: [_round(value) for value in thin(values, points)] for site, values in panel.sites.items()}
+        one = {"run": number[panel.folder], "x": thin(panel.steps, points), "sites": sites}
+        quantities.setdefault(panel.quantity, []).append(one)
     return {
         "runs": [
             {"name": name, "colour": i % COLOURS, "dash": i // COLOURS % 4} for i, name in enumerate(names.values())
         ],
-        "sections": {"curves": curves, "statistics": statistics},
+        "curves": curves,
+        "statistics": [
+            {"name": name, "about": extras.definitions.get(name, ""), "panels": found}
+            for name, found in quantities.items()
+            if not name.endswith("]")  # numbers of an end of training, such as singular_value[3], are no course
+        ],
     }
 
 

@@ -1,17 +1,19 @@
 """Pictures of results, as PNG or SVG by the suffix of the path; the same files give the same bytes."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normkit.report import canvas, rows
-from normkit.report.lines import losses
+from normkit.report.lines import extremes, losses
 from normkit.report.settings import Results, labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+POINTS = 120  # of a thin line
 SKIP = 0.05  # of a run: where the scale of its losses begins
 
 
@@ -69,9 +71,10 @@ def statistics(results: Results, path: str | Path) -> Path:
             first = first or axes
             colour = canvas.COLOURS[numbers[panel.folder] % len(canvas.COLOURS)]
             for values in panel.sites.values():
-                axes.plot(panel.steps, canvas.drawable(values), color=colour, alpha=0.3, linewidth=0.6)
+                points = extremes(panel.steps, [value or 0.0 for value in values], POINTS)
+                axes.plot(points[0], canvas.drawable(points[1]), color=colour, alpha=0.3, linewidth=0.6)
             axes.plot(panel.steps, canvas.drawable(panel.median()), color=colour, linewidth=1.8)
-            axes.set_title(panel.title, fontsize=9)
+            axes.set_title("\n".join(textwrap.wrap(panel.title, 44)), fontsize=9)
             axes.set_yscale("log")
             axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(panels))
             canvas.ticks(figure.axes[0])

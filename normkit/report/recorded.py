@@ -53,10 +53,11 @@ class Recorded(NamedTuple):
 
 def recorded(results: Results) -> list[Recorded]:
     """The runs, each with a label that tells it from the others; ValueError for rows that cannot be read."""
-    several = len(groups(results)) > 1
+    kinds = groups(results)
     return [
-        Recorded(f"{job(result)[1]}: {name}" if several else name, result, read(folder))
-        for (folder, result), name in zip(results.items(), labels(results).values(), strict=True)
+        Recorded(f"{job(result)[1]}: {name}" if len(kinds) > 1 else name, result, read(folder))
+        for kind in kinds
+        for (folder, result), name in zip(kind.items(), labels(kind).values(), strict=True)
     ]
 
 

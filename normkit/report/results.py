@@ -84,7 +84,7 @@ def read(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is cut short or not JSON: {error}") from None
     try:
-        _check(result, SHAPE, "")
+        check(result, SHAPE, "")
     except ValueError as error:
         raise ValueError(f"{path} is no result of a run: {error}") from None
     if result["schema"] != SCHEMA:
@@ -123,7 +123,7 @@ def live(folder: str | Path) -> dict[str, Any]:
             "status": f"in training, step {so_far['curve'][-1]['step']:,}" if so_far["curve"] else "starting",
             **{key: {} for key in ("where", "scores", "speed", "seconds")},
         }
-        _check(result, SHAPE, "")
+        check(result, SHAPE, "")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{folder / name} is cut short or no file of a run: {error}") from None
     return result
@@ -142,12 +142,12 @@ def find(paths: Iterable[str | Path]) -> dict[Path, dict[str, Any]]:
     return {file.parent: read(file) for file in dict.fromkeys(files)}
 
 
-def _check(value: Any, shape: Any, name: str) -> None:
+def check(value: Any, shape: Any, name: str) -> None:
     """ValueError that names the field, where a value is not of a shape."""
     kind = dict if isinstance(shape, dict) else list if isinstance(shape, list) else shape
     if isinstance(shape, Maybe):
         if value is not None:
-            _check(value, shape.kind, name)
+            check(value, shape.kind, name)
     elif not isinstance(value, kind) or isinstance(value, bool):
         wanted = "number" if kind is NUMBER else kind.__name__
         raise ValueError(f"{name or 'it'} must be a {wanted}, found {type(value).__name__}")
@@ -157,9 +157,9 @@ def _check(value: Any, shape: Any, name: str) -> None:
             for field in fields:
                 if field not in value and not isinstance(inner, Maybe):
                     raise ValueError(f"it has no {name}{'.' if name else ''}{field}")
-                _check(value.get(field), inner, f"{name}{'.' if name else ''}{field}")
+                check(value.get(field), inner, f"{name}{'.' if name else ''}{field}")
     elif isinstance(shape, list):
         for place, item in enumerate(value):
-            _check(item, shape[0], f"{name}[{place}]")
+            check(item, shape[0], f"{name}[{place}]")
     elif isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError(f"{name} is too large a number")

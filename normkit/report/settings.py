@@ -84,13 +84,26 @@ def labels(results: Results) -> dict[Any, str]:
     for name in _twice(names.values()):
         same = [folder for folder in names if names[folder] == name]
         _, different = split([results[folder]["run"] for folder in same])
+        alone = next(
+            (key for key in ("data", *different) if key not in NAMING and _all_differ(different.get(key, ()), same)),
+            None,
+        )
         for place, folder in enumerate(same):
-            telling = [printable(f"{key}={values[place]}") for key, values in different.items() if key not in NAMING]
+            found = different if alone is None else {alone: different[alone]}
+            telling = [
+                printable(str(values[place]) if key == "data" else f"{key}={values[place]}")
+                for key, values in found.items()
+                if key not in NAMING
+            ]
             names[folder] = ", ".join([name, *telling])
     for name in _twice(names.values()):
         for folder in [folder for folder in names if names[folder] == name]:
             names[folder] = printable(f"{name}, {folder}")
     return names
+
+
+def _all_differ(values: Sequence[Any], of: Sequence[Any]) -> bool:
+    return len(set(map(repr, values))) == len(of)
 
 
 def printable(text: str) -> str:

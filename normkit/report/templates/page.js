@@ -1,6 +1,6 @@
 "use strict";
-// Sortable tables, and sections of line charts that share one view, one reading and one legend.
-const { runs, sections } = JSON.parse(document.getElementById("data").textContent);
+// Tables that sort and filter, and sections of line charts that share one view, one reading and one legend.
+let { runs, curves, statistics } = JSON.parse(document.getElementById("data").textContent);
 const MARGIN = { left: 50, top: 10, bottom: 38 }, SKIP = 0.05, STEP = 1 / 60, LABELS = 460, ROOM = 15;
 
 function make(kind, attributes, parent, text) {
@@ -37,11 +37,20 @@ function logTicks(low, high, count) {
 }
 
 class Chart {
-  constructor(section, figure, data) {
-    Object.assign(this, { section, figure, lines: data.lines, svg: figure.querySelector("svg") });
+  constructor(section, parent, data) {
+    const figure = make("figure", {}, parent), about = { tabindex: 0, role: "img", "aria-describedby": `${section.id}-hint` };
+    make("figcaption", {}, figure, data.title);
+    const svg = make("svg:svg", { class: "chart", "aria-label": `${data.title} over steps`, ...about }, figure);
+    Object.assign(this, { section, figure, svg, title: data.title, lines: data.lines });
     this.tip = make("div", { class: "tip", hidden: "" }, figure);
     this.listen();
-    new ResizeObserver(() => this.draw()).observe(this.svg);
+    this.observer = new ResizeObserver(() => this.draw());
+    this.observer.observe(this.svg);
+  }
+
+  remove() {
+    this.observer.disconnect();
+    this.figure.remove();
   }
 
   shown() { return this.lines.filter(line => !this.section.hidden.has(line.run)); }
@@ -65,11 +74,12 @@ class Chart {
   }
 
   draw() {
+    this.figure.hidden = !this.shown().length && this.lines.length > 0;
     const { width, height } = this.svg.getBoundingClientRect(), svg = this.svg;
     if (!width) return;
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.replaceChildren();
-    const direct = width > LABELS && this.section.legend && this.lines.length > 1;
+    const direct = width > LABELS && this.lines.length > 1 && this.lines.every(line => !line.name);
     this.right = direct ? 20 + 7 * Math.min(22, Math.max(...this.lines.map(line => runs[line.run].name.length))) : 12;
     const s = this.at = this.scale(width, height);
     if (!s) { make("svg:text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, svg, "nothing to show"); return; }
@@ -137,7 +147,7 @@ class Chart {
     told.sort((a, b) => b.y - a.y);
     for (const v of told)
       make("svg:circle", { class: look(runs[v.line.run]), cx: s.x(v.step), cy: clamp(s.y(v.y), s.top, s.bottom), r: 4 }, this.over);
-    this.told = `${this.figure.querySelector("figcaption").textContent}, step ${Math.round(cursor)}: ` +
+    this.told = `${this.title}, step ${Math.round(cursor)}: ` +
       told.map(v => `${v.line.name || runs[v.line.run].name} ${tell(v.y)}`).join(", ");
     if (this.section.active !== this) return;
     this.tip.replaceChildren();
@@ -204,23 +214,53 @@ class Chart {
 }
 
 class Section {
-  constructor(id, data) {
-    const element = document.getElementById(id), steps = data.flatMap(chart => chart.lines.flatMap(line => line.x));
-    Object.assign(this, { id, hidden: new Set(), cursor: null, active: null, log: true, legend: id === "curves" });
-    this.skip = this.legend ? SKIP : 0;
+  constructor(id, skip) {
+    const element = document.getElementById(id);
+    Object.assign(this, { id, skip, hidden: new Set(), cursor: null, active: null, log: true, charts: [], whole: null, view: null });
     this.status = element.querySelector("[role=status]");
-    this.whole = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
-    this.view = this.whole;
-    this.charts = [];
-    this.tools(element.querySelector(".tools"), new Set(data.flatMap(chart => chart.lines.map(line => line.run))));
-    const figures = element.querySelectorAll("figure");
-    data.forEach((chart, i) => this.charts.push(new Chart(this, figures[i], chart)));
+    this.grid = element.querySelector(".charts");
+    this.bar = element.querySelector(".tools");
+    this.toggles = make("span", { class: "toggles" }, this.bar);
+    const label = make("label", {}, this.bar), box = make("input", { type: "checkbox", checked: "" }, label);
+    label.append("logarithmic");
+    box.addEventListener("change", () => { this.log = box.checked; this.draw(); });
+    for (const [name, about, act] of [["+", "zoom in", () => this.magnify(0.5)], ["\u2212", "zoom out", () => this.magnify(2)],
+                                      ["show all", "show all steps", () => this.all()]])
+      make("button", { type: "button", "aria-label": about }, this.bar, name).addEventListener("click", act);
   }
 
-  tools(bar, used) {
-    if (this.legend) runs.forEach((run, i) => {
+  /** A menu in front of the tools. */
+  menu(about, act) {
+    const label = make("label", {}, undefined, `${about} `), box = make("select", {}, label);
+    this.bar.insertBefore(label, this.toggles);
+    box.addEventListener("change", act);
+    return box;
+  }
+
+  /** Show these charts; those of the same titles stay as they are seen: hidden lines, view, focus. */
+  load(charts) {
+    const steps = charts.flatMap(chart => chart.lines.flatMap(line => line.x)), was = this.whole;
+    this.whole = [steps.reduce((a, b) => Math.min(a, b), Infinity), steps.reduce((a, b) => Math.max(a, b), -Infinity)];
+    if (!this.view || this.view === was || this.view[0] >= this.whole[1]) this.view = this.whole;
+    if (charts.length === this.charts.length && charts.every((chart, i) => chart.title === this.charts[i].title)) {
+      charts.forEach((chart, i) => { this.charts[i].lines = chart.lines; });
+    } else {
+      for (const chart of this.charts) chart.remove();
+      this.charts = [];
+      for (const chart of charts) this.charts.push(new Chart(this, this.grid, chart));
+    }
+    this.legend(new Set(charts.flatMap(chart => chart.lines.map(line => line.run))));
+    this.draw();
+  }
+
+  legend(used) {
+    const names = runs.map((run, i) => used.has(i) ? run.name : "").join("\n");
+    if (names === this.named) return;
+    this.named = names;
+    this.toggles.replaceChildren();
+    runs.forEach((run, i) => {
       if (!used.has(i)) return;
-      const button = make("button", { type: "button", "aria-pressed": "true" }, bar);
+      const button = make("button", { type: "button", "aria-pressed": String(!this.hidden.has(i)) }, this.toggles);
       swatch(run, button);
       button.append(run.name);
       button.addEventListener("click", () => {
@@ -229,16 +269,10 @@ class Section {
         this.draw();
       });
     });
-    const label = make("label", {}, bar), box = make("input", { type: "checkbox", checked: "" }, label);
-    label.append("logarithmic");
-    box.addEventListener("change", () => { this.log = box.checked; this.draw(); });
-    for (const [name, about, act] of [["+", "zoom in", () => this.magnify(0.5)], ["\u2212", "zoom out", () => this.magnify(2)],
-                                      ["show all", "show all steps", () => this.all()]])
-      make("button", { type: "button", "aria-label": about }, bar, name).addEventListener("click", act);
   }
 
   /** The lines that set a chart's scale: its own or, where charts are compared, those of all. */
-  wide(chart) { return this.legend ? chart.shown() : this.charts.flatMap(other => other.shown()); }
+  wide(chart) { return this.skip ? chart.shown() : this.charts.flatMap(other => other.shown()); }
   zoomed() { return this.view !== this.whole; }
   draw() { for (const chart of this.charts) chart.draw(); }
   read(chart, pixel) { for (const other of this.charts) other.read(other === chart ? pixel : undefined); }
@@ -265,7 +299,7 @@ class Section {
   }
 }
 
-for (const table of document.querySelectorAll("table.sortable"))
+function sortable(table) {
   table.querySelectorAll("th button").forEach((button, column) => button.addEventListener("click", () => {
     const head = button.parentElement, up = head.getAttribute("aria-sort") !== "ascending", sign = up ? 1 : -1;
     table.querySelectorAll("th[aria-sort]").forEach(other => other.removeAttribute("aria-sort"));
@@ -279,5 +313,57 @@ for (const table of document.querySelectorAll("table.sortable"))
     });
     table.tBodies[0].append(...sorted);
   }));
+}
 
-for (const [id, data] of Object.entries(sections)) if (data.length) new Section(id, data);
+/** A field above the tables: rows stay that have all of its words. */
+function filterable(section) {
+  const field = section.querySelector("input[type=search]"), told = section.querySelector("[role=status]");
+  const rows = () => [...section.querySelectorAll("table.sortable tbody tr")];
+  const filter = () => {
+    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of rows()) row.hidden = !words.every(word => row.textContent.toLowerCase().includes(word));
+    told.textContent = words.length ? `${rows().filter(row => !row.hidden).length} of ${rows().length} rows` : "";
+  };
+  if (field) field.addEventListener("input", filter);
+}
+
+/** What the statistics' menus ask for, as charts: one a run with a line a place, or one a place with a line a run. */
+function panels(quantity, by) {
+  const found = statistics.find(one => one.name === quantity).panels;
+  if (by === "run") return found.map(panel => {
+    const places = Object.entries(panel.sites), lines = places.map(([name, y]) => ({ run: panel.run, name: name || "model", x: panel.x, y }));
+    if (lines.length > 1) lines.push({ run: panel.run, name: "median", x: panel.x, main: true, y: panel.x.map((_, i) => median(lines.map(line => line.y[i]))) });
+    return { title: runs[panel.run].name, lines };
+  });
+  const places = [...new Set(found.flatMap(panel => Object.keys(panel.sites)))];
+  return places.map(place => ({ title: place || "model", lines: found.filter(panel => place in panel.sites)
+    .map(panel => ({ run: panel.run, name: "", x: panel.x, y: panel.sites[place] })) }));
+}
+function median(values) {
+  const known = values.filter(value => value !== null).sort((a, b) => a - b), half = known.length >> 1;
+  return !known.length ? null : known.length % 2 ? known[half] : (known[half - 1] + known[half]) / 2;
+}
+
+const shown = {};
+function show() {
+  if (curves.length) (shown.curves ||= new Section("curves", SKIP)).load(curves);
+  if (!statistics.length) return;
+  if (!shown.statistics) {
+    const section = shown.statistics = new Section("statistics", 0), again = () => show();
+    section.quantity = section.menu("quantity", again);
+    section.by = section.menu("a chart for each", again);
+    for (const [value, name] of [["run", "run"], ["place", "place in the model"]]) make("option", { value }, section.by, name);
+  }
+  const section = shown.statistics, names = statistics.map(one => one.name), old = section.quantity.value;
+  if ([...section.quantity.options].map(option => option.value).join() !== names.join()) {
+    section.quantity.replaceChildren();
+    for (const name of names) make("option", { value: name }, section.quantity, name);
+    section.quantity.value = names.includes(old) ? old : names[0];
+  }
+  document.getElementById("about").textContent = statistics.find(one => one.name === section.quantity.value).about;
+  section.load(panels(section.quantity.value, section.by.value));
+}
+
+document.querySelectorAll("table.sortable").forEach(sortable);
+filterable(document.getElementById("table"));
+show();
