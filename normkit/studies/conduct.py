@@ -2,10 +2,10 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from normkit.report import results
 from normkit.studies.progress import Board
@@ -17,18 +17,7 @@ from normkit.train.config import Run
 if TYPE_CHECKING:
     from normkit.studies.cluster import Cluster
 
-
-class Engine(Protocol):
-    """What runs jobs: `Workers` on this machine, `Cluster` on Ray."""
-
-    def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
-        """Do `job(title, *arguments)`; the first argument is the run."""
-
-    def ended(self) -> Iterator[tuple[str, Any]]:
-        """Titles and outcomes as jobs end."""
-
-    def stop(self) -> None:
-        """Ask running jobs to end, and start no further ones."""
+    Engine = Workers | Cluster  # what runs jobs: submit, ended, stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +53,7 @@ def finished(folder: Path, run: Run) -> bool:
     return not result["status"].startswith("interrupted")
 
 
-def engine(plan: Plan, processes: int, ray: str | None, board: Board) -> "Workers | Cluster":
+def engine(plan: Plan, processes: int, ray: str | None, board: Board) -> "Engine":
     """What to train a plan with: processes here, or Ray at an address. ValueError where a GPU is missing here."""
     if ray is not None:
         from normkit.studies.cluster import Cluster
@@ -81,7 +70,7 @@ def engine(plan: Plan, processes: int, ray: str | None, board: Board) -> "Worker
 
 
 def conduct(
-    study: Study, scale: str, out: Path, plan: Plan, engine: Engine, board: Board, command: str = ""
+    study: Study, scale: str, out: Path, plan: Plan, engine: "Engine", board: Board, command: str = ""
 ) -> tuple[Table, bool]:
     """Train what a plan has left; returns the table of all that is there, and whether it was interrupted.
 
@@ -104,7 +93,7 @@ def conduct(
 
 
 def _collect(
-    study: Study, scale: str, out: Path, engine: Engine, board: Board, folders: dict[str, Path], command: str
+    study: Study, scale: str, out: Path, engine: "Engine", board: Board, folders: dict[str, Path], command: str
 ) -> None:
     for title, outcome in engine.ended():
         if isinstance(outcome, BaseException):

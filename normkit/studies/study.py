@@ -175,7 +175,8 @@ def warmed(spec: str, warmup: int) -> str:
     own = options(name)
     if "warmup" in own and "warmup" not in given:
         warmup = max(1, warmup)
-        longer = {key: round(own[key] * warmup / own["warmup"]) for key in AFTER_WARMUP if key in own}
+        stretch = warmup / int(str(own["warmup"]))
+        longer = {key: round(int(str(own[key])) * stretch) for key in AFTER_WARMUP if key in own}
         given = {**given, "warmup": warmup, **{key: value for key, value in longer.items() if key not in given}}
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" if given else spec
 
