@@ -92,7 +92,5 @@ def _each_alone(survey: Survey, plan: Plan, expected: list[dict[str, Tensor]]) -
     plan = survey.plan(refused)
     worst = survey.worst(absorb(survey.model, survey.trace, plan), expected)
     if not worst <= TOLERANCE:
-        raise RuntimeError(
-            f"fold() cannot prove this: each norm folds exactly, together they differ by {worst:.1e}"
-        )
+        raise RuntimeError(f"fold() cannot prove this: each norm folds exactly, together they differ by {worst:.1e}")
     return plan, worst
