@@ -198,7 +198,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["train", "vit_digits", "--model.norm", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
         (["train", "vit_digits", "--model.norm", "un(windw=2)"], ["un has no option 'windw' (did you mean 'window'?)"]),
         (["train", "vit_digits", "--model.norm", "un(window=0)"], ["window must be a whole number >= 1; got 0"]),
-        (["train", "vit_digits", "--data", "digit"], ["no source named 'digit' (did you mean 'digits'?)"]),
+        (["train", "vit_digits", "--data", "digit"], ["no data 'digit' (did you mean 'digits'?)"]),
         (["demo", "--norms", "layer", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
         (["demo", "--norms", "layer", "layer"], ["'layer' is given twice"]),
         (["demo", "--norms"], ["no norm given"]),

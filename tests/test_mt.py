@@ -21,6 +21,7 @@ from normkit.models.config import Model
 from normkit.models.lm import DecoderLM
 from normkit.models.mt import Seq2Seq
 from normkit.studies.recipes import RECIPES
+from normkit.studies.use import translate_lines
 from normkit.train.bleu import bleu
 from normkit.train.checkpoints import checkpoints
 from normkit.train.compare import interval, paired, read_outputs
@@ -112,6 +113,10 @@ def test_a_small_model_learns_the_made_language(corpus, tmp_path):
     run = changed(corpus, model=model, steps=250, batch_tokens=400, valid_every=0, checkpoint_every=0)
     scores = train(run, tmp_path)["scores"]
     assert scores["beam"]["bleu"] > 60
+    lines = [one for one, _ in sentences(20, 9)]
+    translated = list(translate_lines(tmp_path, [*lines, ""]))
+    assert bleu(translated[:-1], [two for _, two in sentences(20, 9)], PARALLEL, samples=0)["bleu"] > 60
+    assert translated[-1] == ""
     assert read_outputs(tmp_path)[0].split()[0] in {"one", "two", "three", "four", "five", "six", "seven", "eight"}
 
 

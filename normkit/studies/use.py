@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from normkit.data.batches import pad
+from normkit.data.subwords import Subwords
 from normkit.data.vocab import EOS, UNK, Vocab
 from normkit.models.mt import Seq2Seq
 from normkit.report import results
@@ -22,42 +23,55 @@ def best(folder: Path) -> Path:
     scored = {where: result["scores"] for where, result in results.find([folder]).items() if result["scores"]}
     if not scored:
         raise ValueError(f"no run in {folder} was finished; name another one with --run")
-    return min(scored, key=lambda where: scored[where].get("beam", scored[where]["running"])["per"])
+    rates = {where: scores.get("beam", scores["running"]).get("per") for where, scores in scored.items()}
+    rates = {where: rate for where, rate in rates.items() if rate is not None}
+    if not rates:
+        raise ValueError(f"no run in {folder} turns spelling into sound; name a run of task g2p with --run")
+    return min(rates, key=lambda where: rates[where])
 
 
 def pronounce(folder: Path, words: Sequence[str]) -> list[list[str]]:
     """Sounds of each word, by the model of a run; ValueError for a letter that it does not know."""
     model, source, target = _load(folder)
-    return _search(model, source, target, [list(word.lower()) for word in words])
+    found = _search(model, [_known(source, list(word.lower())) for word in words])
+    return [target.decode(sequence) for sequence in found]
 
 
 def translate_lines(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Each line as the model of a run rewrites it; an empty line stays empty."""
+    """Each line as the model of a run rewrites it; an empty line stays empty.
+
+    A model of subwords reads text that is tokenized and cased as its corpus is; an unknown character is left unknown.
+    """
     model, source, target = _load(folder)
     for line in lines:
-        symbols = list(line.strip().lower())
-        yield " ".join(_search(model, source, target, [symbols])[0]) if symbols else ""
+        if not line.strip():
+            yield ""
+        elif isinstance(source, Subwords) and isinstance(target, Subwords):
+            yield target.text(_search(model, [source.encode_text(line)])[0])
+        else:
+            yield " ".join(target.decode(_search(model, [_known(source, list(line.strip().lower()))])[0]))
 
 
 def _load(folder: Path) -> tuple[Seq2Seq, Vocab, Vocab]:
     run, model, vocabularies = load(folder)
     if not isinstance(model, Seq2Seq):
-        raise ValueError(f"{folder} is a run of task {run.task}, which rewrites nothing; name a run of task g2p")
+        raise ValueError(f"{folder} is a run of task {run.task}, which rewrites nothing; name a run of task g2p or mt")
     return model, vocabularies["source"], vocabularies["target"]
 
 
+def _known(source: Vocab, symbols: list[str]) -> list[int]:
+    numbers = source.encode(symbols)
+    if UNK in numbers or not numbers:
+        unknown = [symbol for symbol, number in zip(symbols, numbers, strict=True) if number == UNK]
+        what = f"{unknown[0]!r} in {''.join(symbols)!r}" if unknown else "an empty word"
+        raise ValueError(f"the model does not know {what}; it knows {' '.join(source.symbols[4:])}")
+    return numbers
+
+
 @torch.no_grad()
-def _search(model: Seq2Seq, source: Vocab, target: Vocab, items: list[list[str]]) -> list[list[str]]:
-    encoded = []
-    for symbols in items:
-        numbers = source.encode(symbols)
-        if UNK in numbers or not numbers:
-            unknown = [symbol for symbol, number in zip(symbols, numbers, strict=True) if number == UNK]
-            what = f"{unknown[0]!r} in {''.join(symbols)!r}" if unknown else "an empty word"
-            raise ValueError(f"the model does not know {what}; it knows {' '.join(source.symbols[4:])}")
-        encoded.append([*numbers, EOS])
+def _search(model: Seq2Seq, items: list[list[int]]) -> list[list[int]]:
+    encoded = [[*numbers, EOS] for numbers in items]
     if max(map(len, encoded)) > model.config.max_length:
         raise ValueError(f"longer than the model's max_length={model.config.max_length}")
     limit = torch.tensor([2 * len(numbers) + 10 for numbers in encoded]).clamp(max=model.config.max_length)
-    found = beam(model, pad(encoded), BEAM, max_length=limit)
-    return [target.decode(sequence) for sequence in found.sequences]
+    return beam(model, pad(encoded), BEAM, max_length=limit).sequences
