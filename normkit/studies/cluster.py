@@ -27,7 +27,7 @@ class Cluster:
         import ray
 
         _reach(address)
-        self._ray, self._jobs = ray, dict[Any, str]()
+        self._ray, self._jobs, self._stopped = ray, dict[Any, str](), False
         started: dict[str, Any] = {"runtime_env": {"env_vars": ENVIRONMENT}}
         if address == "local":  # its workers have the environment that it is started in
             started = {"num_cpus": cores, "object_store_memory": LOCAL_MEMORY, "include_dashboard": False}
@@ -64,16 +64,15 @@ class Cluster:
                 title = self._jobs.pop(job)
                 try:
                     outcome = self._ray.get(job)
-                except self._ray.exceptions.TaskCancelledError:
-                    continue
-                except self._ray.exceptions.RayTaskError as error:
-                    outcome = error.cause
                 except self._ray.exceptions.RayError as error:
-                    outcome = error
+                    if self._stopped or isinstance(error, self._ray.exceptions.TaskCancelledError):
+                        continue  # it did not fail
+                    outcome = getattr(error, "cause", None) or error
                 yield title, outcome
 
     def stop(self) -> None:
         """Cancel all jobs; running ones keep their last checkpoint."""
+        self._stopped = True
         for job in self._jobs:
             self._ray.cancel(job)
 

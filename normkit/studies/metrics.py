@@ -1,6 +1,7 @@
 """Numbers that a study reads off a finished run: scores of its result, statistics that it recorded."""
 
 import csv
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -71,17 +72,23 @@ def recorded(
         path = folder / "rows.csv"
         if not path.is_file():
             return None
-        first, found = None, []
-        with path.open(encoding="utf8", newline="") as file:
-            for row in csv.DictReader(file):
-                if row["quantity"] != quantity or row["value"] is None:
-                    continue
-                first = row["site"] if first is None else first
-                if (everywhere or row["site"] == first) and int(row["step"]) > SETTLED * result["run"]["steps"]:
-                    found.append(float(row["value"]))
+        rows = _rows(path, path.stat().st_mtime_ns).get(quantity, [])
+        late = [row for row in rows if row[0] > SETTLED * result["run"]["steps"]]
+        found = [value for _, site, value in late if everywhere or site == rows[0][1]]
         return summary(found) if found else None
 
     return read
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(path: Path, stamp: int) -> dict[str, list[tuple[int, str, float]]]:
+    """Step, site and value of each row by quantity; several columns of a table read the same file."""
+    found: dict[str, list[tuple[int, str, float]]] = {}
+    with path.open(encoding="utf8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["value"]:  # a run in progress may have written half a line
+                found.setdefault(row["quantity"], []).append((int(row["step"]), row["site"], float(row["value"])))
+    return found
 
 
 def _spread(values: list[float]) -> float:
