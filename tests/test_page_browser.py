@@ -33,7 +33,12 @@ def report(tmp_path_factory):
     made = made_results.demo(folder)
     made[folder / "un"]["run"]["name"] = made[folder / "un"]["where"]["device"] = EVIL
     made[folder / "scale"]["run"]["model"]["norm"] = EVIL
-    return page.write(made, folder / "report.html", title=EVIL, command=EVIL)
+    cell = {"printed": "35.9", "n": 2, "mean": 31.22, "spread": 0.14}
+    column = {"title": EVIL, "about": EVIL, "digits": 1}
+    study = dict.fromkeys(("study", "title", "source", "claim", "note", "scale", "command"), EVIL)
+    study |= {"schema": 1, "columns": [column], "rows": [{"label": EVIL, "cells": [cell]}]}
+    extras = page.Extras({"distance_var": "what it is"}, {folder / "un": [EVIL]}, [study])
+    return page.write(made, folder / "report.html", title=EVIL, command=EVIL, extras=extras)
 
 
 @pytest.fixture
@@ -88,7 +93,7 @@ def test_a_head_sorts_by_click_and_by_key(visit):
     tab.keyboard.press("Enter")
     assert tab.locator("th[aria-sort]").count() == 1
     assert column(tab, 1)[:2] == ["batch", "pnv"]
-    assert column(tab, 5)[:2] == ["9.7 ±0.35", "9.9 ±0.35"]
+    assert column(tab, 5)[:2] == ["9.7 ±0.69", "9.9 ±0.69"]
     tab.get_by_role("button", name="norm", exact=True).click()
     assert column(tab, 1) == sorted(norms, key=str.lower)
 
@@ -124,7 +129,7 @@ def test_hovering_tells_the_values(visit):
 
 def test_statistics_tell_the_place_that_is_near(visit):
     tab = visit()
-    chart = tab.locator("#statistics svg.chart").nth(2)
+    chart = tab.locator("#statistics svg.chart").nth(1)
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     tab.mouse.move(box["x"] + 150, box["y"] + 20)
@@ -132,7 +137,42 @@ def test_statistics_tell_the_place_that_is_near(visit):
     assert "median" in text
     assert "coder.layers." in text
     assert tab.locator("#statistics .near").count() == 1
-    assert tab.locator("#statistics .hair").count() == 5  # all panels show the same step
+    assert tab.locator("#statistics .hair").count() == 3  # all panels show the same step
+
+
+def test_menus_choose_the_quantity_and_what_has_a_chart(visit):
+    tab = visit()
+    quantity, each = (tab.locator("#statistics select").nth(place) for place in (0, 1))
+    titles = tab.locator("#statistics figcaption")
+    assert titles.all_inner_texts() == ["un", "power(groups=0)", "pnv"]
+    quantity.select_option("distance_var")
+    assert titles.all_inner_texts() == ["batch"]
+    assert tab.locator("#about").inner_text() == "what it is"
+    quantity.select_option("distance_quadratic")
+    each.select_option("place")
+    assert titles.all_inner_texts() == list(made_results.SITES)
+    assert tab.locator("#statistics figure:first-child path.line").count() == 3
+    tab.locator("#statistics .tools").get_by_role("button", name="pnv").click()
+    assert tab.locator("#statistics figure:first-child path.line").count() == 2
+    each.select_option("run")
+    assert titles.locator("visible=true").all_inner_texts() == ["un", "power(groups=0)"]  # it stays hidden
+
+
+def test_rows_are_filtered_by_words(visit):
+    tab = visit()
+    field, told = tab.locator("input[type=search]"), tab.locator("#table [role=status]")
+    field.fill("power 10.7")
+    assert tab.locator("table.sortable tbody tr >> visible=true").count() == 1
+    assert told.inner_text() == "1 of 6 rows"
+    field.fill("")
+    assert tab.locator("table.sortable tbody tr >> visible=true").count() == 6
+
+
+def test_findings_and_studies_are_text(visit):
+    tab = visit()
+    assert EVIL in tab.locator("#findings").inner_text()
+    assert "paper 35.9" in tab.locator("#studies tbody").inner_text()
+    assert "ours 31.2 ± 0.1 (2)" in tab.locator("#studies tbody").inner_text()
 
 
 def steps(tab):

@@ -83,8 +83,8 @@ def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, dict[str, Any]]]) 
     heights = [min(max((math.log(value) - bottom) / (top - bottom), 0), 1) if value > 0 else 0 for value, *_ in ends]
     for height, (_, name, look) in zip(spread(heights, ROOM), ends, strict=True):
         axes.plot((1.01, 1.04), (height, height), transform=axes.transAxes, clip_on=False, **look)
-        name = name if len(name) <= LONGEST else name[: LONGEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
-        axes.annotate(name.replace("$", r"\$"), (1.05, height), xycoords="axes fraction", va="center", fontsize=8)
+        text = name if len(name) <= LONGEST else name[: LONGEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
+        axes.annotate(text.replace("$", r"\$"), (1.05, height), xycoords="axes fraction", va="center", fontsize=8)
 
 
 def spread(heights: Sequence[float], room: float) -> list[float]:

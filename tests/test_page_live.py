@@ -1,0 +1,198 @@
+"""The page of a run in progress: who is answered, and that it follows the run."""
+
+import http.client
+import json
+import threading
+
+import made_results
+import pytest
+from made_results import result
+from test_page_browser import EVIL, browser  # noqa: F401  # a fixture
+
+from normkit.report import live, page, results
+
+
+@pytest.fixture
+def serve():
+    """Serve a folder; (host, port)."""
+    servers = []
+
+    def served(folder, extras=None):
+        server = live.server(folder, extras=extras)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server.server_address
+
+    yield served
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def running(folder, steps=3, norm="un"):
+    """A run folder in the middle of its training."""
+    made = result(norm)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(made["run"]))
+    results.note(folder, 7, made["curve"][:steps], [])
+    made_results.rows(folder, "un")
+    return made
+
+
+def ask(address, path="/", method="GET", **headers):
+    connection = http.client.HTTPConnection(*address, timeout=20)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    for name, value in ({"Host": f"127.0.0.1:{address[1]}"} | headers).items():
+        for one in [value] if isinstance(value, str) else value:
+            connection.putheader(name.replace("_", "-"), one)
+    connection.endheaders()
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def test_it_listens_on_this_machine_alone(serve, tmp_path):
+    running(tmp_path)
+    assert serve(tmp_path)[0] == "127.0.0.1"
+
+
+def test_other_names_of_this_machine_are_refused(serve, tmp_path):
+    """A page elsewhere may have its own name point here, to read what we serve: the Host header tells."""
+    running(tmp_path)
+    address = serve(tmp_path)
+    port = address[1]
+    wrong = ["evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}", "", f"127.0.0.1:{port}.evil"]
+    for host in (*wrong, [f"127.0.0.1:{port}", "evil.example"]):
+        status, _, body = ask(address, Host=host)
+        assert status == 421
+        assert b"<" not in body
+    assert ask(address, Host=f"LOCALHOST:{port}")[0] == 200
+
+
+OTHERS = [
+    "/run.json",
+    "/../run.json",
+    "/%2e%2e/run.json",
+    "//evil.example/",
+    "/?x",
+    "/..%2f..%2fetc/passwd",
+    "/\\\\run.json",
+]
+
+
+@pytest.mark.parametrize("path", [*OTHERS, "/model.safetensors", "http://evil.example/"])
+def test_there_is_one_page_and_no_other_path(serve, tmp_path, path):
+    running(tmp_path / "run")
+    status, _, body = ask(serve(tmp_path / "run"), path)
+    assert (status, body) == (404, b"there is one page, at /\n")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
+def test_nothing_can_be_sent(serve, tmp_path, method):
+    running(tmp_path)
+    assert ask(serve(tmp_path), method=method, Content_Length="0")[0] == 501
+
+
+def test_links_to_elsewhere_are_not_followed(serve, tmp_path):
+    running(tmp_path / "runs" / "a")
+    secret = tmp_path / "secret"
+    secret.write_text("secret words")
+    (tmp_path / "runs" / "a" / "rows.csv").unlink()
+    (tmp_path / "runs" / "a" / "rows.csv").symlink_to(secret)
+    status, _, body = ask(serve(tmp_path / "runs"))
+    assert status == 503
+    assert b"secret words" not in body
+    assert body.startswith(b"no run in")
+
+
+def test_the_page_says_what_may_be_done_with_it(serve, tmp_path):
+    running(tmp_path)
+    status, headers, body = ask(serve(tmp_path))
+    assert status == 200
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert b"connect-src 'self'" in body
+    assert b"in training, step 50" in body
+
+
+def test_an_unchanged_run_is_not_sent_again(serve, tmp_path):
+    made = running(tmp_path)
+    address = serve(tmp_path)
+    version = ask(address)[1]["ETag"]
+    assert ask(address, If_None_Match=version)[::2] == (304, b"")
+    results.note(tmp_path, 7, made["curve"][:5], [])
+    status, headers, body = ask(address, If_None_Match=version)
+    assert status == 200
+    assert headers["ETag"] != version
+    assert b"in training, step 100" in body
+
+
+def test_a_run_may_end_and_start_again(serve, tmp_path):
+    address = serve(tmp_path)
+    assert ask(address)[0] == 503
+    assert b"refresh" in ask(address, Accept="text/html")[2]
+    made = running(tmp_path / "a")
+    assert b"in training" in ask(address)[2]
+    results.write(tmp_path / "a", made)
+    assert b"in training" not in ask(address)[2]
+    running(tmp_path / "a", steps=2)  # again from the start
+    assert b"in training, step 25" in ask(address)[2]
+    (tmp_path / "a" / "rows.csv").write_text("step,site,norm,quantity,value\n1,a,un,rms,1.0\n25,a,un,rm")  # half a line
+    assert b'"x":[1],"sites":{"a":[1.0]}' in ask(address)[2]
+    (tmp_path / "a" / "progress.json").write_text('{"curve": [')
+    assert ask(address)[0] == 503
+    running(tmp_path / "a")
+    assert ask(address)[0] == 200
+
+
+def test_hostile_files_are_told_as_text(serve, tmp_path):
+    made = running(tmp_path / "a")
+    made["run"]["model"]["norm"] = EVIL
+    (tmp_path / "a" / "run.json").write_text(json.dumps(made["run"]))
+    body = ask(serve(tmp_path))[2]
+    assert body.count(b"<script") == 3  # data, the page's, what keeps it up to date
+    assert b"<img" not in body
+    bad = tmp_path / "<img src=x onerror=alert(1)>"
+    bad.mkdir()
+    (bad / "run.json").write_text("{")
+    status, headers, body = ask(serve(bad), Accept="text/html")
+    assert (status, body.count(b"<img")) == (503, 0)
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+
+
+def test_a_port_that_is_taken_is_told(serve, tmp_path):
+    running(tmp_path)
+    taken = serve(tmp_path)[1]
+    with pytest.raises(ValueError, match=f"port {taken} cannot be had"):
+        live.server(tmp_path, taken)
+    with pytest.raises(ValueError, match="there is no folder"):
+        live.server(tmp_path / "nowhere")
+
+
+def test_an_open_page_follows_the_run(browser, serve, tmp_path):  # noqa: F811
+    made = running(tmp_path, steps=20)
+    address = serve(tmp_path, lambda found: page.Extras(findings={tmp_path: [EVIL]}))
+    site = f"http://{address[0]}:{address[1]}/"
+    troubles, asked = [], []
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.on("console", lambda message: troubles.append(message.text))
+    tab.on("pageerror", lambda error: troubles.append(str(error)))
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(site)
+    assert "in training, step 475" in tab.locator("table.sortable").inner_text()
+    each = tab.locator("#statistics select").nth(1)
+    each.select_option("place")
+    tab.locator("#curves input[type=checkbox]").uncheck()
+    results.note(tmp_path, 7, made["curve"], made["valid"][:3])
+    tab.locator("table.sortable", has_text="in training, step 5,000").wait_for(timeout=15_000)
+    assert tab.locator("#curves figcaption").all_inner_texts() == ["Training loss", "Validation loss"]
+    assert each.input_value() == "place"  # what was chosen stays
+    assert not tab.locator("#curves input[type=checkbox]").is_checked()
+    assert "up to date at" in tab.locator("#live").inner_text()
+    assert EVIL in tab.locator("#findings").inner_text()
+    tab.close()
+    assert set(asked) == {site}
+    assert not troubles
