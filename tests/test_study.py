@@ -253,6 +253,9 @@ def test_statistics_are_read_off_recorded_rows(tmp_path):
     (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *rows]) + "\n", encoding="utf8")
     read = {name: METRICS[name].read(tmp_path, {"run": {"steps": 100}}) for name in METRICS if "distance_mean" in name}
     assert read == {"distance_mean": 2.0, "distance_mean max": 3.0, "distance_mean outliers": 1.5}
+    values = [f"100,target_embedding.words,,singular_value[{i}],{1 / (1 + i)}" for i in range(0, 100, 3)]
+    (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *values]) + "\n", encoding="utf8")
+    assert METRICS["singular value"].read(tmp_path, {"run": {"steps": 100}}) == pytest.approx(1 / 10)
     assert METRICS["distance_mean"].read(tmp_path / "nowhere", {"run": {"steps": 100}}) is None
 
 
@@ -380,6 +383,24 @@ def test_bad_input_is_told_in_one_line(arguments, said, tmp_path, capsys):
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [
+        ([], None),
+        (["--ray"], "local"),
+        (["--ray", "--seeds", "2"], "local"),
+        (["--ray", "10.0.0.1:6379"], "10.0.0.1:6379"),
+    ],
+)
+def test_ray_takes_an_address_or_none(arguments, address, tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setitem(STUDIES, "one", ONE)
+    monkeypatch.setattr(conduct, "engine", lambda plan, processes, ray, board: asked.append(ray) or Here(["/tiny/"]))
+    assert main(["study", "one", "--out", str(tmp_path), *arguments]) == 0
+    assert asked == [address]
+    assert "failed" in capsys.readouterr().out
 
 
 def test_a_scale_that_needs_a_gpu_says_so(tmp_path):

@@ -80,6 +80,18 @@ def recorded(
     return read
 
 
+def _singular(folder: Path, result: Result) -> float | None:
+    """A singular value of the first embedding recorded at the end, a tenth of the way from the largest to the least."""
+    path = folder / "rows.csv"
+    rows = _rows(path, path.stat().st_mtime_ns) if path.is_file() else {}
+    values = {int(name[15:-1]): found for name, found in rows.items() if name.startswith("singular_value[")}
+    if not values:
+        return None
+    first = values[0][0][1]
+    nearest = min(values, key=lambda index: abs(index - max(values) / 10))
+    return next((value for _, site, value in values[nearest] if site == first), None)
+
+
 @functools.lru_cache(maxsize=8)
 def _rows(path: Path, stamp: int) -> dict[str, list[tuple[int, str, float]]]:
     """Step, site and value of each row by quantity; several columns of a table read the same file."""
@@ -159,5 +171,5 @@ METRICS: dict[str, Metric] = {
     **_recorded("share of steps filtered as outliers", "filtered_rate"),
     **_recorded("learned scale of the first norm", "learned_g"),
     **_recorded("similarity of feature maps (CKA)", "cka"),
-    **_recorded("tenth singular value of the embedding, the largest being 1", "singular_value[10]"),
+    "singular value": Metric("of the embedding, a tenth of the way down; the largest is 1", _singular, 1, 3),
 }
