@@ -385,6 +385,18 @@ def test_bad_input_is_told_in_one_line(arguments, said, tmp_path, capsys):
     assert told.count("\n") == 1
 
 
+def test_runs_whose_data_is_not_here_are_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("NORMKIT_DATA", raising=False)
+    assert main(["study", "core.multi30k", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "the corpus multi30k.de-en is not here" in told
+    assert told.count("\n") == 1
+    elsewhere = Column(title="BLEU", metric="bleu", base={"pocket": Base("m", "mt_multi30k")})
+    plan = conduct.plan(dataclasses.replace(ONE, columns=(*ONE.columns, elsewhere)), "pocket", tmp_path)
+    assert {run.data for run in plan.todo.values()} == {"digits"}
+    assert "multi30k.de-en" in plan.missing[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "address"),
     [
@@ -398,7 +410,7 @@ def test_ray_takes_an_address_or_none(arguments, address, tmp_path, monkeypatch,
     asked = []
     monkeypatch.setitem(STUDIES, "one", ONE)
     monkeypatch.setattr(conduct, "engine", lambda plan, processes, ray, board: asked.append(ray) or Here(["/tiny/"]))
-    assert main(["study", "one", "--out", str(tmp_path), *arguments]) == 0
+    assert main(["study", "one", "--out", str(tmp_path), *arguments]) == 1, "what failed is told to scripts too"
     assert asked == [address]
     assert "failed" in capsys.readouterr().out
 

@@ -72,8 +72,13 @@ def _study(given: dict[str, Any], command: str) -> int:
     console = Console()
     with Board(console, [run.name for run in plan.todo.values()], 1) as board:
         board.say(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
+        for why in plan.missing:
+            board.say(f"left out: {why}")
         with conduct.engine(plan, given["processes"], given["ray"], board) as engine:
             made, interrupted = conduct.conduct(study, scale, out, plan, engine, board, command)
     write(table.text(made))
     write(f"written to {out / scale / 'tables' / study.id}.txt, .md and .json")
-    return INTERRUPTED if interrupted else 0
+    failed = any(
+        run["status"].startswith("failed") for row in made["rows"] for cell in row["cells"] for run in cell["runs"]
+    )
+    return INTERRUPTED if interrupted else 1 if failed else 0

@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Runs of a study by their folders: those to train, in this order, and how many are finished already."""
+    """Runs of a study by their folders: those to train, in this order; how many are finished; what data is missing."""
 
     todo: dict[Path, Run]
     finished: int
+    missing: tuple[str, ...] = ()
+    """A line for each source of data that is not here, whose runs are left out."""
 
 
 def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> Plan:
     """What is left to train, seed by seed so that a table is whole early.
 
-    ValueError where nothing can be run at this scale, and where a folder holds a run of other settings.
+    ValueError where nothing can be run at this scale, or no data is here, or a folder holds a run of other settings.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1; got {seeds}")
@@ -41,7 +43,23 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
         raise ValueError(f"{study.id} has no runs at scale {scale} here; scales with runs: {there}")
     runs = dict(seeded(cell, out, seed) for seed in range(seeds) for cell in cells)
     todo = {folder: run for folder, run in runs.items() if not finished(folder, run)}
-    return Plan(todo, len(runs) - len(todo))
+    one_each = {run.data: run for run in todo.values()}
+    missing = {data: why for data, run in one_each.items() if (why := _absence(run))}
+    if missing and len(missing) == len({run.data for run in runs.values()}):
+        raise ValueError("; ".join(missing.values()))
+    kept = {folder: run for folder, run in todo.items() if run.data not in missing}
+    return Plan(kept, len(runs) - len(todo), tuple(missing.values()))
+
+
+def _absence(run: Run) -> str:
+    """Why the data of a run cannot be read; empty where it can."""
+    from normkit.train.source import source
+
+    try:
+        source(run, lambda _: None)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def finished(folder: Path, run: Run) -> bool:
