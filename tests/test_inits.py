@@ -20,9 +20,7 @@ def made(how):
 
 def stds(model, stack, block, weight):
     layers = getattr(model, stack).layers
-    return [
-        float(getattr(getattr(layer, block), weight).weight.detach().std()) for layer in getattr(model, stack).layers
-    ]
+    return [float(getattr(getattr(layer, block), weight).weight.detach().std()) for layer in layers]
 
 
 def test_ds_init_shrinks_with_the_number_of_the_layer():

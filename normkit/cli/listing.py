@@ -14,6 +14,7 @@ def list_(arguments: list[str]) -> int:
 
     if arguments:  # where there are none, torch is all that this command needs
         parse_arguments(parse, arguments, "list")
+    from normkit.data.corpora import CORPORA
     from normkit.data.embedded import SOURCES
     from normkit.studies.recipes import RECIPES
 
@@ -32,5 +33,7 @@ def list_(arguments: list[str]) -> int:
     lines += [f"  {name:<13} {str(recipe.__doc__).splitlines()[0]}" for name, recipe in RECIPES.items()]
     lines += ["", "Sources of data, none needs a download", ""]
     lines += [f"  {name:<13} {str(source.__doc__).splitlines()[0]}" for name, source in SOURCES.items()]
+    lines += ["", "Corpora, found through NORMKIT_DATA", ""]
+    lines += [f"  {name:<15} {corpus.here()}" for name, corpus in CORPORA.items()]
     write("\n".join(lines))
     return 0

@@ -51,6 +51,14 @@ class Corpus:
     origin: str
     """Where one gets it."""
 
+    def here(self) -> str:
+        """Whether it is found: its name with what is missing, or where one gets it."""
+        try:
+            located = locate(self.name)
+        except ValueError:
+            return f"not here; {self.origin}"
+        return f"here, {located.partial}" if located.partial else "here"
+
 
 class Located(NamedTuple):
     """A corpus whose files are there: `files` by split, `partial` says what of it is not the corpus of that name."""
