@@ -1,0 +1,92 @@
+"""Which implementation of the ops runs: plain PyTorch ("reference") or the Triton kernels, and what ran."""
+
+import collections
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+CHOICES = ("auto", "reference", "triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_choice = "auto"
+ran: collections.Counter[str] = collections.Counter()  # "triton layer", "reference layer", ...: calls so far
+
+
+@contextlib.contextmanager
+def kernels(choice: str) -> Iterator[collections.Counter[str]]:
+    """Choose what ops run on within the block, in all threads; yields a counter of what ran in it.
+
+    - "auto": Triton kernels for float32, bfloat16 and float16 tensors on CUDA in eager mode where triton can be
+      imported; the reference elsewhere and under `torch.compile`.
+    - "reference": plain PyTorch everywhere. It can be differentiated twice; the kernels cannot.
+    - "triton": kernels, under `torch.compile` too, or a RuntimeError that says what is missing. CPU tensors work
+      only under Triton's interpreter (`TRITON_INTERPRET=1` before Python starts).
+
+    >>> with kernels("reference") as ran_here:
+    ...     _ = triton(torch.ones(2, 4), "layer")
+    >>> dict(ran_here)
+    {'reference layer': 1}
+    """
+    global _choice  # noqa: PLW0603
+    if choice not in CHOICES:
+        raise ValueError(f"kernels must be one of {', '.join(CHOICES)}; got {choice!r}")
+    before, counted = _choice, ran.copy()
+    here: collections.Counter[str] = collections.Counter()
+    _choice = choice
+    try:
+        yield here
+    finally:
+        _choice = before
+        here.update(ran - counted)
+
+
+def triton(x: Tensor, name: str) -> bool:
+    """Whether the op `name` of `x` runs as a Triton kernel now; remembers the answer in `ran`."""
+    if torch.compiler.is_compiling():
+        return _choice == "triton" and x.dtype in DTYPES
+    answer = _answer(x, name)
+    ran[f"{'triton' if answer else 'reference'} {name}"] += 1
+    return answer
+
+
+def load() -> ModuleType:
+    """The kernels, imported on first use."""
+    return importlib.import_module("normkit.ops.triton")
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU in this process."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def _answer(x: Tensor, name: str) -> bool:
+    if _choice == "reference" or (_choice == "auto" and not x.is_cuda):
+        return False
+    wrong = _obstacle(x)
+    if wrong and _choice == "triton":
+        raise RuntimeError(f'kernels("triton") cannot run {name!r}: {wrong}; use kernels("auto")')
+    return not wrong
+
+
+def _obstacle(x: Tensor) -> str:
+    if not _importable():
+        return "the package triton is not installed"
+    if not x.is_cuda and not interpreted():
+        return f"x is on {x.device}, and Triton needs a CUDA device (or TRITON_INTERPRET=1 before Python starts)"
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}; there are kernels for float32, bfloat16 and float16"
+    if type(x) not in (Tensor, nn.Parameter) or torch._C._are_functorch_transforms_active():
+        return "x is a tensor subclass or inside a functional transform"
+    return ""
+
+
+@functools.cache
+def _importable() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,180 @@
+"""Kernels that walk down columns. One forward and one backward serve batch statistics of both sorts.
+
+Fresh statistics: read x to sum; read x, write y; read dy, x to sum; read dy, x, write dx: 3 + 5 moves of memory.
+Stale statistics (known before the pass): each side sums and writes on one reading: 2 + 3 moves.
+A row counts by its weight (the mask as 0 or 1); what stands in a row of weight 0 touches no statistic, be it NaN.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def factors(MEAN, VAR, W, B, POST, SHIFT, channel, real, eps, CENTER: tl.constexpr):
+    """`y = x * a + b` for a block of channels, out of `y = W * (POST * (x - mean) / sqrt(var + eps) + SHIFT) + B`."""
+    a = 1.0 / tl.sqrt(tl.load(VAR + channel, mask=real, other=1.0).to(tl.float32) + eps)
+    b = tl.zeros_like(a)
+    if POST is not None:
+        a = a * tl.load(POST + channel, mask=real, other=0.0).to(tl.float32)
+    if CENTER:
+        b = -a * tl.load(MEAN + channel, mask=real, other=0.0).to(tl.float32)
+    if SHIFT is not None:
+        b += tl.load(SHIFT + channel, mask=real, other=0.0).to(tl.float32)
+    if W is not None:
+        w = tl.load(W + channel, mask=real, other=0.0).to(tl.float32)
+        a = a * w
+        b = b * w
+    if B is not None:
+        b += tl.load(B + channel, mask=real, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def column_forward(
+    X, MASK, Y, MEAN, VAR, W, B, POST, SHIFT, SUM, SQUARE, COUNT, rows, channels, x_stride, eps,
+    CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Y (where there is one), and this program's share of the moments (where there is room for them).
+
+    SQUARE alone is given: sums of x^2. SUM too: mean and squared deviations of this program's rows, merged tile by tile
+    (Chan, Golub and LeVeque), so that one reading is enough and a large mean costs no digits.
+    """
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < channels
+    if Y is not None:
+        a, b = factors(MEAN, VAR, W, B, POST, SHIFT, channel, real, eps, CENTER)
+    square = tl.zeros([TILE, BLOCK], tl.float32)
+    deviation = tl.zeros([BLOCK], tl.float32)
+    mean = tl.zeros([BLOCK], tl.float32)
+    seen = tl.sum(tl.zeros([TILE], tl.float32), 0)
+    for tile in range(start, tl.cdiv(rows, TILE), programs):
+        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        inside = (row < rows)[:, None] & real[None, :]
+        x = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        if Y is not None:
+            y = x * a[None, :] + b[None, :]
+            tl.store(Y + row[:, None] * channels + channel[None, :], y.to(Y.dtype.element_ty), mask=inside)
+        if SQUARE is not None:
+            weight = tl.where(row < rows, 1.0, 0.0)
+            if MASK is not None:
+                weight = tl.load(MASK + row, mask=row < rows, other=0).to(tl.float32)
+            x = tl.where(weight[:, None] != 0, x, 0.0)
+            count = tl.sum(weight, 0)
+            if SUM is not None:
+                least = tl.maximum(count, 1e-30)
+                here = tl.sum(x * weight[:, None], 0) / least
+                x = tl.where(weight[:, None] != 0, x - here[None, :], 0.0)
+                step = here - mean
+                total = tl.maximum(seen + count, 1e-30)
+                deviation += tl.sum(x * x * weight[:, None], 0) + step * step * (seen * count / total)
+                mean += step * (count / total)
+            else:
+                square += x * x * weight[:, None]
+            seen += count
+    if SQUARE is not None:
+        if SUM is not None:
+            tl.store(SUM + start * channels + channel, mean, mask=real)
+            tl.store(SQUARE + start * channels + channel, deviation, mask=real)
+        else:
+            tl.store(SQUARE + start * channels + channel, tl.sum(square, 0), mask=real)
+        if tl.program_id(1) == 0:
+            tl.store(COUNT + start, seen)
+
+
+@triton.jit
+def merge_moments(
+    SUM, SQUARE, COUNT, STAT, TOTAL, programs, channels,
+    CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """STAT `[k, C]` and the count of rows out of the programs' shares, in a fixed order."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < channels
+    counts = tl.zeros([TILE], tl.float32)
+    first = tl.zeros([TILE, BLOCK], tl.float32)
+    second = tl.zeros([TILE, BLOCK], tl.float32)
+    for start in range(0, programs, TILE):
+        row = start + tl.arange(0, TILE)
+        inside = (row < programs)[:, None] & real[None, :]
+        n = tl.load(COUNT + row, mask=row < programs, other=0.0)
+        counts += n
+        second += tl.load(SQUARE + row[:, None] * channels + channel[None, :], mask=inside, other=0.0)
+        if CENTER:
+            first += n[:, None] * tl.load(SUM + row[:, None] * channels + channel[None, :], mask=inside, other=0.0)
+    total = tl.sum(counts, 0)
+    least = tl.maximum(total, 1.0)
+    if CENTER:
+        mean = tl.sum(first, 0) / least
+        for start in range(0, programs, TILE):
+            row = start + tl.arange(0, TILE)
+            inside = (row < programs)[:, None] & real[None, :]
+            n = tl.load(COUNT + row, mask=row < programs, other=0.0)
+            off = tl.load(SUM + row[:, None] * channels + channel[None, :], mask=inside, other=0.0) - mean[None, :]
+            second += n[:, None] * off * off
+        tl.store(STAT + channel, mean, mask=real)
+        tl.store(STAT + channels + channel, tl.sum(second, 0) / least, mask=real)
+    else:
+        tl.store(STAT + channel, tl.sum(second, 0) / least, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(TOTAL, total)
+
+
+@triton.jit
+def column_backward(
+    DY, X, MASK, DX, MEAN, VAR, FACTOR, BACK, REMOVED, SUMS, rows, channels, dy_stride, x_stride, eps,
+    CENTER: tl.constexpr, REAL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """DX (where there is one), and this program's share of the sums of dy and dy * z (where there is room).
+
+    `dx = BACK / sqrt(var + eps) * (FACTOR * dy - s0 - z * s1)`, nothing removed from rows of padding. With REAL, SUMS
+    has the sums over real rows beside those over all rows: `[programs, 4, C]` for `[programs, 2, C]`.
+    """
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < channels
+    inv = 1.0 / tl.sqrt(tl.load(VAR + channel, mask=real, other=1.0).to(tl.float32) + eps)
+    mean = tl.zeros_like(inv)
+    if CENTER:
+        mean = tl.load(MEAN + channel, mask=real, other=0.0).to(tl.float32)
+    if DX is not None:
+        scale = inv
+        if BACK is not None:
+            scale = scale * tl.load(BACK + channel, mask=real, other=0.0).to(tl.float32)
+        direct = scale
+        if FACTOR is not None:
+            direct = scale * tl.load(FACTOR + channel, mask=real, other=0.0).to(tl.float32)
+        s0 = tl.zeros_like(inv)
+        if CENTER:
+            s0 = scale * tl.load(REMOVED + channel, mask=real, other=0.0).to(tl.float32)
+            s1 = scale * tl.load(REMOVED + channels + channel, mask=real, other=0.0).to(tl.float32)
+        else:
+            s1 = scale * tl.load(REMOVED + channel, mask=real, other=0.0).to(tl.float32)
+    total = tl.zeros([TILE, BLOCK], tl.float32)
+    dot = tl.zeros([TILE, BLOCK], tl.float32)
+    real_total = tl.zeros([TILE, BLOCK], tl.float32)
+    real_dot = tl.zeros([TILE, BLOCK], tl.float32)
+    for tile in range(start, tl.cdiv(rows, TILE), programs):
+        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        inside = (row < rows)[:, None] & real[None, :]
+        dy = tl.load(DY + row[:, None] * dy_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        z = tl.where(inside, (x - mean[None, :]) * inv[None, :], 0.0)
+        keep = inside
+        if MASK is not None:
+            keep = inside & (tl.load(MASK + row, mask=row < rows, other=0) != 0)[:, None]
+        if SUMS is not None:
+            total += dy
+            dot += dy * z
+            if REAL:
+                real_total += tl.where(keep, dy, 0.0)
+                real_dot += tl.where(keep, dy * z, 0.0)
+        if DX is not None:
+            dx = dy * direct[None, :] - tl.where(keep, z * s1[None, :] + s0[None, :], 0.0)
+            tl.store(DX + row[:, None] * channels + channel[None, :], dx.to(DX.dtype.element_ty), mask=inside)
+    if SUMS is not None:
+        here = SUMS + start * channels * (4 if REAL else 2) + channel
+        tl.store(here, tl.sum(total, 0), mask=real)
+        tl.store(here + channels, tl.sum(dot, 0), mask=real)
+        if REAL:
+            tl.store(here + 2 * channels, tl.sum(real_total, 0), mask=real)
+            tl.store(here + 3 * channels, tl.sum(real_dot, 0), mask=real)

@@ -1,0 +1,266 @@
+"""Kernels that see whole rows: one run of channels (a group of a token's channels) at a time.
+
+The grid is (programs along rows, groups). Numbers are loaded once, computed in float32, stored in the type of the
+pointer. Statistics of a row are saved as `[rows, groups]`: the mean, and the factor `inv` that the row was multiplied by.
+"""
+
+import triton
+import triton.language as tl
+
+# What a row is divided by. Each keeps its own place for eps.
+DEVIATION: tl.constexpr = tl.constexpr(0)  # sqrt(var + eps), the mean removed
+ROOT_MEAN_SQUARE: tl.constexpr = tl.constexpr(1)  # sqrt(mean(x^2) + eps)
+RMS_PLUS_EPS: tl.constexpr = tl.constexpr(2)  # sqrt(mean(x^2)) + eps
+LENGTH: tl.constexpr = tl.constexpr(3)  # max(||x||, eps)
+
+
+@triton.jit
+def inverse(square, width, eps, KIND: tl.constexpr):
+    """The factor of a row from its sum of squares."""
+    if KIND == RMS_PLUS_EPS:
+        inv = 1.0 / (tl.sqrt(square / width) + eps)
+    elif KIND == LENGTH:
+        inv = 1.0 / tl.maximum(tl.sqrt(square), eps)
+    else:
+        inv = 1.0 / tl.sqrt(square / width + eps)
+    return inv
+
+
+@triton.jit
+def share(dot, inv, width, eps, KIND: tl.constexpr):
+    """How much of z leaves the gradient of a row, from `dot = sum(g * z)`."""
+    if KIND == RMS_PLUS_EPS:
+        rest = 1.0 - eps * inv  # rms / (rms + eps); 0 for a row of zeros, whose z is 0 as well
+        part = tl.where(rest > 0, dot / width / tl.where(rest > 0, rest, 1.0), 0.0)
+    elif KIND == LENGTH:
+        part = tl.where(inv * eps < 1.0, dot, 0.0)  # a clamped length is a constant
+    else:
+        part = dot / width
+    return part
+
+
+@triton.jit
+def row_forward(
+    X, R, S, W, B, Y, MEAN, INV, rows, width, x_stride, r_stride, eps,
+    KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Y = W * z + B of rows of X, or of S = X + R, which is written too."""
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    channel = group * width + column
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    out = row[:, None] * (width * groups) + channel[None, :]
+    x = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    if R is not None:
+        x += tl.load(R + row[:, None] * r_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(S.dtype.element_ty)
+        tl.store(S + out, rounded, mask=inside)
+        x = rounded.to(tl.float32)  # normalize what the next layer will read
+    if KIND == DEVIATION:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(inside, x - mean[:, None], 0.0)
+        tl.store(MEAN + row * groups + group, mean, mask=row < rows)
+    inv = inverse(tl.sum(x * x, 1), width, eps, KIND)
+    tl.store(INV + row * groups + group, inv, mask=row < rows)
+    y = x * inv[:, None]
+    if W is not None:
+        if SCALAR:
+            y = y * tl.load(W).to(tl.float32)
+        else:
+            y = y * tl.load(W + channel, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if B is not None:
+        y += tl.load(B + channel, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(Y + out, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_backward(
+    DY, X, DS, W, MEAN, INV, DX, DW, DB, rows, width, dy_stride, x_stride, ds_stride, eps,
+    KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """DX (plus DS, the gradient of the sum) and this program's share of the sums over rows for W and B.
+
+    A program takes every `programs`-th tile, in order, and writes its own row of DW and DB: sums without atomics.
+    """
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    column = tl.arange(0, BLOCK)
+    channel = group * width + column
+    real = column < width
+    dw = tl.zeros([TILE, BLOCK], tl.float32)
+    db = tl.zeros([TILE, BLOCK], tl.float32)
+    if W is not None:
+        if SCALAR:
+            w = tl.load(W).to(tl.float32)
+        else:
+            w = tl.load(W + channel, mask=real, other=0.0).to(tl.float32)[None, :]
+    for tile in range(start, tl.cdiv(rows, TILE), programs):
+        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        inside = (row < rows)[:, None] & real[None, :]
+        dy = tl.load(DY + row[:, None] * dy_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        inv = tl.load(INV + row * groups + group, mask=row < rows, other=0.0)
+        if KIND == DEVIATION:
+            mean = tl.load(MEAN + row * groups + group, mask=row < rows, other=0.0)
+            z = tl.where(inside, z - mean[:, None], 0.0)
+        z = z * inv[:, None]
+        if DW is not None:
+            dw += dy * z
+        if DB is not None:
+            db += dy
+        g = dy
+        if W is not None:
+            g = dy * w
+        part = share(tl.sum(g * z, 1), inv, width, eps, KIND)
+        dx = g - z * part[:, None]
+        if KIND == DEVIATION:
+            dx = dx - (tl.sum(g, 1) / width)[:, None]
+        dx = dx * inv[:, None]
+        if DS is not None:
+            dx += tl.load(DS + row[:, None] * ds_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        out = row[:, None] * (width * groups) + channel[None, :]
+        tl.store(DX + out, dx.to(DX.dtype.element_ty), mask=inside)
+    if DW is not None:
+        if SCALAR:
+            tl.store(DW + start, tl.sum(tl.sum(dw, 0), 0))
+        else:
+            tl.store(DW + start * width * groups + channel, tl.sum(dw, 0), mask=real)
+    if DB is not None:
+        tl.store(DB + start * width * groups + channel, tl.sum(db, 0), mask=real)
+
+
+@triton.jit
+def long_forward(
+    X, R, S, W, B, Y, MEAN, INV, rows, width, x_stride, r_stride, eps,
+    KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`row_forward` of one row (TILE is 1), block after block: moments merged on the first reading, Y on the second."""
+    row = tl.program_id(0).to(tl.int64)
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    base = row * (width * groups) + group * width
+    mean, square, seen = 0.0, 0.0, 0.0
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        real = column < width
+        x = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+        if R is not None:
+            x += tl.load(R + row * r_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+            rounded = x.to(S.dtype.element_ty)
+            tl.store(S + base + column, rounded, mask=real)
+            x = rounded.to(tl.float32)
+        if KIND == DEVIATION:  # Chan, Golub and LeVeque's merging of means and squared deviations
+            count = tl.sum(tl.where(real, 1.0, 0.0), 0)
+            here = tl.sum(x, 0) / count
+            x = tl.where(real, x - here, 0.0)
+            step = here - mean
+            square += tl.sum(x * x, 0) + step * step * seen * count / (seen + count)
+            mean += step * count / (seen + count)
+            seen += count
+        else:
+            square += tl.sum(x * x, 0)
+    inv = inverse(square, width, eps, KIND)
+    tl.store(INV + row * groups + group, inv)
+    if KIND == DEVIATION:
+        tl.store(MEAN + row * groups + group, mean)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        real = column < width
+        x = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+        if R is not None:  # added again: cheaper than waiting for the store of another thread
+            x += tl.load(R + row * r_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+            x = x.to(S.dtype.element_ty).to(tl.float32)
+        y = (x - mean) * inv
+        if W is not None:
+            if SCALAR:
+                y = y * tl.load(W).to(tl.float32)
+            else:
+                y = y * tl.load(W + group * width + column, mask=real, other=0.0).to(tl.float32)
+        if B is not None:
+            y += tl.load(B + group * width + column, mask=real, other=0.0).to(tl.float32)
+        tl.store(Y + base + column, y.to(Y.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def long_backward(
+    DY, X, DS, W, MEAN, INV, DX, width, dy_stride, x_stride, ds_stride, eps,
+    KIND: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """DX of one row, block after block. The sums for W and B are `row_sums`."""
+    row = tl.program_id(0).to(tl.int64)
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    inv = tl.load(INV + row * groups + group)
+    mean = 0.0
+    if KIND == DEVIATION:
+        mean = tl.load(MEAN + row * groups + group)
+    dot, total = 0.0, 0.0
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        real = column < width
+        g = tl.load(DY + row * dy_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+        z = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+        z = tl.where(real, (z - mean) * inv, 0.0)
+        if W is not None:
+            if SCALAR:
+                g = g * tl.load(W).to(tl.float32)
+            else:
+                g = g * tl.load(W + group * width + column, mask=real, other=0.0).to(tl.float32)
+        dot += tl.sum(g * z, 0)
+        total += tl.sum(g, 0)
+    part = share(dot, inv, width, eps, KIND)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        real = column < width
+        g = tl.load(DY + row * dy_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+        z = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+        z = (z - mean) * inv
+        if W is not None:
+            if SCALAR:
+                g = g * tl.load(W).to(tl.float32)
+            else:
+                g = g * tl.load(W + group * width + column, mask=real, other=0.0).to(tl.float32)
+        dx = g - z * part
+        if KIND == DEVIATION:
+            dx = dx - total / width
+        dx = dx * inv
+        if DS is not None:
+            dx += tl.load(DS + row * ds_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+        tl.store(DX + row * (width * groups) + group * width + column, dx.to(DX.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def row_sums(
+    DY, X, MEAN, INV, DW, DB, rows, width, groups, dy_stride, x_stride,
+    CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program's share of sum(dy * z) and sum(dy) over rows, for a block of channels: rows too long for registers."""
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < width * groups
+    group = channel // width
+    dw = tl.zeros([TILE, BLOCK], tl.float32)
+    db = tl.zeros([TILE, BLOCK], tl.float32)
+    for tile in range(start, tl.cdiv(rows, TILE), programs):
+        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        inside = (row < rows)[:, None] & real[None, :]
+        dy = tl.load(DY + row[:, None] * dy_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        if CENTER:
+            z = z - tl.load(MEAN + row[:, None] * groups + group[None, :], mask=inside, other=0.0)
+        z = z * tl.load(INV + row[:, None] * groups + group[None, :], mask=inside, other=0.0)
+        dw += dy * z
+        db += dy
+    tl.store(DW + start * width * groups + channel, tl.sum(dw, 0), mask=real)
+    tl.store(DB + start * width * groups + channel, tl.sum(db, 0), mask=real)
+
+
+@triton.jit
+def add_partials(P, OUT, programs, channels, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT[c] = the sum of P[i, c] over `programs` rows, in a fixed order: the second level of every sum."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([TILE, BLOCK], tl.float32)
+    for start in range(0, programs, TILE):
+        row = start + tl.arange(0, TILE)
+        inside = (row < programs)[:, None] & (channel < channels)[None, :]
+        total += tl.load(P + row[:, None] * channels + channel[None, :], mask=inside, other=0.0)
+    tl.store(OUT + channel, tl.sum(total, 0).to(OUT.dtype.element_ty), mask=channel < channels)
