@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from normkit.ops import backend, fused
+
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Centre and scale each row: `weight * (x - mean) / sqrt(var + eps) + bias`, with the biased variance.
@@ -11,6 +13,8 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     >>> layer(torch.tensor([[1.0, 3.0]]), None, None, 0.0)
     tensor([[-1.,  1.]])
     """
+    if backend.triton(x, "layer"):
+        return backend.load().layer(x, weight, bias, eps)
     wide = _wide(x, weight)
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
@@ -22,7 +26,11 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     >>> rms(torch.tensor([[3.0, 3.0]]), None, None, 0.0)
     tensor([[1., 1.]])
     """
+    if backend.triton(x, "rms"):
+        return backend.load().rms(x, weight, bias, eps, inside=inside)
     wide = x.to(_wide(x, weight))
+    if inside and fused.worth(wide, weight):
+        return affine(fused.Divide.apply(wide, weight, eps, False), None, bias).to(x.dtype)
     square = wide.square().mean(-1, keepdim=True)
     y = wide * torch.rsqrt(square + eps) if inside else wide / (square.sqrt() + eps)
     return affine(y, weight, bias).to(x.dtype)
@@ -34,7 +42,11 @@ def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     >>> scale(torch.tensor([[3.0, 4.0]]), None, None, 1e-5)
     tensor([[0.6000, 0.8000]])
     """
+    if backend.triton(x, "scale"):
+        return backend.load().scale(x, weight, bias, eps)
     wide = x.to(_wide(x, weight))
+    if (weight is None or weight.numel() == 1) and fused.worth(wide, weight):
+        return affine(fused.Divide.apply(wide, weight, eps, True), None, bias).to(x.dtype)
     y = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=eps)
     return affine(y, weight, bias).to(x.dtype)
 
@@ -45,6 +57,8 @@ def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gro
     >>> group(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), None, None, 0.0, 2)
     tensor([[-1.,  1., -1.,  1.]])
     """
+    if backend.triton(x, "group"):
+        return backend.load().group(x, weight, bias, eps, groups)
     split = x.to(_wide(x, weight)).unflatten(-1, (groups, -1))
     y = F.layer_norm(split, split.shape[-1:], None, None, eps).flatten(-2)
     return affine(y, weight, bias).to(x.dtype)
@@ -76,7 +90,11 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
 
     Shen et al. 2020, section 4.2; `GroupScaling1D` in their code. No parameters.
     """
+    if backend.triton(x, "group_rms"):
+        return backend.load().group_rms(x, eps, groups)
     split = x.to(_wide(x, None)).unflatten(-1, (groups, -1))
+    if fused.worth(split, None):
+        return fused.Divide.apply(split, None, eps, False).flatten(-2).to(x.dtype)
     return (split * torch.rsqrt(split.square().mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
 
 
