@@ -28,7 +28,7 @@ from normkit.data.ragged import Ragged
 from normkit.data.subwords import Subwords, vocabulary
 from normkit.data.vocab import BOS, EOS, SPECIAL, UNK, Vocab
 
-FORMAT = 1
+FORMAT = 2
 PIECE = 20_000  # lines encoded between two notes of how far the work is
 UNKNOWN = 0.2  # largest share of unknown symbols in a split
 Tell = Callable[[str], object]
@@ -84,12 +84,11 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, tell: T
                 f"no space left in {cache}; what is done is kept: make room, or set NORMKIT_CACHE, and go on",
             ) from None
         raise
-    arrays = {split: [_open(folder, split, side, vocabularies) for side in vocabularies] for split in SPLITS}
     if corpus.kind == "text":
-        streams = {split: _stream(arrays[split][0]) for split in SPLITS}
+        streams = {split: _stream(_path(folder, split, "words")) for split in SPLITS}
         words = sum(len(line.split()) + 1 for (line,) in _lines(located, "test")) if size else 0
         return Text(located.name, **streams, vocabularies=vocabularies, words=words)
-    bitexts = {split: Bitext(*arrays[split]) for split in SPLITS}
+    bitexts = {split: Bitext(*(_open(folder, split, side, vocabularies) for side in vocabularies)) for split in SPLITS}
     return Parallel(
         located.name, corpus, **bitexts, vocabularies=vocabularies, facts=facts, lines=lambda s: _lines(located, s)
     )
@@ -171,10 +170,10 @@ def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder
         return done
     files = {side: (_path(folder, split, side), _path(folder, split, side, "sizes")) for side in sides}
     for side in sides:
-        for path, item in zip(files[side], (_kind(vocabularies[side]).itemsize, 4), strict=True):
+        sizes = _kind(side, vocabularies).itemsize * done[side]["symbols"], 4 * done["lines"]
+        for path, size in zip(files[side], sizes, strict=True):
             path.touch()
-            count = done[side]["symbols"] if item != 4 or path.suffix == ".numbers" else done["lines"]
-            os.truncate(path, item * count)  # what was written after the last note
+            os.truncate(path, size)  # what was written after the last note
     lines = itertools.islice(_lines(located, split), done["lines"], None)
     while piece := list(itertools.islice(lines, PIECE)):
         tell(f"encoding {split}, line {done['lines']:,}")
@@ -183,7 +182,8 @@ def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder
             rows = (
                 vocab.encode_texts(texts) if isinstance(vocab, Subwords) else [vocab.encode(t.split()) for t in texts]
             )
-            flat = np.array([number for row in rows for number in (*row, EOS)], _kind(vocab))
+            begin = [BOS] if side == "words" and not done["lines"] else []  # running text is one sequence
+            flat = np.array([*begin, *(number for row in rows for number in (*row, EOS))], _kind(side, vocabularies))
             _append(files[side][0], flat)
             _append(files[side][1], np.array([len(row) + 1 for row in rows], np.int32))
             done[side]["symbols"] += len(flat)
@@ -206,22 +206,23 @@ def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder
 
 
 def _open(folder: Path, split: str, side: str, vocabularies: dict[str, Vocab]) -> Ragged:
-    flat = np.memmap(_path(folder, split, side), _kind(vocabularies[side]), "r")
+    flat = np.memmap(_path(folder, split, side), _kind(side, vocabularies), "r")
     sizes = np.fromfile(_path(folder, split, side, "sizes"), np.int32)
     return Ragged(flat, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
 
-def _stream(lines: Ragged) -> Tensor:
-    """Running text as one tensor, the begin first; small numbers are kept small."""
-    return torch.from_numpy(np.concatenate([[BOS], lines.flat]).astype(np.int32))
+def _stream(path: Path) -> Tensor:
+    """Running text as one tensor, mapped from its file; what is written to it stays in memory."""
+    return torch.from_numpy(np.memmap(path, np.int32, "c"))
 
 
 def _path(folder: Path, split: str, side: str, what: str = "numbers") -> Path:
     return folder / f"{split}.{side}.{what}"
 
 
-def _kind(vocab: Vocab) -> np.dtype:
-    return np.dtype(np.uint16 if len(vocab) <= np.iinfo(np.uint16).max else np.int32)
+def _kind(side: str, vocabularies: dict[str, Vocab]) -> np.dtype:
+    small = side != "words" and len(vocabularies[side]) <= np.iinfo(np.uint16).max
+    return np.dtype(np.uint16 if small else np.int32)
 
 
 def _append(path: Path, values: np.ndarray) -> None:
