@@ -151,6 +151,37 @@ def test_every_row_of_a_table_has_its_printed_figures(name):
         override(run, column.settings)
 
 
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_cell_of_every_study_is_a_run(scale):
+    """Recipes are there, settings fit each other, and runs of one folder are the same run."""
+    runs = {}
+    for study in STUDIES.values():
+        bases = [base for part in (*study.columns, *study.rows) for base in (part.base or {}).values()]
+        assert {base.recipe for base in bases} <= set(RECIPES)
+        for cell in expand(study, scale):
+            assert runs.setdefault(cell.folder, cell.run) == cell.run, (study.id, cell.folder)
+            assert cell.run.device == ("cpu" if scale == "pocket" else "cuda")
+            assert cell.run.checkpoint_every > 0
+    assert len(runs) > 20
+
+
+def test_the_papers_settings_at_paper_scale():
+    (pn,) = [
+        cell.run for cell in expand(STUDIES["pn.table1"], "paper", ["Pre-Norm PN"]) if cell.run.data == "iwslt14.de-en"
+    ]
+    assert (pn.warmup, make(pn.model.norm, 8).warmup, pn.model.norm_at) == (8000, 8000, {"decoder.*": "layer"})
+    assert (pn.lr, pn.steps, pn.average, pn.model.width, pn.model.depth) == (1.5e-3, 100_000, 10, 512, 6)
+    (un,) = [cell.run for cell in expand(STUDIES["un.table1"], "paper", ["un"]) if cell.run.data == "iwslt14.de-en"]
+    assert (un.warmup, un.lr, un.model.norm, un.model.norm_at) == (6000, 7e-4, "un(window=4, warmup=4000)", {})
+    for cell, warmup in zip(
+        expand(STUDIES["tears.table2"], "paper", ["SmallInit PreNorm"]), (4000, 8000, 16_000), strict=True
+    ):
+        assert cell.run.warmup == warmup
+        assert cell.run.lr == pytest.approx((512 * warmup) ** -0.5), "Eq. 7 with lambda 1"
+    for cell in expand(STUDIES["pn.figure5"], "paper"):
+        assert cell.run.batch_tokens * cell.run.accumulate == pytest.approx(pn.batch_tokens, abs=4)
+
+
 def test_figures_that_the_papers_are_known_by():
     """Against a slip while copying: sums over tables, counted by hand in the paper."""
     printed = {(name, row.label): row.printed for name, study in STUDIES.items() for row in study.rows if row.printed}

@@ -5,12 +5,15 @@ A corpus that cannot be run at some scale has no entry there: its columns show t
 
 from typing import Any
 
-from normkit.studies.study import Base
+from normkit.studies.study import Base, Times
 
 Bases = dict[str, Base]
 
 CMUDICT: Bases = {"pocket": Base("cmudict", "g2p_cmudict", {"steps": 3600, "warmup": 360})}
-MULTI30K: Bases = {"pocket": Base("multi30k.de-en", "mt_multi30k")}
+MULTI30K: Bases = {
+    "pocket": Base("multi30k.de-en", "mt_multi30k"),
+    "gpu": Base("multi30k.de-en", "mt_multi30k", {"steps": 8000, "warmup": 800}),
+}
 
 IWSLT14: Bases = {
     "pocket": Base("iwslt14.de-en", "mt_iwslt14_pocket"),
@@ -57,7 +60,11 @@ def _ted(language: str, epoch: int) -> Bases:
 
 IWSLT15_VI: Bases = {"paper": Base("iwslt15.en-vi", "mt_iwslt15_vi")}
 TED: dict[str, Bases] = {
-    "gl": {"pocket": Base("ted.gl", "mt_ted_gl_pocket", {"valid_bleu": True}), "paper": Base("ted.gl", "mt_ted_gl")},
+    "gl": {
+        "pocket": Base("ted.gl", "mt_ted_gl_pocket", {"valid_bleu": True}),
+        "gpu": Base("ted.gl", "mt_ted_gl", {"steps": 6000, "warmup": 2000, "lr": Times(2)}),
+        "paper": Base("ted.gl", "mt_ted_gl"),
+    },
     "sk": _ted("sk", 600),
     "he": _ted("he", 2000),
     "ar": _ted("ar", 2000),
