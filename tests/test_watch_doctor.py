@@ -1,6 +1,7 @@
 """Runs made to fail in known ways get the finding that names the fault; a healthy run gets none."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import normkit
 from normkit.cli import main
-from normkit.watch import THRESHOLDS, Row, advise, diagnose, train_eval_gap, write
+from normkit.watch import QUANTITIES, THRESHOLDS, Row, advise, diagnose, train_eval_gap, write
 from normkit.watch.diagnose import places
 
 
@@ -245,3 +246,10 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     assert main(["doctor", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_the_page_tells_of_every_quantity_and_threshold():
+    page = (Path(__file__).parents[1] / "docs" / "watch.md").read_text(encoding="utf8")
+    lines = {line.replace("\\|", "|") for line in page.splitlines()}
+    assert {f"| `{name}` | {q.definition} | {q.source} |" for name, q in QUANTITIES.items()} <= lines
+    assert {f"| `{name}` | {t.value:g} | {t.meaning} |" for name, t in THRESHOLDS.items()} <= lines
