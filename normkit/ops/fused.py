@@ -66,6 +66,15 @@ def row_dots(dy: Tensor, x: Tensor, inv: Tensor) -> Tensor:
     return _bn_backward(dy, x, None, None, None, mean, inv, True, 0.0, [False, True, False])[1][:, None]
 
 
+def divide(x: Tensor, weight: Tensor | None, eps: float, *, length: bool = False) -> Tensor:
+    """Each row divided by its root mean square (or `length`), times `weight`, with an analytic gradient.
+
+    >>> divide(torch.tensor([[3.0, 4.0]]), None, 1e-5, length=True)
+    tensor([[0.6000, 0.8000]])
+    """
+    return Divide.apply(x, None if weight is None else weight.to(x.dtype), eps, length)  # type: ignore[return-value]
+
+
 class Divide(torch.autograd.Function):
     """`weight * x * r(x)`, with `r = 1 / sqrt(mean(x^2) + eps)`, or `1 / max(||x||, eps)` where `length`.
 

@@ -30,7 +30,7 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
         return backend.load().rms(x, weight, bias, eps, inside=inside)
     wide = x.to(_wide(x, weight))
     if inside and fused.worth(wide, weight):
-        return affine(fused.Divide.apply(wide, weight, eps, False), None, bias).to(x.dtype)
+        return affine(fused.divide(wide, weight, eps, length=False), None, bias).to(x.dtype)
     square = wide.square().mean(-1, keepdim=True)
     y = wide * torch.rsqrt(square + eps) if inside else wide / (square.sqrt() + eps)
     return affine(y, weight, bias).to(x.dtype)
@@ -46,7 +46,7 @@ def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
         return backend.load().scale(x, weight, bias, eps)
     wide = x.to(_wide(x, weight))
     if (weight is None or weight.numel() == 1) and fused.worth(wide, weight):
-        return affine(fused.Divide.apply(wide, weight, eps, True), None, bias).to(x.dtype)
+        return affine(fused.divide(wide, weight, eps, length=True), None, bias).to(x.dtype)
     y = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=eps)
     return affine(y, weight, bias).to(x.dtype)
 
@@ -94,7 +94,7 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
         return backend.load().group_rms(x, eps, groups)
     split = x.to(_wide(x, None)).unflatten(-1, (groups, -1))
     if fused.worth(split, None):
-        return fused.Divide.apply(split, None, eps, False).flatten(-2).to(x.dtype)
+        return fused.divide(split, None, eps).flatten(-2).to(x.dtype)
     return (split * torch.rsqrt(split.square().mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
 
 
