@@ -58,7 +58,7 @@ def figure(arguments: list[str]) -> int:
     given = parse_arguments(parse, arguments, "figure")
     if not given["paths"]:
         raise ValueError(f"no results given; try `normkit figure {given['name']} runs/demo`")
-    made = figures.draw(given["name"], results.find(given["paths"]), given["out"] or Path(f"{given['name']}.svg"))
+    made = figures.draw(given["name"], results.find(given["paths"], unfinished=True), given["out"] or Path(f"{given['name']}.svg"))
     write(f"figure: {made}")
     return 0
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from normkit.report import canvas
-from normkit.report.recorded import BATCH_NORMS, Recorded, able, highest, limit, safe, short, standing, trace
+from normkit.report.recorded import BATCH_NORMS, Recorded, able, highest, limit, safe, short, standing, titled, trace
 from normkit.report.verdict import METRICS
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def figure7(runs: Sequence[Recorded]) -> "Figure":
     axes.set_xticks(
         range(1, len(sites) + 1), [safe(short(site)) for site in sites], rotation=50, ha="right", fontsize=7
     )
-    axes.set(ylabel=r"$\gamma\,/\,\psi_B$", ylim=(0, None), title=safe(run.label))
-    axes.title.set_fontsize(9)
+    axes.set(ylabel=r"$\gamma\,/\,\psi_B$", ylim=(0, None))
+    titled(axes, run.label)
     return figure
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from normkit.report import canvas
 from normkit.report.lines import extremes
-from normkit.report.recorded import POINTS, Recorded, able, safe
+from normkit.report.recorded import POINTS, Recorded, able, safe, titled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def figure2(runs: Sequence[Recorded]) -> "Figure":
         known = [(step, value) for step, value in sorted(values.items()) if value is not None]
         points = extremes([step for step, _ in known], [value for _, value in known], POINTS)
         axes.plot(*points, linewidth=0.7, **canvas.look(number))
-        axes.set_title(safe(run.label), fontsize=9)
+        titled(axes, run.label)
     for axes in list(panels)[len(runs) :]:
         axes.set_axis_off()
     figure.supxlabel("step", fontsize=9)

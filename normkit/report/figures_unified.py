@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from normkit.report import canvas
 from normkit.report.figures_tears import judged
-from normkit.report.recorded import Recorded, able, safe, short, trace
+from normkit.report.recorded import Recorded, able, safe, short, titled, trace
 from normkit.report.settings import job
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def figure3(runs: Sequence[Recorded]) -> "Figure":
             steps = [100 * step / run.steps for step in means]
             axes.plot(steps, list(means.values()), marker=marker, markersize=4, label=kind, **canvas.look(number))
         axes.set(xlim=(0, 100), ylim=(0, 102))
-        axes.set_title(safe(run.label), fontsize=9)
+        titled(axes, run.label)
     panels[0].set_ylabel("PNAC (%)")
     figure.supxlabel("Percent of training", fontsize=9)
     panels[0].legend(fontsize=8)
@@ -101,8 +101,8 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
             label = f"after {part:.0%} of {run.steps:,} steps"
             axes.bar(places, heights, width=0.25, color=canvas.COLOURS[number], label=label)
         axes.set_xticks(range(len(sites)), [safe(short(site)) for site in sites], rotation=50, ha="right", fontsize=7)
-        axes.set(ylabel="steps dropped", title=safe(run.label))
-        axes.title.set_fontsize(9)
+        axes.set(ylabel="steps dropped", xlim=(-0.6, len(sites) - 0.4))
+        titled(axes, run.label)
         axes.legend(fontsize=7)
     return figure
 
@@ -118,9 +118,9 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
         grid = [[cells.get(f"{a}|{b}") or float("nan") for b in across] for a in down]
         axes = figure.add_subplot(1, len(runs), place + 1)
         picture = axes.pcolormesh(grid, vmin=0, vmax=1, cmap="cividis")
-        axes.set(xlabel="layer", ylabel="layer", title=safe(run.label), aspect="equal")
+        axes.set(xlabel="layer", ylabel="layer", aspect="equal")
         axes.grid(visible=False)
-        axes.title.set_fontsize(9)
+        titled(axes, run.label)
         if place == len(runs) - 1:
             figure.colorbar(picture, ax=axes, label="CKA")
     return figure

@@ -1,6 +1,7 @@
 """Runs as figures see them: settings, scores and recorded rows, and what is said where something is missing."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SKIP = 0.05
+LETTERS = 13  # of a title, to an inch
 POINTS = 200  # of a line at most
 BATCH_NORMS = ("batch", "BatchNorm", "renorm", "SyncBatchNorm")
 HOW = "record with `normkit train RECIPE --record-every 5` or `normkit.record`; rows.csv must lie beside result.json"
@@ -98,6 +100,12 @@ def limit(axes: "Axes") -> None:
 def safe(text: str) -> str:
     """Text that matplotlib takes as it is."""
     return text.replace("$", r"\$")
+
+
+def titled(axes: "Axes", text: str) -> None:
+    """Write a title, on as many lines as the panel's width asks for."""
+    wide = axes.figure.get_figwidth() * axes.get_position().width * LETTERS
+    axes.set_title("\n".join(textwrap.wrap(safe(text), max(12, int(wide)))), fontsize=9)
 
 
 def short(site: str) -> str:

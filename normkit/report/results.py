@@ -129,17 +129,22 @@ def live(folder: str | Path) -> dict[str, Any]:
     return result
 
 
-def find(paths: Iterable[str | Path]) -> dict[Path, dict[str, Any]]:
-    """All results in files and folders, however deep, by the folder of each; ValueError where there are none."""
+def find(paths: Iterable[str | Path], unfinished: bool = False) -> dict[Path, dict[str, Any]]:
+    """All results in files and folders, however deep, by the folder of each; ValueError where there are none.
+
+    With `unfinished` also of runs that have no result yet: what they have so far.
+    """
     paths = [Path(path) for path in paths]
     files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ValueError(f"there is no {path}")
         files += sorted(path.rglob(FILE)) if path.is_dir() else [path]
+        if unfinished:
+            files += [file for file in sorted(path.rglob(SETTINGS)) if not file.with_name(FILE).exists()]
     if not files:
         raise ValueError(f"no {FILE} in {', '.join(map(str, paths))}; `normkit train` and `normkit demo` write them")
-    return {file.parent: read(file) for file in dict.fromkeys(files)}
+    return {file.parent: live(file.parent) if file.name == SETTINGS else read(file) for file in dict.fromkeys(files)}
 
 
 def check(value: Any, shape: Any, name: str) -> None:

@@ -84,7 +84,7 @@ class Chart {
     const s = this.at = this.scale(width, height);
     if (!s) { make("svg:text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, svg, "nothing to show"); return; }
     for (const t of ticks(...this.section.view, Math.max(2, (s.right - s.left) / 90)))
-      make("svg:text", { x: s.x(t), y: s.bottom + 16, "text-anchor": "middle" }, svg, t.toLocaleString("en"));
+      make("svg:text", { x: s.x(t), y: s.bottom + 16, "text-anchor": s.x(t) > width - 22 ? "end" : "middle" }, svg, t.toLocaleString("en"));
     make("svg:text", { x: s.right, y: s.bottom + 30, "text-anchor": "end" }, svg, "step");
     for (const t of (this.section.log ? logTicks : ticks)(s.y0, s.y1, Math.max(2, (s.bottom - s.top) / 45))) {
       make("svg:line", { class: "grid", x1: s.left, x2: s.right, y1: s.y(t), y2: s.y(t) }, svg);

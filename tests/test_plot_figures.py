@@ -1,0 +1,133 @@
+"""Every figure of the papers from made rows; what is missing is named; small files, readable in the dark."""
+
+import csv
+import math
+import random
+import re
+
+import made_results
+import pytest
+from made_results import result
+
+from normkit.report import figures, lines, results, rows, studied
+from normkit.report.recorded import recorded, standing
+
+QUANTITIES = sorted({name for row in figures.FIGURES.values() for name in row.needs.split()} - {"a", "score", "cka"})
+EVIL = "<script>alert(1)</script> $\\bad{$"
+
+
+def run(folder, norm, sites=made_results.SITES, looks=40, **settings):
+    """A run of 400 steps with all that figures need; its folder and result."""
+    made = result(norm, 10 + len(norm), steps=400, **settings)
+    chance = random.Random(norm)
+    folder.mkdir(parents=True)
+    with (folder / "rows.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(rows.COLUMNS)
+        for step in range(1, 400, 400 // looks):
+            writer.writerow((step, "", "", "gradient_norm", math.exp(chance.gauss(0, 1))))
+            for site in sites:
+                for quantity in QUANTITIES:
+                    if quantity not in ("gradient_norm", "singular_value[i]"):
+                        writer.writerow((step, site, norm, quantity, f"{100 * chance.random():.4g}"))
+        for i in range(20):
+            writer.writerow((400, "embedding", "", f"singular_value[{i}]", 5 / (i + 1)))
+        for a in "abc":
+            for b in "abc":
+                writer.writerow((400, f"{a}|{b}", "", "cka", 1.0 if a == b else 0.5))
+    results.write(folder, made)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs")
+    run(place / "batch", "batch")
+    run(place / "pnv", "pnv", batch_tokens=1000)
+    run(place / "smooth", "un(window=4)", label_smoothing=0.0)
+    run(place / "un", "un(window=4)", label_smoothing=0.1)
+    run(place / "more", "pnv", batch_tokens=2000)
+    run(place / "digits", "batch", task="digits", data="digits")
+    return results.find([place])
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_every_figure_is_drawn_small_and_for_the_dark(runs, tmp_path, name):
+    text = figures.draw(name, runs, tmp_path / "a.svg").read_text()
+    assert len(text) < 400_000  # six runs
+    assert "prefers-color-scheme:dark" in text
+    assert "#e7e7e5" in text  # letters
+    assert "<text" in text
+    assert not re.search(r"[ML] ?-?\d+\.\d{3}", text)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    made = {tmp_path: result()}
+    for name, row in figures.FIGURES.items():
+        if row.needs != "a score":
+            with pytest.raises(ValueError, match=name) as caught:
+                figures.draw(name, made, tmp_path / "a.svg")
+            assert row.needs.split()[0].split("[")[0] in str(caught.value)
+            assert "record" in str(caught.value)
+    with pytest.raises(ValueError, match="two sizes of batch"):
+        figures.draw("pn.figure5", made, tmp_path / "a.svg")
+    with pytest.raises(ValueError, match=r"there is no figure 'pn\.figure1'"):
+        figures.draw("pn.figure1", made, tmp_path / "a.svg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_batch_norm_is_shown(tmp_path):
+    """Not the LayerNorm before it, whose rows say what batch statistics would do there."""
+    folder = run(tmp_path / "a", "batch", sites=["first", "second"])
+    text = (folder / "rows.csv").read_text()
+    text = re.sub(r"(?m)^(\d+),first,batch,distance_(\w+),.*", r"\1,first,layer,distance_\2,1e6", text)
+    (folder / "rows.csv").write_text(re.sub(r"(?m)^(\d+,first),batch,", r"\1,layer,", text))
+    ((one, site),) = standing(recorded(results.find([folder])), "distance_mean", "batch")
+    assert (one.rows.norms["first"], site) == ("layer", "second")
+
+
+def test_hostile_names_are_drawn_as_text(tmp_path):
+    folder = run(tmp_path / "a", EVIL, sites=[f"{EVIL}.layers.0.attention_norm"])
+    made = results.find([folder])
+    for name in ("pn.figure2", "pn.figure7", "tears.figure2", "un.figure4"):
+        text = figures.draw(name, made, tmp_path / f"{name}.svg").read_text()
+        assert "<script" not in text
+
+
+def test_outliers_survive_thinning():
+    values = [1.0] * 5000
+    values[3217], values[1200] = 99.0, -5.0
+    steps, kept = lines.extremes(range(5000), values, 100)
+    assert len(kept) <= 100
+    assert {(3217, 99.0), (1200, -5.0)} <= set(zip(steps, kept, strict=True))
+    assert steps == sorted(steps)
+
+
+def test_a_file_that_is_being_written_is_read_to_its_last_whole_line(tmp_path):
+    (tmp_path / "rows.csv").write_text("step,site,norm,quantity,value\n1,a,un,rms,2.0\n1,b,un,rms,0.")
+    assert rows.read(tmp_path).values == {("rms", "a"): {1: 2.0}}
+    (tmp_path / "rows.csv").write_text("step,si")
+    assert rows.read(tmp_path).values == {}
+
+
+def test_runs_without_a_result_can_be_drawn(tmp_path):
+    folder = run(tmp_path / "a", "batch")
+    made = results.read(folder)
+    (folder / "result.json").unlink()
+    with pytest.raises(ValueError, match=r"no result\.json"):
+        results.find([tmp_path])
+    (folder / "run.json").write_text('{"task": "mt", "data": "d", "steps": 400, "model": {"norm": "batch"}}')
+    assert results.find([tmp_path], unfinished=True)[folder]["status"] == "starting"
+    results.note(folder, 3, made["curve"], made["valid"])
+    found = results.find([tmp_path], unfinished=True)
+    assert found[folder]["curve"] == made["curve"]
+    assert figures.draw("pn.figure2", found, tmp_path / "x.svg").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}', '{"schema": 1, "study": 3}'])
+def test_what_is_no_table_of_a_study_is_named(tmp_path, text):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json is no table of a study"):
+        studied.find([tmp_path])
+    assert studied.find([tmp_path / "tables" / "x.json"]) == []
