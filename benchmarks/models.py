@@ -1,12 +1,14 @@
 """Inference with LayerNorm, with unfolded UN and folded, in one run: eager, compiled, onnxruntime; ratios and memory.
 
-    python benchmarks/models.py [--models bert vit swin decode] [--rounds 30] --out results/inference.json
+    python benchmarks/models.py [--models bert vit swin decode] [--rounds 30] [--show results/inference.json]
 
 Shapes: BERT-base 1 x 128 tokens (post-norm: folding leaves a multiply-add), ViT-S/16 and Swin-T on 2 images of 224,
 GPT-2 small on one token with an empty cache. Random weights, random statistics: time does not depend on them. The
 variants take turns, round by round, so that a busy machine slows all of them; a ratio is taken within a round, and the
 median over rounds is reported with the 20th and 80th percentile. The first baseline is the honest one: LayerNorm
 compiled. Memory is the peak of a process of its own above what it held with the model loaded.
+
+Writes results/inference.json, and from it docs/inference.md; --show writes the page alone.
 """
 
 import argparse
@@ -29,6 +31,7 @@ QUIET = {  # before Python starts: no spinning threads, no fresh pages for every
 }
 NORMS = ("layer", "un", "folded")
 RUNTIMES = ("compiled", "eager", "onnxruntime")
+RATIOS = ("to_base", "to_layer")
 
 
 def make(name: str):
@@ -168,13 +171,53 @@ def status(key: str) -> float:
     return int(line.split()[1]) / 1024
 
 
+TITLES = {
+    "bert": "BERT-base, 1 x 128 tokens (post-norm)",
+    "vit": "ViT-S/16, 2 images",
+    "swin": "Swin-T, 2 images",
+    "decode": "GPT-2 small, one token",
+}
+NAMES = {"layer": "LayerNorm", "un": "UN, not folded", "folded": "UN, folded"}
+PAGE = """# Inference: folded against LayerNorm
+
+Time of one forward pass on {device}, {threads} threads, as a ratio to LayerNorm compiled by `torch.compile`, which is
+the honest baseline, and to LayerNorm in the same runtime: median over {n} rounds of turns, with the 20th and 80th
+percentile. Where the range holds 1.00 there is no clear difference. Memory is the peak of a process above what it held
+with the model loaded. Made by `python benchmarks/models.py` from `results/inference.json`; normkit {commit}, torch
+{torch}. On a CPU, at these shapes, nearly all time is spent in the matrices: gains are small where there are any.
+
+{tables}
+"""
+
+
+def page(result: dict) -> str:
+    """docs/inference.md, from the result file."""
+    parts = []
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["model"] == name]
+        rows.sort(key=lambda r: (RUNTIMES.index(r["runtime"]), NORMS.index(r["norm"])))
+        note = next(row["note"] for row in rows if row["norm"] == "folded")
+        parts += [f"## {TITLES[name]}", "", f"{note} (largest error in float64).", "",
+                  "| norm | runtime | to LayerNorm compiled | to LayerNorm, same runtime | memory, MB |",
+                  "|---|---|---|---|---|"]  # fmt: skip
+        for row in rows:
+            cells = [f"{row[k]['median']:.2f} ({row[k]['low']:.2f} to {row[k]['high']:.2f})" for k in RATIOS]
+            held = f"{row['memory']['peak_mb']:.0f}" if row.get("memory") else "-"
+            parts.append(f"| {NAMES[row['norm']]} | {row['runtime']} | {cells[0]} | {cells[1]} | {held} |")
+        parts.append("")
+    where = result["where"]
+    return PAGE.format(device=where["device"], threads=result["threads"], n=result["rows"][0]["n"],
+                       commit=where["commit"][:7], torch=where["torch"],
+                       tables="\n".join(parts).rstrip())  # fmt: skip
+
+
 def table(rows: list[dict]) -> str:
     """All rows, the honest baseline first."""
     head = f"{'model':8} {'norm':7} {'runtime':12} {'ms':>8}  {'to LayerNorm compiled':22} {'to LayerNorm likewise':22}"
     lines = [f"{head}  peak MB"]
     order = sorted(rows, key=lambda r: (r["model"], RUNTIMES.index(r["runtime"]), NORMS.index(r["norm"])))
     for r in order:
-        cells = [f"{r[k]['median']:.3f} ({r[k]['low']:.3f} to {r[k]['high']:.3f})" for k in ("to_base", "to_layer")]
+        cells = [f"{r[k]['median']:.3f} ({r[k]['low']:.3f} to {r[k]['high']:.3f})" for k in RATIOS]
         held = f"{r['memory']['peak_mb']:8.0f}" if r.get("memory") else ""
         name = f"{r['model']:8} {r['norm']:7} {r['runtime']:12}"
         lines.append(f"{name} {r['ms']:8.2f}  {cells[0]:22} {cells[1]:22} {held}  {r['note']}")
@@ -191,7 +234,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("results/inference.json"))
+    parser.add_argument("--page", type=Path, default=Path("docs/inference.md"))
+    parser.add_argument("--show", type=Path, help="a result file to make the page of, without measuring")
     given = parser.parse_args()
+    if given.show:
+        given.page.write_text(page(json.loads(given.show.read_text(encoding="utf8"))), encoding="utf8")
+        return
     import torch
 
     from normkit.train.where import where
@@ -210,6 +258,7 @@ def main() -> None:
     result = {"what": __doc__.splitlines()[0], "rows": rows, "where": where(), "threads": given.threads}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
+    given.page.write_text(page(result), encoding="utf8")
 
 
 if __name__ == "__main__":

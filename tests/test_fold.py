@@ -118,6 +118,14 @@ def test_zero_padding_that_only_other_sizes_show_is_seen():
     assert "7 tokens" in report.tried
 
 
+def test_a_size_that_never_changes_needs_no_care_for_padding():
+    case = case_of("hf_swin")
+    model = randomize(convert(case.model, "batch")).eval()
+    _, report = fold(model, outputs=case.outputs, other_shapes=False, **case.kwargs)
+    assert report.foldable == "7 of 7"
+    assert not any("pixels" in tried for tried in report.tried)
+
+
 def test_one_norm_may_feed_queries_keys_values_and_cross_attention():
     class Cross(nn.Module):
         def __init__(self, **options):
