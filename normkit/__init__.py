@@ -24,6 +24,7 @@ from normkit.norms import (
     make,
     options,
 )
+from normkit.ops.backend import kernels
 from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, settle, to_rms
 from normkit.watch import diagnose, record
 
@@ -58,6 +59,7 @@ __all__ = [
     "find",
     "fix_embedding",
     "fold",
+    "kernels",
     "make",
     "options",
     "record",

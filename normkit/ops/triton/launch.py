@@ -7,8 +7,6 @@ every run and every device.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import triton
-
 LONGEST = 16384  # channels of a row that one program holds in registers; longer rows are read in blocks
 PROGRAMS = 264  # two for each of the 132 multiprocessors of a large card: enough to keep memory busy
 
@@ -29,19 +27,19 @@ class Launch(NamedTuple):
 
 def row_launch(rows: int, channels: int, *, backward: bool = False) -> Launch:
     """For kernels that see whole rows of `channels`: small rows share a program, large ones get more warps."""
-    block = min(triton.next_power_of_2(channels), LONGEST)
-    tile = max(1, min(16, 2048 // block))
+    block = min(power_of_2(channels), LONGEST)
+    tile = max(1, min(16, 2048 // block)) if channels <= LONGEST else 1
     warps = min(16, max(1, tile * block // (256 if backward else 512)))
-    tiles = triton.cdiv(rows, tile)
+    tiles = cdiv(rows, tile)
     return Launch(tile, block, warps, min(tiles, PROGRAMS) if backward else tiles)
 
 
 def column_launch(rows: int, channels: int) -> Launch:
     """For kernels that walk down columns: tiles of 2048 numbers, 128 channels wide or less."""
-    block = min(triton.next_power_of_2(channels), 128)
-    tile = min(2048 // block, triton.next_power_of_2(max(rows, 1)))
-    along = triton.cdiv(4 * PROGRAMS, triton.cdiv(channels, block))
-    return Launch(tile, block, 4, max(1, min(triton.cdiv(rows, tile), along)))
+    block = min(power_of_2(channels), 128)
+    tile = min(2048 // block, power_of_2(max(rows, 1)))
+    along = cdiv(4 * PROGRAMS, cdiv(channels, block))
+    return Launch(tile, block, 4, max(1, min(cdiv(rows, tile), along)))
 
 
 def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Launch]:
@@ -50,7 +48,7 @@ def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Laun
         for warps in {max(1, guess.warps // 2), guess.warps, min(32, guess.warps * 2)}:
             for programs in {max(1, guess.programs // 2), guess.programs, guess.programs * 2}:
                 for block in {guess.block, guess.block * 2} if wide else {guess.block}:
-                    yield Launch(tile, block, warps, max(1, min(programs, triton.cdiv(rows, tile))))
+                    yield Launch(tile, block, warps, max(1, min(programs, cdiv(rows, tile))))
 
 
 def tune(op: Callable[[Launch], object], guess: Launch, rows: int, *, wide: bool = False) -> list[tuple[float, Launch]]:
@@ -59,8 +57,20 @@ def tune(op: Callable[[Launch], object], guess: Launch, rows: int, *, wide: bool
     `op` runs the kernel as launched. It is a function and no `triton.autotune`, for the number of programs decides
     the size of buffers too, and the answer is there to correct the heuristic, not to change the bits at run time.
     """
+    import triton
+
     times = []
     for launch in {guess, *candidates(guess, rows, wide=wide)}:
         median = triton.testing.do_bench(lambda launch=launch: op(launch), warmup=5, rep=30, return_mode="median")
         times.append((float(median), launch))  # type: ignore[arg-type]
     return sorted(times)
+
+
+def cdiv(a: int, b: int) -> int:
+    """How many `b` it takes to hold `a`."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()

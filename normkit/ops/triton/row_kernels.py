@@ -1,7 +1,7 @@
 """Kernels that see whole rows: one run of channels (a group of a token's channels) at a time.
 
 The grid is (programs along rows, groups). Numbers are loaded once, computed in float32, stored in the type of the
-pointer. Statistics of a row are saved as `[rows, groups]`: the mean, and the factor `inv` that the row was multiplied by.
+pointer. Statistics of a row are saved as `[rows, groups]`: the mean, and `inv`, the factor of the row.
 """
 
 import triton
@@ -91,7 +91,7 @@ def row_backward(
     dw = tl.zeros([TILE, BLOCK], tl.float32)
     db = tl.zeros([TILE, BLOCK], tl.float32)
     if W is not None:
-        if SCALAR:
+        if SCALAR:  # noqa: SIM108
             w = tl.load(W).to(tl.float32)
         else:
             w = tl.load(W + channel, mask=real, other=0.0).to(tl.float32)[None, :]

@@ -1,0 +1,83 @@
+"""Kernels under Triton's interpreter and compiled ahead of time, in child processes: the variable that turns the
+interpreter on is read when kernels are defined.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import normkit
+from normkit.ops import backend
+
+HERE = pathlib.Path(__file__).parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def child(arguments, tmp_path, **variables):
+    """Output of a Python in whose environment only these variables of Triton are set."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "COV_", "PYTEST_"))}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **variables}
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parent,
+        env=environment,
+        timeout=500,
+        check=False,
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    return ended.stdout
+
+
+@needs_triton
+def test_kernels_match_the_reference_under_the_interpreter(tmp_path):
+    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"], tmp_path,
+                TRITON_INTERPRET="1")  # fmt: skip
+    assert " passed" in out
+    assert "skipped" not in out
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile_for_gpus_that_are_not_here(capability, tmp_path):
+    out = child([str(HERE / "triton_compile.py"), str(capability)], tmp_path, TRITON_CACHE_DIR=str(tmp_path))
+    made = json.loads(out)
+    assert {row["kernel"] for row in made} == {
+        "row_forward", "row_backward", "long_forward", "long_backward", "row_sums", "add_partials",
+        "column_forward", "merge_moments", "column_backward",
+    }  # fmt: skip
+    for row in made:
+        assert row["atomics"] == 0, row
+        assert row["local"] == 0, row
+        assert 0 < row["reg"] <= 255, row
+
+
+@needs_triton
+@pytest.mark.gpu
+def test_kernels_match_the_reference_on_the_device(tmp_path):
+    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"], tmp_path)
+    assert " passed" in out
+
+
+def test_the_switch_refuses_what_cannot_be():
+    with pytest.raises(ValueError, match="auto, reference, triton"), normkit.kernels("cuda"):
+        pass
+    with normkit.kernels("reference") as ran:
+        assert not backend.triton(torch.ones(2, 4), "layer")
+        with normkit.kernels("auto"):
+            assert not backend.triton(torch.ones(2, 4), "layer")
+    assert dict(ran) == {"reference layer": 2}
+
+
+@pytest.mark.skipif(backend.interpreted(), reason="the interpreter is on")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_on_a_cpu_tensor_are_an_error_that_says_what_to_do():
+    with pytest.raises(RuntimeError, match="cpu, and Triton needs a CUDA device"), normkit.kernels("triton"):
+        backend.triton(torch.ones(2, 4), "layer")

@@ -1,0 +1,98 @@
+"""Compiles every kernel ahead of time for GPUs that are not here, and reads registers and spills off the machine code.
+
+`python tests/triton_compile.py 80 90 100` prints a JSON list of rows. TRITON_INTERPRET must not be set.
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from normkit.ops.triton import channel_kernels as channels
+from normkit.ops.triton import row_kernels as rows
+from normkit.ops.triton.launch import column_launch, row_launch
+
+INTEGERS = ("rows", "width", "groups", "channels", "programs", "x_stride", "r_stride", "dy_stride", "ds_stride")
+WIDE = {"MEAN", "INV", "VAR", "DW", "DB", "P", "SUM", "SQUARE", "COUNT", "STAT", "TOTAL", "SUMS", "POST", "SHIFT"}
+WIDE |= {"FACTOR", "BACK", "REMOVED"}  # always float32; the others have the type of x
+
+
+def cases():
+    """(kernel, pointers that are None, constants, warps): each option on and off once, short and long rows."""
+    for width in (384, 4096):
+        forward, backward = row_launch(4096, width), row_launch(4096, width, backward=True)
+        for kind in range(4):
+            plain = {"KIND": kind, "SCALAR": kind == 3}
+            yield rows.row_forward, {"R"} if kind % 2 else set(), plain, forward
+            yield rows.row_backward, {"DS"} if kind % 2 else set(), plain, backward
+        yield rows.row_backward, {"W", "DW", "DB", "DS"}, {"KIND": 0, "SCALAR": False}, backward
+    long = row_launch(64, 40000)
+    yield rows.long_forward, {"R"}, {"KIND": 0, "SCALAR": False}, long
+    yield rows.long_backward, {"DS"}, {"KIND": 0, "SCALAR": False}, long._replace(block=4096, warps=8)
+    down = column_launch(4096, 512)
+    yield rows.row_sums, set(), {"CENTER": True}, down
+    yield rows.add_partials, set(), {}, down._replace(tile=64, block=32)
+    for center in (True, False):
+        none = set() if center else {"SUM"}
+        given, absent = {"CENTER": center}, {"MEAN", "VAR", "W", "B", "POST", "SHIFT"}
+        yield channels.column_forward, none | {"Y"} | absent, given, down
+        yield channels.column_forward, none, given, down
+        yield channels.merge_moments, none, given, down._replace(tile=64, block=32)
+        yield channels.column_backward, {"DX", "REMOVED", "FACTOR", "BACK"}, {**given, "REAL": True}, down
+        yield channels.column_backward, {"SUMS"}, {**given, "REAL": False}, down
+        yield channels.column_backward, set(), {**given, "REAL": True}, down
+
+
+def compile_one(kernel, none, constants, launch, dtype, capability):
+    """The compiled kernel's registers and spills, as the driver would see them."""
+    signature, constexprs = {}, {}
+    for name in kernel.arg_names:
+        if name in none:
+            constexprs[name] = None
+        elif name in ("TILE", "BLOCK"):
+            constexprs[name] = launch.tile if name == "TILE" else launch.block
+        elif name in constants:
+            constexprs[name] = constants[name]
+        elif name in INTEGERS:
+            signature[name] = "i32"
+        elif name == "eps":
+            signature[name] = "fp32"
+        else:
+            signature[name] = "*u8" if name == "MASK" else "*fp32" if name in WIDE else f"*{dtype}"
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    keys = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
+    source = ASTSource(kernel, signature, keys, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.warps})
+    atomics = made.asm["ptx"].count("atom.") + made.asm["ptx"].count("red.global")
+    return {"kernel": kernel.__name__, "sm": capability, "dtype": dtype, "atomics": atomics, **usage(made)}
+
+
+def usage(made):
+    """Registers and bytes of local memory (spills) of a thread, by the disassembler that comes with triton."""
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: re.search(rf"{name}:(\d+)", text) for name in ("REG", "STACK", "LOCAL")}
+    return {name.lower(): int(match[1]) if match else None for name, match in found.items()}
+
+
+if __name__ == "__main__":
+    targets = [int(word) for word in sys.argv[1:]]
+    out = []
+    for number, case in enumerate(cases()):  # the two types of numbers by turns
+        for capability in targets:
+            if capability != 90 and number % 3 == 1:
+                continue  # elsewhere two thirds are enough
+            out.append(compile_one(*case, ("bf16", "fp32")[number % 2], capability))
+    print(json.dumps(out))

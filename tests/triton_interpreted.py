@@ -1,0 +1,216 @@
+"""Every kernel against the float64 reference. `test_triton.py` runs this file in a child process where Triton
+interprets kernels on the CPU; on a CUDA device it runs it once more without the interpreter, at real sizes.
+"""
+
+import pytest
+import torch
+
+import normkit
+from normkit.ops import backend, channels, rows
+from normkit.ops import triton as kernels
+from normkit.ops.triton import launch as launches
+from normkit.ops.triton import rows as row_ops
+
+REAL = not backend.interpreted()
+DEVICE = "cuda" if REAL else "cpu"
+SHAPES = [(4099, 512), (777, 4096), (257, 8200), (65, 40000)] if REAL else [(7, 37), (64, 384), (1, 96), (33, 64)]
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+NORMS = {  # name -> (kernel kind, groups, the reference)
+    "layer": ("layer", 1, lambda x, w, b: rows.layer(x, w, b, 1e-3)),
+    "rms": ("rms", 1, lambda x, w, b: rows.rms(x, w, b, 1e-3)),
+    "rms outside": ("rms_plus_eps", 1, lambda x, w, b: rows.rms(x, w, b, 1e-3, inside=False)),
+    "scale": ("scale", 1, lambda x, w, b: rows.scale(x, w, b, 1e-3)),
+    "group": ("layer", 2, lambda x, w, b: rows.group(x, w, b, 1e-3, 2)),
+}
+
+
+def draw(*shape, dtype=torch.float32):
+    return (torch.randn(*shape) * 2 + 0.5).to(DEVICE, dtype)
+
+
+def close(got, expected, dtype=torch.float32, tolerance=0.0):
+    assert got.shape == expected.shape
+    error = (got.double() - expected).norm() / expected.norm().clamp(min=1e-6)
+    assert error < (tolerance or TOLERANCE[dtype]), f"relative error {error:.2e}"
+
+
+def strided(x):
+    """The same numbers as rows of a wider tensor, whose other numbers nobody may read."""
+    wide = x.new_full((x.shape[0], x.shape[1] + 5), float("nan"))
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("affine", ["weight", "weight and bias", "none"])
+@pytest.mark.parametrize("name", NORMS)
+def test_row_norms_and_their_gradients(name, affine, dtype):
+    kind, groups, reference = NORMS[name]
+    for shape in SHAPES[:2] if affine == "weight and bias" else SHAPES[:1]:
+        channels_ = shape[1] - shape[1] % groups
+        x = strided(draw(shape[0], channels_, dtype=dtype)).requires_grad_()
+        w = None if affine == "none" else draw(1 if name == "scale" else channels_).requires_grad_()
+        b = draw(channels_).requires_grad_() if affine == "weight and bias" else None
+        dy = draw(*x.shape, dtype=dtype)
+        inputs = [t for t in (x, w, b) if t is not None]
+        wide = [t.detach().double().requires_grad_() for t in inputs]
+        given = iter(wide)
+        xd, wd, bd = (None if t is None else next(given) for t in (x, w, b))
+        y, expected = row_ops._norm(x, w, b, None, kind, 1e-3, groups)[0], reference(xd, wd, bd)
+        assert y.dtype == dtype
+        close(y, expected, dtype)
+        got = torch.autograd.grad(y, inputs, strided(dy))
+        for g, e in zip(got, torch.autograd.grad(expected, wide, dy.double()), strict=True):
+            close(g, e, dtype)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_residual_add_gives_norm_and_sum_and_takes_both_gradients(name):
+    kind, groups, reference = NORMS[name]
+    x, r, dy, ds = (draw(*SHAPES[1]) for _ in range(4))
+    w = draw(1 if name == "scale" else x.shape[1]).requires_grad_()
+    x, r = x.requires_grad_(), strided(r).requires_grad_()
+    y, total = kernels.add_norm(kind, x, r, w, None, 1e-3, groups)
+    xd, rd, wd = (t.detach().double().requires_grad_() for t in (x, r, w))
+    expected = reference(xd + rd, wd, None)
+    close(y, expected)
+    close(total, xd + rd)
+    got = torch.autograd.grad([y, total], [x, r, w], [dy, ds])
+    for g, e in zip(
+        got, torch.autograd.grad([expected, xd + rd], [xd, rd, wd], [dy.double(), ds.double()]), strict=True
+    ):
+        close(g, e)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_rows_too_long_for_registers(name, monkeypatch):
+    if not REAL:
+        monkeypatch.setattr(row_ops, "LONGEST", 16)
+        monkeypatch.setattr(launches, "LONGEST", 16)
+    kind, groups, reference = NORMS[name]
+    x, r, dy, ds = (draw(*(SHAPES[3] if REAL else (5, 74))) for _ in range(4))
+    w, b = draw(1 if name == "scale" else x.shape[1]).requires_grad_(), draw(x.shape[1]).requires_grad_()
+    x, r = x.requires_grad_(), r.requires_grad_()
+    y, total = kernels.add_norm(kind, x, r, w, b, 1e-3, groups)
+    xd, rd, wd, bd = (t.detach().double().requires_grad_() for t in (x, r, w, b))
+    expected = reference(xd + rd, wd, bd)
+    close(y, expected)
+    got = torch.autograd.grad([y, total], [x, r, w, b], [dy, ds])
+    wide = torch.autograd.grad([expected, xd + rd], [xd, rd, wd, bd], [dy.double(), ds.double()])
+    for g, e in zip(got, wide, strict=True):
+        close(g, e)
+
+
+def test_rows_of_zeros_and_large_means():
+    x = torch.zeros(3, 40, device=DEVICE, requires_grad=True)
+    for name in ("layer", "rms", "rms outside", "scale"):
+        y = row_ops._norm(x, None, None, None, NORMS[name][0], 1e-3, 1)[0]
+        (dx,) = torch.autograd.grad(y, x, draw(3, 40))
+        assert torch.equal(y, torch.zeros_like(y))
+        assert dx.isfinite().all()
+    x = draw(5, 37) + 1000.0
+    expected = rows.layer(x.double(), None, None, 1e-5)
+    close(kernels.layer(x, None, None, 1e-5), expected, tolerance=1e-4)  # a mean of 1000 is known to 6e-5 in float32
+    assert kernels.layer(x[:0], None, None, 1e-5).shape == (0, 37)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("center", [False, True])
+def test_moments(center, masked, dtype):
+    for shape in SHAPES[:3]:
+        x = strided(draw(*shape, dtype=dtype) + 50)
+        mask = torch.rand(shape[0], device=DEVICE) > 0.4 if masked else None
+        if masked:
+            x[~mask] = float("nan")  # what stands in the padding is nobody's business
+        stat, count = kernels.moments(x, mask, center)
+        expected, real = channels.moments(x.double(), mask, center)
+        close(stat, expected)
+        assert count == real
+    nothing, count = kernels.moments(x, torch.zeros(len(x), dtype=torch.bool, device=DEVICE), center)
+    assert count == 0
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("center", [False, True])
+def test_standardize_and_its_gradient_in_two_passes_and_in_one(center, masked, dtype):
+    n, c = SHAPES[0]
+    x, dy = strided(draw(n, c, dtype=dtype)), strided(draw(n, c, dtype=dtype))
+    stat, removed = draw(1 + center, c).abs() + 0.2, draw(1 + center, c)
+    weight, bias, post, shift, factor, back = (draw(c) for _ in range(6))
+    mask = torch.rand(n, device=DEVICE) > 0.4 if masked else None
+    wide = [t.double() for t in (x, dy, stat, removed, weight, bias, post, shift, factor, back)]
+    xd, dyd, sd, rd, wd, bd, pd, hd, fd, kd = wide
+    keep = torch.ones(n, 1, device=DEVICE) if mask is None else mask[:, None].double()
+    inv = torch.rsqrt(sd[-1] + 1e-3)
+    z = (xd - sd[0] if center else xd) * inv
+
+    y, sums = kernels.standardize(x, stat, 1e-3, center, weight, bias, post, shift, mask, sums=True)
+    close(y, wd * (pd * z + hd) + bd, dtype)
+    fresh, count = channels.moments(xd, mask, center)
+    close(sums[0], fresh)
+    assert sums[1] == count
+    plain, none = kernels.standardize(x, stat, 1e-3, center)
+    assert none is None
+    close(plain, z, dtype)
+
+    dx, sums = kernels.standardize_grad(dy, x, stat, 1e-3, center, factor, back, mask, removed, real=True)
+    s0 = rd[0] if center else 0
+    close(dx, kd * inv * (fd * dyd - keep * (s0 + z * rd[-1])), dtype)
+    pairs = [dyd, dyd * z] + ([keep * dyd, keep * dyd * z] if masked else [])
+    close(sums, torch.stack([p.sum(0) for p in pairs]))
+    alone, _ = kernels.standardize_grad(dy, x, stat, 1e-3, center, factor, back, mask, removed, sums=False)
+    assert torch.equal(alone, dx)
+    nothing, again = kernels.standardize_grad(dy, x, stat, 1e-3, center, mask=mask, real=True)
+    assert nothing is None
+    assert torch.equal(again, sums)
+
+
+def test_the_same_bits_every_time():
+    n, c = (8192, 768) if REAL else (40, 48)
+    x, dy, w = draw(n, c), draw(n, c), draw(c).requires_grad_()
+    x.requires_grad_()
+
+    def everything():
+        y = kernels.layer(x, w, None, 1e-5)
+        stat, _ = kernels.moments(x.detach(), None, True)
+        sums = kernels.standardize_grad(dy, x.detach(), stat, 1e-5, True)[1]
+        return y.detach(), *torch.autograd.grad(y, (x, w), dy), stat, sums
+
+    first = everything()
+    for _ in range(20 if REAL else 2):
+        for a, b in zip(first, everything(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_operators_pass_opcheck(residual):
+    x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (20,), (20,)))
+    r = draw(4, 6, 20).requires_grad_() if residual else None
+    torch.library.opcheck(row_ops.row_norm, (x, w, b, r, 0, 1e-5, 2))
+    torch.library.opcheck(torch.ops.normkit.column_moments, (draw(9, 20), torch.rand(9, device=DEVICE) > 0.5, True))
+    torch.library.opcheck(
+        torch.ops.normkit.column_standardize, (draw(9, 20), draw(2, 20).abs(), 1e-5, True, draw(20), None, None, None)
+    )
+
+
+def test_the_operator_has_the_gradient_of_the_eager_path():
+    x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (20,), (20,)))
+    dy = draw(4, 6, 20)
+    eager = torch.autograd.grad(kernels.layer(x, w, b, 1e-5), (x, w, b), dy)
+    op = torch.autograd.grad(row_ops.row_norm(x, w, b, None, 0, 1e-5, 1)[0], (x, w, b), dy)
+    for a, e in zip(op, eager, strict=True):
+        assert torch.equal(a, e)
+
+
+def test_the_switch_runs_what_it_says():
+    x = draw(3, 16)
+    with normkit.kernels("triton") as ran:
+        assert backend.triton(x, "layer")
+    assert dict(ran) == {"triton layer": 1}
+    with pytest.raises(RuntimeError, match="float64"), normkit.kernels("triton"):
+        backend.triton(x.double(), "layer")
+    with normkit.kernels("auto"):
+        assert backend.triton(x, "layer") == REAL
