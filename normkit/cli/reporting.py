@@ -58,7 +58,8 @@ def figure(arguments: list[str]) -> int:
     given = parse_arguments(parse, arguments, "figure")
     if not given["paths"]:
         raise ValueError(f"no results given; try `normkit figure {given['name']} runs/demo`")
-    made = figures.draw(given["name"], results.find(given["paths"], unfinished=True), given["out"] or Path(f"{given['name']}.svg"))
+    found = results.find(given["paths"], unfinished=True)
+    made = figures.draw(given["name"], found, given["out"] or Path(f"{given['name']}.svg"))
     write(f"figure: {made}")
     return 0
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SKIP = 0.05
-LETTERS = 13  # of a title, to an inch
+LETTERS = 16  # of a title, to an inch
 POINTS = 200  # of a line at most
 BATCH_NORMS = ("batch", "BatchNorm", "renorm", "SyncBatchNorm")
 HOW = "record with `normkit train RECIPE --record-every 5` or `normkit.record`; rows.csv must lie beside result.json"
@@ -104,8 +104,8 @@ def safe(text: str) -> str:
 
 def titled(axes: "Axes", text: str) -> None:
     """Write a title, on as many lines as the panel's width asks for."""
-    wide = axes.figure.get_figwidth() * axes.get_position().width * LETTERS
-    axes.set_title("\n".join(textwrap.wrap(safe(text), max(12, int(wide)))), fontsize=9)
+    wide = axes.get_figure(root=True).get_size_inches()[0] * axes.get_position().width * LETTERS  # type: ignore[union-attr]
+    axes.set_title("\n".join(textwrap.wrap(safe(text), max(12, int(wide)), break_long_words=False)), fontsize=9)
 
 
 def short(site: str) -> str:
