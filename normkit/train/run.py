@@ -20,6 +20,7 @@ from normkit.train.config import Run, pick
 from normkit.train.progress import Progress
 from normkit.train.rank import rank
 from normkit.train.source import source
+from normkit.train.speed import utilization
 from normkit.train.weights import fits, load_weights, mean_weights, save_weights, write_atomically
 from normkit.train.where import where
 
@@ -86,8 +87,8 @@ def train(
     if journal.status == "done" and not journal.valid:
         journal.valid.append({"step": journal.step, **task.look()})
 
-    task.cpu()
     save_weights(task.model, folder / "model.safetensors")
+    task.to("cuda" if run.device != "cpu" and torch.cuda.is_available() else "cpu")  # Lightning took it off
     scores, status, started = {}, journal.status, time.perf_counter()
     if status == "done":
         try:
@@ -116,6 +117,8 @@ def train(
     }
     for kind, lines in task.outputs.items():
         write_atomically(folder / "outputs" / f"{kind}.txt", "".join(f"{line}\n" for line in lines).encode())
+    if run.static:  # a run for speed
+        result["speed"] |= utilization(task.model, result["speed"]["train_tokens_per_s"] / run.devices / run.nodes)
     results.write(folder, result)
     return result
 
