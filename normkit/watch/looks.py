@@ -23,6 +23,9 @@ class Look(NamedTuple):
     fields: Fields
 
 
+REMEMBERED = ("running", "looks", "rings", "channels", "seen")
+
+
 class Memory:
     """What is remembered of a norm from look to look: averages it does not keep itself, and last values."""
 
@@ -30,7 +33,8 @@ class Memory:
         self.alpha, self.window, self.channel = alpha, window, channel
         self.running: Fields = {}
         self.looks = 0
-        self.recent: dict[str, Tensor] = {}  # side -> [window, C], a ring
+        self.rings: dict[str, Tensor] = {}  # side -> [window, C], where windows are asked for
+        self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of one channel
         self.seen = {"x": 0, "g": 0}
 
     def average(self, batch: Fields) -> Fields:
@@ -45,26 +49,26 @@ class Memory:
         return before
 
     def push(self, side: str, value: Tensor, last: int) -> Fields:
-        """Remember `value [C]`; one channel's last values, and now and then the whole window `[window, C]`."""
-        if side not in self.recent:
-            self.recent[side] = value.new_zeros(self.window, len(value))
-        ring, slot = self.recent[side], self.seen[side] % self.window
-        ring[slot] = value
+        """Remember one channel of `value [C]`; its last values."""
+        self.channels[side] = [*self.channels[side][1 - last :], value[self.channel % len(value)]][-last:]
+        return {f"channel_{side}": torch.stack(self.channels[side])}
+
+    def fill(self, side: str, value: Tensor) -> Fields:
+        """Remember `value [C]`; the window `[window, C]` whenever it is full of new values."""
+        if side not in self.rings:
+            self.rings[side] = value.new_zeros(self.window, len(value))
+        slot = self.seen[side] % self.window
+        self.rings[side][slot] = value
         self.seen[side] += 1
-        count = min(self.seen[side], last)
-        slots = [(slot - back) % self.window for back in reversed(range(count))]
-        fields = {f"channel_{side}": torch.stack([ring[s, self.channel % len(value)] for s in slots])}
-        if slot == self.window - 1:
-            fields[f"window_{side}"] = ring.clone()
-        return fields
+        return {f"window_{side}": self.rings[side].clone()} if slot == self.window - 1 else {}
 
     def state(self) -> dict[str, object]:
         """What a resumed recording needs to go on."""
-        return {"running": self.running, "looks": self.looks, "recent": self.recent, "seen": self.seen}
+        return {name: getattr(self, name) for name in REMEMBERED}
 
     def load(self, state: Mapping[str, object]) -> None:
         """Take over what `state` gave."""
-        for name in ("running", "looks", "recent", "seen"):
+        for name in REMEMBERED:
             setattr(self, name, state[name])
 
 

@@ -155,8 +155,7 @@ class Recorder:
         if not site.stateful and mask is None:
             mask = real  # what batch statistics would be if they were told of the padding
         fields = gather(site, memory, x, mask, real)
-        if self._needs("channel_x", "window_x"):
-            fields |= self._pushed(site, "x", fields["quadratic"])
+        fields |= self._remembered(site, "x", fields["quadratic"])
         self._pending.append(Look(self.step, site, fields))
         return fields["mean"], fields["var"]
 
@@ -169,16 +168,16 @@ class Recorder:
         if not site.stateful and mask is None:
             mask = self.padding.mask(x.shape[:-1])
         fields = gather_gradient(site, x, dy, mask, seen)
-        if self._needs("channel_g", "window_g"):
-            fields |= self._pushed(site, "g", fields["g_psi2"])
+        fields |= self._remembered(site, "g", fields["g_psi2"])
         self._pending.append(Look(step, site, fields))
 
-    def _needs(self, *names: str) -> bool:
-        return not self.needs.isdisjoint(names)
-
-    def _pushed(self, site: Site, side: str, value: Tensor) -> dict[str, Tensor]:
-        new = self.memory[site.name].push(side, value, int(getattr(site.module, "window", 4)))
-        return {name: value for name, value in new.items() if name in self.needs}
+    def _remembered(self, site: Site, side: str, value: Tensor) -> dict[str, Tensor]:
+        memory, found = self.memory[site.name], {}
+        if f"channel_{side}" in self.needs:
+            found |= memory.push(side, value, int(getattr(site.module, "window", 4)))
+        if f"window_{side}" in self.needs:
+            found |= memory.fill(side, value)
+        return found
 
     @torch.no_grad()
     def settle(self) -> None:
