@@ -194,6 +194,8 @@ def test_the_operators_pass_opcheck(residual):
     torch.library.opcheck(
         torch.ops.normkit.column_standardize, (draw(9, 20), draw(2, 20).abs(), 1e-5, True, draw(20), None, None, None)
     )
+    given = draw(9, 20), draw(9, 20), draw(2, 20).abs(), 1e-5, True, None, None, None, draw(2, 20), True, False
+    torch.library.opcheck(torch.ops.normkit.column_standardize_grad, given)
 
 
 def test_the_operator_has_the_gradient_of_the_eager_path():

@@ -43,7 +43,7 @@ def column_forward(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
     if Y is not None:
-        a, b = factors(MEAN, VAR, W, B, POST, SHIFT, channel, real, eps, CENTER)
+        a, b = factors(MEAN, VAR, W, B, POST, SHIFT, channel, real, eps, CENTER)  # type: ignore[misc]
     square = tl.zeros([TILE, BLOCK], tl.float32)
     deviation = tl.zeros([BLOCK], tl.float32)
     mean = tl.zeros([BLOCK], tl.float32)

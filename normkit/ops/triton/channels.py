@@ -19,7 +19,10 @@ def moments(
 
     `mask` may also be numbers `[...]`, the weight of each row.
     """
+    if torch.compiler.is_compiling():
+        return column_moments(x, mask, center)
     rows, stat, room, launch = _room(x, center, launch)
+    assert stat is not None
     count = _forward(rows, mask, None, None, None, None, None, None, center, 0.0, room, launch, stat)
     return stat, count
 
@@ -30,8 +33,9 @@ def standardize(
     launch: Launch | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """`weight * (post * z + shift) + bias`; with `sums`, the moments of x from the same reading (stale statistics)."""
+    if torch.compiler.is_compiling() and not sums:
+        return column_standardize(x, stat, eps, center, weight, bias, post, shift), None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    fresh, room = None, (None, None, None)
     rows, fresh, room, launch = _room(x, center, launch, sums)
     count = _forward(rows, mask, y, stat, weight, bias, post, shift, center, eps, room, launch, fresh)
     return y, None if fresh is None else (fresh, count)
@@ -47,6 +51,9 @@ def standardize_grad(
     `factor` is what multiplies dy on its way to z (weight, post, gain). With `real` the sums are `[4, C]`: over all
     rows, then over real ones. Both in one pass where the gradient statistics are stale, else one call for each.
     """
+    if torch.compiler.is_compiling():
+        found = column_standardize_grad(dy, x, stat, eps, center, factor, back, mask, removed, sums, real)
+        return (None if removed is None else found[0]), (found[1] if sums else None)
     rows, dys = as_rows(x), as_rows(dy)
     (n, channels), real = rows.shape, real and mask is not None
     dx = None if removed is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -138,3 +145,20 @@ def column_standardize(
 @column_standardize.register_fake
 def _(x, stat, eps, center, weight, bias, post, shift):
     return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("normkit::column_standardize_grad", mutates_args=())
+def column_standardize_grad(
+    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None, back: Tensor | None,
+    mask: Tensor | None, removed: Tensor | None, sums: bool, real: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Operator: `standardize_grad`; empty where it returns None."""
+    dx, out = standardize_grad(dy, x, stat, eps, center, factor, back, mask, removed, sums, real)
+    return x.new_empty(0) if dx is None else dx, stat.new_empty(0) if out is None else out
+
+
+@column_standardize_grad.register_fake
+def _(dy, x, stat, eps, center, factor, back, mask, removed, sums, real):
+    height = 4 if real and mask is not None else 2
+    dx = x.new_empty(0) if removed is None else x.new_empty(x.shape)
+    return dx, stat.new_empty((height, x.shape[-1]), dtype=torch.float32) if sums else stat.new_empty(0)
