@@ -255,14 +255,14 @@ class StatNorm(Norm):
         """Normalize `x[..., dim]`, by batch and history while training, by `running` otherwise."""
         mask = self.check(x, mask)
         x = self.rest(x)
-        wide = torch.promote_types(x.dtype, self.running.dtype)
         if not self.training:
+            wide = torch.promote_types(x.dtype, self.running.dtype)
             scale, shift = self._affine()
             if x.dtype == scale.dtype:  # no casts in an exported graph
                 return torch.addcmul(shift, x, scale)
             return torch.addcmul(shift.to(wide), x.to(wide), scale.to(wide)).to(x.dtype)
         with torch.no_grad():
-            plan = self._replay(x, mask) or self._advance(x.detach().to(wide), mask)
+            plan = self._replay(x, mask) or self._advance(x.detach(), mask)
             if torch.compiler.is_compiling():
                 plan = _shield(plan)
         record = self._remember(plan)
@@ -280,7 +280,8 @@ class StatNorm(Norm):
 
     def _advance(self, x: Tensor, mask: Tensor | None) -> _Plan:
         """Look at the batch, let the method decide, and move the state once."""
-        local, count = channels.moments(x, mask, self.center)
+        wide = torch.promote_types(x.dtype, self.running.dtype)
+        local, count = channels.moments(x, mask, self.center, wide)
         batch = local
         if self.sync:
             batch, count = channels.unpack(channels.all_reduce(channels.pack(local, count, self.running)), self.running)
@@ -369,7 +370,7 @@ class StatNorm(Norm):
             return plans[0] if plans else None
         # several forwards are waiting: the one with this batch's statistics, found without asking the device
         wide = torch.promote_types(x.dtype, self.running.dtype)
-        batch = channels.moments(x.detach().to(wide), mask, self.center)[0]
+        batch = channels.moments(x.detach(), mask, self.center, wide)[0]
         distance = torch.stack([(plan.batch - batch).abs().sum() for plan in plans])
         best = distance.nan_to_num(nan=0.0).argmin().view(1)
         columns = zip(*(plan.tensors() for plan in plans), strict=True)

@@ -4,26 +4,32 @@
 mean). What the statistics *are* is the business of `normkit.norms`; nothing here knows a method's name.
 """
 
+import functools
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from normkit.ops import fused
+from normkit.ops import backend, fused
 
 
-def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tuple[Tensor, Tensor]:
+def moments(
+    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the real rows of `x`, and how many rows there are.
 
-    `x` is `[..., C]`, already in the type to compute in; `mask` is `[...]`, True where a row is real. Without a real
-    row the statistics are zero.
+    `x` is `[..., C]`; `dtype` is the type to compute in, x's own where None; `mask` is `[...]`, True where a row is
+    real. Without a real row the statistics are zero.
 
     >>> moments(torch.tensor([[1.0], [3.0], [9.0]]), torch.tensor([True, True, False]), center=True)
     (tensor([[2.],
             [1.]]), tensor(2.))
     """
-    rows = x.reshape(-1, x.shape[-1])
+    dtype = x.dtype if dtype is None else dtype
+    if dtype is torch.float32 and backend.triton(x, "moments"):
+        return backend.load().moments(x, mask, center)
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
     if mask is None:
         count = rows.new_full((), rows.shape[0])
         if rows.shape[0] == 0:
@@ -98,6 +104,10 @@ class Standardize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rule, x, weight, bias, mask, stat, count, step, post, shift, gain, back, *memo):  # noqa: D102
+        ctx.rule, ctx.has_bias = rule, bias is not None
+        ctx.save_for_backward(x, weight, mask, stat, count, step, post, shift, gain, back, *memo)
+        if stat.dtype is torch.float32 and backend.triton(x, "standardize"):
+            return backend.load().standardize(x, stat, rule.eps, rule.center, weight, bias, post, shift)[0]
         inv = torch.rsqrt(stat[-1] + rule.eps)
         a = inv if post is None else inv * post
         b = 0.0 if shift is None else shift
@@ -108,8 +118,6 @@ class Standardize(torch.autograd.Function):
         if bias is not None:
             b = b + bias
         y = torch.addcmul(b, x, a) if isinstance(b, Tensor) else x * a
-        ctx.rule, ctx.has_bias = rule, bias is not None
-        ctx.save_for_backward(x, weight, mask, stat, count, step, post, shift, gain, back, *memo)
         return y.to(x.dtype)
 
     @staticmethod
@@ -117,12 +125,22 @@ class Standardize(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, mask, stat, count, step, post, shift, gain, back, *memo = ctx.saved_tensors
         rule, shape, dtype = ctx.rule, x.shape, x.dtype
-        x, dy = (t.reshape(-1, t.shape[-1]).to(stat.dtype) for t in (x, dy))
+        grad = None
+        if stat.dtype is torch.float32 and backend.triton(x, "standardize_grad"):
+            kernel = backend.load().standardize_grad
+            grad = functools.partial(kernel, dy, x, stat, rule.eps, rule.center)
+        real = mask is not None and rule.pad_grad == "real"
         inv = torch.rsqrt(stat[-1] + rule.eps)
         mean = stat[0] if rule.center else None  # z = (x - mean) * inv is never written out: both join [C] factors
         keep = None if mask is None else mask.reshape(-1, 1)
-
-        sums = _sums(dy, x, mean, inv)
+        if grad is not None:
+            sums = grad(mask=mask, real=real)[1]
+        else:
+            x, dy = (t.reshape(-1, t.shape[-1]).to(stat.dtype) for t in (x, dy))
+            sums = _sums(dy, x, mean, inv)
+            if keep is not None and real:
+                sums = torch.cat([sums, _sums(torch.where(keep, dy, 0), x, mean, inv)])
+        sums, felt = sums[:2], sums[-2:]  # of all rows for the parameters, and those that move statistics
         dbias, dweight = sums
         if post is not None:
             dweight = dweight * post
@@ -134,19 +152,19 @@ class Standardize(torch.autograd.Function):
         for constant in (post, gain):
             factor = factor if constant is None else factor * constant
 
-        if keep is not None and rule.pad_grad == "real":
-            sums = _sums(torch.where(keep, dy, 0), x, mean, inv)
-        sums = (sums if rule.center else sums[1:]) * factor
+        sums = (felt if rule.center else felt[1:]) * factor
         if rule.sync:
             sums = all_reduce(sums)
         s = rule.take_gradient(sums / count.clamp(min=1), count, step, tuple(memo))
 
-        scale = inv if back is None else inv * back
-        slope = -scale * inv * s[-1]
-        removed = x * slope if mean is None else torch.addcmul(-scale * s[0] - slope * mean, x, slope)
-        removed = removed if keep is None else torch.where(keep, removed, 0)
-        dx = removed.addcmul_(dy, factor * scale)
-        dx = dx.to(dtype).view(shape)
+        if grad is not None:
+            dx = grad(factor if factor.dim() else None, back, mask, s, sums=False)[0]
+        else:
+            scale = inv if back is None else inv * back
+            slope = -scale * inv * s[-1]
+            dx = x * slope if mean is None else torch.addcmul(-scale * s[0] - slope * mean, x, slope)
+            dx = dx if keep is None else torch.where(keep, dx, 0)
+            dx = dx.addcmul_(dy, factor * scale).to(dtype).view(shape)
         dweight = None if weight is None else dweight.to(weight.dtype)
         dbias = dbias.to(dtype if weight is None else weight.dtype) if ctx.has_bias else None
         return None, dx, dweight, dbias, *[None] * (8 + len(memo))
