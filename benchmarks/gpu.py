@@ -1,0 +1,421 @@
+"""Checks, times and counts everything that runs on a CUDA device, in under 9 minutes, into a folder of small files.
+
+    python benchmarks/gpu.py OUT [--budget 500] [--only checks speed launches steps tuning]
+    python benchmarks/gpu.py OUT --dry          the script itself, at tiny sizes, under Triton's interpreter on a CPU
+
+Ratios are of one run: providers take turns, round by round; before each call a buffer larger than the L2 cache is
+overwritten, which also lets the host run ahead of the device. Times are between CUDA events. A fraction of the ceiling
+is (the fewest bytes that the operation must move / time) / (bytes / time of a copy of 1 GiB, measured in the same run).
+A section that fails is told of in failures.json, and the others go on.
+"""
+
+# ruff: noqa: E402
+import argparse
+import csv
+import functools
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+DRY = "--dry" in sys.argv
+if DRY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import normkit
+from normkit.models.config import Model
+from normkit.models.mt import Seq2Seq
+from normkit.ops import channels, rows
+from normkit.ops import triton as kernels
+from normkit.ops.triton import rows as row_ops
+from normkit.ops.triton.launch import column_launch, row_launch, tune
+
+DEVICE = "cpu" if DRY else "cuda"
+EPS = 1e-5
+SHAPES = [
+    (4096, 512),
+    (8192, 768),
+    (32768, 384),
+    (16384, 1024),
+    (16384, 2048),
+    (8192, 4096),
+    (16384, 8192),
+    (65536, 8192),
+]
+SHAPES = [(6, 20), (9, 32)] if DRY else SHAPES
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BOUND = {"bf16": 6e-3, "fp32": 1e-5}
+Run = Callable[[], object]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).mul_(2).add_(0.5).to(dtype)
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+# -- is it right ------------------------------------------------------------------------------------------------------
+
+ROW_NORMS = {
+    "layer": lambda m, x, w, b: m.layer(x, w, b, EPS),
+    "rms": lambda m, x, w, b: m.rms(x, w, None, EPS),
+    "scale": lambda m, x, w, b: m.scale(x, w[:1], None, EPS),
+    "group": lambda m, x, w, b: m.group(x, w, b, EPS, 4),
+}
+
+
+def checks() -> Iterator[dict]:
+    """Every kernel against the reference in float64 on the device, and twice against itself, bit for bit."""
+    odd = [(7, 36)] if DRY else [(4099, 516), (1031, 8200), (301, 40000)]
+    for n, c in [*SHAPES[:-1], *odd]:
+        for dtype, kind in DTYPES.items():
+            for name, found in results(n, c, kind):
+                errors, again = found
+                yield {"rows": n, "channels": c, "dtype": dtype, "op": name, "error": max(errors), "same_bits": again,
+                       "ok": max(errors) < BOUND[dtype] and again}  # fmt: skip
+    if not DRY:
+        x = draw(270_000, 8192, dtype=torch.bfloat16)  # more than 2^31 numbers
+        tail = rows.layer(x[-64:].double(), None, None, EPS)
+        error = relative(kernels.layer(x, None, None, EPS)[-64:], tail)
+        yield {"rows": 270_000, "channels": 8192, "dtype": "bf16", "op": "layer, last rows", "error": error,
+               "same_bits": "", "ok": error < BOUND["bf16"]}  # fmt: skip
+
+
+def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[list[float], bool]]]:
+    x, dy = draw(n, c, dtype=dtype), draw(n, c, dtype=dtype)
+    w, b = draw(c), draw(c)
+    mask = torch.rand(n, device=DEVICE) > 0.2
+    wide = [t.double() for t in (x, w, b)]
+    for name, norm in ROW_NORMS.items():
+
+        def both(module, inputs, upstream, norm=norm):
+            inputs = [t.detach().clone().requires_grad_() for t in inputs]
+            y = norm(module, *inputs)
+            grads = torch.autograd.grad(y, inputs, upstream, allow_unused=True)
+            return [y.detach(), *(g for g in grads if g is not None)]
+
+        got, again = both(kernels, (x, w, b), dy), both(kernels, (x, w, b), dy)
+        with normkit.kernels("reference"):
+            expected = both(rows, wide, dy.double())
+        yield name, compare(got, again, expected)
+    for center in (False, True):
+        stat, removed = draw(1 + center, c).abs() + 0.2, draw(1 + center, c)
+
+        def column(center=center, stat=stat, removed=removed):
+            fresh, _ = kernels.moments(x, mask, center)
+            y, _ = kernels.standardize(x, stat, EPS, center, w, b)
+            dx, sums = kernels.standardize_grad(dy, x, stat, EPS, center, w, None, mask, removed)
+            return [fresh, y, dx, sums]
+
+        inv = torch.rsqrt(stat[-1].double() + EPS)
+        z = (wide[0] - (stat[0].double() if center else 0)) * inv
+        dyd, keep = dy.double(), mask[:, None].double()
+        with normkit.kernels("reference"):
+            fresh = channels.moments(wide[0], mask, center)[0]
+        s0 = removed[0].double() if center else 0
+        dx = inv * (wide[1] * dyd - keep * (s0 + z * removed[-1].double()))
+        expected = [fresh, z * wide[1] + wide[2], dx, torch.stack([dyd.sum(0), (dyd * z).sum(0)])]
+        yield f"batch statistics, center={center}", compare(column(), column(), expected)
+
+
+def compare(got: list[Tensor], again: list[Tensor], expected: list[Tensor]) -> tuple[list[float], bool]:
+    errors = [relative(g, e) for g, e in zip(got, expected, strict=True)]
+    return errors, all(torch.equal(g, a) for g, a in zip(got, again, strict=True))
+
+
+# -- how fast ---------------------------------------------------------------------------------------------------------
+
+
+def clock(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    """Times in ms of each run, taking turns; the cache is overwritten before each."""
+    if DRY:
+        return {name: [seconds(run) * 1e3 for _ in range(2)] for name, run in runs.items()}
+    flush = torch.empty(
+        max(256 << 20, 4 * torch.cuda.get_device_properties(0).L2_cache_size), dtype=torch.int8, device="cuda"
+    )
+    for run in runs.values():
+        for _ in range(3):
+            run()
+    marks: dict[str, list] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            flush.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            marks[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in marks.items()}
+
+
+def seconds(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+@functools.cache
+def ceiling() -> float:
+    """Bytes per second of a large copy, reading and writing counted."""
+    source = torch.empty((1 << 12) if DRY else (1 << 30), dtype=torch.int8, device=DEVICE)
+    target = torch.empty_like(source)
+    times = clock({"copy": lambda: target.copy_(source)}, 20)["copy"]
+    return 2 * source.numel() / (statistics.median(times) / 1e3)
+
+
+def peer(module: str, name: str, call: Callable) -> Callable | None:
+    """`call` with a function of a package that may not be here."""
+    try:
+        return functools.partial(call, getattr(importlib.import_module(module), name))
+    except Exception:
+        return None
+
+
+def providers(op: str, c: int) -> dict[str, Callable | None]:
+    """Functions of (x, w, b) by name: the same norm by whoever has it."""
+    if op == "layer":
+        eager = lambda x, w, b: F.layer_norm(x, (c,), w, b, EPS)  # noqa: E731
+        liger = peer("liger_kernel.ops.layer_norm", "LigerLayerNormFunction", lambda f, x, w, b: f.apply(x, w, b, EPS))
+        flash = peer("flash_attn.ops.triton.layer_norm", "layer_norm_fn", lambda f, x, w, b: f(x, w, b, eps=EPS))
+        apex = peer("apex.normalization.fused_layer_norm", "fused_layer_norm_affine",
+                    lambda f, x, w, b: f(x, w, b, (c,), EPS))  # fmt: skip
+        quack = peer("quack", "layernorm", lambda f, x, w, b: f(x, w.float(), b.float(), EPS))
+    else:
+        eager = lambda x, w, b: F.rms_norm(x, (c,), w, EPS)  # noqa: E731
+        liger = peer("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", lambda f, x, w, b: f.apply(x, w, EPS))
+        flash = peer("flash_attn.ops.triton.layer_norm", "rms_norm_fn", lambda f, x, w, b: f(x, w, None, eps=EPS))
+        apex = peer("apex.normalization.fused_layer_norm", "fused_rms_norm_affine",
+                    lambda f, x, w, b: f(x, w, (c,), EPS))  # fmt: skip
+        quack = peer("quack", "rmsnorm", lambda f, x, w, b: f(x, w, eps=EPS))
+    ours = functools.partial(ROW_NORMS[op], kernels)
+    compiled = None if DRY else torch.compile(eager, dynamic=False)
+    return {"ours": ours, "torch": eager, "compiled": compiled, "liger": liger, "flash": flash, "apex": apex,
+            "quack": quack}  # fmt: skip
+
+
+def speed(left: Callable[[], float]) -> Iterator[dict]:
+    """Row norms and batch statistics, forward and backward, beside the ceiling."""
+    for n, c in SHAPES:
+        for dtype, kind in DTYPES.items():
+            if left() < 0:
+                return
+            torch._dynamo.reset()
+            forward, backward = timed(n, c, kind)
+            for side, runs, plain in (("forward", forward, 2), ("backward", backward, 3)):
+                moves = {"batch": plain + (1 if side == "forward" else 2)}
+                times = clock(runs, 1 if DRY else 30 if n * c < 1 << 28 else 10)
+                ours = statistics.median(times["layer ours"])
+                for name, unsorted in times.items():
+                    values = sorted(unsorted)
+                    middle, size = statistics.median(values), n * c * kind.itemsize
+                    moved = size * moves.get(name.split(maxsplit=1)[0], plain)
+                    yield {
+                        "rows": n, "channels": c, "dtype": dtype, "side": side, "run": name, "ms": middle,
+                        "ms_20": values[len(values) // 5], "ms_80": values[len(values) * 4 // 5],
+                        "of_ceiling": moved / (middle / 1e3) / ceiling(), "to_our_layer": middle / ours,
+                        "n": len(values),
+                    }  # fmt: skip
+
+
+def timed(n: int, c: int, kind: torch.dtype) -> tuple[dict[str, Run], dict[str, Run]]:
+    """What is timed forward and backward at one shape, by name: "operation provider"."""
+    x, dy = draw(n, c, dtype=kind).requires_grad_(), draw(n, c, dtype=kind)
+    w, b = draw(c, dtype=kind).requires_grad_(), draw(c, dtype=kind).requires_grad_()
+    forward: dict[str, Run] = {}
+    backward: dict[str, Run] = {}
+    for op in ("layer", "rms"):
+        for who, norm in providers(op, c).items():
+            if norm is None:
+                continue
+            try:  # a peer may refuse a shape, a type or this version of torch
+                y = norm(x, w, b)
+                inputs = [x, w, b] if op == "layer" else [x, w]
+                back = functools.partial(torch.autograd.grad, y, inputs, dy, retain_graph=True)
+                back()
+            except Exception as error:
+                print(f"{op} {who} ({n}, {c}) {kind}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+                continue
+            forward[f"{op} {who}"] = functools.partial(norm, x, w, b)
+            backward[f"{op} {who}"] = back
+    raw, weight, bias, stat, s = x.detach(), w.detach(), b.detach(), draw(2, c).abs() + 0.2, draw(2, c)
+    forward["power ours"] = lambda: kernels.standardize(raw, stat[1:], EPS, False, weight, bias, sums=True)
+    backward["power ours"] = lambda: kernels.standardize_grad(dy, raw, stat[1:], EPS, False, weight, removed=s[1:])
+    forward["batch ours"] = lambda: (
+        kernels.moments(raw, None, True), kernels.standardize(raw, stat, EPS, True, weight, bias),
+    )  # fmt: skip
+    backward["batch ours"] = lambda: (
+        kernels.standardize_grad(dy, raw, stat, EPS, True),
+        kernels.standardize_grad(dy, raw, stat, EPS, True, weight, removed=s, sums=False),
+    )
+    return forward, backward
+
+
+# -- launches, steps, launch configurations ---------------------------------------------------------------------------
+
+
+def launches() -> Iterator[dict]:
+    """Launches and waits for the device of one forward and backward of each norm, by the profiler."""
+    activity = torch.profiler.ProfilerActivity
+    for choice in ("reference", "triton"):
+        for spec in normkit.NORMS:
+            norm = normkit.make(spec, 16 if DRY else 512).to(DEVICE).train()
+            x, dy = draw(*SHAPES[0]), draw(*SHAPES[0])
+            x, dy = (draw(8, 4, norm.dim).requires_grad_(), draw(8, 4, norm.dim)) if DRY else (x.requires_grad_(), dy)
+            row = {"norm": spec, "kernels": choice, "launches": "", "syncs": "", "ran": ""}
+            try:
+                with normkit.kernels(choice if choice == "reference" or DRY else "auto") as ran:
+                    norm(x).backward(dy)
+                    kinds = [activity.CPU] if DRY else [activity.CPU, activity.CUDA]
+                    with torch.profiler.profile(activities=kinds) as profile:
+                        norm(x).backward(dy)
+                events = {event.key: event.count for event in profile.key_averages()}
+                row["launches"] = sum(k for name, k in events.items() if "LaunchKernel" in name)
+                # the profiler waits once itself, at its end
+                row["syncs"] = sum(k for name, k in events.items() if "Synchronize" in name and "Device" not in name)
+                row["ran"] = "; ".join(f"{name} {count}" for name, count in sorted(ran.items()))
+            except Exception as error:
+                row["ran"] = f"{type(error).__name__}: {str(error)[:160]}"
+            yield row
+
+
+def steps() -> Iterator[dict]:
+    """One training step of the IWSLT-size model, eager, with each norm: median ms and its ratio to LayerNorm."""
+    size = {"width": 16, "hidden": 32, "depth": 1, "heads": 2} if DRY else {"width": 512, "hidden": 1024, "heads": 4}
+    vocabulary, batch, length = (50, 2, 5) if DRY else (10_000, 128, 32)
+    source, target = (torch.randint(4, vocabulary, (batch, length), device=DEVICE) for _ in range(2))
+    for precision in ("bf16",) if DRY else ("bf16", "fp32"):
+        runs: dict[str, Run] = {}
+        for choice in ("reference", "auto"):
+            for spec in ("layer", "power", "un"):
+                torch.manual_seed(0)
+                model = Seq2Seq(Model(norm=spec, share=True, **size), vocabulary, vocabulary).to(DEVICE).train()
+                optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not DRY)
+
+                def step(model=model, optimizer=optimizer, choice=choice, precision=precision):
+                    with normkit.kernels(choice):
+                        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
+                            logits = model(source, target)
+                            loss = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
+                        loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+
+                runs[f"{spec} {choice}"] = step
+        times = clock(runs, 25)
+        base = statistics.median(times["layer auto"])
+        for name, unsorted in times.items():
+            spec, choice = name.split()
+            values = sorted(unsorted)
+            yield {"norm": spec, "kernels": choice, "precision": precision, "ms": statistics.median(values),
+                   "ms_20": values[len(values) // 5], "ms_80": values[len(values) * 4 // 5],
+                   "to_layer": statistics.median(values) / base, "n": len(values)}  # fmt: skip
+
+
+def tuning() -> Iterator[dict]:
+    """The heuristic's launch beside the best of those around it."""
+    if DRY:
+        return
+    for n, c in SHAPES[:-1]:
+        x, dy, w, stat = (
+            draw(n, c, dtype=torch.bfloat16),
+            draw(n, c, dtype=torch.bfloat16),
+            draw(c),
+            draw(1, c).abs() + 0.2,
+        )
+        _, _, saved = row_ops.forward(x, w, w, None, 0, EPS)
+        both = row_launch(n, c), row_launch(n, c, backward=True), column_launch(n, c)
+        back = lambda at, x=x, dy=dy, w=w, saved=saved: row_ops.backward(  # noqa: E731
+            dy, x, w, None, saved, 0, EPS, 1, True, True, launch=at
+        )
+        power = lambda at, x=x, w=w, stat=stat: kernels.standardize(  # noqa: E731
+            x, stat, EPS, False, w, w, sums=True, launch=at
+        )
+        tasks = {
+            "layer forward": (lambda at, x=x, w=w: row_ops.forward(x, w, w, None, 0, EPS, launch=at), both[0], False),
+            "layer backward": (back, both[1], False),
+            "power forward": (power, both[2], True),
+        }
+        for name, (op, guess, wide) in tasks.items():
+            found = tune(op, guess, n, wide=wide)
+            mine = next(ms for ms, at in found if at == guess)
+            yield {"rows": n, "channels": c, "op": name, "heuristic": str(tuple(guess)), "ms": mine,
+                   "best": str(tuple(found[0][1])), "best_ms": found[0][0], "gap": mine / found[0][0]}  # fmt: skip
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, text: str) -> None:
+    path.with_suffix(".part").write_text(text, encoding="utf8")
+    path.with_suffix(".part").replace(path)
+
+
+def table(path: Path, found: list[dict]) -> None:
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf8", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in found)
+    part.replace(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--budget", type=float, default=500.0, help="seconds; sections not begun by then are left out")
+    parser.add_argument("--only", nargs="+", default=["checks", "launches", "steps", "speed", "tuning"])
+    parser.add_argument("--dry", action="store_true")
+    given = parser.parse_args()
+    if not DRY and not torch.cuda.is_available():
+        return print("no CUDA device; --dry tries the script itself on a CPU", file=sys.stderr) or 2
+    begun, failures = time.monotonic(), {}
+    given.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    left = lambda: given.budget * 0.8 - (time.monotonic() - begun)  # noqa: E731
+    sections = {"checks": checks, "launches": launches, "steps": steps, "speed": lambda: speed(left), "tuning": tuning}
+    for name in given.only:
+        if time.monotonic() - begun > given.budget:
+            failures[name] = "not begun: the budget was spent"
+            continue
+        found: list[dict] = []
+        try:
+            for row in sections[name]():
+                found.append(row)
+                if time.monotonic() - begun > given.budget:
+                    failures[name] = f"cut after {len(found)} rows: the budget was spent"
+                    break
+        except Exception:
+            failures[name] = traceback.format_exc(limit=6)
+        if found:
+            table(given.out / f"{name}.csv", found)
+        wrong = [row for row in found if row.get("ok") is False]
+        print(f"{name}: {len(found)} rows, {len(wrong)} wrong, {time.monotonic() - begun:.0f} s so far", flush=True)
+        for row in wrong:
+            print("  WRONG", row, flush=True)
+    import triton
+
+    machine = {
+        "device": "dry" if DRY else torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": triton.__version__, "python": sys.version.split()[0], "copy_bytes_per_s": ceiling(),
+        "seconds": round(time.monotonic() - begun), "dry": DRY,
+    }  # fmt: skip
+    write(given.out / "machine.json", json.dumps(machine, indent=1) + "\n")
+    write(given.out / "failures.json", json.dumps(failures, indent=1) + "\n")
+    print(json.dumps(machine), *(f"\nFAILED {name}: {text}" for name, text in failures.items()))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
