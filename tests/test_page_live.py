@@ -168,6 +168,8 @@ def test_a_port_that_is_taken_is_told(serve, tmp_path):
     taken = serve(tmp_path)[1]
     with pytest.raises(ValueError, match=f"port {taken} cannot be had"):
         live.server(tmp_path, taken)
+    with pytest.raises(ValueError, match="port must be 0"):
+        live.server(tmp_path, 99999)
     with pytest.raises(ValueError, match="there is no folder"):
         live.server(tmp_path / "nowhere")
 

@@ -15,6 +15,7 @@ from normkit.report.settings import Results
 
 HERE = "127.0.0.1"
 WATCHED = (results.FILE, results.PROGRESS, results.SETTINGS, rows.FILE)
+LAST_PORT = 65535
 MOST = 50  # runs on a page
 POLICY = "frame-ancestors 'none'; form-action 'none'; base-uri 'none'"
 WAITING = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="3"><title>normkit watch</title>'
@@ -68,6 +69,8 @@ def server(path: Path, port: int = 0, extras: Callable[[Results], page.Extras] |
     """
     if not path.is_dir():
         raise ValueError(f"there is no folder {path}")
+    if not 0 <= port <= LAST_PORT:
+        raise ValueError(f"port must be 0 (a free one) to {LAST_PORT}; got {port}")
     watched = Watched(path, extras or (lambda found: page.NOTHING))
 
     class Handler(BaseHTTPRequestHandler):
