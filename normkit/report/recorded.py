@@ -18,9 +18,9 @@ LETTERS = 16  # of a title, to an inch
 POINTS = 200  # of a line at most
 BATCH_NORMS = ("batch", "BatchNorm", "renorm", "SyncBatchNorm")
 HOW = (
-    "record with `normkit train RECIPE --record-every 5`, or with `normkit.record(model, quantities='all')` what has to be "
-    "asked for (pnac_...; cka and singular values are measured at the end, see `normkit.watch`); rows.csv must lie beside "
-    "result.json or run.json"
+    "record with `normkit train RECIPE --record-every 5`, or, what has to be asked for (pnac_...), with "
+    "`normkit.record(model, quantities='all')`; cka and singular values are measured at the end, see normkit.watch; "
+    "rows.csv must lie beside result.json or run.json"
 )
 
 
