@@ -256,11 +256,7 @@ class StatNorm(Norm):
         mask = self.check(x, mask)
         x = self.rest(x)
         if not self.training:
-            wide = torch.promote_types(x.dtype, self.running.dtype)
-            scale, shift = self._affine()
-            if x.dtype == scale.dtype:  # no casts in an exported graph
-                return torch.addcmul(shift, x, scale)
-            return torch.addcmul(shift.to(wide), x.to(wide), scale.to(wide)).to(x.dtype)
+            return channels.multiply_add(x, *self._affine())
         with torch.no_grad():
             plan = self._replay(x, mask) or self._advance(x.detach(), mask)
             if torch.compiler.is_compiling():

@@ -29,13 +29,15 @@ def moments(
     dtype = x.dtype if dtype is None else dtype
     if dtype is torch.float32 and backend.triton(x, "moments"):
         return backend.load().moments(x, mask, center)
-    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    fast = mask is None and fused.joins(x, dtype)
+    rows = rows if fast else rows.to(dtype)
     if mask is None:
-        count = rows.new_full((), rows.shape[0])
+        count = rows.new_full((), rows.shape[0], dtype=dtype)
         if rows.shape[0] == 0:
             return rows.new_zeros(1 + center, rows.shape[1]), count
-        if fused.here(rows):
-            mean, var = fused.column_moments(rows)
+        if fast:
+            mean, var = fused.column_moments(rows, dtype)
             return torch.stack([mean, var]) if center else torch.addcmul(var, mean, mean)[None], count
         if center:
             mean = rows.mean(0)  # two passes: torch.var_mean over rows costs 15 times as much on a CPU
@@ -117,8 +119,7 @@ class Standardize(torch.autograd.Function):
             a, b = a * weight, b * weight
         if bias is not None:
             b = b + bias
-        y = torch.addcmul(b, x, a) if isinstance(b, Tensor) else x * a
-        return y.to(x.dtype)
+        return multiply_add(x, a, b if isinstance(b, Tensor) else torch.zeros_like(a))
 
     @staticmethod
     @once_differentiable
@@ -136,7 +137,9 @@ class Standardize(torch.autograd.Function):
         if grad is not None:
             sums = grad(mask=mask, real=real)[1]
         else:
-            x, dy = (t.reshape(-1, t.shape[-1]).to(stat.dtype) for t in (x, dy))
+            x, dy = (t.reshape(-1, t.shape[-1]) for t in (x, dy))
+            if not fused.joins(x, stat.dtype) or not fused.joins(dy, stat.dtype) or x.dtype is not dy.dtype:
+                x, dy = x.to(stat.dtype), dy.to(stat.dtype)
             sums = _sums(dy, x, mean, inv)
             if keep is not None and real:
                 sums = torch.cat([sums, _sums(torch.where(keep, dy, 0), x, mean, inv)])
@@ -161,18 +164,37 @@ class Standardize(torch.autograd.Function):
             dx = grad(factor if factor.dim() else None, back, mask, s, sums=False)[0]
         else:
             scale = inv if back is None else inv * back
-            slope = -scale * inv * s[-1]
-            dx = x * slope if mean is None else torch.addcmul(-scale * s[0] - slope * mean, x, slope)
+            slope, slant = -scale * inv * s[-1], (factor * scale).expand_as(inv)
+            level = torch.zeros_like(slope) if mean is None else -scale * s[0] - slope * mean
+            dx = multiply_add(x, slope, level)
             dx = dx if keep is None else torch.where(keep, dx, 0)
-            dx = dx.addcmul_(dy, factor * scale).to(dtype).view(shape)
+            if dx.dtype is stat.dtype:
+                dx = dx.addcmul_(dy, slant)
+            else:  # halves on a CPU: two products rounded, then their sum, for a third of the time
+                dx = multiply_add(dy, slant, torch.zeros_like(slant)).add_(dx)
+            dx = dx.to(dtype).view(shape)
         dweight = None if weight is None else dweight.to(weight.dtype)
         dbias = dbias.to(dtype if weight is None else weight.dtype) if ctx.has_bias else None
         return None, dx, dweight, dbias, *[None] * (8 + len(memo))
 
 
+def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """`x * scale + shift` with vectors `[C]` of a type to compute in; in the type of `x`.
+
+    >>> multiply_add(torch.ones(2, 1), torch.tensor([3.0]), torch.tensor([0.5])).tolist()
+    [[3.5], [3.5]]
+    """
+    if fused.joins(x, scale.dtype) and not torch.is_grad_enabled():
+        return fused.multiply_add(x.reshape(-1, x.shape[-1]), scale, shift.to(scale.dtype)).view(x.shape)
+    if x.dtype == scale.dtype:  # no casts in an exported graph
+        return torch.addcmul(shift, x, scale)
+    wide = torch.promote_types(x.dtype, scale.dtype)
+    return torch.addcmul(shift.to(wide), x.to(wide), scale.to(wide)).to(x.dtype)
+
+
 def _sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> Tensor:
     """The sums over rows of `dy` and of `dy * z`, `[2, C]`."""
-    if fused.here(x):
+    if fused.joins(x, inv.dtype):
         return torch.stack(fused.column_sums(dy, x, mean, inv))
     return torch.stack([dy.sum(0), (dy * (x if mean is None else x - mean)).sum(0) * inv])
 

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 _bn_backward = torch.ops.aten.native_batch_norm_backward
 _ln_backward = torch.ops.aten.native_layer_norm_backward
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def here(x: Tensor) -> bool:
-    """Whether `x` is one for these kernels: on a CPU, eager, float32 or float64, not empty."""
+    """Whether `x` is one for these kernels: on a CPU, eager, not empty."""
     return (
         x.device.type == "cpu"
         and type(x) in (Tensor, nn.Parameter)
-        and x.dtype in (torch.float32, torch.float64)
+        and x.dtype.is_floating_point
         and x.numel() > 0
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
@@ -30,14 +31,30 @@ def worth(x: Tensor, weight: Tensor | None) -> bool:
     return needed and torch.is_grad_enabled() and here(x)
 
 
-def column_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance `[C]` of `rows [N, C]`.
+def joins(x: Tensor, wide: torch.dtype) -> bool:
+    """Whether the kernels read `x` beside vectors `[C]` of type `wide` without a copy: one type, or half and float."""
+    return here(x) and (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32))
 
-    >>> [m.tolist() for m in column_moments(torch.tensor([[1.0], [3.0]]))]
+
+def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance `[C]` of `rows [N, C]`, computed in `wide`.
+
+    >>> [m.tolist() for m in column_moments(torch.tensor([[1.0], [3.0]]), torch.float32)]
     [[2.0], [1.0]]
     """
-    mean, var = torch.batch_norm_update_stats(rows.contiguous(), None, None, 0.0)
+    mean = rows.new_zeros(rows.shape[1], dtype=wide)  # there to say the type; a momentum of 0 leaves it alone
+    mean, var = torch.batch_norm_update_stats(rows.contiguous(), mean, torch.ones_like(mean), 0.0)
     return mean, var
+
+
+def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """`x * scale + shift` with vectors `[C]`, rounded once to the type of `x [N, C]`.
+
+    >>> multiply_add(torch.ones(2, 1), torch.tensor([3.0]), torch.tensor([0.5])).tolist()
+    [[3.5], [3.5]]
+    """
+    mean, var = torch.zeros_like(scale), torch.ones_like(scale)
+    return torch.native_batch_norm(x.contiguous(), scale, shift, mean, var, False, 0.0, 0.0)[0]
 
 
 def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +66,7 @@ def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tupl
     """
     mean = torch.zeros_like(inv) if mean is None else mean
     _, scaled, plain = _bn_backward(
-        dy.contiguous(), x.contiguous(), None, None, None, mean, inv, True, 0.0, [False, True, True]
+        dy.contiguous(), x.contiguous(), torch.ones_like(inv), None, None, mean, inv, True, 0.0, [False, True, True]
     )
     return plain, scaled
 

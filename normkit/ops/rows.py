@@ -15,6 +15,8 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     """
     if backend.triton(x, "layer"):
         return backend.load().layer(x, weight, bias, eps)
+    if all(p is None or fused.joins(x, p.dtype) for p in (weight, bias)):  # computes in float32 by itself
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     wide = _wide(x, weight)
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
