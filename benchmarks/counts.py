@@ -20,28 +20,9 @@ import normkit
 
 RESULT = Path(__file__).parent / "results" / "counts.csv"
 SPECS = (*normkit.NORMS, "power(groups=0)")
-FREE = {
-    "view",
-    "_unsafe_view",
-    "detach",
-    "alias",
-    "expand",
-    "select",
-    "slice",
-    "unsqueeze",
-    "t",
-    "transpose",
-    "permute",
-    "squeeze",
-    "unflatten",
-    "unbind",
-    "split",
-    "split_with_sizes",
-    "lift_fresh",
-    "empty",
-    "empty_like",
-    "promote_types",
-}
+SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
+VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
+FREE = VIEWS | {"empty", "empty_like", "lift_fresh", "promote_types"}
 
 
 class Counter(TorchDispatchMode):
@@ -51,9 +32,11 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ not in FREE:
+        name = func.overloadpacket.__name__
+        if name not in FREE:
             self.operations += 1
-            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+            touched = out if name.startswith("new_") or name.endswith("_like") else (args, kwargs, out)
+            tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
             self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
         return out
 

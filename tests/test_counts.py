@@ -25,9 +25,9 @@ def test_operations_and_bytes_are_those_of_the_file():
     assert counts().text() == counts().RESULT.read_text(), "run python benchmarks/counts.py and look at the diff"
 
 
-def test_norms_by_batch_statistics_move_at_most_twice_what_layer_norm_moves():
+def test_norms_by_batch_statistics_move_less_than_twice_what_layer_norm_moves():
     moved = {}
     for row in csv.DictReader(io.StringIO(counts().text())):
         moved[row["norm"]] = moved.get(row["norm"], 0) + float(row["moves"])
     for name in ("rms", "scale", "batch", "pnv", "mabn", "un", "renorm", "power(groups=0)"):
-        assert moved[name] <= 2.2 * moved["nn.LayerNorm"], name
+        assert moved[name] <= 1.9 * moved["nn.LayerNorm"], name

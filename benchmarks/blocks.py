@@ -1,0 +1,81 @@
+"""A compiled pre-norm block on a CPU, forward and backward: norm, Linear, GELU, Linear, add; ratio to LayerNorm's block.
+
+    python benchmarks/blocks.py [--threads 2] [--rounds 15] [--shapes 4096x512] [--dtypes float32] [--out FILE]
+
+Every block is compiled by Inductor (it needs a C++ compiler) and takes turns with the others, as in ops.py. The target
+is 1.05 of the block with LayerNorm compiled.
+"""
+
+import argparse
+import csv
+import platform
+import statistics
+from pathlib import Path
+
+import torch
+from ops import rounds_of, training
+from torch import Tensor, nn
+
+import normkit
+
+NORMS = ("layer", "rms", "scale", "power(groups=0)", "power", "pnv", "batch", "un", "mabn", "renorm")
+FIELDS = ("device", "threads", "torch", "norm", "shape", "dtype", "rounds", "ms", "low", "ratio", "high")
+
+
+class Block(nn.Module):
+    """`x + Linear(GELU(Linear(norm(x))))`, four times as wide inside."""
+
+    def __init__(self, norm: nn.Module, dim: int):
+        super().__init__()
+        self.norm = norm
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        return x + self.mlp(self.norm(x))
+
+
+def measure(shape: str, kind: str, rounds: int) -> list[dict]:
+    """Rows of the table for one shape and type."""
+    n, dim = map(int, shape.split("x"))
+    dtype = getattr(torch, kind)
+    torch.manual_seed(0)
+    x, dy = torch.randn(n, dim).to(dtype), torch.randn(n, dim).to(dtype)
+    runs = {}
+    for spec in ("nn.LayerNorm", *NORMS):
+        norm = nn.LayerNorm(dim) if spec == "nn.LayerNorm" else normkit.make(spec, dim)
+        runs[spec] = training(torch.compile(Block(norm, dim).to(dtype)), x, dy)
+    taken = rounds_of(runs, rounds)
+    table = []
+    for spec, seconds in taken.items():
+        ratios = statistics.quantiles([a / b for a, b in zip(seconds, taken["nn.LayerNorm"], strict=True)], n=10)
+        table.append({
+            "device": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__, "norm": spec,
+            "shape": shape, "dtype": kind, "rounds": rounds, "ms": round(1e3 * statistics.median(seconds), 2),
+            "low": round(ratios[1], 3), "ratio": round(ratios[4], 3), "high": round(ratios[7], 3),
+        })  # fmt: skip
+        print("  ".join(f"{table[-1][f]!s:>12s}" for f in FIELDS[3:]), flush=True)
+    return table
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shapes", nargs="+", default=("4096x512",))
+    parser.add_argument("--dtypes", nargs="+", default=("float32",))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "blocks_cpu.csv")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = [row for shape in args.shapes for kind in args.dtypes for row in measure(shape, kind, args.rounds)]
+    half = args.out.with_suffix(".part")
+    with half.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    half.replace(args.out)
+
+
+if __name__ == "__main__":
+    main()
