@@ -2,6 +2,7 @@
 interpreter on is read when kernels are defined.
 """
 
+import csv
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ HERE = pathlib.Path(__file__).parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def child(arguments, tmp_path, **variables):
+def child(arguments, **variables):
     """Output of a Python in whose environment only these variables of Triton are set."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "COV_", "PYTEST_"))}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **variables}
@@ -37,32 +38,45 @@ def child(arguments, tmp_path, **variables):
 
 
 @needs_triton
-def test_kernels_match_the_reference_under_the_interpreter(tmp_path):
-    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"], tmp_path,
+def test_kernels_match_the_reference_under_the_interpreter():
+    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"],
                 TRITON_INTERPRET="1")  # fmt: skip
     assert " passed" in out
     assert "skipped" not in out
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_compile_for_gpus_that_are_not_here(capability, tmp_path):
-    out = child([str(HERE / "triton_compile.py"), str(capability)], tmp_path, TRITON_CACHE_DIR=str(tmp_path))
+def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+    out = child([str(HERE / "triton_compile.py"), "80", "90", "100"], TRITON_CACHE_DIR=str(tmp_path))
     made = json.loads(out)
-    assert {row["kernel"] for row in made} == {
+    names = {
         "row_forward", "row_backward", "long_forward", "long_backward", "row_sums", "add_partials",
         "column_forward", "merge_moments", "column_backward",
     }  # fmt: skip
+    assert {(row["kernel"], row["sm"]) for row in made} == {(name, sm) for name in names for sm in (80, 90, 100)}
     for row in made:
         assert row["atomics"] == 0, row
         assert row["local"] == 0, row
+        assert row["stack"] <= 32, row  # bytes of a thread: next to no spills
         assert 0 < row["reg"] <= 255, row
 
 
 @needs_triton
+def test_the_script_for_gpus_runs_dry(tmp_path):
+    child(["benchmarks/gpu.py", str(tmp_path), "--dry"])
+    assert json.loads((tmp_path / "failures.json").read_text()) == {}
+    with (tmp_path / "checks.csv").open() as file:
+        checks = list(csv.DictReader(file))
+    assert checks
+    assert all(row["ok"] == "True" for row in checks)
+    for name in ("speed", "launches", "steps"):
+        assert len((tmp_path / f"{name}.csv").read_text().splitlines()) > 5
+
+
+@needs_triton
 @pytest.mark.gpu
-def test_kernels_match_the_reference_on_the_device(tmp_path):
-    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"], tmp_path)
+def test_kernels_match_the_reference_on_the_device():
+    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"])
     assert " passed" in out
 
 

@@ -7,7 +7,7 @@ every run and every device.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-LONGEST = 16384  # channels of a row that one program holds in registers; longer rows are read in blocks
+LONGEST = 8192  # channels of a row that one program holds in registers (16384 spill); longer rows go by blocks
 PROGRAMS = 264  # two for each of the 132 multiprocessors of a large card: enough to keep memory busy
 
 

@@ -169,7 +169,7 @@ def backward(
         else:
             kernel.long_backward[(rows, groups)](
                 dy, flat, ds, whole(weight), *saved, dx, width, *strides, ds_stride, eps,
-                KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 4, num_warps=8,
+                KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 2, num_warps=8,
             )  # fmt: skip
             if dw is not None or db is not None:
                 weights, biases = (p if p is not None else partial(n, x) for p, n in
