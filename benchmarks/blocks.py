@@ -1,4 +1,4 @@
-"""A compiled pre-norm block on a CPU, forward and backward: norm, Linear, GELU, Linear, add; ratio to LayerNorm's block.
+"""A compiled pre-norm block on a CPU, forward and backward: norm, Linear, GELU, Linear, add; ratio to LayerNorm's.
 
     python benchmarks/blocks.py [--threads 2] [--rounds 15] [--shapes 4096x512] [--dtypes float32] [--out FILE]
 

@@ -21,6 +21,7 @@ def here(x: Tensor) -> bool:
         and x.dtype.is_floating_point
         and x.numel() > 0
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and not torch._C._are_functorch_transforms_active()
     )
 

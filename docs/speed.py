@@ -1,0 +1,75 @@
+"""Writes docs/speed.md's tables from benchmarks/results/*.csv: python docs/speed.py"""
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "speed.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def table(head: list[str], body: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def times(rows: list[dict], mode: str) -> str:
+    """Ratios to nn.LayerNorm, a column for each shape and type; target and worst gap at the end."""
+    rows = [row for row in rows if row["pass"] == mode]
+    places = list(dict.fromkeys((row["shape"], row["dtype"]) for row in rows))
+    found = {(row["provider"], row["norm"], row["shape"], row["dtype"]): row for row in rows}
+    body = []
+    for provider, norm in dict.fromkeys((row["provider"], row["norm"]) for row in rows):
+        mine = [found[provider, norm, *place] for place in places]
+        cells = [f"{r['ratio']} ({r['low']}-{r['high']}; {float(r['ceiling']):.0%})" for r in mine]
+        target = mine[0]["target"]
+        worst = max(float(r["ratio"]) for r in mine)
+        gap = "" if not target else "met" if worst <= float(target) else f"x{worst / float(target):.2f}"
+        body.append([f"{provider} `{norm}`", *cells, target, gap])
+    head = ["norm", *(f"{shape.replace('x', ' x ')} {kind}" for shape, kind in places), "target", "worst gap"]
+    return table(head, body)
+
+
+def counts(rows: list[dict]) -> str:
+    """ATen operations and activations moved."""
+    by_norm: dict[str, list[str]] = {}
+    for row in rows:
+        by_norm.setdefault(row["norm"], []).extend((row["operations"], row["moves"]))
+    head = ["norm", "forward: operations", "moves", "backward: operations", "moves"]
+    return table(head, [[f"`{name}`", *cells] for name, cells in by_norm.items()])
+
+
+def blocks(rows: list[dict]) -> str:
+    """Ratios of compiled blocks."""
+    body = [[f"`{r['norm']}`", r["shape"].replace("x", " x "), r["dtype"], r["ms"], r["ratio"], f"{r['low']}-{r['high']}"]
+            for r in rows]  # fmt: skip
+    return table(["norm", "shape", "type", "ms", "ratio", "20th to 80th percentile"], body)
+
+
+def read(name: str) -> list[dict]:
+    """The rows of a result file; none where it was not measured."""
+    path = RESULTS / f"{name}.csv"
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def filled(page: str) -> str:
+    """The page with every table between its marks made anew."""
+    made = {"counts": counts(read("counts"))}
+    if ops := read("ops_cpu"):
+        made |= {
+            "train": times(ops, "train"),
+            "inference": times(ops, "inference"),
+            "machine": "{device}, {threads} threads, PyTorch {torch}, {rounds} rounds".format(**ops[0]),
+        }
+    if rows := read("blocks_cpu"):
+        made["blocks"] = blocks(rows)
+    for name, text in made.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = page.split(start)
+        page = f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))
