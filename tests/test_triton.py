@@ -57,7 +57,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     for row in made:
         assert row["atomics"] == 0, row
         assert row["local"] == 0, row
-        assert row["stack"] <= 32, row  # bytes of a thread: next to no spills
+        assert row["stack"] <= 256, row  # bytes of a thread: 32 with triton 3.7, 208 with 3.6, 1744 without the loop
         assert 0 < row["reg"] <= 255, row
 
 
