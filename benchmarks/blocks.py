@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "blocks_cpu.csv")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    torch._dynamo.config.recompile_limit = 64  # all blocks share one forward; past 8 the rest would run uncompiled
     rows = [row for shape in args.shapes for kind in args.dtypes for row in measure(shape, kind, args.rounds)]
     half = args.out.with_suffix(".part")
     with half.open("w", newline="") as file:

@@ -42,8 +42,10 @@ def counts(rows: list[dict]) -> str:
 
 def blocks(rows: list[dict]) -> str:
     """Ratios of compiled blocks."""
-    body = [[f"`{r['norm']}`", r["shape"].replace("x", " x "), r["dtype"], r["ms"], r["ratio"], f"{r['low']}-{r['high']}"]
-            for r in rows]  # fmt: skip
+    body = []
+    for r in rows:
+        spread = f"{r['low']}-{r['high']}"
+        body.append([f"`{r['norm']}`", r["shape"].replace("x", " x "), r["dtype"], r["ms"], r["ratio"], spread])
     return table(["norm", "shape", "type", "ms", "ratio", "20th to 80th percentile"], body)
 
 
