@@ -9,14 +9,11 @@ Each takes at most three minutes of one CPU core. A picture takes from a folder 
 
 import argparse
 import dataclasses
-import functools
 import time
 from pathlib import Path
 
 from normkit.studies.recipes import g2p_cmudict, mt_multi30k, vit_digits
-from normkit.train import journal
 from normkit.train.run import train
-from normkit.watch import Recorder
 
 UN = "un(outlier_filtration=True, warmup=%d)"
 ENCODER = "encoder.*"  # where the papers' PowerNorm and BatchNorm stand in a translation model; LayerNorm elsewhere
@@ -40,7 +37,8 @@ def runs() -> dict:
         model = dataclasses.replace(pictures.model, norm=norm)
         made[f"digits-{name}"] = dataclasses.replace(pictures, model=model, checkpoint_every=0, threads=1)
     return {
-        name: dataclasses.replace(run, name=name, record_every=max(1, run.steps // 280)) for name, run in made.items()
+        name: dataclasses.replace(run, name=name, record_every=max(1, run.steps // 280), quantities=("all",))
+        for name, run in made.items()
     }
 
 
@@ -49,7 +47,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/figures"))
     parser.add_argument("--only", nargs="*", help="names of runs, such as mt-un")
     given = parser.parse_args()
-    journal.Recorder = functools.partial(Recorder, quantities="all")  # also those that have to be asked for by name
     for name, run in runs().items():
         if given.only and name not in given.only:
             continue

@@ -428,6 +428,15 @@ def test_runs_whose_data_is_not_here_are_left_out(tmp_path, monkeypatch, capsys)
     assert "multi30k.de-en" in plan.missing[0]
 
 
+def test_a_study_writes_a_page_with_its_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(STUDIES, "one", ONE)
+    monkeypatch.setattr(conduct, "engine", lambda *_: Here())
+    assert main(["study", "one", "--out", str(tmp_path)]) == 0
+    page = tmp_path / "pocket" / "tables" / "one.html"
+    assert f"report: {page}" in capsys.readouterr().out
+    assert "one column, trained in moments" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "address"),
     [

@@ -359,3 +359,15 @@ def test_a_folded_run_is_a_run_with_the_same_answers(model, foldable, tmp_path):
     source, target = BUILDERS["g2p"].example(loaded.vocabularies)
     torch.testing.assert_close(again.model(source, target), loaded.model(source, target), atol=1e-4, rtol=1e-4)
     assert not again.run.model.tie
+
+
+def test_a_run_says_what_is_recorded_of_its_norms(tmp_path):
+    run = dataclasses.replace(SMALL, steps=2, quantities=["rms", "pnac_activation"])
+    assert Run.from_json(run.to_json()) == run
+    with pytest.raises(ValueError, match="no quantity 'rsm'"):
+        dataclasses.replace(SMALL, quantities=("rsm",))
+    train(run, tmp_path)
+    rows = (tmp_path / "rows.csv").read_text().splitlines()
+    recorded = {row.split(",")[-2] for row in rows[1:]}
+    assert "rms" in recorded
+    assert not {name for name in recorded if name.startswith(("distance", "stray"))}

@@ -58,6 +58,8 @@ def study(arguments: list[str]) -> int:
 def _study(given: dict[str, Any], command: str) -> int:
     from rich.console import Console
 
+    from normkit.cli.reporting import extras
+    from normkit.report import page, results, studied
     from normkit.studies import conduct, table
     from normkit.studies.catalogue import STUDIES
     from normkit.studies.progress import Board
@@ -77,7 +79,14 @@ def _study(given: dict[str, Any], command: str) -> int:
         with conduct.engine(plan, given["processes"], given["ray"], board) as engine:
             made, interrupted = conduct.conduct(study, scale, out, plan, engine, board, command)
     write(table.text(made))
-    write(f"written to {out / scale / 'tables' / study.id}.txt, .md and .json")
+    tables = out / scale / "tables"
+    write(f"written to {tables / study.id}.txt, .md and .json")
+    runs = {out / run["folder"] for row in made["rows"] for cell in row["cells"] for run in cell["runs"]}
+    if there := sorted(folder for folder in runs if (folder / results.FILE).is_file()):
+        found = results.find(there)
+        more = extras(found)._replace(studies=[studied.read(tables / f"{study.id}.json")])
+        written = page.write(found, tables / f"{study.id}.html", title=study.id, command=command, extras=more)
+        write(f"report: {written}")
     failed = any(
         run["status"].startswith("failed") for row in made["rows"] for cell in row["cells"] for run in cell["runs"]
     )

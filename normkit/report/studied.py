@@ -30,18 +30,19 @@ SHAPE: dict[str, Any] = {
 
 def find(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     """The tables in folders called `tables`, below these paths; ValueError, naming the file, for one that is none."""
-    found = []
-    for path in map(Path, paths):
-        for file in sorted(path.rglob("tables/*.json")) if path.is_dir() else []:
-            try:
-                table = json.loads(file.read_text(encoding="utf8"))
-                check(table, SHAPE, "")
-                if table["schema"] != SCHEMA:
-                    raise ValueError(f"it has schema {table['schema']}; this version of normkit reads {SCHEMA}")
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file} is no table of a study: {error}") from None
-            found.append(table)
-    return found
+    return [read(file) for path in map(Path, paths) if path.is_dir() for file in sorted(path.rglob("tables/*.json"))]
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The table in a file; ValueError, naming it, where there is none."""
+    try:
+        table = json.loads(file.read_text(encoding="utf8"))
+        check(table, SHAPE, "")
+        if table["schema"] != SCHEMA:
+            raise ValueError(f"it has schema {table['schema']}; this version of normkit reads {SCHEMA}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no table of a study: {error}") from None
+    return table
 
 
 def shown(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from normkit.models.config import Model
+from normkit.watch.quantities import choose
 
 Row = TypeVar("Row")
 
@@ -91,6 +92,8 @@ class Run:
     """Which checkpoints are kept and averaged: the last, or the best of the validation split."""
     record_every: int = 25
     """Steps between looks at the distance of batch and running statistics; 0 never looks."""
+    quantities: tuple[str, ...] = ("default",)
+    """What is recorded of the norms, names of normkit.watch.QUANTITIES; all adds what is dear to compute."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU where there is one."""
     beam: int = 4
@@ -103,6 +106,8 @@ class Run:
     """CPU threads; None leaves them to PyTorch."""
 
     def __post_init__(self):
+        object.__setattr__(self, "quantities", tuple(self.quantities))  # JSON has lists
+        choose(self.quantities)
         least = {"steps": 1, "batch_tokens": 1, "accumulate": 1, "warmup": 0, "valid_every": 0, "checkpoint_every": 0,
                  "keep": 1, "average": 0, "record_every": 0, "test_items": 0, "subwords": 0, "context": 1,
                  "patience": 0, "beam": 1, "devices": 1, "nodes": 1}  # fmt: skip

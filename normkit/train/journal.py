@@ -187,7 +187,7 @@ class Journal(lightning.Callback):
         cut_or_begin(path, self._recorded.get("bytes"))
         if self.run.record_every:
             forwards, before = self.run.record_every * self.run.accumulate, self.step * self.run.accumulate
-            self._recorder = Recorder(model, forwards, to=path, keep=50_000, start=before)
+            self._recorder = Recorder(model, forwards, self.run.quantities, to=path, keep=50_000, start=before)
             self._recorder.load(self._recorded.get("memory", {}))
             self._recorder.follow()
 
