@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 _bn_backward = torch.ops.aten.native_batch_norm_backward
 _ln_backward = torch.ops.aten.native_layer_norm_backward
+BLOCK = 1024  # rows at a time: the kernels add up one row after another, and read a block twice from a cache
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -43,9 +44,15 @@ def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     >>> [m.tolist() for m in column_moments(torch.tensor([[1.0], [3.0]]), torch.float32)]
     [[2.0], [1.0]]
     """
-    mean = rows.new_zeros(rows.shape[1], dtype=wide)  # there to say the type; a momentum of 0 leaves it alone
-    mean, var = torch.batch_norm_update_stats(rows.contiguous(), mean, torch.ones_like(mean), 0.0)
-    return mean, var
+    zero = rows.new_zeros(rows.shape[1], dtype=wide)  # there to say the type; a momentum of 0 leaves it alone
+    one, blocks = torch.ones_like(zero), rows.contiguous().split(BLOCK)
+    found = [torch.batch_norm_update_stats(block, zero, one, 0.0) for block in blocks]
+    if len(found) == 1:
+        return found[0]
+    means, variances = (torch.stack(each) for each in zip(*found, strict=True))
+    share = torch.tensor([[len(block) / len(rows)] for block in blocks], dtype=wide)
+    mean = (means * share).sum(0)
+    return mean, ((variances + (means - mean).square()) * share).sum(0)
 
 
 def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -65,10 +72,12 @@ def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tupl
     >>> [s.tolist() for s in column_sums(dy, x, None, torch.ones(1))]
     [[3.0], [11.0]]
     """
-    mean = torch.zeros_like(inv) if mean is None else mean
-    _, scaled, plain = _bn_backward(
-        dy.contiguous(), x.contiguous(), torch.ones_like(inv), None, None, mean, inv, True, 0.0, [False, True, True]
-    )
+    mean, one = torch.zeros_like(inv) if mean is None else mean, torch.ones_like(inv)
+    found = [
+        _bn_backward(*block, one, None, None, mean, inv, True, 0.0, [False, True, True])[1:]
+        for block in zip(dy.contiguous().split(BLOCK), x.contiguous().split(BLOCK), strict=True)
+    ]
+    scaled, plain = found[0] if len(found) == 1 else (torch.stack(each).sum(0) for each in zip(*found, strict=True))
     return plain, scaled
 
 

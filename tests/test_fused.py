@@ -1,0 +1,55 @@
+"""The kernels that eager mode on a CPU borrows compute what plain operations compute, and as exactly."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from normkit.ops import channels, fused, rows
+
+DOUBLE = {"dtype": torch.float64}
+
+
+@pytest.mark.parametrize("n", [1, fused.BLOCK, 5000])
+def test_columns_over_blocks_of_rows(n):
+    torch.manual_seed(0)
+    x, dy, mean, inv = (torch.randn(*shape, **DOUBLE) for shape in ((n, 8), (n, 8), (8,), (8,)))
+    assert_close(fused.column_moments(x, torch.float64), (x.mean(0), x.var(0, correction=0)), rtol=1e-12, atol=1e-13)
+    sums = (dy.sum(0), (dy * (x - mean) * inv).sum(0))
+    assert_close(fused.column_sums(dy, x, mean, inv), sums, rtol=1e-10, atol=1e-10)
+    assert_close(fused.multiply_add(x, mean, inv), x * mean + inv)
+
+
+@pytest.mark.parametrize("center", [True, False])
+def test_float_does_not_fade_over_many_rows(center):
+    torch.manual_seed(0)
+    x = torch.randn(100_000, 8) + 3
+    assert_close(
+        channels.moments(x, None, center)[0].double(),
+        channels.moments(x.double(), None, center)[0],
+        rtol=2e-6,
+        atol=2e-6,
+    )
+
+
+@pytest.mark.parametrize("half", fused.HALVES)
+def test_halves_are_summed_in_float(half):
+    torch.manual_seed(0)
+    x = torch.randn(3000, 8).to(half)
+    assert fused.joins(x, torch.float32)
+    stat, _ = channels.moments(x, None, True, torch.float32)
+    assert stat.dtype is torch.float32
+    assert_close(stat.double(), channels.moments(x.double(), None, True)[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("op", "width"), [(rows.rms, 6), (rows.scale, 1)])
+def test_rows_can_be_differentiated_twice(op, width):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(*shape, **DOUBLE, requires_grad=True) for shape in ((4, 6), (width,)))
+    assert torch.autograd.gradcheck(lambda x, w: op(x, w, None, 1e-5), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: op(x, w, None, 1e-5), (x, weight))
+
+
+def test_a_clamped_length_is_a_constant():
+    x = torch.tensor([[3e-6, 4e-6], [3.0, 4.0]], **DOUBLE, requires_grad=True)
+    rows.scale(x, None, None, 1e-5).backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]], **DOUBLE))
+    assert_close(x.grad, torch.tensor([[1e5, 2e5], [0.0, 0.0]], **DOUBLE))
