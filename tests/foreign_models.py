@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from normkit.models.torchvision_ops import load_torchvision
 from normkit.norms import StatNorm
 from normkit.transforms import find
 
@@ -264,13 +265,5 @@ def case_of(name: str) -> Case:
     return CASES[name]()
 
 
-# The registry's torchvision is built for CUDA; beside a CPU torch its import looks for two operators. Their schemas are
-# all that classifiers need. Kept alive for the process.
-_OPERATORS = None
 if importlib.util.find_spec("torchvision") is not None:
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
-        for _operator in ("nms", "qnms"):
-            _OPERATORS.define(f"{_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    load_torchvision()
