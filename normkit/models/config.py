@@ -14,6 +14,12 @@ class Model:
     'pre'
     """
 
+    arch: str = ""
+    """Pictures: a row of the table of models, as resnet20; sizes below are then those of tiny_vit alone."""
+    image_size: int = 32
+    """Pictures: height and width that the model takes, in pixels."""
+    patch: int = 4
+    """Pictures: height and width of a patch of tiny_vit, in pixels."""
     width: int = 512
     """Channels of the residual stream."""
     hidden: int = 1024
@@ -53,7 +59,7 @@ class Model:
     mask_logits: bool = False
     """Only what the training targets have can be said: of a shared vocabulary, not the other language."""
     layer_drop: float = 0.0
-    """Share of layers that a training step leaves out."""
+    """Share of layers that a training step leaves out; of models of pictures, drop path."""
     adaptive: tuple[int, ...] = ()
     """Numbers of the most frequent words up to which embeddings are wide; each next group's are a fourth as wide."""
     max_length: int = 1024
@@ -61,7 +67,7 @@ class Model:
 
     def __post_init__(self):
         object.__setattr__(self, "adaptive", tuple(self.adaptive))  # JSON has lists
-        for name in ("width", "hidden", "depth", "heads", "max_length", "rank"):
+        for name in ("width", "hidden", "depth", "heads", "max_length", "rank", "image_size", "patch"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(
             self.decoder_depth is None or self.decoder_depth >= 1, "decoder_depth", self.decoder_depth, "at least 1"

@@ -20,7 +20,7 @@ AFTER_WARMUP = ("r_until", "d_until", "until")  # options of norms that count st
 LONGEST = 100  # characters of a folder's name
 
 Settings = Mapping[str, Any]
-"""Fields of a `Run` to replace, those of its model with a dot: `{"model.norm": "un", "warmup": Times(2)}`."""
+"""Fields of a `Run` to replace, those of its parts with a dot: `{"model.norm": "un", "warmup": Times(2)}`."""
 
 
 class Times(NamedTuple):
@@ -147,18 +147,19 @@ def override(run: Run, settings: Settings) -> Run:
     >>> run.model.norm, run.warmup
     ('un', 1000)
     """
-    own: dict[str, Any] = {}
-    models: dict[str, Any] = {}
+    changed: dict[str, dict[str, Any]] = {"": {}, "model": {}, "images": {}}
     for name, value in settings.items():
-        field = name.removeprefix("model.")
-        of, found = (run, own) if field == name else (run.model, models)
-        if not hasattr(of, field):
+        part, _, field = name.rpartition(".")
+        of, found = getattr(run, part, None) if part else run, changed.get(part, {})
+        if part not in changed or not hasattr(of, field):
             raise ValueError(f"a run has no setting {name!r}")
         if isinstance(value, Times):
             before = getattr(of, field)
             value = max(1, round(before * value.factor)) if isinstance(before, int) else before * value.factor  # noqa: PLW2901
         found[field] = value
-    return dataclasses.replace(run, **own, model=dataclasses.replace(run.model, **models))
+    own, model, images = changed.values()
+    parts = {"model": dataclasses.replace(run.model, **model), "images": dataclasses.replace(run.images, **images)}
+    return dataclasses.replace(run, **own, **parts)
 
 
 def warmed(spec: str, warmup: int) -> str:

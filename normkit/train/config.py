@@ -11,7 +11,50 @@ from normkit.watch.quantities import choose
 
 Row = TypeVar("Row")
 
-SCHEDULES = ("cosine", "inverse_sqrt", "constant", "validation_decay")
+SCHEDULES = ("cosine", "inverse_sqrt", "constant", "validation_decay", "steps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Images:
+    """How pictures are shown to a classifier while it trains, and how at inference.
+
+    >>> Images(mixup=0.8, cutmix=1.0).mix_prob
+    1.0
+    """
+
+    crop: Literal["pad", "area", "none"] = "pad"
+    """Training: a window of the picture with an edge of `padding` black pixels; one of 8 to 100 % of its area, resized
+    (Inception); or all of it."""
+    padding: int = 4
+    """Pixels of the edge, at the size that the model takes."""
+    flip: float = 0.5
+    """Probability of a mirror image."""
+    rand_augment: str = ""
+    """timm's name of a RandAugment, as rand-m9-mstd0.5-inc1; empty for none."""
+    erase: float = 0.0
+    """Probability that noise replaces a rectangle (random erasing)."""
+    mixup: float = 0.0
+    """alpha of mixup: pictures and classes are blended in pairs by a share drawn from Beta(alpha, alpha); 0 for none."""
+    cutmix: float = 0.0
+    """alpha of CutMix: a rectangle comes from the other picture; 0 for none."""
+    mix_prob: float = 1.0
+    """Share of batches that are mixed, where mixup or cutmix is above 0."""
+    mix_switch: float = 0.5
+    """Share of mixed batches that are cut, where both are above 0."""
+    test_crop: float = 1.0
+    """Inference: side of the middle that is looked at, of the shorter side of the picture."""
+    held_out: int = 0
+    """Training pictures kept out for the looks at the validation split; 0 looks at the test split, as papers do."""
+    channels_last: bool = False
+    """Memory order of pictures and kernels that convolutions on GPUs like."""
+
+    def __post_init__(self):
+        _require(self.crop in ("pad", "area", "none"), "images.crop", self.crop, "pad, area or none")
+        for field in ("padding", "mixup", "cutmix", "held_out"):
+            _require(getattr(self, field) >= 0, f"images.{field}", getattr(self, field), "at least 0")
+        for field in ("flip", "erase", "mix_prob", "mix_switch"):
+            _require(0 <= getattr(self, field) <= 1, f"images.{field}", getattr(self, field), "from 0 to 1")
+        _require(0 < self.test_crop <= 1, "images.test_crop", self.test_crop, "above 0, at most 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,15 +68,22 @@ class Run:
     name: str
     """What the run is called; its results go to runs/NAME unless told otherwise."""
     task: str
-    """A row of TASKS: g2p, mt, lm or digits."""
+    """A row of TASKS: g2p, mt, lm, digits or images."""
     data: str
-    """A row of SOURCES (cmudict, pydoc, digits) or of CORPORA (multi30k.de-en, ptb, ...), or a folder of text files."""
+    """A row of SOURCES (cmudict, pydoc, digits), of CORPORA (multi30k.de-en, ptb, ...) or of IMAGE_SETS (cifar10,
+    imagenet, ...), or a folder of text files or pictures."""
     subwords: int = 0
     """Size of each vocabulary of subwords; 0 takes the corpus' own choice."""
     context: int = 64
     """Words of a piece of running text: each sees those before it in its piece."""
     model: Model = dataclasses.field(default_factory=Model)
     """The model and its norms."""
+    images: Images = dataclasses.field(default_factory=Images)
+    """How pictures are shown; of task images."""
+    weights: str = ""
+    """Fine-tuning: a file of weights (safetensors) or a run folder to start from; what does not fit starts anew."""
+    body_lr: float = 1.0
+    """Fine-tuning: learning rate of all but the head, as a share of lr."""
     steps: int
     """Optimizer steps."""
     batch_tokens: int = 500
@@ -43,23 +93,33 @@ class Run:
     accumulate: int = 1
     """Batches to one optimizer step."""
     lr: float = 3e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or SGD with momentum."""
+    momentum: float = 0.9
+    """SGD's momentum."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW's averages."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.0
-    """AdamW's decay, of matrices only: norms, biases and other vectors are left alone."""
+    """Weight decay, of matrices only: norms, biases and other vectors are left alone."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 clips nothing."""
     label_smoothing: float = 0.1
     """Probability mass given to all classes alike."""
-    schedule: Literal["cosine", "inverse_sqrt", "constant", "validation_decay"] = "cosine"
+    schedule: Literal["cosine", "inverse_sqrt", "constant", "validation_decay", "steps"] = "cosine"
     """How the learning rate goes on after its warm-up."""
+    floor_lr: float = 0.0
+    """Where cosine ends, at the last step."""
+    milestones: tuple[int, ...] = ()
+    """Steps after which schedule=steps multiplies the learning rate by `decay`."""
+    decay: float = 0.1
+    """That factor."""
     warmup: int = 0
     """Steps until the learning rate has grown to its peak."""
     warmup_start: float = 0.0
-    """Learning rate that inverse_sqrt grows from, as fairseq's warmup-init-lr."""
+    """Learning rate that inverse_sqrt, cosine and steps grow from, as fairseq's warmup-init-lr."""
     stop_lr: float = 0.0
     """Training ends when the learning rate, warmed up, falls below this."""
     patience: int = 0
@@ -90,6 +150,12 @@ class Run:
     """Average the weights of this many checkpoints at the end; 0 takes the last weights."""
     average_of: Literal["last", "best"] = "last"
     """Which checkpoints are kept and averaged: the last, or the best of the validation split."""
+    ema: float = 0.0
+    """Pictures: decay of a running average of the weights, which is then what is scored and saved; 0 for none."""
+    workers: int = 0
+    """Pictures: processes that read and augment; 0 does it in the process that trains."""
+    broken: Literal["skip", "refuse"] = "skip"
+    """Pictures that cannot be read, counts that are not the data set's: left out and counted, or an error."""
     record_every: int = 25
     """Steps between looks at the distance of batch and running statistics; 0 never looks."""
     quantities: tuple[str, ...] = ("default",)
@@ -107,15 +173,23 @@ class Run:
 
     def __post_init__(self):
         object.__setattr__(self, "quantities", tuple(self.quantities))  # JSON has lists
+        object.__setattr__(self, "milestones", tuple(self.milestones))
         choose(self.quantities)
         least = {"steps": 1, "batch_tokens": 1, "accumulate": 1, "warmup": 0, "valid_every": 0, "checkpoint_every": 0,
                  "keep": 1, "average": 0, "record_every": 0, "test_items": 0, "subwords": 0, "context": 1,
-                 "patience": 0, "beam": 1, "devices": 1, "nodes": 1}  # fmt: skip
+                 "patience": 0, "beam": 1, "devices": 1, "nodes": 1, "workers": 0}  # fmt: skip
         for field, minimum in least.items():
             _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")
         _require(self.lr > 0, "lr", self.lr, "above 0")
-        for field in ("clip", "eps", "warmup_start", "stop_lr", "length_penalty"):
+        for field in ("clip", "eps", "warmup_start", "stop_lr", "length_penalty", "floor_lr", "body_lr"):
             _require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
+        for field in ("ema", "momentum"):
+            _require(0 <= getattr(self, field) < 1, field, getattr(self, field), "at least 0 and below 1")
+        _require(self.optimizer in ("adamw", "sgd"), "optimizer", self.optimizer, "adamw or sgd")
+        _require(self.broken in ("skip", "refuse"), "broken", self.broken, "skip or refuse")
+        _require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
+        rising = all(a < b for a, b in zip((0, *self.milestones), self.milestones, strict=False))
+        _require(rising, "milestones", self.milestones, "steps, each later than the one before")
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "at least 0 and below 1")
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
@@ -142,7 +216,8 @@ class Run:
         """
         try:
             given: dict[str, Any] = json.loads(text)
-            return cls(**{**given, "model": Model(**given["model"]), "betas": tuple(given["betas"])})
+            parts = {"model": Model(**given["model"]), "images": Images(**given.get("images", {}))}
+            return cls(**{**given, **parts, "betas": tuple(given["betas"])})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"not the settings of a run of this version: {error}") from None
 

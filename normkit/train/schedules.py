@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 
 class InverseSqrt(LRScheduler):
@@ -100,13 +100,39 @@ class ValidationDecay(Constant):
         return [rate * self.factor**self.decays for rate in super().get_lr()]
 
 
-def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0) -> LRScheduler:
-    """Linear warm-up over `warmup` steps, then a half cosine down to `floor` at `steps`, of PyTorch's own pieces."""
+def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0, start: float = 0.0) -> LRScheduler:
+    """Linear warm-up over `warmup` steps, then a half cosine down to `floor` at `steps`, of PyTorch's own pieces.
+
+    The warm-up's first step has the rate `start`, or where that is 0 the `warmup`-th part of the peak.
+    """
     if not 0 <= warmup < steps:
         raise ValueError(f"warmup must be at least 0 and below steps={steps}; got {warmup}")
-    falling = CosineAnnealingLR(optimizer, max(steps - warmup, 1), floor)
+    return _warmed(CosineAnnealingLR(optimizer, max(steps - warmup, 1), floor), warmup, start)
+
+
+def steps_down(
+    optimizer: Optimizer, warmup: int, milestones: Sequence[int], factor: float = 0.1, start: float = 0.0
+) -> LRScheduler:
+    """Linear warm-up as `cosine`'s, then constant, times `factor` after each of the steps `milestones`.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> schedule, rates = steps_down(optimizer, 2, [3, 5]), []
+    >>> for _ in range(6):
+    ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+    ...     _ = optimizer.step(), schedule.step()
+    >>> rates
+    [0.5, 1.0, 1.0, 0.1, 0.1, 0.01]
+    """
+    if warmup and milestones and milestones[0] <= warmup:
+        raise ValueError(f"milestones must come after the warm-up of {warmup} steps; got {tuple(milestones)}")
+    return _warmed(MultiStepLR(optimizer, [step - warmup for step in milestones], factor), warmup, start)
+
+
+def _warmed(after: LRScheduler, warmup: int, start: float) -> LRScheduler:
     if warmup == 0:
-        return falling
-    rising = LinearLR(optimizer, 1 / warmup, 1.0, max(warmup - 1, 1))
-    parts: Sequence[LRScheduler] = [rising, falling]
-    return SequentialLR(optimizer, list(parts), [warmup])
+        return after
+    peak = max(after.base_lrs)
+    rising = LinearLR(after.optimizer, start / peak if start else 1 / warmup, 1.0, max(warmup - 1, 1))
+    parts: Sequence[LRScheduler] = [rising, after]
+    return SequentialLR(after.optimizer, list(parts), [warmup])

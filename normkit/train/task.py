@@ -11,7 +11,7 @@ from normkit.norms import StatNorm
 from normkit.train.config import Run
 from normkit.train.lit import lightning
 from normkit.train.parallel import shard
-from normkit.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine
+from normkit.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine, steps_down
 
 
 class Batch(NamedTuple):
@@ -63,15 +63,18 @@ class Task(lightning.LightningModule):
         return {"loss": loss, "seen": loss.detach()}
 
     def configure_optimizers(self) -> Any:
-        """AdamW, and the learning rate of each step."""
+        """The optimizer, and the learning rate of each step."""
         run = self.settings
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": run.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         fused = run.precision != "16-mixed"  # there Lightning clips, which a fused optimizer would have to do itself
-        optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=fused)
+        if run.optimizer == "sgd":
+            optimizer = torch.optim.SGD(self.groups(), lr=run.lr, momentum=run.momentum, fused=fused)
+        else:
+            optimizer = torch.optim.AdamW(self.groups(), lr=run.lr, betas=run.betas, eps=run.eps, fused=fused)
+        warmup = min(run.warmup, run.steps - 1)
         if run.schedule == "cosine":
-            schedule = cosine(optimizer, min(run.warmup, run.steps - 1), run.steps)
+            schedule = cosine(optimizer, warmup, run.steps, run.floor_lr, run.warmup_start)
+        elif run.schedule == "steps":
+            schedule = steps_down(optimizer, warmup, run.milestones, run.decay, run.warmup_start)
         elif run.schedule == "inverse_sqrt":
             schedule = InverseSqrt(optimizer, max(run.warmup, 1), run.warmup_start)
         elif run.schedule == "constant":
@@ -79,6 +82,13 @@ class Task(lightning.LightningModule):
         else:
             schedule = ValidationDecay(optimizer, run.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """What the optimizer moves: matrices, whose weights decay, and vectors; every parameter, once."""
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        decay = self.settings.weight_decay
+        return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
