@@ -9,7 +9,7 @@ import pytest
 from made_results import result
 from test_page_browser import EVIL, browser  # noqa: F401  # a fixture
 
-from normkit.report import live, page, results
+from normkit.report import live, page, results, rows
 
 
 @pytest.fixture
@@ -148,6 +148,32 @@ def test_a_run_may_end_and_start_again(serve, tmp_path):
     assert ask(address)[0] == 200
 
 
+def test_of_a_file_that_grows_only_the_new_lines_are_read(tmp_path, monkeypatch):
+    parsed, parse = [], rows._parse
+    monkeypatch.setattr(rows, "_parse", lambda text, *rest, **more: (parsed.append(text), parse(text, *rest, **more)))
+    reader, path = rows.Reader(), tmp_path / "rows.csv"
+    head = "step,site,norm,quantity,value\n"
+    path.write_text(f"{head}1,a,un,rms,1.0\n26,a,un,r")
+    assert reader.read(tmp_path).values == {("rms", "a"): {1: 1.0}}
+    with path.open("a") as file:
+        file.write("ms,2.0\n51,a,un,rms,nan\n")
+    assert reader.read(tmp_path).values == {("rms", "a"): {1: 1.0, 26: 2.0, 51: None}}
+    assert parsed == [f"{head}1,a,un,rms,1.0\n", "26,a,un,rms,2.0\n51,a,un,rms,nan\n"]
+    assert reader.read(tmp_path).values == rows.read(tmp_path).values
+
+    longer = "".join(f"{step},b,pnv,rms,3.0\n" for step in range(1, 99))  # another run, already longer than the old
+    path.write_text(head + longer)
+    assert reader.read(tmp_path) == rows.read(tmp_path)
+    path.write_text(head + longer[: len(longer) // 2])  # cut, as where a run is resumed
+    assert reader.read(tmp_path) == rows.read(tmp_path)
+    path.write_text("nonsense\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"rows\.csv is cut short or no file of rows: it has columns nonsense"):
+            reader.read(tmp_path)
+    path.unlink()
+    assert reader.read(tmp_path) == rows.Rows({}, {})
+
+
 def test_hostile_files_are_told_as_text(serve, tmp_path):
     made = running(tmp_path / "a")
     made["run"]["model"]["norm"] = EVIL
@@ -176,7 +202,7 @@ def test_a_port_that_is_taken_is_told(serve, tmp_path):
 
 def test_an_open_page_follows_the_run(browser, serve, tmp_path):  # noqa: F811
     made = running(tmp_path, steps=20)
-    address = serve(tmp_path, lambda found: page.Extras(findings={tmp_path: [EVIL]}))
+    address = serve(tmp_path, lambda found, reader: page.Extras(findings={tmp_path: [EVIL]}))
     site = f"http://{address[0]}:{address[1]}/"
     troubles, asked = [], []
     tab = browser.new_page(viewport={"width": 1280, "height": 900})

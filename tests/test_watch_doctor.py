@@ -3,14 +3,17 @@
 import dataclasses
 from pathlib import Path
 
+import made_results
 import pytest
 import torch
 from torch import nn
 
 import normkit
 from normkit.cli import main
-from normkit.watch import QUANTITIES, THRESHOLDS, Row, advise, diagnose, train_eval_gap, write
-from normkit.watch.diagnose import places
+from normkit.report import results
+from normkit.watch import NOT_CHECKED, QUANTITIES, THRESHOLDS, Row, advise, checked, diagnose, train_eval_gap, write
+from normkit.watch.diagnose import CHECKS
+from normkit.watch.series import places
 
 
 def sample(step, *shape):
@@ -36,15 +39,24 @@ def mlp(*norms, width=16):
     return nn.Sequential(*parts, nn.Linear(width, width))
 
 
+def wrong(rows):
+    return [finding for finding in diagnose(rows) if finding.kind != NOT_CHECKED]
+
+
 def kinds(rows):
-    return [finding.kind for finding in diagnose(rows)]
+    return [finding.kind for finding in wrong(rows)]
+
+
+def unchecked(rows):
+    return [str(finding) for finding in diagnose(rows) if finding.kind == NOT_CHECKED]
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch", "pnv", "power(groups=0, warmup=5)", "un(warmup=8)"])
 def test_a_healthy_run_has_no_findings(norm):
     rows = fit(mlp(norm, norm, norm), [sample(step, 4, 32, 16) for step in range(60)], every=2)
-    assert diagnose(rows) == []
+    assert wrong(rows) == []
     if norm == "layer":
+        assert unchecked(rows) == []
         [line] = advise(rows)
         assert line.startswith("0, 3, 6: BatchNorm would hold at evaluation here")
 
@@ -55,7 +67,7 @@ def test_batches_unlike_each_other_in_their_means():
     def batches():
         return [sample(step, 64, 16) * 0.3 + torch.where(sample(step + 500, 16) > 0, 1.0, -1.0) for step in range(60)]
 
-    [finding] = diagnose(fit(nn.Sequential(normkit.make("batch", 16)), batches()))
+    [finding] = wrong(fit(nn.Sequential(normkit.make("batch", 16)), batches()))
     assert finding.kind == "evaluation"
     assert finding.where == ("0",)
     assert "BatchNorm will fail at evaluation here" in finding.says
@@ -96,7 +108,7 @@ def test_padding_that_no_mask_hides(masked):
             ids = torch.randint(1, 50, (8, 20), generator=torch.Generator().manual_seed(step))
             ids[:, 12:] = 0
             model(ids, ids != 0 if masked else None).square().mean().backward()
-    found = diagnose(rows)
+    found = wrong(rows)
     if masked:
         assert found == []
     else:
@@ -130,7 +142,7 @@ class Deep(nn.Module):
 
 
 def test_exploding_depth():
-    found = diagnose(fit(Deep(), [sample(step, 64, 16) for step in range(20)], lr=1e-6))
+    found = wrong(fit(Deep(), [sample(step, 64, 16) for step in range(20)], lr=1e-6))
     assert [finding.kind for finding in found] == ["exploding depth"]
     assert found[0].where == ("norms.11",)
 
@@ -153,11 +165,22 @@ def test_a_nan_batch(norm):
     with normkit.record(model, every=1) as rows:
         for x in batches:
             model(x).square().mean().backward()
-    found = diagnose(rows)
+    found = wrong(rows)
     assert {finding.kind for finding in found} == {"nan"}
     assert any("step 11" in str(finding) for finding in found)
     if norm != "layer":
         assert "1 forwards were not finite" in str(found[0])
+
+
+def test_running_statistics_that_a_nan_batch_has_spoilt():
+    """The step is skipped, as a loss scaler does; PyTorch's BatchNorm keeps NaN for good."""
+    model = nn.Sequential(nn.BatchNorm1d(16))
+    with normkit.record(model, every=3) as rows:
+        for step in range(31):
+            model(sample(step, 64, 16) * (torch.nan if step == 13 else 1)).square().mean().backward()
+    [finding] = wrong(rows)
+    assert (finding.kind, finding.where) == ("nan", ("0",))
+    assert "running statistics are not finite" in finding.says
 
 
 def test_dead_channels():
@@ -168,7 +191,7 @@ def test_dead_channels():
         model[1].weight[:4] = 0
         model[1].bias[:4] = 0
     rows = fit(model, [sample(step, 64, 16) for step in range(10)], lr=1e-12)
-    [finding] = diagnose(rows)
+    [finding] = wrong(rows)
     assert (finding.kind, finding.where) == ("dead channels", ("3",))
     assert "25 % of the channels" in finding.says
 
@@ -207,10 +230,10 @@ def test_loss_that_evaluation_loses():
     assert model.training
     assert not model.step
     rows = [Row(1, "", "", "loss_train_mode", train), Row(1, "", "", "loss_eval_mode", evaluation)]
-    [finding] = diagnose(rows)
+    [finding] = wrong(rows)
     assert finding.kind == "train-to-eval gap"
     rows[1] = rows[1]._replace(value=train * 1.01)
-    assert diagnose(rows) == []
+    assert wrong(rows) == []
 
 
 def test_places_in_few_words():
@@ -219,6 +242,62 @@ def test_places_in_few_words():
     )
     assert places([""]) == "the model"
     assert places(f"norm{c}" for c in "abcdefgh").endswith("and 2 more")
+
+
+NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power", "layer": "layer"}
+
+
+def healthy(steps=60):
+    """Rows with all that checks need and nothing wrong in them."""
+    calm = {"Gamma_bound": 20.0, "tokens": 900.0, "padding": 0.0, "nonfinite": 0.0, "dead": 0.0, "filtered_rate": 0.0}
+    names = sorted({name for check in CHECKS for name in check.needs.split()})
+    whole = [name for name in names if name.startswith(("loss", "gradient"))]
+    for step in range(1, steps + 1, max(1, steps // 6)):
+        yield from (Row(step, "", "", name, 1.0) for name in whole)
+        for site, norm in NORMS.items():
+            yield from (Row(step, site, norm, name, calm.get(name, 0.1)) for name in names if name not in whole)
+
+
+def test_healthy_rows_with_everything_in_them_leave_nothing_to_say():
+    assert diagnose(healthy()) == []
+    assert checked(healthy()) == list(dict.fromkeys(check.kind for check in CHECKS))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.rule.__name__)
+def test_a_check_that_cannot_be_made_is_named(check, tmp_path, capsys):
+    """Where a quantity is not there, at all or at one norm; the command says so, too."""
+    for name in check.needs.split():
+        [told] = unchecked(row for row in healthy() if row.quantity != name)
+        assert check.kind in told
+        assert f"no {name}" in told
+        assert check.how in told
+        sites = [site for site, norm in NORMS.items() if check.judges is None or check.judges(norm)]
+        if check.judges is not None:
+            [told] = diagnose(row for row in healthy() if (row.quantity, row.site) != (name, sites[0]))
+            assert (told.kind, told.where) == (NOT_CHECKED, (sites[0],))
+        write(tmp_path / "rows.csv", [row for row in healthy() if row.quantity not in check.needs.split()])
+        assert main(["doctor", str(tmp_path)]) == 0
+        assert f"not checked:\n- {check.kind}" in capsys.readouterr().out
+
+
+def test_too_little_to_judge_by():
+    assert "evaluation" in " ".join(unchecked(healthy(steps=12)))
+    young = [Row(step, "a", "BatchNorm1d", "gap_batch", 2.0) for step in range(1, 12)]
+    assert kinds(young) == []
+    assert kinds([*young, Row(20, "a", "BatchNorm1d", "gap_batch", 2.0)]) == ["evaluation"], (
+        "the running ones are old enough"
+    )
+    [told] = unchecked(row for row in healthy() if row.step == 1)
+    assert told.startswith("evaluation, nu, exploding, gradient spikes: too few steps or looks")
+
+
+def test_what_a_check_can_do_without_is_left_out_of_its_words():
+    rows = [Row(step, "a", "BatchNorm1d", "gap_batch", 0.9) for step in (1, 30, 60)]
+    [finding] = wrong(rows)
+    assert "nan" not in finding.says
+    assert "what a quadratic mean would do was not recorded" in finding.says
+    [line] = advise([row._replace(norm="LayerNorm") for row in rows])
+    assert "is not known: record gap_batch and gap_quadratic" in line
 
 
 def test_no_rows():
@@ -238,14 +317,29 @@ def test_the_command(tmp_path, capsys):
     assert "batches of 4 rows" in capsys.readouterr().out
     gaps = [Row(step, "norm", "layer", f"gap_{kind}", 0.1) for step in range(5) for kind in ("batch", "quadratic")]
     write(tmp_path / "rows.parquet", gaps)
-    assert main(["doctor", str(tmp_path / "rows.parquet")]) == 0
+    assert main(["doctor", str(tmp_path / "rows.parquet")]) == 2
     out = capsys.readouterr().out
-    assert out.startswith("nothing wrong was found")
     assert "BatchNorm would hold" in out
+    assert "nothing wrong" not in out
+    assert out.startswith("nothing was checked")
     assert main(["doctor", str(tmp_path / "nothing")]) == 2
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     assert main(["doctor", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_run_that_diverged_between_two_looks(tmp_path, capsys):
+    write(tmp_path / "rows.csv", healthy())
+    results.write(tmp_path, made_results.result(status="diverged at step 44"))
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("- the run diverged at step 44")
+
+
+def test_rows_of_no_norm_let_almost_nothing_be_checked():
+    rows = [Row(step, "", "", "gradient_norm", 1.0) for step in range(9)]
+    assert checked(rows) == ["gradient spikes"]
+    kinds = {check.kind for check in CHECKS} - {"gradient spikes"}
+    assert all(any(kind in told for told in unchecked(rows)) for kind in kinds)
 
 
 def test_the_page_tells_of_every_quantity_and_threshold():

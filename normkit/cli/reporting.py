@@ -1,11 +1,13 @@
 """Commands that show results: `report`, `figure` and `watch`."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from normkit.cli.doctor import examine
 from normkit.cli.line import parse_arguments, typed, write
 
 
@@ -80,7 +82,7 @@ def watch(arguments: list[str]) -> int:
     folder, port = parse_arguments(parse, arguments, "watch")
     from normkit.report import live
 
-    with live.server(folder, port, extras) as server:
+    with live.server(folder, port, lambda found, reader: extras(found, (), reader)) as server:
         write(f"watching {folder} at http://{live.HERE}:{server.server_address[1]}/ (Ctrl-C ends)")
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):
@@ -88,16 +90,22 @@ def watch(arguments: list[str]) -> int:
     return 0
 
 
-def extras(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = ()) -> Any:
+def extras(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = (), reader: Any = None) -> Any:
     """What a page shows besides results: definitions of quantities, findings, tables of studies."""
-    from normkit.report import page, studied
-    from normkit.watch import QUANTITIES, advise, diagnose, read
+    from normkit.report import page, rows, studied
+    from normkit.watch import QUANTITIES
+    from normkit.watch.series import Series
 
-    findings = {}
+    reader, findings = reader or rows.Reader(), {}
     for folder in found:
         with contextlib.suppress(ValueError):  # no rows there, or none yet
-            rows = read(folder)
-            findings[folder] = [*map(str, diagnose(rows)), *advise(rows)] or ["nothing wrong was found"]
+            recorded, table = reader.read(folder), {}
+            for (quantity, site), by_step in recorded.values.items():
+                values = [math.nan if value is None else value for value in by_step.values()]
+                table.setdefault(quantity, {})[site] = Series(recorded.norms[site], list(by_step), values)
+            wrong, unchecked, advice = examine(table)
+            nothing = "nothing wrong was found in what was checked" if unchecked else "nothing wrong was found"
+            findings[folder] = [*(wrong or [nothing]), *(f"not checked: {line}" for line in unchecked), *advice]
     definitions = {name: f"{one.definition} ({one.source})" for name, one in QUANTITIES.items()}
     return page.Extras(definitions, findings, studied.find(paths))
 

@@ -22,10 +22,13 @@ WAITING = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" conte
 
 
 class Watched:
-    """What there is to see below a path, made anew only where files have changed; threads may ask at once."""
+    """What there is to see below a path, made anew only where files have changed; threads may ask at once.
 
-    def __init__(self, path: Path, extras: Callable[[Results], page.Extras]):
-        self.path, self.extras = path, extras
+    Of rows that were appended only the new ones are read.
+    """
+
+    def __init__(self, path: Path, extras: Callable[[Results, rows.Reader], page.Extras]):
+        self.path, self.extras, self.reader = path, extras, rows.Reader()
         self._lock = Lock()
         self._made: tuple[str, bytes] = ("", b"")
 
@@ -57,11 +60,15 @@ class Watched:
                 found = {folder: results.live(folder) for folder in self.folders()}
                 if not found:
                     raise ValueError(f"no run in {self.path} yet")
-                self._made = version, page.page(found, f"{self.path.name} (live)", "", self.extras(found), live=True)
+                extras = self.extras(found, self.reader)
+                made = page.page(found, f"{self.path.name} (live)", "", extras, live=True, reader=self.reader)
+                self._made = version, made
             return self._made
 
 
-def server(path: Path, port: int = 0, extras: Callable[[Results], page.Extras] | None = None) -> ThreadingHTTPServer:
+def server(
+    path: Path, port: int = 0, extras: Callable[[Results, rows.Reader], page.Extras] | None = None
+) -> ThreadingHTTPServer:
     """A server of this page on this machine's own address, at a free port unless one is named; not yet started.
 
     It answers GET and HEAD of / alone, and only where it is addressed as this machine (a page elsewhere that has its
@@ -71,7 +78,7 @@ def server(path: Path, port: int = 0, extras: Callable[[Results], page.Extras] |
         raise ValueError(f"there is no folder {path}")
     if not 0 <= port <= LAST_PORT:
         raise ValueError(f"port must be 0 (a free one) to {LAST_PORT}; got {port}")
-    watched = Watched(path, extras or (lambda found: page.NOTHING))
+    watched = Watched(path, extras or (lambda found, reader: page.NOTHING))
 
     class Handler(BaseHTTPRequestHandler):
         """Answers for the page."""

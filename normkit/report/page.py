@@ -51,11 +51,18 @@ def write(
     return write_whole(Path(path), page(results, title, command, extras))
 
 
-def page(results: Results, title: str, command: str = "", extras: Extras = NOTHING, live: bool = False) -> bytes:
+def page(
+    results: Results,
+    title: str,
+    command: str = "",
+    extras: Extras = NOTHING,
+    live: bool = False,
+    reader: rows.Reader | None = None,
+) -> bytes:
     """The page, with as many points to a line as its size allows; a `live` one asks its server for itself again."""
     if not results:
         raise ValueError("no results to show; give at least one")
-    panels = rows.panels(results, None)
+    panels = rows.panels(results, None, reader)
     for points in POINTS:
         data = _page(results, panels, title, command, extras, live, points).encode("utf8", "replace")
         if len(data) < LIMIT:

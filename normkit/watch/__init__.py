@@ -1,13 +1,16 @@
 """See what norms do while a model trains, and be told what is wrong."""
 
+from normkit.watch.advise import advise
 from normkit.watch.cka import Alikeness, cka
-from normkit.watch.diagnose import THRESHOLDS, Finding, advise, diagnose
+from normkit.watch.diagnose import NOT_CHECKED, checked, diagnose
+from normkit.watch.faults import THRESHOLDS, Finding
 from normkit.watch.quantities import QUANTITIES, Quantity
 from normkit.watch.record import Recorder, record
 from normkit.watch.rows import Row, Rows, read, write
 from normkit.watch.whole import embedding_rows, singular_values, train_eval_gap
 
 __all__ = [
+    "NOT_CHECKED",
     "QUANTITIES",
     "THRESHOLDS",
     "Alikeness",
@@ -17,6 +20,7 @@ __all__ = [
     "Row",
     "Rows",
     "advise",
+    "checked",
     "cka",
     "diagnose",
     "embedding_rows",

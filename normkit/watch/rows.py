@@ -165,7 +165,7 @@ def read(path: str | Path) -> list[Row]:
 def _read_csv(path: Path) -> list[Row]:
     with path.open(encoding="utf8", newline="") as file:
         whole = file.read()
-    lines = whole[: whole.rfind("\n") + 1].splitlines()
+    lines = whole.split("\n")[:-1]
     reader = csv.reader(lines, strict=True)
     if tuple(next(reader, ())) != Row._fields:
         raise ValueError(f"its first line is not {','.join(Row._fields)}")
