@@ -1,7 +1,6 @@
-"""Where rows go, and looks at whole models: files, Lightning's loggers, processes, CKA, singular values."""
+"""Where rows go, and looks at whole models: files, processes, CKA, singular values."""
 
 import copy
-import csv
 
 import pytest
 import torch
@@ -133,53 +132,6 @@ def test_singular_values_of_embeddings():
     assert [row.quantity for row in rows] == [f"singular_value[{i}]" for i in (0, 2, 5, 7)]
     values = torch.linalg.svdvals(model[0].weight.detach())
     assert [row.value for row in rows] == pytest.approx((values / values[0])[[0, 2, 5, 7]].tolist())
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on loaders
-def test_the_callback(tmp_path):
-    from normkit.train.callback import Watch
-    from normkit.train.lit import lightning
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.line, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-        def training_step(self, batch, index):
-            return self.norm(self.line(batch)).pow(3).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 1e-3)
-
-    data = torch.utils.data.DataLoader(
-        torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).repeat(10, 1), batch_size=4
-    )
-    options = {"every": 2, "to": tmp_path / "rows.csv", "log_every": 4}
-
-    def fit(callback, steps, resume=None):
-        trainer = lightning.Trainer(
-            max_steps=steps, callbacks=[callback], logger=lightning.loggers.CSVLogger(tmp_path, name="log"),
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=1,
-            default_root_dir=tmp_path, accelerator="cpu",
-        )  # fmt: skip
-        trainer.fit(Module(), data, ckpt_path=resume, weights_only=None if resume is None else True)
-        return trainer
-
-    whole = Watch(**options)
-    fit(whole, 10)
-    expected = watch.read(tmp_path)
-    assert {row.step for row in expected} == {1, 3, 5, 7, 9}
-    assert [row[:4] for row in whole.rows] == [row[:4] for row in expected]
-    assert {row.site for row in expected} == {"norm", ""}
-    with next((tmp_path / "log").rglob("metrics.csv")).open() as file:
-        logged = [row for row in csv.DictReader(file) if row.get("gap_batch/norm")]
-    assert [int(row["step"]) for row in logged] == [3, 5, 7, 9], "the first look has nothing to compare with"
-
-    (tmp_path / "rows.csv").unlink()
-    fit(Watch(**options), 6).save_checkpoint(tmp_path / "last.ckpt")
-    fit(Watch(**options), 10, tmp_path / "last.ckpt")
-    assert watch.read(tmp_path) == expected
 
 
 def _two_processes(rank, world, folder):

@@ -8,13 +8,32 @@ from normkit.train.lit import lightning
 from normkit.watch import Recorder, Row, Rows
 from normkit.watch.rows import Appender, cut_or_begin
 
+LOGGED = ("gap_batch", "gap_quadratic", "rms", "largest", "gradient_norm")
+"""Quantities that loggers are given unless others are named."""
+
+
+def log_rows(rows: Iterable[Row], loggers: Iterable[Any], quantities: Iterable[str] = LOGGED) -> None:
+    """Hand rows to loggers of Lightning (TensorBoard, W&B, CSV, ...), those of a step in one call, as `quantity/site`.
+
+    Of a run that is over too: `log_rows(normkit.watch.read("runs/mine"), [TensorBoardLogger("logs")])`.
+    """
+    chosen, by_step = frozenset(quantities), dict[int, dict[str, float]]()
+    for row in rows:
+        if row.quantity in chosen:
+            name = f"{row.quantity}/{row.site}" if row.site else row.quantity
+            by_step.setdefault(row.step, {})[name] = row.value
+    for logger in loggers:
+        for step, values in sorted(by_step.items()):
+            logger.log_metrics(values, step)
+
 
 class Watch(lightning.Callback):
     """Record what norms see while Lightning trains: `Trainer(callbacks=[Watch(to="rows.csv")])`.
 
     As `normkit.record`, each `every` batches. Rows go to the file `to`, if one is named, and each `log_every` batches
-    to every logger of the trainer (TensorBoard, W&B, CSV: those that are installed and chosen) as `quantity/site`;
-    `log` says which quantities, none where it is empty. `rows` are those recorded, also after the end.
+    to every logger of the trainer (TensorBoard, W&B, CSV: those that are installed and chosen) as `quantity/site`, at
+    Lightning's own global step; `log` says which quantities, none where it is empty. `rows` are those recorded, also
+    after the end.
     """
 
     def __init__(
@@ -23,7 +42,7 @@ class Watch(lightning.Callback):
         quantities: str | Iterable[str] | None = None,
         *,
         to: str | Path | None = None,
-        log: Iterable[str] = ("gap_batch", "gap_quadratic", "rms", "largest", "gradient_norm"),
+        log: Iterable[str] = LOGGED,
         log_every: int = 500,
         keep: int = 200_000,
     ):
@@ -31,7 +50,7 @@ class Watch(lightning.Callback):
         self.logged, self.log_every = frozenset(log), log_every  # Lightning sets `log` of a callback
         self.rows = Rows()
         self._recorder: Recorder | None = None
-        self._send: Callable[[list[Row]], None] = lambda rows: None
+        self._global: dict[int, int] = {}  # steps that are looked at, as Lightning counts: by steps of the optimizer
         self._resumed: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -49,6 +68,8 @@ class Watch(lightning.Callback):
         """A step begins, whatever parts of the module it calls."""
         if self._recorder is not None:
             self._recorder.tick()
+            if self._recorder.due:
+                self._global[self._recorder.step] = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A step ends; now and then its rows are sent on."""
@@ -81,19 +102,13 @@ class Watch(lightning.Callback):
         self._resumed = state_dict
 
     def _sink(self, trainer: Any) -> Callable[[list[Row]], None]:
-        path, loggers, log = self.to, list(trainer.loggers), self.logged
-        append = None if path is None else Appender(Path(path))
+        append = None if self.to is None else Appender(Path(self.to))
+        loggers = list(trainer.loggers)
 
         def send(rows: list[Row]) -> None:
             if append is not None:
                 append(rows)
-            by_step: dict[int, dict[str, float]] = {}
-            for row in rows:
-                if row.quantity in log:
-                    name = f"{row.quantity}/{row.site}" if row.site else row.quantity
-                    by_step.setdefault(row.step, {})[name] = row.value
-            for logger in loggers:
-                for step, values in sorted(by_step.items()):
-                    logger.log_metrics(values, step)
+            log_rows((row._replace(step=self._global[row.step]) for row in rows), loggers, self.logged)
+            self._global = {step: at for step, at in self._global.items() if step >= rows[-1].step}
 
         return send
