@@ -13,6 +13,8 @@ from torch import nn
 import normkit
 from normkit.data.corpora import CORPORA
 from normkit.data.embedded import SOURCES
+from normkit.data.images import IMAGE_SETS
+from normkit.data.scenes import SCENE_SETS
 from normkit.models.config import Model
 from normkit.report import results
 from normkit.studies.recipes import RECIPES
@@ -88,7 +90,7 @@ def test_tables_have_the_same_rows():
     assert list(TASKS) == list(BUILDERS)
     assert {recipe().task for recipe in RECIPES.values()} == set(TASKS)
     assert {recipe().data for recipe in RECIPES.values()} >= set(SOURCES)
-    assert all(recipe().data in {**SOURCES, **CORPORA} for recipe in RECIPES.values())
+    assert all(recipe().data in {**SOURCES, **CORPORA, **IMAGE_SETS, **SCENE_SETS} for recipe in RECIPES.values())
     assert all(recipe().name == name for name, recipe in RECIPES.items())
 
 
@@ -356,7 +358,7 @@ def test_a_folded_run_is_a_run_with_the_same_answers(model, foldable, tmp_path):
     assert report.max_error < 1e-9
     save(tmp_path / "folded", folded)
     again = load(tmp_path / "folded")
-    source, target = BUILDERS["g2p"].example(loaded.vocabularies)
+    source, target = BUILDERS["g2p"].example(loaded.run.model, loaded.vocabularies)
     torch.testing.assert_close(again.model(source, target), loaded.model(source, target), atol=1e-4, rtol=1e-4)
     assert not again.run.model.tie
 

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 
 from normkit.models.config import Model
+from normkit.studies.recipes_images import IMAGE_RECIPES
+from normkit.studies.recipes_scenes import SCENE_RECIPES
 from normkit.train.config import Run
 
 
@@ -400,4 +402,6 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "lm_ptb_core1": lm_ptb_core1,
     "lm_ptb_pocket": lm_ptb_pocket,
     "lm_wikitext2": lm_wikitext2,
+    **IMAGE_RECIPES,
+    **SCENE_RECIPES,
 }

@@ -8,18 +8,21 @@ from torch import Tensor, nn
 
 from normkit.data.vocab import BOS, SPECIAL, Vocab
 from normkit.models.config import Model
+from normkit.models.detection import detector
 from normkit.models.lm import DecoderLM
 from normkit.models.mt import Seq2Seq
+from normkit.models.pictures import classifier
 from normkit.models.vision import TinyViT
 
 Vocabularies = Mapping[str, Vocab]
 
 
 class Builder(NamedTuple):
-    """How a task's model is made, and an input of the kind that it takes."""
+    """How a task's model is made, and an input of the kind that it takes, or that its part takes that has the norms."""
 
     model: Callable[[Model, Vocabularies], nn.Module]
-    example: Callable[[Vocabularies], tuple[Tensor, ...]]
+    example: Callable[[Model, Vocabularies], tuple[Tensor, ...]]
+    part: str = ""
 
 
 def seq2seq(config: Model, vocabularies: Vocabularies) -> Seq2Seq:
@@ -38,12 +41,26 @@ def vit(config: Model, vocabularies: Vocabularies) -> TinyViT:
     return TinyViT(config, image_size=8, patch=2, channels=1, classes=classes)
 
 
+def detection(config: Model, vocabularies: Vocabularies) -> nn.Module:
+    """The detector of `config.arch`."""
+    return detector(config, len(vocabularies["classes"]) - len(SPECIAL))
+
+
 def _words(vocab: Vocab, seed: int, rows: int = 4, length: int = 9) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(len(SPECIAL), len(vocab), (rows, length), generator=generator)
 
 
-def _sentence_pairs(vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
+def pictures(config: Model, vocabularies: Vocabularies) -> nn.Module:
+    """A classifier of the table of models, for pictures in colour."""
+    return classifier(config, len(vocabularies["classes"]) - len(SPECIAL))
+
+
+def _noise(rows: int, channels: int, size: int) -> tuple[Tensor, ...]:
+    return (torch.rand(rows, channels, size, size, generator=torch.Generator().manual_seed(0)),)
+
+
+def _sentence_pairs(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
     target = _words(vocabularies["target"], 1)
     target[:, 0] = BOS
     return _words(vocabularies["source"], 0), target
@@ -52,7 +69,9 @@ def _sentence_pairs(vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
 BUILDERS: dict[str, Builder] = {
     "g2p": Builder(seq2seq, _sentence_pairs),
     "mt": Builder(seq2seq, _sentence_pairs),
-    "lm": Builder(lm, lambda vocabularies: (_words(vocabularies["words"], 0),)),
-    "digits": Builder(vit, lambda _: (torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)),)),
+    "lm": Builder(lm, lambda config, vocabularies: (_words(vocabularies["words"], 0),)),
+    "digits": Builder(vit, lambda config, vocabularies: _noise(4, 1, 8)),
+    "images": Builder(pictures, lambda config, vocabularies: _noise(4, 3, config.image_size)),
+    "detection": Builder(detection, lambda config, vocabularies: _noise(1, 3, 64), part="backbone"),
 }
 """By task, as TASKS."""

@@ -34,7 +34,7 @@ class Images:
     erase: float = 0.0
     """Probability that noise replaces a rectangle (random erasing)."""
     mixup: float = 0.0
-    """alpha of mixup: pictures and classes are blended in pairs by a share drawn from Beta(alpha, alpha); 0 for none."""
+    """alpha of mixup: pictures and classes are blended in pairs, by a share of Beta(alpha, alpha); 0 for none."""
     cutmix: float = 0.0
     """alpha of CutMix: a rectangle comes from the other picture; 0 for none."""
     mix_prob: float = 1.0

@@ -1,5 +1,6 @@
 """Fold the norms of a saved run away; the result is a run folder like any other."""
 
+import copy
 import dataclasses
 
 import torch
@@ -15,7 +16,9 @@ from normkit.transforms import Audit, Fate, Report, audit, fold
 def audit_run(loaded: Loaded) -> Audit:
     """Per norm of a run's model: what folding can make of it, with the output layer untied from the embedding."""
     run, model, vocabularies = loaded
-    return audit(model, *BUILDERS[run.task].example(vocabularies), untie=True)
+    builder = BUILDERS[run.task]
+    found = audit(model.get_submodule(builder.part), *builder.example(run.model, vocabularies), untie=True)
+    return dataclasses.replace(found, rows=_named(found.rows, builder.part))
 
 
 def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
@@ -24,14 +27,26 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
     The run that is returned describes the model that is left, in which `nonorm` stands where a norm was.
     """
     run, model, vocabularies = loaded
-    folded, report = fold(model, *BUILDERS[run.task].example(vocabularies), untie=True)
+    builder = BUILDERS[run.task]
+    part, report = fold(model.get_submodule(builder.part), *builder.example(run.model, vocabularies), untie=True)
     for fate in report:
         if fate.action in ("multiply-add", "add"):
-            folded.set_submodule(fate.name, _as_norm(folded.get_submodule(fate.name), run.model.width))
+            part.set_submodule(fate.name, _as_norm(part.get_submodule(fate.name)))
+    report = dataclasses.replace(report, rows=_named(report.rows, builder.part))
+    folded = part
+    if builder.part:
+        folded = copy.deepcopy(model)
+        folded.set_submodule(builder.part, part)
     return Loaded(_described(run, report.rows), folded, vocabularies), report
 
 
-def _as_norm(affine: nn.Module, dim: int) -> NoNorm:
+def _named(rows: tuple[Fate, ...], part: str) -> tuple[Fate, ...]:
+    """The rows with names in the whole model, not in the part of it that has the norms."""
+    return tuple(dataclasses.replace(row, name=f"{part}.{row.name}") for row in rows) if part else rows
+
+
+def _as_norm(affine: nn.Module) -> NoNorm:
+    dim = max(tensor.numel() for tensor in (affine.weight, affine.bias) if isinstance(tensor, torch.Tensor))
     norm = NoNorm(dim, affine=True).eval()
     with torch.no_grad():
         for mine, left in ((norm.weight, affine.weight), (norm.bias, affine.bias)):

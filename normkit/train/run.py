@@ -84,6 +84,7 @@ def train(
 
     if journal.status == "done" and run.average:
         _average(task.model, journal.kept(run.average))
+    task.settle()
     if journal.status == "done" and not journal.valid:
         journal.valid.append({"step": journal.step, **task.look()})
 

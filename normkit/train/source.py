@@ -6,7 +6,9 @@ from typing import Any
 
 from normkit.data.corpora import CORPORA, locate
 from normkit.data.embedded import SOURCES
+from normkit.data.images import IMAGE_SETS, find_images, read_images
 from normkit.data.prepare import prepare
+from normkit.data.scenes import find_scenes
 from normkit.data.text import reader
 from normkit.train.config import Run
 
@@ -17,9 +19,20 @@ KINDS = {"mt": "parallel", "lm": "text"}
 def source(run: Run, tell: Callable[[str], object]) -> Callable[[], Any]:
     """How to read the data of a run; `tell` hears how far that is.
 
-    Translation of text and language models take corpora of the table and folders of text, the others what `reader`
-    knows. ValueError, before anything is read, where there is no such data, or where the task does not fit it.
+    Detection takes rows of SCENE_SETS and folders of pictures with boxes, classifiers rows of IMAGE_SETS and
+    folders of pictures, translation of text and language models corpora of the table and folders of text, the others
+    what `reader` knows. ValueError, before anything is read, where there is no such data, or where the task does not
+    fit it.
     """
+    if run.task == "images":
+        find_images(run.data)
+        return functools.partial(
+            read_images, run.data, held_out=run.images.held_out, refuse=run.broken == "refuse", tell=tell
+        )
+    if run.data in IMAGE_SETS:
+        raise ValueError(f"{run.data} is pictures; task {run.task} cannot learn from that")
+    if run.task == "detection":
+        return find_scenes(run.data, run.broken)
     kind = KINDS.get(run.task)
     if kind is None or run.data in SOURCES:
         if run.data in CORPORA:

@@ -17,7 +17,7 @@ from normkit.train.schedules import Constant, InverseSqrt, ValidationDecay, cosi
 class Batch(NamedTuple):
     """Tensors of a batch, and how much it holds."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Any, ...]  # of a detector, lists of pictures and of targets
     words: int  # what speed is told in: words or pictures
     tokens: int  # what the loss is a mean over
 
@@ -99,6 +99,9 @@ class Task(lightning.LightningModule):
                 nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def settle(self) -> None:
+        """What becomes of the model when training has ended, before it is saved and scored: nothing."""
 
     def look(self) -> dict[str, float]:
         """What is noted of the validation split."""

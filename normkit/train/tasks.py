@@ -1,6 +1,8 @@
 """The table of tasks."""
 
 from normkit.train.classification import Classification
+from normkit.train.detection import Detection
+from normkit.train.images import ImageClassification
 from normkit.train.language import Language
 from normkit.train.mt import MachineTranslation
 from normkit.train.task import Task
@@ -11,4 +13,6 @@ TASKS: dict[str, type[Task]] = {
     "mt": MachineTranslation,
     "lm": Language,
     "digits": Classification,
+    "images": ImageClassification,
+    "detection": Detection,
 }
