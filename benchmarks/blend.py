@@ -15,6 +15,7 @@ and of the blended model folded, with the largest error of its proof.
 
 import argparse
 import copy
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -110,6 +111,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000, help="training steps of the LayerNorm model")
     parser.add_argument("--tune", type=int, nargs="+", default=[250, 500, 1000], help="fine-tuning steps to try")
+    parser.add_argument("--placement", choices=("pre", "post"), default="pre", help="where the norms are")
+    parser.add_argument("--depth", type=int, default=2, help="layers of the encoder and of the decoder")
     parser.add_argument("--norms", nargs="+", default=["un(warmup=0)", "batch"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--base", type=Path, nargs="*", default=[], help="trained runs, one a seed")
@@ -122,7 +125,8 @@ def main() -> None:
             folder = given.base[index] if given.base else Path(scratch) / "layer"
             if not given.base:
                 recipe = RECIPES["g2p_cmudict"]()
-                settings = {**vars(recipe), "steps": given.steps, "seed": seed, "warmup": given.steps // 10,
+                model = dataclasses.replace(recipe.model, placement=given.placement, depth=given.depth)
+                settings = {**vars(recipe), "model": model, "steps": given.steps, "seed": seed, "warmup": given.steps // 10,
                             "valid_every": 0, "checkpoint_every": 0, "record_every": 0}  # fmt: skip
                 train(Run(**settings), folder)
             rows += study(folder, given.norms, given.tune, seed)
