@@ -11,10 +11,12 @@ from normkit.data.batches import Batches, batches_of
 from normkit.data.coco import Scenes
 from normkit.models.detection import DETECTORS
 from normkit.models.torchvision_ops import torchvision_operators
+from normkit.norms import Norm
 from normkit.train.precision import average_precision, found
 from normkit.train.scenes import Augmentation, Item, Samples, load_batches
 from normkit.train.table import spread
 from normkit.train.task import Batch, Task
+from normkit.train.tuning import read_weights
 from normkit.transforms import calibrate
 
 CALIBRATION = 50  # training batches
@@ -32,6 +34,8 @@ class Detection(Task):
             if self.detector.masks and not scenes.outlined:
                 raise ValueError(f"{data.name} has things without outlines, which {run.model.arch} cannot learn from")
         self.samples = self._samples(data.train, Augmentation(self.detector))
+        if run.weights:
+            start_backbone(run.weights, model)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Random pictures, `batch_tokens` of them, of about one shape with bucketing."""
@@ -42,6 +46,15 @@ class Detection(Task):
         ranks, rank = self.trainer.world_size, self.trainer.global_rank
         order = itertools.islice(self._order(self.start * ranks + rank), 0, None, ranks)
         return load_batches(self.samples, order, self.settings.workers)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """As other tasks, and Swin's tables of relative positions do not decay either, as upstream trains it."""
+        tables = [p for name, p in self.model.named_parameters() if name.endswith("relative_position_bias_table")]
+        matrices, vectors = super().groups()
+        kept = {id(p) for p in tables}
+        matrices["params"] = [p for p in matrices["params"] if id(p) not in kept]
+        vectors["params"] = [*vectors["params"], *tables]
+        return [matrices, vectors]
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Sum of the losses of the proposals and of the heads, of a model that trains."""
@@ -130,6 +143,31 @@ class Detection(Task):
             return [[Item(number, at) for at in each] for each in lists]
 
         return iter(Batches(epoch, list, start))
+
+
+@torch.no_grad()
+def start_backbone(weights: str, model: Any) -> list[str]:
+    """Load a Swin classifier into a detector's backbone, in place; the names that start anew: norms of the outputs.
+
+    `weights` is a file of safetensors, or a folder with model.safetensors, named as torchvision's Swin. Statistics of
+    norms are loaded where there are some, and their warm-up begins again. ValueError where anything does not fit.
+    """
+    features = model.backbone.body.features
+    saved = {name.removeprefix("features."): tensor for name, tensor in read_weights(weights).items()}
+    wanted = features.state_dict()
+    state = {name: saved[name] for name in wanted if name in saved and saved[name].shape == wanted[name].shape}
+    buffers = {name for name, _ in features.named_buffers()}
+    lacking = [name for name in wanted if name not in state and name not in buffers]
+    if lacking:
+        raise ValueError(
+            f"weights: {weights} has no features.{lacking[0]} of shape {tuple(wanted[lacking[0]].shape)} and "
+            f"{len(lacking) - 1} more; needs a Swin of this size"
+        )
+    features.load_state_dict(state, strict=False)
+    for norm in features.modules():
+        if isinstance(norm, Norm):
+            norm.reset_warmup()
+    return [name for name in model.backbone.body.state_dict() if name.removeprefix("features.") not in state]
 
 
 def _prepare_losses(model: Any) -> None:

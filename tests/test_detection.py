@@ -1,0 +1,265 @@
+"""Detectors: norms that see pictures and not their padding, folding, training, average precision."""
+
+import dataclasses
+import json
+
+import pytest
+import safetensors.torch
+import scene_files
+import torch
+from foreign_models import randomize
+
+import normkit
+from normkit.data.scenes import find_scenes
+from normkit.models.config import Model
+from normkit.models.detection import DETECTORS, detector
+from normkit.norms import StatNorm
+from normkit.studies.recipes_scenes import SCENE_RECIPES
+from normkit.train.build import BUILDERS
+from normkit.train.config import Run
+from normkit.train.detection import Detection, start_backbone
+from normkit.train.folded import fold_run
+from normkit.train.precision import average_precision, found
+from normkit.train.run import Loaded, load, save, train
+from normkit.train.scenes import Augmentation, Item, Samples
+from normkit.transforms import find
+
+pytest.importorskip("torchvision")
+pytest.importorskip("pycocotools")
+
+TINY = dataclasses.replace(
+    DETECTORS["mask_rcnn_pocket"], width=8, depths=(1, 1, 1, 1), heads=(1, 1, 2, 2), pyramid=16, hidden=16,
+    mask_layers=(16,), sizes=(48, 64), longest=96, proposals=30, samples=16,
+)  # fmt: skip
+RUN = Run(name="tiny", task="detection", data="", model=Model(arch="tiny", norm="un"), steps=4, batch_tokens=2,
+          label_smoothing=0.0, valid_every=2, checkpoint_every=2, record_every=2, threads=1)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch):
+    monkeypatch.setattr("normkit.train.detection.CALIBRATION", 3)
+    monkeypatch.setitem(DETECTORS, "tiny", TINY)
+    monkeypatch.setitem(DETECTORS, "tiny_boxes", dataclasses.replace(TINY, masks=False))
+
+
+def pictures() -> tuple[list, list]:
+    """Two pictures of different sizes, one without things, one of another shape."""
+    generator = torch.Generator().manual_seed(0)
+    targets = [
+        {"boxes": torch.tensor([[5.0, 5, 30, 35], [20, 15, 45, 45]]), "labels": torch.tensor([1, 2]),
+         "masks": torch.ones(2, 50, 70, dtype=torch.uint8)},
+        {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.long),
+         "masks": torch.zeros(0, 90, 40, dtype=torch.uint8)},
+    ]  # fmt: skip
+    return [torch.rand(3, 50, 70, generator=generator), torch.rand(3, 90, 40, generator=generator)], targets
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["tiny", "tiny_boxes"])
+def test_losses_reach_every_parameter(arch):
+    model = detector(Model(arch=arch, norm="layer"), classes=2).train()
+    losses = model(*pictures())
+    assert ("loss_mask" in losses) == (arch == "tiny")
+    torch.stack(list(losses.values())).sum().backward()
+    idle = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not idle
+
+
+def test_norms_are_placed_by_rule_and_only_the_backbone_has_some():
+    model = detector(Model(arch="tiny", norm="un", norm_at={"*.norms.*": "layer"}), classes=2)
+    kinds = {name: type(model.get_submodule(name)) for name in find(model)}
+    assert all(name.startswith("backbone.body.") for name in kinds)
+    assert [kind for name, kind in kinds.items() if ".norms." in name] == [normkit.LayerNorm] * 4
+    assert {kind for name, kind in kinds.items() if ".norms." not in name} == {normkit.UN}
+    with pytest.raises(ValueError, match=r"arch must be one of mask_rcnn_swin_t, .*; got 'yolo'"):
+        detector(Model(arch="yolo"), classes=2)
+
+
+def test_statistics_are_of_pictures_and_not_of_what_fills_the_batch_up():
+    """Each norm is told which of its tokens a picture covers; the first one's statistics are those of these."""
+    model = detector(Model(arch="tiny", norm="pnv"), classes=2).train()
+    images, targets = pictures()
+    seen = {}
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, StatNorm)}
+    for name, norm in norms.items():
+        norm.register_forward_hook(lambda m, args, out, name=name: seen.update({name: (args[0], m.mask)}))
+    before = {name: norm.running.clone() for name, norm in norms.items()}
+    model(images, targets)
+    for name, (x, mask) in seen.items():
+        stride = 96 // x.shape[1]
+        real = sum(-(-image.shape[-2] // stride) * -(-image.shape[-1] // stride) for image in images)
+        assert mask.shape == x.shape[:-1], name
+        assert int(mask.sum()) == real < mask.numel(), name
+        square = x[mask].double().square().mean(0)
+        norm = norms[name]
+        expected = norm.alpha * before[name][0] + (1 - norm.alpha) * square
+        torch.testing.assert_close(norm.running[0].double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_plain_batch_of_pictures_has_no_mask():
+    model = detector(Model(arch="tiny", norm="un"), classes=2).train()
+    model.backbone(torch.rand(2, 3, 64, 64))
+    assert all(m.mask is None for m in model.modules() if isinstance(m, StatNorm))
+
+
+def test_weights_of_a_classifier_start_the_backbone(tmp_path):
+    donor = randomize(detector(Model(arch="tiny", norm="un"), classes=2))
+    for norm in donor.modules():
+        if isinstance(norm, StatNorm):
+            norm.step.fill_(7)
+    features = {f"features.{k}": v for k, v in donor.backbone.body.features.state_dict().items()}
+    safetensors.torch.save_file({**features, "head.weight": torch.zeros(3, 64)}, tmp_path / "swin.safetensors")
+    model = detector(Model(arch="tiny", norm="un"), classes=5)
+    anew = start_backbone(str(tmp_path / "swin.safetensors"), model)
+    assert anew == [name for name in model.backbone.body.state_dict() if name.startswith("norms.")]
+    for name, tensor in model.backbone.body.features.state_dict().items():
+        same = torch.equal(tensor, features[f"features.{name}"])
+        assert same or name.endswith((".step", ".window", ".psi", ".window_grad", "_grad")), name
+        assert not name.endswith(".step") or tensor == 0
+    with pytest.raises(ValueError, match=r"has no features\.0\.0\.weight of shape \(32, 3, 4, 4\)"):
+        start_backbone(str(tmp_path / "swin.safetensors"), detector(Model(arch="mask_rcnn_pocket"), classes=5))
+
+
+# -- data to batches -----------------------------------------------------------------------------------------------
+
+
+def test_augmentation_changes_picture_boxes_and_masks_alike(tmp_path):
+    """Each box stays the frame of its mask, and masks stay on what is drawn."""
+    data = find_scenes(str(scene_files.data_set(tmp_path)))()
+    cropping = dataclasses.replace(TINY, crop=(30, 50))
+    samples = Samples(data.train, masks=True, augment=Augmentation(cropping))
+    sizes, things = set(), 0
+    for epoch in range(6):
+        for at in range(len(data.train)):
+            picture, target = samples[Item(epoch, at)]
+            again, _ = samples[Item(epoch, at)]
+            assert torch.equal(picture, again), "chance hangs on seed, epoch and number alone"
+            sizes.add(tuple(picture.shape[-2:]))
+            assert len(target["boxes"]) == len(target["labels"]) == len(target["masks"])
+            assert target["masks"].shape[-2:] == picture.shape[-2:]
+            for box, mask in zip(target["boxes"], target["masks"], strict=True):
+                rows, columns = (mask.any(side).nonzero()[:, 0] for side in (1, 0))
+                frame = torch.stack([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]).float()
+                assert (frame - box).abs().max() <= 2, "masks are resized by nearest pixels"
+                bright = picture.amax(0)[mask.bool()]
+                assert (bright > 0.7).float().mean() > 0.7
+                things += 1
+    assert len(sizes) > 4
+    assert things > 20
+
+
+def test_a_picture_that_does_not_decode_is_replaced_counted_or_refused(tmp_path):
+    folder = scene_files.data_set(tmp_path)
+    data = find_scenes(str(folder))()
+    broken = (folder / "images" / "002.png").read_bytes()
+    (folder / "images" / "002.png").write_bytes(broken[:200] + bytes(40) + broken[240:])
+    samples = Samples(data.train, masks=False, augment=Augmentation(TINY))
+    assert torch.equal(samples[Item(0, 1)][1]["labels"], data.train.scenes[2].labels)
+    assert int(samples.undecoded) == 1
+    assert Samples(data.train, masks=False, augment=None)[Item(0, 1)] is None
+    refused = Samples(data.train, masks=False, augment=None, broken="refuse")[Item(0, 1)]
+    assert "002.png cannot be read" in refused
+
+
+@pytest.mark.parametrize("bucketing", [False, True])
+def test_batches_go_on_where_they_were_and_workers_change_nothing(bucketing, tmp_path):
+    data = find_scenes(str(scene_files.data_set(tmp_path, 8)))()
+    run = dataclasses.replace(RUN, bucketing=bucketing)
+    task = Detection(run, BUILDERS["detection"].model(run.model, data.vocabularies), data)
+    at = task.batches(0)
+    first = [next(at) for _ in range(6)]
+    other = Detection(dataclasses.replace(run, workers=2), task.model, data).batches(3)
+    for batch in first[3:]:
+        same = next(other)
+        for mine, theirs in zip(batch.tensors[0], same.tensors[0], strict=True):
+            assert torch.equal(mine, theirs)
+    shapes = [{round(t["masks"].shape[-1] / t["masks"].shape[-2]) for t in b.tensors[1]} for b in first]
+    assert not bucketing or sum(len(shape) == 1 for shape in shapes) >= 4
+
+
+# -- precision -----------------------------------------------------------------------------------------------------
+
+
+def test_perfect_answers_have_precision_100_and_none_has_0(tmp_path):
+    data = find_scenes(str(scene_files.data_set(tmp_path)))().test
+    rows, shifted = [], []
+    for at, scene in enumerate(data.scenes):
+        answer = {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(len(scene.labels)),
+                  "masks": data.masks(at)[:, None].float()}  # fmt: skip
+        rows += found(scene.number, list(data.kinds), answer)
+        shifted += found(scene.number, list(data.kinds), {**answer, "boxes": scene.boxes + 3.0})
+    perfect = average_precision(data.truth, rows, masks=True)
+    assert perfect["box_ap"] == perfect["mask_ap"] == pytest.approx(100)
+    assert 0 < average_precision(data.truth, shifted, masks=True)["box_ap"] < 90
+    none = average_precision(data.truth, [], masks=False)
+    assert (none["box_ap"], "mask_ap" in none) == (0.0, False)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCENE_RECIPES)
+def test_every_recipe_runs_two_steps(name, tmp_path, monkeypatch):
+    recipe = SCENE_RECIPES[name]()
+    own = DETECTORS[recipe.model.arch]
+    crop = own.crop and (30, 50)
+    monkeypatch.setitem(DETECTORS, recipe.model.arch, dataclasses.replace(TINY, masks=own.masks, crop=crop))
+    run = dataclasses.replace(
+        recipe, data=str(scene_files.data_set(tmp_path / "data")), model=dataclasses.replace(recipe.model, norm="un"),
+        steps=2, warmup=0, milestones=(1,) if recipe.milestones else (), batch_tokens=2, valid_every=0,
+        checkpoint_every=0, workers=0, record_every=1, precision="32-true", threads=1,
+    )  # fmt: skip
+    result = train(run, tmp_path / "run")
+    assert result["status"] == "done"
+    assert set(result["scores"]) == {"running", "calibrated"}
+    for score in result["scores"].values():
+        assert score["n"] == 6
+        assert {"box_ap", "loss_objectness"} <= set(score)
+        assert ("mask_ap" in score) == own.masks
+    assert result["data"]["train"] == {"pictures": 6, "boxes": result["data"]["train"]["boxes"], "undecoded": 0}
+    assert result["data"]["operators"]
+
+
+def test_a_run_learns_resumes_to_the_same_weights_and_folds_to_the_same_answers(tmp_path):
+    data = str(scene_files.data_set(tmp_path / "data"))
+    run = dataclasses.replace(RUN, data=data, steps=8, lr=2e-3, valid_every=4, checkpoint_every=4)
+    whole = train(run, tmp_path / "whole")
+    assert whole["curve"][-1]["train_loss"] < whole["curve"][0]["train_loss"]
+    assert [look["step"] for look in whole["valid"]] == [4, 8]
+    stop = lambda told: told.step >= 5  # noqa: E731
+    assert train(run, tmp_path / "parts", on_progress=stop)["status"] == "interrupted at step 5"
+    train(run, tmp_path / "parts", resume=True)
+    loaded, again = load(tmp_path / "whole"), load(tmp_path / "parts")
+    for name, tensor in loaded.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+
+    loaded = Loaded(loaded.run, randomize(loaded.model), loaded.vocabularies)  # gains and biases that show
+    folded, report = fold_run(loaded)
+    assert report.max_error < 1e-9
+    fates = {row.name: row.action for row in report}
+    attention = [name for name in fates if name.endswith("norm1")]
+    assert {fates[name] for name in attention} == {"add"}, "Swin pads behind them"
+    assert {fate for name, fate in fates.items() if name not in attention} == {"folded", "folded back"}
+    save(tmp_path / "folded", folded)
+    back = load(tmp_path / "folded")
+    with torch.no_grad():
+        for mine, theirs in zip(back.model(pictures()[0]), loaded.model(pictures()[0]), strict=True):
+            torch.testing.assert_close(mine["boxes"], theirs["boxes"], atol=1e-2, rtol=1e-3)
+            torch.testing.assert_close(mine["scores"], theirs["scores"], atol=1e-4, rtol=1e-3)
+    scores = [Detection(l.run, l.model, find_scenes(data)()).look() for l in (loaded, back)]  # noqa: E741
+    assert scores[0]["box_ap"] == pytest.approx(scores[1]["box_ap"], abs=1e-6)
+    assert scores[0]["loss"] == pytest.approx(scores[1]["loss"], rel=1e-4)
+    assert json.loads((tmp_path / "folded" / "run.json").read_text())["model"]["norm"] == "nonorm"
+
+
+def test_masks_need_outlines(tmp_path):
+    given, files = scene_files.scenes(2)
+    for note in given["annotations"]:
+        del note["segmentation"]
+    for name in ("train", "valid"):
+        scene_files.write(tmp_path, given, files, name)
+    data = find_scenes(str(tmp_path))()
+    with pytest.raises(ValueError, match="has things without outlines, which tiny cannot learn from"):
+        Detection(RUN, BUILDERS["detection"].model(RUN.model, data.vocabularies), data)

@@ -1,0 +1,196 @@
+"""Pictures with boxes: what is read, what is refused, what is left out and counted."""
+
+import copy
+import json
+
+import pytest
+import scene_files
+import torch
+from conftest import SHARED
+
+from normkit.data.coco import filled, read_scenes
+from normkit.data.packed import Files, pixels
+from normkit.data.scenes import SCENE_SETS, find_scenes
+
+pytest.importorskip("PIL")
+pytest.importorskip("pycocotools")
+
+
+@pytest.fixture
+def given():
+    return scene_files.scenes(4)
+
+
+def read(folder, given, files, broken="skip", **more):
+    scene_files.write(folder, given, files, "train")
+    return read_scenes(folder / "train.json", Files(folder / "images"), broken, **more)
+
+
+def test_what_is_right_is_read_as_it_stands(tmp_path, given):
+    told, files = given
+    found = read(tmp_path, told, files, "refuse")
+    assert found.counts == {"pictures": 4, "boxes": len(told["annotations"])}
+    assert found.kinds == {3: "box", 7: "bar"}
+    for scene in found.scenes:
+        own = [note for note in told["annotations"] if note["image_id"] == scene.number]
+        assert scene.boxes.tolist() == [[x, y, x + w, y + h] for x, y, w, h in (note["bbox"] for note in own)]
+        assert scene.labels.tolist() == [{3: 1, 7: 2}[note["category_id"]] for note in own]
+    assert found.picture(1).shape == (3, 60, 80)
+    masks = found.masks(0)
+    for mask, (x1, y1, x2, y2) in zip(masks, found.scenes[0].boxes.int().tolist(), strict=True):
+        expected = torch.zeros_like(mask)
+        expected[y1:y2, x1:x2] = 1
+        assert torch.equal(mask, expected)
+    assert [note["id"] for note in found.truth["annotations"]] == list(range(1, 1 + len(told["annotations"])))
+
+
+def test_packed_files_are_the_same(tmp_path, given):
+    told, files = given
+    plain = read(tmp_path / "plain", told, files)
+    scene_files.write(tmp_path / "packed", told, files, "train", packed=True)
+    packed = read_scenes(tmp_path / "packed" / "train.json.xz", Files(tmp_path / "packed" / "images.tar"))
+    assert packed.counts == plain.counts
+    assert all(torch.equal(packed.picture(n), plain.picture(n)) for n in range(4))
+
+
+def test_run_lengths_are_outlines_too():
+    from pycocotools import mask
+
+    ring = [[1.0, 1, 4, 1, 4, 3, 1, 3]]
+    solid = filled(ring, 5, 6)
+    column = solid.T.flatten().tolist()  # COCO counts down the columns, zeros first
+    counts, value = [], 0
+    while column:
+        run = next((n for n, each in enumerate(column) if each != value), len(column))
+        counts.append(run)
+        column, value = column[run:], 1 - value
+    assert torch.equal(filled({"size": [5, 6], "counts": counts}, 5, 6), solid)
+    assert torch.equal(filled(mask.frPyObjects({"size": [5, 6], "counts": counts}, 5, 6), 5, 6), solid)
+
+
+def _second(notes, **changed):
+    notes.append({**notes[0], "id": 900, **changed})
+
+
+PROBLEMS = {  # what is said: how to cause it
+    "boxes without area": lambda told, files: _second(told["annotations"], bbox=[5, 5, 0, 3]),
+    "boxes outside their picture": lambda told, files: _second(told["annotations"], bbox=[500, 5, 9, 3]),
+    "boxes given twice": lambda told, files: _second(told["annotations"]),
+    "boxes cut at the edge": lambda told, files: _second(told["annotations"], bbox=[-9, 5, 20, 11]),
+    "boxes that are not four numbers": lambda told, files: _second(told["annotations"], bbox=[1, 2, float("nan"), 3]),
+    "outlines that cannot be drawn": lambda told, files: _second(
+        told["annotations"], bbox=[1, 2, 3, 3], segmentation=[[1.0, 2.0, 3.0]]
+    ),
+    "pictures listed twice": lambda told, files: told["images"].append(dict(told["images"][0])),
+    "pictures of another size": lambda told, files: told["images"][0].update(width=81),
+    "missing pictures": lambda told, files: files.pop("001.png"),
+    "pictures that cannot be read": lambda told, files: files.update({"001.png": files["001.png"][:300]}),
+}
+
+
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_what_is_wrong_is_counted_or_refused(what, tmp_path, given):
+    told, files = copy.deepcopy(given)
+    PROBLEMS[what](told, files)
+    found = read(tmp_path, told, files)
+    assert found.counts[what] == 1
+    assert found.counts["pictures"] == (3 if what in list(PROBLEMS)[-3:] else 4)
+    assert "nan" not in json.dumps(found.truth).lower()
+    with pytest.raises(ValueError, match=what) as error:
+        read(tmp_path, told, files, "refuse")
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_crowds_and_pictures_without_things_are_no_mistakes(tmp_path, given):
+    told, files = given
+    told["annotations"] = [note for note in told["annotations"] if note["image_id"] != 2]
+    told["annotations"].append({**told["annotations"][0], "iscrowd": 1})
+    found = read(tmp_path, told, files, "refuse")
+    assert (found.counts["pictures"], found.counts["crowds"]) == (4, 1)
+    assert found.masks(1).shape == (0, 60, 80)
+    assert sum(note["iscrowd"] for note in found.truth["annotations"]) == 1
+    fewer = read(tmp_path, told, files, "refuse", empty=False)
+    assert (fewer.counts["pictures"], fewer.counts["pictures without boxes"]) == (3, 1)
+
+
+CONTRADICTIONS = {
+    "is of picture 99, which": lambda told: _second(told["annotations"], image_id=99),
+    "is of kind 55, which": lambda told: _second(told["annotations"], category_id=55),
+    "no list 'categories'": lambda told: told.pop("categories"),
+    "a row of 'images' has no height": lambda told: told["images"][1].pop("height"),
+    "a row of 'annotations' has no bbox": lambda told: told["annotations"][0].pop("bbox"),
+}
+
+
+@pytest.mark.parametrize("said", CONTRADICTIONS)
+def test_a_file_that_contradicts_itself_is_refused(said, tmp_path, given):
+    told, files = given
+    CONTRADICTIONS[said](told)
+    with pytest.raises(ValueError, match=said):
+        read(tmp_path, told, files)
+
+
+def test_a_file_cut_short_and_one_of_which_nothing_is_left(tmp_path, given):
+    told, files = given
+    scene_files.write(tmp_path, told, files, "train")
+    (tmp_path / "train.json").write_bytes((tmp_path / "train.json").read_bytes()[:-40])
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        read_scenes(tmp_path / "train.json", Files(tmp_path / "images"))
+    with pytest.raises(ValueError, match="no picture that can be used; left out: 4 missing pictures"):
+        read(tmp_path / "none", told, {})
+
+
+def test_grey_pictures_are_shown_in_colour_and_other_files_are_no_pictures(tmp_path):
+    from PIL import Image
+
+    Image.new("L", (5, 4), 9).save(tmp_path / "grey.png")
+    (tmp_path / "text.png").write_text("no picture")
+    files = Files(tmp_path)
+    assert pixels(files, "grey.png").tolist() == torch.full((3, 4, 5), 9).tolist()
+    with pytest.raises(ValueError, match=r"text.png cannot be read: it is no picture of a known kind"):
+        pixels(files, "text.png")
+    with pytest.raises(ValueError, match="it is missing"):
+        pixels(files, "other.png")
+    with pytest.raises(ValueError, match="no folder and no tar archive"):
+        Files(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no tar archive"):
+        Files(tmp_path / "text.png")
+
+
+def test_data_sets_are_found_or_what_is_missing_is_said(tmp_path, monkeypatch):
+    monkeypatch.delenv("NORMKIT_DATA", raising=False)
+    with pytest.raises(ValueError, match="NORMKIT_DATA is not set"):
+        find_scenes("coco")
+    with pytest.raises(ValueError, match="there is no data set 'cocoa'; there are coco, "):
+        find_scenes("cocoa")
+    monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
+    (tmp_path / "coco" / "train2017").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"lacks annotations/instances_train2017\.json, annotations/"):
+        find_scenes("coco")
+    scene_files.write(tmp_path / "own", *scene_files.scenes(2), "train")
+    with pytest.raises(ValueError, match=r"lacks valid\.json"):
+        find_scenes(str(tmp_path / "own"))
+
+
+def test_a_part_of_a_data_set_says_so(tmp_path, monkeypatch):
+    """Pictures are counted: what is not all of a data set does not carry its name alone."""
+    monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
+    told, files = scene_files.scenes(3)
+    scene_files.write(tmp_path / "pennfudan_320", told, files, "train", packed=True)
+    scene_files.write(tmp_path / "pennfudan_320", told, files, "val", packed=True)
+    data = find_scenes("pennfudan_320")()
+    assert data.name == "pennfudan_320 (3 of 120 training pictures, 3 of 50 test pictures)"
+    assert data.vocabularies["classes"].plain() == ["box", "bar"]
+    with pytest.raises(ValueError, match="has 3 pictures, pennfudan_320 has 120"):
+        find_scenes("pennfudan_320", "refuse")()
+    assert list(SCENE_SETS) == ["coco", "coco128_320", "pennfudan_320"]
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("name", "boxes"), [("coco128_320", 929), ("pennfudan_320", 286)])
+def test_the_small_sets_have_nothing_to_refuse(name, boxes, monkeypatch):
+    monkeypatch.setenv("NORMKIT_DATA", str(SHARED))
+    data = find_scenes(name, "refuse")()
+    assert data.train.counts["boxes"] == boxes
+    assert data.train.picture(0).shape[0] == 3
