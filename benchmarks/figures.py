@@ -1,58 +1,138 @@
-"""Short trainings on real data whose recorded rows become the pictures of docs/figures.md.
+"""Short trainings on real data whose recorded rows become the pictures of docs/figures.md, and the numbers there.
 
-    NORMKIT_DATA=../shared/data python benchmarks/figures.py --out runs/figures
-    for id in pn.figure2 pn.figure3 pn.figure4 un.figure3 un.figure4 un.figure5; do
-        normkit figure $id runs/figures --out docs/pictures/$id.svg; done
+    NORMKIT_DATA=../shared/data python benchmarks/figures.py --out runs/figures     # about 20 minutes of one CPU core
+    python benchmarks/figures.py --out runs/figures --numbers > docs/pictures/numbers.txt
 
-Each takes at most three minutes of one CPU core. A picture takes from a folder of runs those that it can show.
+Names of runs, or how these begin, choose some: `--only mt digits-un`.
 """
 
 import argparse
 import dataclasses
+import json
+import statistics
 import time
 from pathlib import Path
 
-from normkit.studies.recipes import g2p_cmudict, mt_multi30k, vit_digits
-from normkit.train.run import train
+import torch
+
+from normkit.data.embedded import digits
+from normkit.report import results
+from normkit.report.recorded import BATCH_NORMS, recorded, standing
+from normkit.studies.recipes import RECIPES, g2p_cmudict, mt_multi30k, vit_digits
+from normkit.train.config import Run
+from normkit.train.run import load, train
+from normkit.watch import cka
+from normkit.watch.rows import Appender
 
 UN = "un(outlier_filtration=True, warmup=%d)"
 ENCODER = "encoder.*"  # where the papers' PowerNorm and BatchNorm stand in a translation model; LayerNorm elsewhere
+LOOKS = 280
+SETTLED = 0.2  # of training, before which nothing is counted
 
 
-def runs() -> dict:
+def runs() -> dict[str, Run]:
     """The trainings, by folder."""
-    text = {"mt": (mt_multi30k(), 280), "g2p": (g2p_cmudict(), 1500)}
-    made = {}
-    for name, (recipe, steps) in text.items():
-        short = dataclasses.replace(
-            recipe, steps=steps, warmup=steps // 5, valid_every=0, checkpoint_every=0, test_items=20, threads=1
-        )
-        for norm in ("batch", "pnv"):
-            model = dataclasses.replace(recipe.model, norm="layer", norm_at={ENCODER: norm})
-            made[f"{name}-{norm}"] = dataclasses.replace(short, model=model)
-        model = dataclasses.replace(recipe.model, norm=UN % (steps // 5))
-        made[f"{name}-un"] = dataclasses.replace(short, model=model)
-    pictures = vit_digits()
-    for name, norm in (("batch", "batch"), ("un", UN % 300)):
-        model = dataclasses.replace(pictures.model, norm=norm)
-        made[f"digits-{name}"] = dataclasses.replace(pictures, model=model, checkpoint_every=0, threads=1)
+    made: dict[str, Run] = {}
+    for name, recipe, steps in (("mt", mt_multi30k(), 280), ("g2p", g2p_cmudict(), 1500)):
+        short = dataclasses.replace(recipe, steps=steps, warmup=steps // 5, valid_every=0, test_items=20)
+        made[f"{name}-batch"] = with_norm(short, "layer", {ENCODER: "batch"})
+        if name == "mt":
+            made["mt-pnv"] = with_norm(short, "layer", {ENCODER: "pnv"})
+        made[f"{name}-un"] = with_norm(short, UN % (steps // 5))
+    for norm in ("layer", "batch", UN % 300):
+        made[f"digits-{norm[:5].rstrip('(ou')}"] = with_norm(vit_digits(), norm)
+    if "cifar10_resnet20" in RECIPES:
+        resnet = dataclasses.replace(RECIPES["cifar10_resnet20"](), steps=LOOKS, valid_every=0, test_items=1000)
+        made["resnet20-batch"] = with_norm(resnet, "batch")
+    small = dataclasses.replace(g2p_cmudict(), steps=200, warmup=40, valid_every=0, test_items=100)
+    for norm in ("layer", "pnv"):
+        for size in (125, 250, 500):
+            made[f"size-{norm}-{size}"] = with_norm(dataclasses.replace(small, batch_tokens=size), norm)
+    for amount in (0.1, 0.0):
+        smooth = dataclasses.replace(small, steps=400, label_smoothing=amount)
+        made[f"smoothing-{amount:g}"] = with_norm(smooth, "scale")
     return {
-        name: dataclasses.replace(run, name=name, record_every=max(1, run.steps // 280), quantities=("all",))
+        name: dataclasses.replace(
+            run, name=name, checkpoint_every=0, threads=1, record_every=max(1, run.steps // LOOKS), quantities=("all",)
+        )
         for name, run in made.items()
     }
+
+
+def with_norm(run: Run, norm: str, norm_at: dict[str, str] | None = None) -> Run:
+    """The run with other norms."""
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, norm=norm, norm_at=norm_at or {}))
+
+
+def likeness(out: Path) -> None:
+    """Add CKA with the layers of the model with LayerNorm to the rows of the digits' others (UN, Figure 6)."""
+    batches = digits().test[0].split(48)
+    layer = load(out / "digits-layer").model
+    for name in ("digits-batch", "digits-un"):
+        found = load(out / name)
+        Appender(out / name / "rows.csv")(cka(layer, batches, found.model).rows(found.run.steps))
+
+
+def numbers(out: Path) -> str:
+    """What docs/figures.md says of text and pictures: medians after the first fifth of training, and their origin.
+
+    `first` is the first norm with batch statistics, `all` the median over all of them; `/ sd` in standard deviations.
+    """
+    names = ("mt-batch", "g2p-batch", "digits-batch", "resnet20-batch")
+    chosen = {out / name: results.read(out / name) for name in names if (out / name / results.FILE).is_file()}
+    columns = {"distance_mean": "mean", "stray_mean": "mean / sd", "distance_var": "variance", "g_mu": "g_mu",
+               "g_sigma2": "g_sigma2"}  # fmt: skip
+    lines = [
+        ["run", "norms", *columns.values(), *(f"peak {columns[name]}" for name in columns if name != "stray_mean")]
+    ]
+    for run in recorded(chosen):
+        [(_, first)] = standing([run], "distance_mean", *BATCH_NORMS)
+        for which in ("first", "all"):
+            middles, peaks = [], []
+            for quantity in columns:
+                sites = run.sites(quantity, *BATCH_NORMS)
+                series = [settled(sites[site], run.steps) for site in ([first] if which == "first" else sites)]
+                middles.append(statistics.median(map(statistics.median, series)))
+                peaks.append(statistics.median(max(values) / statistics.median(values) for values in series))
+            kept = [peak for quantity, peak in zip(columns, peaks, strict=True) if quantity != "stray_mean"]
+            count = "first" if which == "first" else f"all {len(run.sites('distance_mean', *BATCH_NORMS))}"
+            lines.append([run.settings["name"], count, *(f"{m:.2g}" for m in middles), *(f"{p:.1f}" for p in kept)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*table, "", *(origin(path.name, result) for path, result in chosen.items())])
+
+
+def settled(values: dict, steps: int) -> list[float]:
+    """Finite values after the first fifth of training."""
+    return [value for step, value in values.items() if value is not None and step >= SETTLED * steps]
+
+
+def origin(name: str, result: dict) -> str:
+    """One line on where a run comes from."""
+    run, where = result["run"], result["where"]
+    state = "with uncommitted changes" if where["dirty"] else "clean"
+    facts = {key: run[key] for key in ("steps", "batch_tokens", "seed")}
+    told = json.dumps(facts)[1:-1]
+    return f"{name}: commit {where['commit'][:7]}, {state}; {told}; {where['device']}; {result['command']}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/figures"))
-    parser.add_argument("--only", nargs="*", help="names of runs, such as mt-un")
+    parser.add_argument("--only", nargs="*", default=[""], help="how names of runs begin, such as mt or digits-un")
+    parser.add_argument("--numbers", action="store_true", help="print the numbers of runs that are there")
     given = parser.parse_args()
+    if given.numbers:
+        print(numbers(given.out))
+        return
+    torch.set_num_threads(1)
     for name, run in runs().items():
-        if given.only and name not in given.only:
-            continue
-        started = time.process_time()
-        result = train(run, given.out / name, command=f"python benchmarks/figures.py --only {name}")
-        print(f"{name}: {result['status']}, {time.process_time() - started:.0f} s of CPU", flush=True)
+        if name.startswith(tuple(given.only)):
+            started = time.process_time()
+            result = train(run, given.out / name, command=f"python benchmarks/figures.py --only {name}")
+            print(f"{name}: {result['status']}, {time.process_time() - started:.0f} s of CPU", flush=True)
+    if all((given.out / f"digits-{norm}" / results.FILE).is_file() for norm in ("layer", "batch", "un")):
+        likeness(given.out)
 
 
 if __name__ == "__main__":

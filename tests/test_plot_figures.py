@@ -86,6 +86,18 @@ def test_the_first_batch_norm_is_shown(tmp_path):
     assert (one.rows.norms["first"], site) == ("layer", "second")
 
 
+def test_gradients_are_shown_in_the_order_of_the_model(tmp_path):
+    """Backward passes write down the last norm first."""
+    text = "".join(f"1,{site},batch,rms,1\n" for site in "abc") + "".join(f"1,{site},batch,g_mu,1\n" for site in "cba")
+    (tmp_path / "rows.csv").write_text(f"step,site,norm,quantity,value\n{text}")
+    assert list(rows.read(tmp_path).of("g_mu")) == ["a", "b", "c"]
+
+
+def test_no_panel_is_left_empty(runs):
+    made = figures.FIGURES["tears.figure2"].draw(recorded(runs)[:3])
+    assert [bool(axes.lines) or not axes.axison for axes in made.axes] == [True] * 4
+
+
 def test_hostile_names_are_drawn_as_text(tmp_path):
     folder = run(tmp_path / "a", EVIL, sites=[f"{EVIL}.layers.0.attention_norm"])
     made = results.find([folder])

@@ -44,14 +44,14 @@ def figure2(runs: Sequence[Recorded]) -> "Figure":
     across = min(2, len(runs))
     down = -(-len(runs) // across)
     figure = canvas.figure(3.4 * across, 2.1 * down + 0.3)
-    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
+    panels = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
     for number, (axes, run) in enumerate(zip(panels, runs, strict=False)):
         values = run.rows.of("gradient_norm")[""]
         known = [(step, value) for step, value in sorted(values.items()) if value is not None]
         points = extremes([step for step, _ in known], [value for _, value in known], POINTS)
         axes.plot(*points, linewidth=0.7, **canvas.look(number))
         titled(axes, run.label)
-    for axes in list(panels)[len(runs) :]:
+    for axes in panels[len(runs) :]:
         axes.set_axis_off()
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("gradient norm", fontsize=9)

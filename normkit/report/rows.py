@@ -31,8 +31,8 @@ class Rows(NamedTuple):
     norms: dict[str, str]
 
     def of(self, quantity: str) -> dict[str, Values]:
-        """One quantity's values by site, in the order of the model."""
-        return {site: values for (kind, site), values in self.values.items() if kind == quantity}
+        """One quantity's values by site, in the order of the model: gradients are written down the other way round."""
+        return {site: self.values[quantity, site] for site in self.norms if (quantity, site) in self.values}
 
 
 class Panel(NamedTuple):
