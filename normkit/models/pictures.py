@@ -5,7 +5,11 @@ from collections.abc import Callable
 
 from torch import nn
 
+from normkit.models.blocks import place_norms
 from normkit.models.config import Model
+from normkit.models.resnet import ResNet20
+from normkit.models.t2t import T2TViT
+from normkit.models.torchvision_ops import load_torchvision
 from normkit.models.vision import TinyViT
 
 
@@ -28,5 +32,46 @@ def tiny_vit(config: Model, classes: int) -> TinyViT:
     return TinyViT(config, config.image_size, config.patch, channels=3, classes=classes)
 
 
-ARCHES: dict[str, Callable[[Model, int], nn.Module]] = {"tiny_vit": tiny_vit}
+def of_torchvision(config: Model, classes: int) -> nn.Module:
+    """A model that torchvision builds, under its name there, with random weights.
+
+    `config.layer_drop` is Swin's drop path; the Vision Transformer there has none: ValueError where it is asked for.
+    """
+    load_torchvision()
+    from torchvision import models
+
+    if config.arch.startswith("swin"):  # takes any size
+        options = {"stochastic_depth_prob": config.layer_drop}
+    elif config.layer_drop:
+        raise ValueError(f"layer_drop of {config.arch} must be 0: torchvision's has no drop path; take one of timm's")
+    else:
+        options = {"image_size": config.image_size}
+    model = models.get_model(config.arch, weights=None, num_classes=classes, **options)
+    place_norms(model, config)
+    return model
+
+
+def of_timm(config: Model, classes: int) -> nn.Module:
+    """A model that timm builds, under its name there, for `config.image_size`, with random weights."""
+    try:
+        load_torchvision()  # what timm imports
+        import timm
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{config.arch} needs timm: pip install 'normkit[vision]'", name=error.name) from None
+    model = timm.create_model(
+        config.arch, num_classes=classes, img_size=config.image_size, drop_path_rate=config.layer_drop
+    )
+    place_norms(model, config)
+    return model
+
+
+TORCHVISION = ("swin_t", "vit_b_16")
+TIMM = ("swin_tiny_patch4_window7_224", "vit_small_patch16_224", "deit_tiny_patch16_224", "deit_small_patch16_224")
+ARCHES: dict[str, Callable[[Model, int], nn.Module]] = {
+    "tiny_vit": tiny_vit,
+    "resnet20": ResNet20,
+    "t2t_vit_14": T2TViT,
+    **dict.fromkeys(TORCHVISION, of_torchvision),
+    **dict.fromkeys(TIMM, of_timm),
+}
 """By name; what one makes takes colours normalized by mean and deviation."""
