@@ -32,21 +32,14 @@ def tiny_vit(config: Model, classes: int) -> TinyViT:
     return TinyViT(config, config.image_size, config.patch, channels=3, classes=classes)
 
 
-def of_torchvision(config: Model, classes: int) -> nn.Module:
-    """A model that torchvision builds, under its name there, with random weights.
-
-    `config.layer_drop` is Swin's drop path; the Vision Transformer there has none: ValueError where it is asked for.
-    """
+def swin_t(config: Model, classes: int) -> nn.Module:
+    """torchvision's Swin-T (Liu et al. 2021), which takes pictures of any size; `config.layer_drop` is its drop path."""
     load_torchvision()
-    from torchvision import models
+    from torchvision.models.swin_transformer import SwinTransformer
 
-    if config.arch.startswith("swin"):  # takes any size
-        options = {"stochastic_depth_prob": config.layer_drop}
-    elif config.layer_drop:
-        raise ValueError(f"layer_drop of {config.arch} must be 0: torchvision's has no drop path; take one of timm's")
-    else:
-        options = {"image_size": config.image_size}
-    model = models.get_model(config.arch, weights=None, num_classes=classes, **options)
+    model = SwinTransformer(
+        [4, 4], 96, [2, 2, 6, 2], [3, 6, 12, 24], [7, 7], stochastic_depth_prob=config.layer_drop, num_classes=classes
+    )
     place_norms(model, config)
     return model
 
@@ -65,13 +58,17 @@ def of_timm(config: Model, classes: int) -> nn.Module:
     return model
 
 
-TORCHVISION = ("swin_t", "vit_b_16")
-TIMM = ("swin_tiny_patch4_window7_224", "vit_small_patch16_224", "deit_tiny_patch16_224", "deit_small_patch16_224")
+TIMM = (  # under their names there
+    "swin_tiny_patch4_window7_224",
+    "vit_small_patch16_224",
+    "deit_tiny_patch16_224",
+    "deit_small_patch16_224",
+)
 ARCHES: dict[str, Callable[[Model, int], nn.Module]] = {
     "tiny_vit": tiny_vit,
     "resnet20": ResNet20,
     "t2t_vit_14": T2TViT,
-    **dict.fromkeys(TORCHVISION, of_torchvision),
+    "swin_t": swin_t,
     **dict.fromkeys(TIMM, of_timm),
 }
 """By name; what one makes takes colours normalized by mean and deviation."""

@@ -1,5 +1,7 @@
 """ResNet-20 for CIFAR (He et al. 2016, section 4.2), the convolutional network of PowerNorm's Figure 2."""
 
+from itertools import pairwise
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,7 +48,7 @@ class ResNet20(nn.Module):
         self.conv = nn.Conv2d(3, WIDTHS[0], 3, 1, 1, bias=False)
         self.norm = LayerNorm(WIDTHS[0])
         pairs = [(WIDTHS[0], WIDTHS[0])] * BLOCKS
-        for before, after in zip(WIDTHS, WIDTHS[1:], strict=False):
+        for before, after in pairwise(WIDTHS):
             pairs += [(before, after), *[(after, after)] * (BLOCKS - 1)]
         self.blocks = nn.Sequential(*(Block(*pair) for pair in pairs))
         self.head = nn.Linear(WIDTHS[-1], classes)
