@@ -18,7 +18,8 @@ import torch
 from normkit.data.embedded import digits
 from normkit.report import results
 from normkit.report.recorded import BATCH_NORMS, recorded, standing
-from normkit.studies.recipes import RECIPES, g2p_cmudict, mt_multi30k, vit_digits
+from normkit.studies.recipes import g2p_cmudict, mt_multi30k, vit_digits
+from normkit.studies.recipes_images import cifar10_resnet20
 from normkit.train.config import Run
 from normkit.train.run import load, train
 from normkit.watch import cka
@@ -41,9 +42,8 @@ def runs() -> dict[str, Run]:
         made[f"{name}-un"] = with_norm(short, UN % (steps // 5))
     for norm in ("layer", "batch", UN % 300):
         made[f"digits-{norm[:5].rstrip('(ou')}"] = with_norm(vit_digits(), norm)
-    if "cifar10_resnet20" in RECIPES:
-        resnet = dataclasses.replace(RECIPES["cifar10_resnet20"](), steps=LOOKS, valid_every=0, test_items=1000)
-        made["resnet20-batch"] = with_norm(resnet, "batch")
+    resnet = dataclasses.replace(cifar10_resnet20(), steps=2 * LOOKS, warmup=56, valid_every=0, test_items=1000)
+    made["resnet20-batch"] = with_norm(resnet, "batch")
     small = dataclasses.replace(g2p_cmudict(), steps=200, warmup=40, valid_every=0, test_items=100)
     for norm in ("layer", "pnv"):
         for size in (125, 250, 500):

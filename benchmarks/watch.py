@@ -1,13 +1,15 @@
-"""What recording costs: a training step with and without it, one beside the other.
+"""What recording costs: a training step with a look, one between two looks, and one without recording, in turns.
 
-    OMP_NUM_THREADS=1 python benchmarks/watch.py [--device cuda] [--every 25] [--blocks 30]
+    OMP_NUM_THREADS=1 python benchmarks/watch.py [--device cuda] [--every 25] [--rounds 60]     # about 2 minutes
 
-Each block times `every` steps of the same model without and with `nk.record`, so that it holds one look, in an order
-that changes from block to block; the figure is the median over blocks of the ratio, with its quartiles. On a CPU the
-process's own time is counted, in one thread; other work on the machine still disturbs it through caches.
+Each round times the same model two steps long, three times, in an order that changes: without `nk.record`; with it, in
+a step that looks and the next, which turns looks into numbers; with it, where nothing is due. `percent` is what `every`
+steps with one look cost more than without, `idle` what the hooks take of that: first quartile, median and third over
+rounds. On a CPU the process's own time is counted, in one thread; other work still disturbs it through caches.
 """
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
@@ -17,6 +19,9 @@ import torch
 from torch import nn
 
 import normkit as nk
+
+NEVER = 10**9
+TURNS = ("without", "look", "idle")
 
 
 def encoder(width: int, depth: int, norm: str) -> nn.Module:
@@ -31,43 +36,49 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     optimizer.step()
 
 
-def seconds(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int, quantities) -> float:
-    def run() -> float:
-        clock = time.perf_counter if x.is_cuda else time.process_time
-        started = clock()
-        for _ in range(steps):
-            step(model, optimizer, x)
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        return clock() - started
+def seconds(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, turn: str, quantities: str) -> float:
+    """Two steps, after two to get going."""
+    clock = time.perf_counter if x.is_cuda else time.process_time
+    every = 2 if turn == "look" else NEVER
+    with contextlib.nullcontext() if turn == "without" else nk.record(model, every=every, quantities=quantities):
+        for _ in range(2):
+            if x.is_cuda:
+                torch.cuda.synchronize()
+            started = clock()
+            for _ in range(2):
+                step(model, optimizer, x)
+            if x.is_cuda:
+                torch.cuda.synchronize()
+    return clock() - started
 
-    if quantities is None:
-        return run()
-    with nk.record(model, every=steps, quantities=quantities):
-        return run()
 
-
-def measure(name: str, model: nn.Module, x: torch.Tensor, every: int, blocks: int) -> dict:
+def measure(model: nn.Module, x: torch.Tensor, every: int, rounds: int) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
-    for quantities in (None, "all"):
-        seconds(model, optimizer, x, 3, quantities)
-    found = {}
+    found: dict = {}
     for quantities in ("default", "all"):
-        ratios = []
-        for block in range(blocks):
-            order = (None, quantities) if block % 2 else (quantities, None)
-            took = {kind: seconds(model, optimizer, x, every, kind) for kind in order}
-            ratios.append(100 * (took[quantities] / took[None] - 1))
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        found[quantities] = {"percent": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
-    return {"model": name, "every": every, "blocks": blocks, **found}
+        percent, idle, plain = [], [], []
+        for number in range(rounds):
+            order = TURNS[number % 3 :] + TURNS[: number % 3]
+            took = {turn: seconds(model, optimizer, x, turn, quantities) for turn in order}
+            look, hooks = took["look"] - took["without"], (took["idle"] - took["without"]) / 2
+            percent.append(100 * (look + (every - 2) * hooks) / (every * took["without"] / 2))
+            idle.append(100 * hooks / (took["without"] / 2))
+            plain.append(1e3 * took["without"] / 2)
+        found["ms a step"] = round(statistics.median(plain), 2)
+        found[quantities] = {"percent": middle(percent), "idle": middle(idle)}
+    return found
+
+
+def middle(values: list[float]) -> list[float]:
+    """First quartile, median, third quartile."""
+    return [round(value, 2) for value in statistics.quantiles(values, n=4)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--every", type=int, default=25)
-    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
     torch.manual_seed(0)
     print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
@@ -76,7 +87,8 @@ def main() -> None:
             model = encoder(width, depth, norm).to(options.device)
             x = torch.randn(*shape, width, device=options.device)
             name = f"encoder {depth} layers, width {width}, {shape[0]} x {shape[1]} tokens, {norm}, {options.device}"
-            print(json.dumps(measure(name, model, x, options.every, options.blocks)))
+            found = measure(model, x, options.every, options.rounds)
+            print(json.dumps({"model": name, "every": options.every, "rounds": options.rounds, **found}), flush=True)
 
 
 if __name__ == "__main__":
