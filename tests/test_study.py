@@ -392,9 +392,9 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
     assert main(["study", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in STUDIES)
-    assert main(["study", "un.table2", "--show", "--out", str(tmp_path)]) == 0
+    assert main(["study", "un.table8", "--show", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "T2T-ViT-14" in shown
+    assert "ImageNet TPUT" in shown
     assert "Not yet run at scale pocket: all columns." in shown
 
 
@@ -405,7 +405,7 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
         (["core.cmudict", "--scale", "big"], "no scale 'big'"),
         (["core.cmudict", "--seeds", "0"], "seeds must be at least 1; got 0"),
         (["core.cmudict", "--only", "laier"], "did you mean 'layer'"),
-        (["un.table2"], "un.table2 has no runs at scale pocket"),
+        (["un.table8"], "un.table8 has no runs at scale pocket"),
         (["core.cmudict", "--processes", "0"], "processes must be at least 1"),
     ],
 )

@@ -33,7 +33,7 @@ def tiny_vit(config: Model, classes: int) -> TinyViT:
 
 
 def swin_t(config: Model, classes: int) -> nn.Module:
-    """torchvision's Swin-T (Liu et al. 2021), which takes pictures of any size; `config.layer_drop` is its drop path."""
+    """torchvision's Swin-T (Liu et al. 2021), for pictures of any size; `config.layer_drop` is its drop path."""
     load_torchvision()
     from torchvision.models.swin_transformer import SwinTransformer
 

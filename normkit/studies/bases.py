@@ -76,5 +76,38 @@ PTB: Bases = {
 }
 WIKITEXT2: Bases = {"pocket": Base("wikitext-2", "lm_wikitext2")}
 WIKITEXT103: Bases = {}
-VISION: Bases = {}
-"""Pictures: T2T-ViT, Swin, detectors."""
+
+CIFAR10: Bases = {"pocket": Base("cifar10", "cifar10_tiny_vit")}
+RESNET20: Bases = {
+    "pocket": Base("cifar10.resnet20", "cifar10_resnet20"),
+    "gpu": Base("cifar10.resnet20", "cifar10_resnet20", {"steps": 8000, "warmup": 800, "batch_tokens": 128}),
+    "paper": Base(  # He et al. 2016, section 4.2
+        "cifar10.resnet20",
+        "cifar10_resnet20",
+        {
+            "steps": 64_000,
+            "batch_tokens": 128,
+            "warmup": 0,
+            "schedule": "steps",
+            "milestones": (32_000, 48_000),
+            "weight_decay": 1e-4,
+            "label_smoothing": 0.0,
+            "clip": 0.0,
+            "images.held_out": 0,
+            "valid_every": 4000,
+            "checkpoint_every": 4000,
+        },
+    ),
+}
+MASK_RCNN: Bases = {
+    "pocket": Base("pennfudan.mask", "mask_rcnn_pennfudan"),
+    "paper": Base("coco.mask", "mask_rcnn_coco_36"),
+}
+FASTER_RCNN: Bases = {
+    "pocket": Base("pennfudan.faster", "mask_rcnn_pennfudan", {"model.arch": "faster_rcnn_pocket"}),
+    "paper": Base("coco.faster", "faster_rcnn_coco_36"),
+}
+MASK_RCNN_12: Bases = {**MASK_RCNN, "paper": Base("coco.mask.12", "mask_rcnn_coco_12")}
+FASTER_RCNN_12: Bases = {**FASTER_RCNN, "paper": Base("coco.faster.12", "faster_rcnn_coco_12")}
+IMAGENET_T2T: Bases = {}
+IMAGENET_SWIN: Bases = {}

@@ -46,6 +46,7 @@ STUDIES: dict[str, Study] = {
     "core.wikitext-2": core.WIKITEXT2_CORE,
     "core.ted-gl": core.GALICIAN_CORE,
     "core.cmudict": core.CMUDICT_CORE,
+    "core.cifar10": core.CIFAR10_CORE,
     "bucketing.multi30k": bucketing.MULTI30K_BUCKETING,
     "bucketing.cmudict": bucketing.CMUDICT_BUCKETING,
 }

@@ -1,6 +1,6 @@
 """All norms on the same translation task, at all places of encoder and decoder: what the README shows."""
 
-from normkit.studies.bases import CMUDICT, IWSLT14_UN, MULTI30K, PTB, TED, WIKITEXT2
+from normkit.studies.bases import CIFAR10, CMUDICT, IWSLT14_UN, MULTI30K, PTB, RESNET20, TED, WIKITEXT2
 from normkit.studies.study import Column, Row, Study, Times
 
 CORE = (
@@ -91,4 +91,21 @@ GALICIAN_CORE = Study(
         Column(title="BLEU, none", metric="bleu", base=TED["gl"], settings={"warmup": 0, "lr": Times(0.607)}),
     ),
     note="Without warm-up at 0.607 of the peak rate, as the paper.",
+)
+
+CIFAR10_CORE = Study(
+    id="core.cifar10",
+    title="norms in pictures, CIFAR-10: tiny ViT and ResNet-20",
+    rows=(
+        *(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "batch", "mabn", "pnv")),
+        Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
+        Row(label="un", settings={"model.norm": "un(outlier_filtration=True)"}),
+        Row(label="un, filtration off", settings={"model.norm": "un"}),
+    ),
+    columns=(
+        Column(title="tiny ViT", metric="accuracy", base=CIFAR10),
+        Column(title="tiny ViT, calibrated", metric="accuracy calibrated", base=CIFAR10),
+        Column(title="ResNet-20", metric="accuracy", base=RESNET20),
+        Column(title="ResNet-20, calibrated", metric="accuracy calibrated", base=RESNET20),
+    ),
 )

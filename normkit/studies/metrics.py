@@ -142,6 +142,9 @@ METRICS: dict[str, Metric] = {
     "perplexity train": Metric("perplexity with label smoothing, last 5% of the training", _train_perplexity, -1, 3),
     "perplexity smoothed": _metric("perplexity with label smoothing, test", "smoothed_perplexity", better=-1, digits=3),
     "accuracy": _metric("accuracy in percent", "accuracy", better=1),
+    "accuracy calibrated": _metric(
+        "the same, statistics counted anew after training", "accuracy", "calibrated", better=1
+    ),
     **{
         f"{of} AP{at}": _metric(f"average precision of {of}{where}", f"{of}_ap{at}", better=1)
         for of in ("box", "mask")

@@ -1,6 +1,6 @@
 """PowerNorm (Shen et al., ICML 2020): Tables 1 to 4 and Figures 2 to 7, as printed."""
 
-from normkit.studies.bases import IWSLT14, PTB, VISION, WIKITEXT103, WMT14_DE_BIG
+from normkit.studies.bases import IWSLT14, PTB, RESNET20, WIKITEXT103, WMT14_DE_BIG
 from normkit.studies.study import Column, Row, Study, Times
 
 ENCODER = {"model.norm_at": {"decoder.*": "layer"}}
@@ -122,7 +122,7 @@ FIGURE2 = Study(
     note=NOTE,
     columns=_statistics(("mean", "distance_mean"), ("variance", "distance_var")),
     rows=(
-        Row(label="ResNet20 on CIFAR-10", settings=BN, base=VISION),
+        Row(label="ResNet20 on CIFAR-10", settings={**BN, "model.norm_at": {}}, base=RESNET20),
         Row(label="Transformer BN on IWSLT14", settings=BN),
     ),
 )

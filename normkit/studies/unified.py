@@ -1,7 +1,19 @@
 """Unified Normalization (Yang et al., ACM MM 2022): Tables 1 to 10, Figures 1 and 3 to 6, as printed."""
 
-from normkit.studies.bases import IWSLT14_UN, VISION, WMT14_FR
-from normkit.studies.study import Column, Row, Settings, Study
+from collections.abc import Mapping
+
+from normkit.studies.bases import (
+    CIFAR10,
+    FASTER_RCNN,
+    FASTER_RCNN_12,
+    IMAGENET_SWIN,
+    IMAGENET_T2T,
+    IWSLT14_UN,
+    MASK_RCNN,
+    MASK_RCNN_12,
+    WMT14_FR,
+)
+from normkit.studies.study import Base, Column, Row, Settings, Study
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
 
@@ -43,13 +55,16 @@ TABLE1 = Study(
 )
 
 
-def _pictures(metric: str, *titles: str) -> tuple[Column, ...]:
-    return tuple(Column(title=title, metric=metric, base=VISION) for title in titles)
+POCKET_VIT = "At pocket scale T2T-ViT-14 on CIFAR-10 is a tiny ViT trained from scratch."
+POCKET_COCO = (
+    "At pocket scale COCO is Penn-Fudan, 96 street scenes to train on, and Swin-T a narrow Swin. Backbones start from"
+    " random weights; the paper's from ImageNet weights with the same norm, as `normkit train --weights` does."
+)
 
 
-def _detection(*kinds: str) -> tuple[Column, ...]:
+def _detection(base: Mapping[str, Base], *kinds: str) -> tuple[Column, ...]:
     return tuple(
-        Column(title=f"{kind} AP{at}", metric=f"{kind} AP{at}", base=VISION)
+        Column(title=f"{kind} AP{at}", metric=f"{kind} AP{at}", base=base)
         for kind in kinds
         for at in ("", "50", "75", "s", "m", "l")
     )
@@ -64,8 +79,12 @@ TABLE2 = Study(
     title="accuracy in percent of Swin-T and T2T-ViT-14 on ImageNet-1K, of T2T-ViT-14 on CIFAR-10 and CIFAR-100",
     source="Unified Normalization, Table 2",
     claim="UN is the best of the norms that fold; MABN and PN* fail on T2T-ViT-14.",
-    columns=_pictures(
-        "accuracy", "Swin-T ImageNet", "T2T-ViT-14 ImageNet", "T2T-ViT-14 CIFAR10", "T2T-ViT-14 CIFAR100"
+    note=POCKET_VIT,
+    columns=(
+        Column(title="Swin-T ImageNet", metric="accuracy", base=IMAGENET_SWIN),
+        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=IMAGENET_T2T),
+        Column(title="T2T-ViT-14 CIFAR10", metric="accuracy", base=CIFAR10),
+        Column(title="T2T-ViT-14 CIFAR100", metric="accuracy"),
     ),
     rows=(
         Row(label="LN", settings=LN, printed=("81.3", "81.5", "98.3", "88.4")),
@@ -81,7 +100,8 @@ TABLE3 = Study(
     title="average precision of Faster R-CNN with Swin-T on COCO val2017 after 36 epochs",
     source="Unified Normalization, Table 3",
     claim="UN is 0.3 below LN and above all other norms that fold.",
-    columns=_detection("box"),
+    note=POCKET_COCO,
+    columns=_detection(FASTER_RCNN, "box"),
     rows=(
         Row(label="LN", settings=LN, printed=("45.5", "67.5", "50.2", "31.5", "48.8", "58.4")),
         Row(label="BN, folds", settings=BN, printed=("44.6", "66.8", "48.9", "30.4", "48.0", "57.8")),
@@ -96,7 +116,8 @@ TABLE4 = Study(
     title="average precision of Mask R-CNN with Swin-T on COCO val2017 after 36 epochs, boxes and masks",
     source="Unified Normalization, Table 4",
     claim="UN is close to LN, for boxes and for masks.",
-    columns=_detection("box", "mask"),
+    note=POCKET_COCO,
+    columns=_detection(MASK_RCNN, "box", "mask"),
     rows=(
         Row(label="LN", settings=LN, printed=_figures("46.0 68.1 50.3 31.2 49.2 60.1 41.6 65.1 44.9 25.9 45.1 56.9")),
         Row(
@@ -132,8 +153,11 @@ TABLE5 = Study(
     title="parts of UN left out, average precision of Mask R-CNN with Swin-T on COCO val2017 after 12 epochs",
     source="Unified Normalization, Table 5",
     claim="Each part adds something.",
-    note=PARTS,
-    columns=(*_pictures("box AP", "box AP"), *_pictures("mask AP", "mask AP")),
+    note=f"{PARTS} {POCKET_COCO}",
+    columns=(
+        Column(title="box AP", metric="box AP", base=MASK_RCNN_12),
+        Column(title="mask AP", metric="mask AP", base=MASK_RCNN_12),
+    ),
     rows=(
         _un("1: GM, AM, alpha", ("42.8", "39.2"), outlier_filtration=True),
         _un("2: AM, alpha", ("42.2", "38.8"), window=1, window_bkw=4, outlier_filtration=True),
@@ -148,6 +172,7 @@ TABLE6 = Study(
     title="UN's window M, average precision of Mask R-CNN with Swin-T on COCO val2017 after 12 epochs (transposed)",
     source="Unified Normalization, Table 6",
     claim="Any moderate window does.",
+    note=POCKET_COCO,
     columns=TABLE5.columns,
     rows=tuple(
         _un(f"M = {window}", printed, window=window, outlier_filtration=True)
@@ -166,10 +191,13 @@ TABLE7 = Study(
     title="UN with and without outlier filtration on ImageNet (accuracy) and COCO val2017 (average precision)",
     source="Unified Normalization, Table 7",
     claim="Without filtration training fails, except for Swin-T on ImageNet.",
+    note=POCKET_COCO,
     columns=(
-        *_pictures("accuracy", "T2T-ViT-14 ImageNet", "Swin-T ImageNet"),
-        *_pictures("box AP", "Faster RCNN box AP", "Mask RCNN box AP"),
-        *_pictures("mask AP", "Mask RCNN mask AP"),
+        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=IMAGENET_T2T),
+        Column(title="Swin-T ImageNet", metric="accuracy", base=IMAGENET_SWIN),
+        Column(title="Faster RCNN box AP", metric="box AP", base=FASTER_RCNN_12),
+        Column(title="Mask RCNN box AP", metric="box AP", base=MASK_RCNN_12),
+        Column(title="Mask RCNN mask AP", metric="mask AP", base=MASK_RCNN_12),
     ),
     rows=(
         _un("with", ("80.9", "81.0", "42.2", "42.8", "39.2"), outlier_filtration=True),
@@ -182,8 +210,9 @@ TABLE8 = Study(
     title="memory (MB) and throughput (images a second) of Swin-T at inference, LN against UN folded, RTX 3090",
     source="Unified Normalization, Table 8",
     claim="Folding saves 17.7% of the memory and 31.2% of the time on ImageNet, 6.1% and 24.2% on COCO.",
+    note="Ours is measured by `python benchmarks/swin.py`, all variants in one run, and stands in docs/vision.md.",
     columns=tuple(
-        Column(title=f"{task} {title}", metric=metric, base=VISION)
+        Column(title=f"{task} {title}", metric=metric)
         for task in ("ImageNet", "COCO")
         for title, metric in (("MEM", "memory"), ("TPUT", "speed"))
     ),
@@ -214,6 +243,7 @@ TABLE10 = Study(
     title="UN's alpha, average precision on COCO val2017 and BLEU on the test of IWSLT14 De-En (transposed)",
     source="Unified Normalization, Table 10",
     claim="COCO does not mind; translation fails at 0.6.",
+    note=POCKET_COCO,
     columns=(*TABLE5.columns, Column(title="IWSLT14 BLEU", metric="bleu", base=IWSLT14_UN)),
     rows=tuple(
         _un(f"alpha = {alpha}", printed, alpha=alpha)
@@ -231,10 +261,11 @@ FIGURE1 = Study(
     title="training of Transformer (IWSLT14), T2T-ViT-14 (ImageNet) and Swin-T (COCO) by norm",
     source="Unified Normalization, Figure 1",
     claim="Other norms that fold learn less well or crash; UN follows LN.",
+    note=f"{POCKET_VIT} {POCKET_COCO}",
     columns=(
         Column(title="IWSLT14, valid perplexity", metric="perplexity valid", base=IWSLT14_UN),
-        *_pictures("accuracy", "T2T-ViT-14"),
-        *_pictures("box AP", "Swin-T"),
+        Column(title="T2T-ViT-14", metric="accuracy", base={**CIFAR10, **IMAGENET_T2T}),
+        Column(title="Swin-T", metric="box AP", base=MASK_RCNN),
     ),
     rows=(
         Row(label="LN", settings=LN),
@@ -277,7 +308,7 @@ FIGURE5 = Study(
     source="Unified Normalization, Figure 5",
     claim="Outliers come from deeper layers, and more of them as training goes on.",
     columns=(
-        *_pictures("filtered_rate", "Swin-T"),
+        Column(title="Swin-T, share of steps, first norm", metric="filtered_rate", base=MASK_RCNN),
         Column(title="IWSLT14, share of steps, first norm", metric="filtered_rate", base=IWSLT14_UN),
     ),
     rows=(_un("UN", outlier_filtration=True),),
@@ -288,6 +319,7 @@ FIGURE6 = Study(
     title="similarity (CKA) of T2T-ViT-14's feature maps with those of the model with LN",
     source="Unified Normalization, Figure 6",
     claim="UN's features are closer to LN's than BN's are, most of all in shallow layers.",
-    columns=_pictures("cka", "T2T-ViT-14"),
+    note="Similarity is of two models: `python benchmarks/figures.py` measures it, docs/figures.md shows it.",
+    columns=(Column(title="T2T-ViT-14", metric="cka"),),
     rows=(Row(label="BN", settings=BN), _un("UN", outlier_filtration=True)),
 )
