@@ -87,6 +87,8 @@ RESNET20: Bases = {
         {
             "steps": 64_000,
             "batch_tokens": 128,
+            "optimizer": "sgd",
+            "lr": 0.1,
             "warmup": 0,
             "schedule": "steps",
             "milestones": (32_000, 48_000),
