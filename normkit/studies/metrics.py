@@ -116,13 +116,13 @@ def _recorded(about: str, quantity: str, better: int = 0) -> dict[str, Metric]:
     }
 
 
-AVERAGE_PRECISION = {  # as COCO reports it
-    "": "",
-    "50": " at 50% overlap",
-    "75": " at 75% overlap",
-    "s": " of small objects",
-    "m": " of medium objects",
-    "l": " of large objects",
+AVERAGE_PRECISION = {  # as COCO reports it, and what results call it
+    "": ("", ""),
+    "50": ("50", " at 50% overlap"),
+    "75": ("75", " at 75% overlap"),
+    "s": ("_small", " of small objects"),
+    "m": ("_medium", " of medium objects"),
+    "l": ("_large", " of large objects"),
 }
 METRICS: dict[str, Metric] = {
     "bleu": _metric("BLEU on the test split, by beam search where there is one", "bleu", "beam", better=1),
@@ -146,9 +146,9 @@ METRICS: dict[str, Metric] = {
         "the same, statistics counted anew after training", "accuracy", "calibrated", better=1
     ),
     **{
-        f"{of} AP{at}": _metric(f"average precision of {of}{where}", f"{of}_ap{at}", better=1)
+        f"{of} AP{at}": _metric(f"average precision of {of}{where}", f"{of}_ap{key}", better=1)
         for of in ("box", "mask")
-        for at, where in AVERAGE_PRECISION.items()
+        for at, (key, where) in AVERAGE_PRECISION.items()
     },
     "memory": Metric("MB allocated at most at inference", lambda _, r: r["speed"].get("inference_megabytes"), -1, 0),
     "speed": Metric("items a second at inference", lambda _, r: r["speed"].get("inference_items_per_s"), 1),

@@ -57,7 +57,7 @@ TABLE1 = Study(
 
 POCKET_VIT = "At pocket scale T2T-ViT-14 on CIFAR-10 is a tiny ViT trained from scratch."
 POCKET_COCO = (
-    "At pocket scale COCO is Penn-Fudan, 96 street scenes to train on, and Swin-T a narrow Swin. Backbones start from"
+    "At pocket scale COCO is Penn-Fudan, 120 street scenes to train on, and Swin-T a narrow Swin. Backbones start from"
     " random weights; the paper's from ImageNet weights with the same norm, as `normkit train --weights` does."
 )
 
