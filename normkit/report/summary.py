@@ -79,6 +79,8 @@ METRICS = {
     "bleu": ("BLEU", "BLEU of translations", 1),
     "perplexity": ("perplexity", "perplexity", -1),
     "accuracy": ("accuracy", "accuracy in percent", 1),
+    "box_ap": ("box AP", "average precision of boxes in percent", 1),
+    "mask_ap": ("mask AP", "average precision of masks in percent", 1),
 }
 KINDS = {
     "running": "with the running statistics that training left, as in use",

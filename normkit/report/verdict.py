@@ -24,6 +24,7 @@ METRICS = (
     Metric("bleu", "BLEU", 1),
     Metric("perplexity", "perplexity", -1),
     Metric("accuracy", "accuracy", 1),
+    Metric("box_ap", "box AP", 1),
     Metric("loss", "loss", -1),
 )
 

@@ -68,10 +68,10 @@ class Run:
     name: str
     """What the run is called; its results go to runs/NAME unless told otherwise."""
     task: str
-    """A row of TASKS: g2p, mt, lm, digits or images."""
+    """A row of TASKS: g2p, mt, lm, digits, images or detection."""
     data: str
-    """A row of SOURCES (cmudict, pydoc, digits), of CORPORA (multi30k.de-en, ptb, ...) or of IMAGE_SETS (cifar10,
-    imagenet, ...), or a folder of text files or pictures."""
+    """A row of SOURCES (cmudict, pydoc, digits), of CORPORA (multi30k.de-en, ptb, ...), of IMAGE_SETS (cifar10,
+    imagenet, ...) or of SCENE_SETS (coco, ...), or a folder of text files or pictures."""
     subwords: int = 0
     """Size of each vocabulary of subwords; 0 takes the corpus' own choice."""
     context: int = 64
@@ -155,7 +155,7 @@ class Run:
     workers: int = 0
     """Pictures: processes that read and augment; 0 does it in the process that trains."""
     broken: Literal["skip", "refuse"] = "skip"
-    """Pictures that cannot be read, counts that are not the data set's: left out and counted, or an error."""
+    """Pictures and boxes that cannot be used, counts that are not the data set's: left out and counted, or an error."""
     record_every: int = 25
     """Steps between looks at the distance of batch and running statistics; 0 never looks."""
     quantities: tuple[str, ...] = ("default",)

@@ -80,16 +80,19 @@ class Detection(Task):
     def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
         """Average precision of the test split, with running statistics and with calibrated ones."""
         tell("scoring")
-        many = self.settings.test_items or len(self.data.test)
-        scores = {"running": self._scored(self.data.test, many)}
+        scores = {"running": self.score_running()}
         if self.has_statistics():
             tell("calibrating")
             batches = list(itertools.islice(self.batches(0), CALIBRATION))
             trained = self.model
             self.model = calibrate(trained, batches, forward=self._backbone)
-            scores["calibrated"] = self._scored(self.data.test, many)
+            scores["calibrated"] = self.score_running()
             self.model = trained
         return scores
+
+    def score_running(self) -> dict[str, float]:
+        """Losses and average precision of the test split with the statistics that the model has."""
+        return self._scored(self.data.test, self.settings.test_items or len(self.data.test))
 
     def on_device(self, batch: Batch) -> Batch:
         """The batch where the model is."""

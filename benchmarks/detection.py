@@ -1,0 +1,125 @@
+"""Detectors that were trained: what folding leaves of their scores, and a picture of what they find.
+
+    NORMKIT_DATA=FOLDER python benchmarks/detection.py fold RUN RUN ... --out results/detection/folded.json
+    NORMKIT_DATA=FOLDER python benchmarks/detection.py picture RUN --out docs/pictures/detection.png
+
+`fold` scores each run's model on its whole test split, folds it, and scores what is left. `picture` shows scenes spread
+evenly over the test split, above as they were outlined, below what the model finds with a score above a half.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from normkit.models.torchvision_ops import load_torchvision
+from normkit.train.detection import Detection
+from normkit.train.folded import fold_run
+from normkit.train.run import Loaded, load
+from normkit.train.source import source
+from normkit.train.table import spread
+from normkit.train.where import where
+
+COLORS = ["#ff3b30", "#34c759", "#0a84ff", "#ffd60a", "#bf5af2", "#ff9f0a", "#64d2ff", "#ff375f"]
+HEIGHT = 230  # of a scene in the picture
+
+
+def task_of(loaded: Loaded) -> Detection:
+    """The task of a run, with its data."""
+    return Detection(
+        dataclasses.replace(loaded.run, weights=""), loaded.model, source(loaded.run, lambda stage: None)()
+    )
+
+
+def folded(folders: list[Path]) -> dict[str, object]:
+    """Scores of each run before and after folding."""
+    rows = []
+    for folder in folders:
+        loaded = load(folder)
+        after, report = fold_run(loaded)
+        rows.append(
+            {
+                "norm": loaded.run.model.norm,
+                "parameters": sum(p.numel() for p in loaded.model.parameters()),
+                "norms": len(report),
+                "fates": {action: report.count(action) for action in sorted({row.action for row in report})},
+                "max_error": report.max_error,
+                "before": task_of(loaded).score_running(),
+                "after": task_of(after).score_running(),
+            }
+        )
+        print(table(rows[-1:]))
+    return {"where": where(), "runs": [str(folder) for folder in folders], "rows": rows}
+
+
+def table(rows: list[dict]) -> str:
+    """Rows of the page's table."""
+    lines = []
+    for row in rows:
+        scores = [f"{row[when][key]:.2f}" for key in ("box_ap", "mask_ap") for when in ("before", "after")]
+        fates = ", ".join(f"{count} {action}" for action, count in row["fates"].items())
+        lines.append(f"| {row['norm']} | {' | '.join(scores)} | {fates} | {row['max_error']:.0e} |")
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def picture(folder: Path, count: int, out: Path) -> None:
+    """Scenes as they were outlined, and below as the model finds them."""
+    load_torchvision()
+    from PIL import Image
+    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
+
+    task = task_of(load(folder))
+    test, columns = task.data.test, []
+    for at in spread(len(test), count):
+        scene, pixels = test.scenes[at], test.picture(at)
+        (answer,) = task.model([pixels.float() / 255])
+        sure = answer["scores"] > 0.5
+        told = (scene.boxes, test.masks(at).bool(), None)
+        found = (
+            answer["boxes"][sure],
+            answer["masks"][sure, 0] > 0.5,
+            [f"{score:.2f}" for score in answer["scores"][sure].tolist()],
+        )
+        column = []
+        for boxes, masks, labels in (told, found):
+            colors = [COLORS[i % len(COLORS)] for i in range(len(boxes))]
+            shown = pixels
+            if len(boxes):
+                shown = draw_segmentation_masks(shown, masks, alpha=0.5, colors=colors)
+                shown = draw_bounding_boxes(shown, boxes, labels=labels, colors=colors, width=2)
+            column.append(shown)
+        columns.append(torch.cat(column, 1))
+    sized = []
+    for column in columns:
+        image = Image.fromarray(column.permute(1, 2, 0).numpy())
+        sized.append(
+            image.resize((round(image.width * 2 * HEIGHT / image.height), 2 * HEIGHT), Image.Resampling.LANCZOS)
+        )
+    sheet = Image.new("RGB", (sum(image.width + 4 for image in sized) - 4, 2 * HEIGHT), "white")
+    left = 0
+    for image in sized:
+        sheet.paste(image, (left, 0))
+        left += image.width + 4
+    sheet.quantize(128).save(out, optimize=True)
+    print(f"{out}: {sheet.width} x {sheet.height}, {out.stat().st_size / 1024:.0f} KB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("fold", "picture"))
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--scenes", type=int, default=4)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    if given.what == "picture":
+        picture(given.runs[0], given.scenes, given.out)
+        return
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(folded(given.runs), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
