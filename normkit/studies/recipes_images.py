@@ -18,15 +18,15 @@ def cifar10_tiny_vit() -> Run:
         data="cifar10",
         model=Model(arch="tiny_vit", image_size=32, patch=4, width=64, hidden=128, depth=6, heads=4),
         images=Images(held_out=2000),
-        steps=1600,
+        steps=1200,
         batch_tokens=64,
         bucketing=False,
         lr=2e-3,
         weight_decay=0.05,
         label_smoothing=0.1,
-        warmup=160,
-        valid_every=400,
-        checkpoint_every=400,
+        warmup=120,
+        valid_every=300,
+        checkpoint_every=300,
         threads=1,
     )
 
@@ -41,13 +41,11 @@ def cifar10_resnet20() -> Run:
         name="cifar10_resnet20",
         model=Model(arch="resnet20", norm="batch"),
         images=Images(held_out=2000, channels_last=True),
-        steps=1000,
-        optimizer="sgd",
-        lr=0.1,
-        weight_decay=5e-4,
-        warmup=100,
-        valid_every=250,
-        checkpoint_every=250,
+        steps=800,
+        lr=5e-3,
+        warmup=80,
+        valid_every=200,
+        checkpoint_every=200,
     )
 
 
