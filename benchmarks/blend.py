@@ -89,7 +89,7 @@ def study(folder: Path, norms: list[str], steps: list[int], seed: int) -> list[d
                 done = calibrate(each, batches, forward=forward).eval()
                 rows.append({"seed": seed, "norm": norm, "how": how, "steps": n, "per": score(run, each, data),
                              "calibrated": score(run, done, data)})  # fmt: skip
-            example = BUILDERS[run.task].example(vocabularies)
+            example = BUILDERS[run.task].example(run.model, vocabularies)
             folded, report = fold(soft.eval(), *example, untie=True)
             rows.append({"seed": seed, "norm": norm, "how": "folded", "steps": n, "per": score(run, folded, data),
                          "folded": report.foldable, "max_error": report.max_error})  # fmt: skip
