@@ -9,7 +9,7 @@ from torch import Tensor
 from normkit.norms import PowerNorm, StatNorm
 from normkit.norms.un import UN
 from normkit.ops import channels
-from normkit.watch.quantities import Quantity
+from normkit.watch.quantities import QUARTILES, Quantity
 from normkit.watch.sites import Site
 
 Fields = dict[str, Tensor]
@@ -31,7 +31,7 @@ class Memory:
 
     def __init__(self, alpha: float, window: int, channel: int):
         self.alpha, self.window, self.channel = alpha, window, channel
-        self.running: Fields = {}
+        self.running: Tensor | None = None  # [k, C]: of what the norm does not keep itself
         self.looks = 0
         self.rings: dict[str, Tensor] = {}  # side -> [window, C], where windows are asked for
         self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of one channel
@@ -39,14 +39,14 @@ class Memory:
 
     def average(self, batch: Fields) -> Fields:
         """The averages from before this batch; it moves them, unless it is not finite. None at the first look."""
-        before = {f"running_{name}": value for name, value in self.running.items()}
-        for name, value in batch.items():
-            old = self.running.get(name, value)
-            weight = max(1 / (self.looks + 1), 1 - self.alpha)  # a plain average first
-            ok = torch.isfinite(value).all()
-            self.running[name] = torch.where(ok, old.lerp(value, weight), old)
+        if not batch:
+            return {}
+        new = torch.stack(list(batch.values()))
+        old = torch.zeros_like(new) if self.running is None else self.running
+        weight = max(1 / (self.looks + 1), 1 - self.alpha)  # a plain average first
+        self.running = torch.where(torch.isfinite(new).all(), old.lerp(new, weight), old)
         self.looks += 1
-        return before
+        return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.looks > 1 else {}
 
     def push(self, side: str, value: Tensor, last: int) -> Fields:
         """Remember one channel of `value [C]`; its last values."""
@@ -129,24 +129,20 @@ def gather_gradient(
     x, dy = x.to(wide), dy.to(wide)
     mean, var = moments(x, mask, site.module)[:2] if seen is None else seen
     x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    count: Tensor | int = len(dy)
     if mask is not None:
         keep = mask.reshape(-1, 1)
-        x, dy = torch.where(keep, x, 0), torch.where(keep, dy, 0)
-    count = mask.sum() if mask is not None else dy.new_full((), len(dy))
-    sums = torch.cat([torch.stack([dy.sum(0), (dy * x).sum(0), dy.square().sum(0)]).flatten(), count.to(wide).view(1)])
+        x, dy, count = torch.where(keep, x, 0), torch.where(keep, dy, 0), mask.sum()
+    sums = torch.stack([dy.sum(0), (dy * x).sum(0), dy.square().sum(0)])
     if getattr(site.module, "sync", False):
-        sums = channels.all_reduce(sums)
-    s0, sx, square = sums[:-1].view(3, -1) / sums[-1].clamp(min=1)
-    gamma = 1.0 if site.weight is None else site.weight.to(wide)
+        every = channels.all_reduce(torch.cat([sums.flatten(), sums.new_ones(1) * count]))
+        sums, count = every[:-1].view_as(sums), every[-1]
+    s0, sx, square = sums / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
     psi = torch.sqrt(var + mean.square() + site.eps)
-    along = sx / psi
-    return {
-        "g_mu": gamma * s0,
-        "g_sigma2": gamma * (sx - mean * s0) / torch.sqrt(var + site.eps),
-        "g_psi2": gamma * along,
-        "dx_square": (gamma / psi).square() * (square - along.square()),
-        "dy_square": square,
-    }
+    gain = {} if site.weight is None else {"gain": site.weight.to(wide)}
+    gamma = gain.get("gain", 1)
+    return {"g_mu": gamma * s0, "g_psi2": gamma * sx / psi, "at_mean": mean, "at_var": var, "at_psi": psi,
+            "dy_square": square, **gain}  # fmt: skip
 
 
 def evaluate(looks: list[Look], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site | None, list[str], Tensor]]:
@@ -154,6 +150,7 @@ def evaluate(looks: list[Look], chosen: Mapping[str, Quantity]) -> list[tuple[in
 
     Norms that gathered the same statistics in the same shapes are stacked, so that many norms cost what one does.
     """
+    needs = {need for quantity in chosen.values() for need in quantity.needs}
     groups: dict[object, list[tuple[int, Look]]] = {}
     for place, look in enumerate(looks):
         eps = look.site.eps if look.site is not None else 0.0
@@ -162,7 +159,7 @@ def evaluate(looks: list[Look], chosen: Mapping[str, Quantity]) -> list[tuple[in
     found = []
     for places, group in (zip(*members, strict=True) for members in groups.values()):
         fields = {name: torch.stack([look.fields[name] for look in group]) for name in group[0].fields}
-        fields |= _roots(fields, group[0].site)
+        fields |= _derived(fields, group[0].site, needs)
         names = [name for name, quantity in chosen.items() if set(quantity.needs) <= fields.keys()]
         if names:
             wide = torch.float64 if any(v.dtype is torch.float64 for v in fields.values()) else torch.float32
@@ -173,8 +170,17 @@ def evaluate(looks: list[Look], chosen: Mapping[str, Quantity]) -> list[tuple[in
     return [numbers for _, numbers in sorted(found, key=lambda pair: pair[0])]
 
 
-def _roots(fields: Fields, site: Site | None) -> Fields:
-    """Standard deviations and quadratic means: roots, with eps inside."""
+def _derived(fields: Fields, site: Site | None, needs: set[str]) -> Fields:
+    """What follows from the statistics of norms side by side: roots, with eps inside, and what is left for later."""
     eps = 0.0 if site is None else site.eps
     names = {"sigma": "var", "psi": "quadratic", "running_sigma": "running_var", "running_psi": "running_quadratic"}
-    return {root: torch.sqrt(fields[square] + eps) for root, square in names.items() if square in fields}
+    found = {root: torch.sqrt(fields[square] + eps) for root, square in names.items() if square in fields}
+    if "spread" in needs and "weight" in fields:
+        ratio = fields["weight"].abs() / found["psi"]
+        found["spread"] = torch.quantile(ratio, ratio.new_tensor(list(QUARTILES.values())), dim=-1)
+    if "at_psi" in fields:
+        g_mu, g_psi2, psi = (fields[name] for name in ("g_mu", "g_psi2", "at_psi"))
+        found["g_sigma2"] = (g_psi2 * psi - fields["at_mean"] * g_mu) / torch.sqrt(fields["at_var"] + eps)
+        along, gain = (g_psi2 / psi).square(), fields.get("gain", torch.ones(())) / psi
+        found["dx_square"] = gain.square() * fields["dy_square"] - along
+    return found

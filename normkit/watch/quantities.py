@@ -3,10 +3,12 @@
 All of these carry the norms of one width side by side: `[S, C]`, or
 `[S]` for what is one number a norm, and a quantity is `[S]`, a number each. Statistics are over the real tokens.
 Looking forward gathers `mean`, `var`, `quadratic` (mean of squares), their `running_...` from before this batch,
-`psi = sqrt(quadratic + eps)`, `sigma`, the affine `weight`, `count` of tokens, `largest`; looking back `g_mu`,
-`g_sigma2`, `g_psi2` and squares of gradients; states are those of the norm itself, named as in its class.
+`psi = sqrt(quadratic + eps)`, `sigma`, the affine `weight`, `spread` of its ratio to psi, `count` of tokens, `largest`;
+looking back `g_mu`, `g_sigma2`, `g_psi2` and squares of gradients; states are those of the norm itself, named as in its
+class.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -14,6 +16,9 @@ import torch
 from torch import Tensor
 
 from normkit.watch.normality import p_normal
+
+QUARTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
+"""Of |gamma| / psi_B over the channels of a norm: `spread [5, S]`."""
 
 DEAD = 1e-6
 """A channel is dead whose mean square is at most this fraction of the median channel's."""
@@ -66,10 +71,6 @@ def _factor(batch: Tensor, running: Tensor) -> Tensor:
     """By which factor a typical channel is off, up or down: `exp(rms of log(batch / running))`."""
     tiny = torch.finfo(batch.dtype).tiny
     return _rms((batch.clamp(min=tiny) / running.clamp(min=tiny)).log()).exp()
-
-
-def _spread(share: float) -> Callable[..., Tensor]:
-    return lambda weight, psi: torch.quantile(weight.abs() / psi, share, dim=-1)
 
 
 def _gap_batch(mean: Tensor, sigma: Tensor, running_mean: Tensor, running_sigma: Tensor) -> Tensor:
@@ -134,9 +135,9 @@ QUANTITIES: dict[str, Quantity] = {
     **{
         f"gamma_over_psi_{name}": Quantity(
             f"{text} over channels of |gamma| / psi_B; Lemma 2 holds where it is at most 1",
-            "PowerNorm Fig. 7, Lemma 2", "weight psi", _spread(share))
-        for name, text, share in (("min", "least", 0.0), ("q25", "first quartile", 0.25), ("median", "median", 0.5),
-                                  ("q75", "third quartile", 0.75), ("max", "largest", 1.0))
+            "PowerNorm Fig. 7, Lemma 2", "spread", operator.itemgetter(place))
+        for place, (name, text) in enumerate({"min": "least", "q25": "first quartile", "median": "median",
+                                              "q75": "third quartile", "max": "largest"}.items())
     },
     "learned_g": Quantity(
         "mean of the learned weight (ScaleNorm: its g)", "Tears Fig. 3, 4", "weight", _mean),
