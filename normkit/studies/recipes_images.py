@@ -16,7 +16,7 @@ def cifar10_tiny_vit() -> Run:
         name="cifar10_tiny_vit",
         task="images",
         data="cifar10",
-        model=Model(arch="tiny_vit", image_size=32, patch=4, width=64, hidden=128, depth=4, heads=4),
+        model=Model(arch="tiny_vit", image_size=32, patch=8, width=96, hidden=192, depth=4, heads=4),
         images=Images(held_out=2000),
         steps=500,
         batch_tokens=64,
