@@ -180,11 +180,13 @@ class Journal(lightning.Callback):
         self._started = time.perf_counter()
 
     def _record(self, model: torch.nn.Module) -> None:
-        """Start to record into rows.csv, where a resumed run takes away what came after its checkpoint."""
-        if rank():
-            return
+        """Start to record into rows.csv, where a resumed run takes away what came after its checkpoint.
+
+        The first process writes; the others look along, for what is reduced over all of them (`sync=True`).
+        """
         path = self.folder / "rows.csv"
-        cut_or_begin(path, self._recorded.get("bytes"))
+        if not rank():
+            cut_or_begin(path, self._recorded.get("bytes"))
         if self.run.record_every:
             forwards, before = self.run.record_every * self.run.accumulate, self.step * self.run.accumulate
             self._recorder = Recorder(model, forwards, self.run.quantities, to=path, keep=50_000, start=before)
