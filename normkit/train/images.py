@@ -62,7 +62,11 @@ class ImageClassification(Task):
         self.broken: set[str] = set()
         self.classes = len(data.vocabularies["classes"].plain())
         if run.weights:
-            self.started = start_from(run.weights, model, self.classes)
+            self.anew = start_from(run.weights, model, self.classes)
+        elif run.body_lr != 1:
+            raise ValueError(
+                f"body_lr={run.body_lr:g} is for fine-tuning; name the weights to start from, --weights FILE"
+            )
         if run.images.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[reportCallIssue]
         if run.ema and run.strategy == "fsdp2":
@@ -199,6 +203,8 @@ class ImageClassification(Task):
         """What the run was trained on, and what of it could not be used."""
         splits = {name: len(getattr(self.data, name).labels) for name in ("train", "valid", "test")}
         facts: dict[str, object] = {"name": self.data.name, "splits": splits, "classes": self.classes}
+        if self.settings.weights:
+            facts["weights"] = {"from": self.settings.weights, "begun_anew": self.anew}
         if self.data.notes:
             facts["notes"] = list(self.data.notes)
         if self.broken:
