@@ -88,7 +88,8 @@ def picture(folder: Path, count: int, out: Path) -> None:
             colors = [COLORS[i % len(COLORS)] for i in range(len(boxes))]
             shown = pixels
             if len(boxes):
-                shown = draw_segmentation_masks(shown, masks, alpha=0.5, colors=colors)
+                for mask, color in zip(masks, colors, strict=True):  # of several at once, what overlaps would be black
+                    shown = draw_segmentation_masks(shown, mask, alpha=0.5, colors=color)
                 shown = draw_bounding_boxes(shown, boxes, labels=labels, colors=colors, width=2)
             column.append(shown)
         columns.append(torch.cat(column, 1))
