@@ -78,13 +78,16 @@ WIKITEXT2: Bases = {"pocket": Base("wikitext-2", "lm_wikitext2")}
 WIKITEXT103: Bases = {}
 
 CIFAR10: Bases = {"pocket": Base("cifar10", "cifar10_tiny_vit")}
+WHOLE = {"model.image_size": 32, "images.padding": 4}  # the pocket recipe shows pictures at half their size
 RESNET20: Bases = {
     "pocket": Base("cifar10.resnet20", "cifar10_resnet20"),
-    "gpu": Base("cifar10.resnet20", "cifar10_resnet20", {"steps": 8000, "warmup": 800, "batch_tokens": 128}),
+    "gpu": Base("cifar10.resnet20", "cifar10_resnet20", {**WHOLE, "steps": 8000, "warmup": 800, "batch_tokens": 128}),
     "paper": Base(  # He et al. 2016, section 4.2
         "cifar10.resnet20",
         "cifar10_resnet20",
         {
+            **WHOLE,
+            "images.held_out": 0,
             "steps": 64_000,
             "batch_tokens": 128,
             "optimizer": "sgd",
@@ -95,7 +98,6 @@ RESNET20: Bases = {
             "weight_decay": 1e-4,
             "label_smoothing": 0.0,
             "clip": 0.0,
-            "images.held_out": 0,
             "valid_every": 4000,
             "checkpoint_every": 4000,
         },

@@ -96,6 +96,7 @@ GALICIAN_CORE = Study(
 CIFAR10_CORE = Study(
     id="core.cifar10",
     title="norms in pictures, CIFAR-10: tiny ViT and ResNet-20",
+    note="At pocket scale ResNet-20 sees the pictures at half their size, 16 x 16.",
     rows=(
         *(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "batch", "mabn", "pnv")),
         Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),

@@ -114,12 +114,13 @@ def _statistics(*quantities: tuple[str, str]) -> tuple[Column, ...]:
     )
 
 
+POCKET_RESNET = "At pocket scale ResNet20 sees pictures of 16 x 16 and trains with AdamW."
 FIGURE2 = Study(
     id="pn.figure2",
     title="distance between batch and running mean and variance in the first BN during training",
     source="PowerNorm, Figure 2",
     claim="ResNet20's distances are orders of magnitude smaller; the Transformer's have extreme outliers.",
-    note=NOTE,
+    note=f"{NOTE} {POCKET_RESNET}",
     columns=_statistics(("mean", "distance_mean"), ("variance", "distance_var")),
     rows=(
         Row(label="ResNet20 on CIFAR-10", settings={**BN, "model.norm_at": {}}, base=RESNET20),
@@ -132,7 +133,7 @@ FIGURE3 = Study(
     title="gradient that mean and variance contribute to the input of the first BN during training",
     source="PowerNorm, Figure 3",
     claim="The Transformer's vary by orders of magnitude more, and their outliers persist to the end.",
-    note=NOTE,
+    note=f"{NOTE} {POCKET_RESNET}",
     columns=_statistics(("g_mu", "g_mu"), ("g_sigma2", "g_sigma2")),
     rows=FIGURE2.rows,
 )
