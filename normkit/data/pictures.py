@@ -95,7 +95,7 @@ class Part:
 
 def decoded(split: Split, item: int) -> Any:
     """A picture as PIL has it, in RGB; `Broken`, which says where it lies, when it cannot be read."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         raw = split.raw(item)
@@ -103,6 +103,8 @@ def decoded(split: Split, item: int) -> Any:
             return Image.fromarray(raw)
         with Image.open(io.BytesIO(raw)) as file:
             return file.convert("RGB")
+    except UnidentifiedImageError:  # its message has an address, another one each time
+        raise Broken(f"{split.name(item)} cannot be read: it is no picture of a known kind") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         what = str(error).replace(f"{error.filename}", "it") if getattr(error, "filename", None) else str(error)
         raise Broken(f"{split.name(item)} cannot be read: {what or type(error).__name__}") from None

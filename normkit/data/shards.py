@@ -21,6 +21,7 @@ import numpy as np
 from normkit.data.pictures import SUFFIXES, WINDOW
 
 FORMAT = 1
+BLOCK = 512  # bytes, of a tar archive
 Tell = Callable[[str], object]
 
 
@@ -80,6 +81,9 @@ def _scan(path: Path) -> tuple[np.ndarray, list[str]]:
     labels: dict[str, int] = {}
     said: list[str] = []
     end = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, end - BLOCK))
+        whole = not any(file.read())  # an archive ends with blocks of zeros; tarfile says nothing where they lack
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
@@ -95,7 +99,9 @@ def _scan(path: Path) -> tuple[np.ndarray, list[str]]:
     except (tarfile.TarError, EOFError, OSError) as error:
         if not places:
             raise ValueError(f"{path} is no tar archive, or is cut short: {error}; get it again") from None
-        said.append(f"{path} is cut short after {len(places):,} pictures ({error})")
+        whole = False
+    if places and not whole:
+        said.append(f"{path} is cut short after {len(places):,} pictures")
     bare = [key for key in places if key not in labels]
     if len(bare) == len(places):
         raise ValueError(f"{path} has no picture with a class; needs KEY.jpg beside KEY.cls or KEY.json")

@@ -1,0 +1,223 @@
+"""Readers of pictures in every form, what is wrong with them, and the order in which they are shown."""
+
+import hashlib
+import itertools
+import pathlib
+
+import image_files as made
+import numpy as np
+import pytest
+
+from normkit.data.cifar import BATCHES, _unpacked, read_cifar
+from normkit.data.images import find_images, read_images
+from normkit.data.pictures import Broken, Files, Memory, decoded, picture_batches
+from normkit.data.shards import Rows, Tars
+
+SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data" / "cifar10"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "cache"))
+
+
+def test_cifar_in_its_binary_version(tmp_path):
+    train, test, names = read_cifar(made.write_cifar(tmp_path, train=40, test=20), 10)
+    pixels, labels = zip(*(made.pixels(8, 10, seed=n) for n in range(1, 6)), strict=True)
+    np.testing.assert_array_equal(train.pixels, np.concatenate(pixels))
+    np.testing.assert_array_equal(train.labels, np.concatenate(labels))
+    np.testing.assert_array_equal(test.pixels, made.pixels(20, 10, seed=9)[0])
+    assert names[3] == "class3"
+
+
+def test_cifar_100_has_the_fine_classes(tmp_path):
+    train, _, names = read_cifar(made.write_cifar(tmp_path, 100, train=120, test=10), 100)
+    np.testing.assert_array_equal(train.labels, np.arange(120) % 100)
+    np.testing.assert_array_equal(train.pixels, made.pixels(120, 100, seed=1)[0])
+    assert len(names) == 100
+
+
+def test_cifar_as_differences(tmp_path):
+    pixels, labels = made.pixels(10, 10)
+    for batch in (*BATCHES, "test_batch"):
+        made.pack(tmp_path / f"{batch}.grad.xz", pixels)
+    np.save(tmp_path / "train_labels.npy", np.tile(labels, 5).astype(np.uint8))
+    np.save(tmp_path / "test_labels.npy", labels.astype(np.uint8))
+    (tmp_path / "label_names.txt").write_text("\n".join("abcdefghij"))
+    train, test, _ = read_cifar(tmp_path, 10)
+    np.testing.assert_array_equal(train.pixels, np.tile(pixels, (5, 1, 1, 1)))
+    np.testing.assert_array_equal(test.labels, labels)
+    np.save(tmp_path / "test_labels.npy", labels[:9])
+    with pytest.raises(ValueError, match="10 pictures and 9 labels"):
+        read_cifar(tmp_path, 10)
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data/cifar10")
+def test_the_shared_cifar_10_is_the_canonical_one():
+    pixels = _unpacked(SHARED / "test_batch.grad.xz")
+    assert hashlib.md5(pixels.tobytes()).hexdigest() == "6d2714505047e13831cd876923568712"
+
+
+def test_cifar_that_is_not_whole(tmp_path):
+    made.write_cifar(tmp_path)
+    (tmp_path / "data_batch_2.bin").write_bytes(b"0" * 5000)
+    with pytest.raises(ValueError, match=r"data_batch_2.bin is cut short: 5,000 bytes"):
+        read_cifar(tmp_path, 10)
+    (tmp_path / "data_batch_2.bin").unlink()
+    (tmp_path / "data_batch_2").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"lacks data_batch_2\.bin$"):
+        read_cifar(tmp_path, 10)
+    (tmp_path / "data_batch_1").write_bytes(b"")
+    with pytest.raises(ValueError, match="pickles, which are never opened"):
+        read_cifar(tmp_path, 10)
+
+
+def test_a_folder_of_classes(tmp_path):
+    album = read_images(str(made.write_folder(tmp_path)))
+    assert (len(album.train.labels), len(album.test.labels)) == (24, 9)
+    assert album.vocabularies["classes"].plain() == ["class0", "class1", "class2"]
+    for item in (0, 10, 23):
+        picture = np.asarray(decoded(album.train, item)).mean((0, 1))
+        assert picture.argmax() == album.train.labels[item], "each class is of its colour"
+    assert album.valid is album.test
+
+
+def contents(split):
+    return sorted((split.raw(item), int(split.labels[item])) for item in range(len(split.labels)))
+
+
+def test_all_forms_hold_the_same_pictures(tmp_path):
+    folder = made.write_folder(tmp_path / "a")
+    train, val = made.files(24, 0), made.files(9, 1)
+    tars = tmp_path / "b"
+    made.write_tar(tars / "x-train-00.tar", train[:10])
+    made.write_tar(tars / "x-train-01.tar", train[10:], kind="json")
+    made.write_tar(tars / "val" / "00.tar", val)
+    rows = tmp_path / "c"
+    made.write_parquet(rows / "data" / "train-00.parquet", train[:13])
+    made.write_parquet(rows / "data" / "train-01.parquet", train[13:])
+    made.write_parquet(rows / "data" / "validation-00.parquet", val)
+    albums = [read_images(str(path)) for path in (folder, tars, rows)]
+    assert [type(album.train) for album in albums] == [Files, Tars, Rows]
+    wanted = sorted((content, label) for _, content, label in train)
+    assert [contents(album.train) == wanted for album in albums] == [True] * 3
+    assert [contents(album.test) == contents(albums[0].test) for album in albums] == [True] * 3
+    assert [len(album.vocabularies["classes"].plain()) for album in albums] == [3] * 3
+    assert list(albums[2].train.groups) == [0] * 4 + [1] * 4 + [2] * 4 + [3] + [4] * 4 + [5] * 4 + [6] * 3
+
+
+def test_a_shard_is_listed_once(tmp_path, monkeypatch):
+    path = made.write_tar(tmp_path / "train.tar", made.files(6))
+    first = Tars([path], [])
+    monkeypatch.setattr("normkit.data.shards._scan", lambda path: pytest.fail("listed again"))
+    assert contents(Tars([path], [])) == contents(first)
+
+
+def test_a_shard_that_is_cut_short_is_noted_or_refused(tmp_path):
+    made.write_tar(tmp_path / "val.tar", made.files(6))
+    path = made.write_tar(tmp_path / "train.tar", made.files(20))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    album = read_images(str(tmp_path))
+    assert 5 < len(album.train.labels) < 15
+    assert all(decoded(album.train, item).size == (20, 20) for item in range(len(album.train.labels)))
+    assert "cut short" in album.notes[0]
+    assert read_images(str(tmp_path)).notes == album.notes, "also from the list that was kept"
+    with pytest.raises(ValueError, match=r"train.tar.*--broken skip"):
+        read_images(str(tmp_path), refuse=True)
+
+
+def test_shards_that_cannot_be_used(tmp_path):
+    with pytest.raises(ValueError, match="no picture with a class"):
+        Tars([made.write_tar(tmp_path / "a.tar", made.files(2), kind="txt")], [])
+    with pytest.raises(ValueError, match=r"0000.cls of .* does not say a class"):
+        Tars([made.write_tar(tmp_path / "b.tar", [("0000", made.files(1)[0][1], "dog")])], [])
+    (tmp_path / "c.tar").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"c.tar is no tar archive"):
+        Tars([tmp_path / "c.tar"], [])
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(ValueError, match=r"d.parquet is no Parquet file"):
+        Rows([tmp_path / "d.parquet"])
+
+
+def test_the_figures_of_a_named_data_set_are_checked(tmp_path, monkeypatch):
+    made.write_folder(tmp_path / "imagenet")
+    monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
+    album = read_images("imagenet")
+    assert [note.split(" has ", 1)[1] for note in album.notes] == [
+        "3 classes, imagenet has 1,000",
+        "24 pictures in its train split, imagenet has 1,281,167",
+        "9 pictures in its test split, imagenet has 50,000",
+    ]
+    with pytest.raises(ValueError, match=r"3 classes, imagenet has 1,000; get it from image-net\.org"):
+        read_images("imagenet", refuse=True)
+
+
+def test_missing_data_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("NORMKIT_DATA", raising=False)
+    with pytest.raises(ValueError, match=r"NORMKIT_DATA is not set.*cs.toronto.edu"):
+        find_images("cifar10")
+    monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=r"has none of imagenet/, ILSVRC2012/.*image-net.org"):
+        find_images("imagenet")
+    with pytest.raises(ValueError, match=r"did you mean 'cifar10'"):
+        find_images("cifar_10")
+    with pytest.raises(ValueError, match=r"lacks train/CLASS/\*.JPEG and val"):
+        read_images(str(tmp_path))
+    made.write_folder(tmp_path / "mine")
+    for path in (tmp_path / "mine" / "val").rglob("*.png"):
+        path.rename(tmp_path / "mine" / "val" / path.name)
+    for path in (tmp_path / "mine" / "val").glob("class*"):
+        path.rmdir()
+    with pytest.raises(ValueError, match="val has no folders of classes"):
+        read_images(str(tmp_path / "mine"))
+    (tmp_path / "mine" / "val" / "zebra").mkdir()
+    with pytest.raises(ValueError, match="a class 'zebra' that the training split has not"):
+        read_images(str(tmp_path / "mine"))
+
+
+def test_pictures_that_cannot_be_read_say_where_they_are(tmp_path):
+    folder = made.write_folder(tmp_path)
+    album = read_images(str(folder))
+    path = pathlib.Path(album.train.name(3))
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
+        decoded(album.train, 3)
+    path.write_text("no picture")
+    with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
+        decoded(album.train, 3)
+    path.unlink()
+    with pytest.raises(Broken, match=rf"{path.name} cannot be read: .*No such file"):
+        decoded(album.train, 3)
+
+
+def test_pictures_held_out_are_always_the_same_and_not_trained_on(tmp_path):
+    folder = str(made.write_folder(tmp_path))
+    one, two = read_images(folder, held_out=6), read_images(folder, held_out=6)
+    whole = read_images(folder).train
+    assert (len(one.train.labels), len(one.valid.labels)) == (18, 6)
+    assert contents(one.valid) == contents(two.valid)
+    assert sorted(contents(one.valid) + contents(one.train)) == contents(whole)
+    with pytest.raises(ValueError, match=r"below the 24 training pictures; got 24"):
+        read_images(folder, held_out=24)
+
+
+def test_an_epoch_shows_each_picture_once_in_an_order_of_its_own():
+    split = Memory(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
+    epochs = [picture_batches(split, 4, seed=1, epoch=epoch) for epoch in (0, 0, 1)]
+    assert epochs[0] == epochs[1] != epochs[2]
+    for batches in epochs:
+        assert sorted(itertools.chain(*batches)) == list(range(12))
+    with pytest.raises(ValueError, match=r"a batch of 13 pictures .* there are 12"):
+        picture_batches(split, 13)
+
+
+def test_pictures_of_a_group_stay_near_each_other():
+    split = Memory(np.zeros((400, 1, 1, 3), np.uint8), np.zeros(400))
+    split.groups = np.arange(400) // 5  # 80 groups
+    batches = picture_batches(split, 8, seed=0)
+    assert sorted(itertools.chain(*batches)) == list(range(400))
+    windows = [{split.groups[item] for batch in batches[at : at + 10] for item in batch} for at in range(0, 50, 10)]
+    assert [len(groups) for groups in windows] == [16] * 5, "ten batches are sixteen groups"
+    assert len({split.groups[item] for item in batches[0]}) > 4, "and are mixed among each other"
