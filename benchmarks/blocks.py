@@ -13,10 +13,11 @@ import statistics
 from pathlib import Path
 
 import torch
-from ops import rounds_of, training
 from torch import Tensor, nn
 
 import normkit
+from normkit.norms.measure import settle, training
+from normkit.ops.clock import ratio, rounds_of
 
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "power", "pnv", "batch", "un", "mabn", "renorm")
 FIELDS = ("device", "threads", "torch", "norm", "shape", "dtype", "rounds", "ms", "low", "ratio", "high")
@@ -43,16 +44,16 @@ def measure(shape: str, kind: str, rounds: int) -> list[dict]:
     x, dy = torch.randn(n, dim).to(dtype), torch.randn(n, dim).to(dtype)
     runs = {}
     for spec in ("nn.LayerNorm", *NORMS):
-        norm = nn.LayerNorm(dim) if spec == "nn.LayerNorm" else normkit.make(spec, dim)
+        norm = nn.LayerNorm(dim) if spec == "nn.LayerNorm" else settle(normkit.make(spec, dim))
         runs[spec] = training(torch.compile(Block(norm, dim).to(dtype)), x, dy)
     taken = rounds_of(runs, rounds)
     table = []
     for spec, seconds in taken.items():
-        ratios = statistics.quantiles([a / b for a, b in zip(seconds, taken["nn.LayerNorm"], strict=True)], n=10)
+        low, middle, high = ratio(seconds, taken["nn.LayerNorm"])
         table.append({
             "device": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__, "norm": spec,
             "shape": shape, "dtype": kind, "rounds": rounds, "ms": round(1e3 * statistics.median(seconds), 2),
-            "low": round(ratios[1], 3), "ratio": round(ratios[4], 3), "high": round(ratios[7], 3),
+            "low": round(low, 3), "ratio": round(middle, 3), "high": round(high, 3),
         })  # fmt: skip
         print("  ".join(f"{table[-1][f]!s:>12s}" for f in FIELDS[3:]), flush=True)
     return table

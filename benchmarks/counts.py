@@ -12,33 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 import normkit
+from normkit.norms.measure import settle
+from normkit.ops.clock import Counter
 
 RESULT = Path(__file__).parent / "results" / "counts.csv"
 SPECS = (*normkit.NORMS, "power(groups=0)")
-SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
-VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
-FREE = VIEWS | {"empty", "empty_like", "lift_fresh", "promote_types"}
-
-
-class Counter(TorchDispatchMode):
-    """Counts operations and the bytes of their arguments and results."""
-
-    operations = bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name not in FREE:
-            self.operations += 1
-            touched = out if name.startswith("new_") or name.endswith("_like") else (args, kwargs, out)
-            tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
-            self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
-        return out
 
 
 def count(norm: nn.Module, rows: int = 1024, channels: int = 64) -> list[tuple[str, int, float]]:
@@ -59,7 +40,7 @@ def count(norm: nn.Module, rows: int = 1024, channels: int = 64) -> list[tuple[s
 def table() -> Iterator[tuple[str, str, int, float]]:
     """Rows of the file: torch's LayerNorm first, then every norm of the table."""
     for spec in ("nn.LayerNorm", *SPECS):
-        norm = nn.LayerNorm(64) if spec == "nn.LayerNorm" else normkit.make(spec, 64)
+        norm = nn.LayerNorm(64) if spec == "nn.LayerNorm" else settle(normkit.make(spec, 64))
         for row in count(norm.train()):
             yield spec, *row
 

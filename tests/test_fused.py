@@ -16,7 +16,17 @@ def test_columns_over_blocks_of_rows(n):
     assert_close(fused.column_moments(x, torch.float64), (x.mean(0), x.var(0, correction=0)), rtol=1e-12, atol=1e-13)
     sums = (dy.sum(0), (dy * (x - mean) * inv).sum(0))
     assert_close(fused.column_sums(dy, x, mean, inv), sums, rtol=1e-10, atol=1e-10)
-    assert_close(fused.multiply_add(x, mean, inv), x * mean + inv)
+    var = inv.square()
+    z = (x - mean) / (var + 1e-3).sqrt()
+    assert_close(fused.standardize(x, mean, var, inv, mean, 1e-3), z * inv + mean)
+    assert_close(fused.standardize(x, None, var, None, None, 0.0), x / var.sqrt())
+    if n > 1:
+        wide = [t.clone().requires_grad_() for t in (x, mean)]
+        inv = torch.rsqrt(x.var(0, correction=0) + 1e-3)
+        expected = torch.nn.functional.batch_norm(wide[0], None, None, mean, None, True, 0.0, 1e-3)
+        dx, got = fused.own_gradient(dy, x, x.mean(0), inv, mean)
+        assert_close(dx, torch.autograd.grad(expected, wide[0], dy)[0])
+        assert_close(torch.stack(got), torch.stack([dy.sum(0), (dy * (x - x.mean(0)) * inv).sum(0)]))
 
 
 @pytest.mark.parametrize("center", [True, False])

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 import normkit
+from normkit.cli.benching import bench
 from normkit.cli.doctor import doctor
 from normkit.cli.folding import audit, fold
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "watch": watch,
     "doctor": doctor,
     "study": study,
+    "bench": bench,
 }
 
 

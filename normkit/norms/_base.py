@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.ops import channels
+from normkit.ops.glimpse import Glimpse
 
 
 class Split(NamedTuple):
@@ -235,6 +236,7 @@ class StatNorm(Norm):
         self.running[-1] = 1.0
         self._records: list[weakref.ref[_Record]] = []
         self._ungraphed: collections.deque[_Record] = collections.deque(maxlen=16)
+        self._steps = Glimpse()
 
     # -- the two rules of a method ----------------------------------------------------------------------------------
 
@@ -249,6 +251,23 @@ class StatNorm(Norm):
         """
         return batch, {}
 
+    @property
+    def own_gradient(self) -> bool:
+        """Whether what the backward pass removes is always this batch's, of which no record is kept."""
+        return type(self).grad_stat is StatNorm.grad_stat
+
+    def foretold(self) -> Tensor | None:
+        """What `train_stat` will say to standardize with, where the host knows it before it sees the batch.
+
+        Output and statistics then take one reading of `x`, and the backward pass one of `dy` and `x`. None for most
+        methods, and wherever the host would have to wait for the device to know.
+        """
+        return None
+
+    def foretold_grad(self, memo: tuple[Tensor, ...]) -> Tensor:
+        """What `grad_stat` will say to remove, after a forward whose statistics were foretold."""
+        raise NotImplementedError
+
     # -- the frame --------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -258,13 +277,15 @@ class StatNorm(Norm):
         if not self.training:
             return channels.multiply_add(x, *self._affine())
         with torch.no_grad():
-            plan = self._replay(x, mask) or self._advance(x.detach(), mask)
+            plan, y = self._replay(x, mask), None
+            if plan is None:
+                plan, y = self._advance(x.detach(), mask)
             if torch.compiler.is_compiling():
                 plan = _shield(plan)
         record = self._remember(plan)
         y = channels.Standardize.apply(
             self, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
-            plan.post, plan.shift, plan.gain, plan.back, *plan.memo,
+            plan.post, plan.shift, plan.gain, plan.back, y, *plan.memo,
         )  # fmt: skip
         if record is not None and y.grad_fn is not None:
             y.grad_fn.record = record  # type: ignore[attr-defined]
@@ -274,10 +295,16 @@ class StatNorm(Norm):
         """What is done to each token first, in training and at inference; nothing for most."""
         return x
 
-    def _advance(self, x: Tensor, mask: Tensor | None) -> _Plan:
-        """Look at the batch, let the method decide, and move the state once."""
+    def _advance(self, x: Tensor, mask: Tensor | None) -> tuple[_Plan, Tensor | None]:
+        """Look at the batch, let the method decide, move the state once; the output where one look was enough."""
         wide = torch.promote_types(x.dtype, self.running.dtype)
-        local, count = channels.moments(x, mask, self.center, wide)
+        foretold, y = self.foretold() if channels.one_pass(x, wide) else None, None
+        if foretold is None:
+            local, count = channels.moments(x, mask, self.center, wide)
+        else:
+            y, local, count = channels.standardize_and_moments(
+                x, foretold, self.eps, self.center, self.weight, self.bias, mask
+            )
         batch = local
         if self.sync:
             batch, count = channels.unpack(channels.all_reduce(channels.pack(local, count, self.running)), self.running)
@@ -294,7 +321,7 @@ class StatNorm(Norm):
             state = self.train_stat(joint, step, joint_count).state
         self._commit({**state, "step": step}, moved)
         self.skipped.add_(~ok)
-        return _Plan(local, stat.value, count, step, stat.post, stat.shift, stat.gain, stat.back, stat.memo)
+        return _Plan(local, stat.value, count, step, stat.post, stat.shift, stat.gain, stat.back, stat.memo), y
 
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> Tensor:
@@ -381,16 +408,27 @@ class StatNorm(Norm):
             for buffer in self.buffers(recurse=False):
                 buffer.zero_()
             self.running[-1] = 1.0
+        self._steps = Glimpse()
 
     def reset_warmup(self) -> None:
         """Start the warm-up anew, before fine-tuning: counters and gradient statistics to zero, `running` stays."""
         for name, buffer in self.named_buffers(recurse=False):
             if name != "running":
                 buffer.zero_()
+        self._steps = Glimpse()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._steps = Glimpse()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the module takes no memory of forwards that it did not make."""
-        return {**super().__getstate__(), "_records": [], "_ungraphed": collections.deque(maxlen=16)}
+        return {
+            **super().__getstate__(),
+            "_records": [],
+            "_ungraphed": collections.deque(maxlen=16),
+            "_steps": Glimpse(),
+        }
 
 
 def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:

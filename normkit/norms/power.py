@@ -98,6 +98,12 @@ class PowerNorm(StatNorm):
         back = torch.sqrt((value[0] + self.eps) / (batch[0] + self.eps)) if self.denominator == "batch" else None
         return Stat(value, {"running": running}, back=back, memo=(self.nu.clone(), gamma))
 
+    def foretold(self) -> Tensor | None:  # noqa: D102
+        return self.running if self._steps.at_least(self.warmup, self.step) else None
+
+    def foretold_grad(self, memo: tuple[Tensor, ...]) -> Tensor:  # noqa: D102
+        return memo[0]
+
     def grad_stat(self, batch: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         nu, gamma = memo
         exact = (step <= self.warmup) if self.warmup_grad == "exact" else torch.zeros_like(step, dtype=torch.bool)

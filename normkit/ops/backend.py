@@ -1,4 +1,4 @@
-"""Which implementation of the ops runs: plain PyTorch ("reference") or the Triton kernels, and what ran."""
+"""Which implementation of the ops runs, plain PyTorch ("reference"), fused kernels of its or Triton, and what ran."""
 
 import collections
 import contextlib
@@ -15,15 +15,15 @@ CHOICES = ("auto", "reference", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _choice = "auto"
-ran: collections.Counter[str] = collections.Counter()  # "triton layer", "reference layer", ...: calls so far
+ran: collections.Counter[str] = collections.Counter()  # "triton layer", "fused layer", ...: calls so far
 
 
 @contextlib.contextmanager
 def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     """Choose what ops run on within the block, in all threads; yields a counter of what ran in it.
 
-    - "auto": Triton kernels for float32, bfloat16 and float16 tensors on CUDA in eager mode where triton can be
-      imported; the reference elsewhere and under `torch.compile`.
+    - "auto": in eager mode, Triton kernels for float32, bfloat16 and float16 tensors on CUDA where triton can be
+      imported, and PyTorch's own fused kernels on a CPU; the reference elsewhere and under `torch.compile`.
     - "reference": plain PyTorch everywhere. It can be differentiated twice; the kernels cannot.
     - "triton": kernels, under `torch.compile` too, or a RuntimeError that says what is missing. CPU tensors work
       only under Triton's interpreter (`TRITON_INTERPRET=1` before Python starts).
@@ -48,13 +48,30 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
         here.update(ran - counted)
 
 
-def triton(x: Tensor, name: str) -> bool:
-    """Whether the op `name` of `x` runs as a Triton kernel now; remembers the answer in `ran`."""
+def triton(x: Tensor, name: str, *, fused: bool = True) -> bool:
+    """Whether the op `name` of `x` runs as a Triton kernel now; remembers the answer in `ran`.
+
+    `fused`: whether it has a path through PyTorch's fused kernels on a CPU.
+    """
     if torch.compiler.is_compiling():
         return _choice == "triton" and x.dtype in DTYPES
-    answer = _answer(x, name)
-    ran[f"{'triton' if answer else 'reference'} {name}"] += 1
+    answer = runs(x, name)
+    ran[f"{'triton' if answer else 'fused' if fused and borrows(x) else 'reference'} {name}"] += 1
     return answer
+
+
+def borrows(x: Tensor) -> bool:
+    """Whether ops of `x` go through PyTorch's fused kernels: on a CPU, eager, not empty, and nothing else asked for."""
+    return (
+        _choice == "auto"
+        and x.device.type == "cpu"
+        and type(x) in (Tensor, nn.Parameter)
+        and x.dtype.is_floating_point
+        and x.numel() > 0
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def load() -> ModuleType:
@@ -69,7 +86,8 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def _answer(x: Tensor, name: str) -> bool:
+def runs(x: Tensor, name: str) -> bool:
+    """Whether a kernel would run in eager mode; RuntimeError where it was asked for and cannot."""
     if _choice == "reference" or (_choice == "auto" and not x.is_cuda):
         return False
     wrong = _obstacle(x)

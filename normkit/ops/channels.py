@@ -27,7 +27,7 @@ def moments(
             [1.]]), tensor(2.))
     """
     dtype = x.dtype if dtype is None else dtype
-    if dtype is torch.float32 and backend.triton(x, "moments"):
+    if dtype is torch.float32 and backend.triton(x, "moments", fused=mask is None):
         return backend.load().moments(x, mask, center)
     rows = x.reshape(-1, x.shape[-1])
     fast = mask is None and fused.joins(x, dtype)
@@ -90,9 +90,14 @@ class GradRule(Protocol):
     center: bool
     sync: bool
     pad_grad: str
+    own_gradient: bool  # what it removes is this batch's, and it keeps no record of that
 
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> Tensor:
         """Gradient statistics `[k, C]` to remove, given this batch's; the owner updates its state."""
+        ...
+
+    def foretold_grad(self, memo: tuple[Tensor, ...]) -> Tensor:
+        """What `take_gradient` will return, where the forward pass had foretold statistics."""
         ...
 
 
@@ -105,77 +110,136 @@ class Standardize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rule, x, weight, bias, mask, stat, count, step, post, shift, gain, back, *memo):  # noqa: D102
-        ctx.rule, ctx.has_bias = rule, bias is not None
+    def forward(ctx, rule, x, weight, bias, mask, stat, count, step, post, shift, gain, back, y, *memo):  # noqa: D102
+        ctx.rule, ctx.has_bias, ctx.stale = rule, bias is not None, y is not None
         ctx.save_for_backward(x, weight, mask, stat, count, step, post, shift, gain, back, *memo)
-        if stat.dtype is torch.float32 and backend.triton(x, "standardize"):
-            return backend.load().standardize(x, stat, rule.eps, rule.center, weight, bias, post, shift)[0]
-        inv = torch.rsqrt(stat[-1] + rule.eps)
-        a = inv if post is None else inv * post
-        b = 0.0 if shift is None else shift
-        if rule.center:
-            b = b - stat[0] * a
-        if weight is not None:
-            a, b = a * weight, b * weight
-        if bias is not None:
-            b = b + bias
-        return multiply_add(x, a, b if isinstance(b, Tensor) else torch.zeros_like(a))
+        if y is not None:
+            return y
+        op = backend.load().standardize if kernels(x, stat.dtype, "standardize") else standardize
+        return op(x, stat, rule.eps, rule.center, weight, bias, post, shift)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, mask, stat, count, step, post, shift, gain, back, *memo = ctx.saved_tensors
-        rule, shape, dtype = ctx.rule, x.shape, x.dtype
-        grad = None
-        if stat.dtype is torch.float32 and backend.triton(x, "standardize_grad"):
-            kernel = backend.load().standardize_grad
-            grad = functools.partial(kernel, dy, x, stat, rule.eps, rule.center)
+        rule = ctx.rule
+        op = backend.load().standardize_grad if kernels(x, stat.dtype, "standardize_grad") else standardize_grad
+        op = functools.partial(op, dy, x, stat, rule.eps, rule.center)
+        factor = _product(stat.dtype, weight, post, gain)
         real = mask is not None and rule.pad_grad == "real"
-        inv = torch.rsqrt(stat[-1] + rule.eps)
-        mean = stat[0] if rule.center else None  # z = (x - mean) * inv is never written out: both join [C] factors
-        keep = None if mask is None else mask.reshape(-1, 1)
-        if grad is not None:
-            sums = grad(mask=mask, real=real)[1]
+        dx = None
+        if rule.own_gradient and rule.center and mask is None and not rule.sync and _alike(dy, x, stat.dtype):
+            dx, sums = fused.own_gradient(dy, x, stat[0], torch.rsqrt(stat[1] + rule.eps), factor)
+        elif ctx.stale:
+            dx, sums = op(factor, back, mask, rule.foretold_grad(tuple(memo)), real=real)
         else:
-            x, dy = (t.reshape(-1, t.shape[-1]) for t in (x, dy))
-            if not fused.joins(x, stat.dtype) or not fused.joins(dy, stat.dtype) or x.dtype is not dy.dtype:
-                x, dy = x.to(stat.dtype), dy.to(stat.dtype)
-            sums = _sums(dy, x, mean, inv)
-            if keep is not None and real:
-                sums = torch.cat([sums, _sums(torch.where(keep, dy, 0), x, mean, inv)])
-        sums, felt = sums[:2], sums[-2:]  # of all rows for the parameters, and those that move statistics
-        dbias, dweight = sums
-        if post is not None:
-            dweight = dweight * post
-        if shift is not None:
-            dweight = dweight + shift * dbias
-        if gain is not None:
-            dweight = dweight * gain
-        factor = inv.new_ones(()) if weight is None else weight.to(stat.dtype)
+            sums = op(mask=mask, real=real)[1]
+        assert sums is not None
+        dbias, dweight = sums[0], sums[1]  # of all rows, for the parameters
         for constant in (post, gain):
-            factor = factor if constant is None else factor * constant
-
-        sums = (felt if rule.center else felt[1:]) * factor
-        if rule.sync:
-            sums = all_reduce(sums)
-        s = rule.take_gradient(sums / count.clamp(min=1), count, step, tuple(memo))
-
-        if grad is not None:
-            dx = grad(factor if factor.dim() else None, back, mask, s, sums=False)[0]
-        else:
-            scale = inv if back is None else inv * back
-            slope, slant = -scale * inv * s[-1], (factor * scale).expand_as(inv)
-            level = torch.zeros_like(slope) if mean is None else -scale * s[0] - slope * mean
-            dx = multiply_add(x, slope, level)
-            dx = dx if keep is None else torch.where(keep, dx, 0)
-            if dx.dtype is stat.dtype:
-                dx = dx.addcmul_(dy, slant)
-            else:  # halves on a CPU: two products rounded, then their sum, for a third of the time
-                dx = multiply_add(dy, slant, torch.zeros_like(slant)).add_(dx)
-            dx = dx.to(dtype).view(shape)
+            dweight = dweight if constant is None else dweight * constant
+        if shift is not None:
+            dweight = dweight + (shift if gain is None else shift * gain) * dbias
+        if dx is None or ctx.stale:
+            assert isinstance(sums, Tensor)
+            felt = sums[-2:] if rule.center else sums[-1:]  # of those that move statistics
+            felt = felt if factor is None else felt * factor
+            felt = all_reduce(felt) if rule.sync else felt
+            removed = rule.take_gradient(felt / count.clamp(min=1), count, step, tuple(memo))
+            dx = op(factor, back, mask, removed, sums=False)[0] if dx is None else dx
         dweight = None if weight is None else dweight.to(weight.dtype)
-        dbias = dbias.to(dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return None, dx, dweight, dbias, *[None] * (8 + len(memo))
+        dbias = dbias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return None, dx, dweight, dbias, *[None] * (9 + len(memo))
+
+
+def one_pass(x: Tensor, wide: torch.dtype) -> bool:
+    """Whether `standardize_and_moments` runs: PyTorch on a CPU has no such kernel, and compiled graphs do without."""
+    return wide is torch.float32 and not torch.compiler.is_compiling() and backend.runs(x, "standardize")
+
+
+def standardize_and_moments(
+    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`standardize` with given statistics, and the batch's own moments and count, on one reading of `x`."""
+    backend.triton(x, "standardize_and_moments")
+    y, fresh = backend.load().standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True)
+    return y, *fresh
+
+
+def kernels(x: Tensor, wide: torch.dtype, name: str) -> bool:
+    """Whether the Triton kernel `name` of columns runs on `x`: they compute in float32."""
+    return wide is torch.float32 and backend.triton(x, name)
+
+
+def standardize(
+    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
+    post: Tensor | None = None, shift: Tensor | None = None,
+) -> tuple[Tensor]:  # fmt: skip
+    """`weight * (post * z + shift) + bias` with `z = (x - mean) / sqrt(var + eps)`, alone in a tuple.
+
+    >>> standardize(torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), 0.0, True)[0].tolist()
+    [[2.0], [4.0]]
+    """
+    scale = _product(stat.dtype, weight, post)
+    level = _product(stat.dtype, weight, shift) if shift is not None else None
+    if bias is not None:
+        level = bias.to(stat.dtype) if level is None else level + bias
+    if fused.joins(x, stat.dtype):
+        return (fused.standardize(x, stat[0] if center else None, stat[-1], scale, level, eps),)
+    inv = torch.rsqrt(stat[-1] + eps)
+    scale = inv if scale is None else inv * scale
+    if center:
+        level = -stat[0] * scale if level is None else level - stat[0] * scale
+    return (multiply_add(x, scale, torch.zeros_like(scale) if level is None else level),)
+
+
+def standardize_grad(
+    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
+    back: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
+    real: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """dx where `removed`, the gradient statistics `[k, C]`, is given; with `sums`, sums of dy and dy * z, `[2, C]`.
+
+    `factor` is what multiplies dy on its way to z (weight, post, gain). With `real` the sums are `[4, C]`: over all
+    rows, then over real ones. As the kernel of `ops.triton` with this name.
+    """
+    wide, rows, dys = stat.dtype, x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
+    fast = _alike(dys, rows, wide)
+    if not fast:
+        rows, dys = rows.to(wide), dys.to(wide)
+    inv = torch.rsqrt(stat[-1] + eps)
+    mean = stat[0] if center else None  # z = (x - mean) * inv is never written out: both join [C] factors
+    keep = None if mask is None else mask.reshape(-1, 1)
+    out = dx = None
+    if sums:
+        out = _sums(dys, rows, mean, inv)
+        if keep is not None and real:
+            out = torch.cat([out, _sums(torch.where(keep, dys, 0), rows, mean, inv)])
+    if removed is not None:
+        scale = inv if back is None else inv * back
+        slant = scale if factor is None else scale * factor
+        taken = removed * -scale
+        if fast:
+            dx = fused.standardize(rows, mean, stat[-1], taken[-1], taken[0] if center else None, eps)
+        else:
+            slope = taken[-1] * inv
+            dx = multiply_add(rows, slope, taken[0] - slope * mean if mean is not None else torch.zeros_like(slope))
+        dx = dx if keep is None else torch.where(keep, dx, 0)
+        if dx.dtype is wide:
+            dx = dx.addcmul_(dys, slant)
+        else:  # halves on a CPU: two products rounded, then their sum, for a third of the time
+            dx = fused.standardize(dys, None, fused.constant(1.0, slant), slant, None, 0.0).add_(dx)
+        dx = dx.to(x.dtype).view(x.shape)
+    return dx, out
+
+
+def _alike(dy: Tensor, x: Tensor, wide: torch.dtype) -> bool:
+    return dy.dtype is x.dtype and fused.joins(x, wide) and fused.joins(dy, wide)
+
+
+def _product(wide: torch.dtype, *factors: Tensor | None) -> Tensor | None:
+    given = [t.to(wide) for t in factors if t is not None]
+    return functools.reduce(torch.mul, given) if given else None
 
 
 def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -185,7 +249,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     [[3.5], [3.5]]
     """
     if fused.joins(x, scale.dtype) and not torch.is_grad_enabled():
-        return fused.multiply_add(x.reshape(-1, x.shape[-1]), scale, shift.to(scale.dtype)).view(x.shape)
+        return fused.standardize(x, None, fused.constant(1.0, scale), scale, shift.to(scale.dtype), 0.0)
     if x.dtype == scale.dtype:  # no casts in an exported graph
         return torch.addcmul(shift, x, scale)
     wide = torch.promote_types(x.dtype, scale.dtype)

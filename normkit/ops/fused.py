@@ -1,41 +1,35 @@
 """Eager arithmetic on a CPU in few passes over memory, by PyTorch's own fused kernels put to other uses.
 
 A chain of elementwise operations reads and writes every number again and again. The kernels of batch and layer
-normalization compute column moments, column sums, row sums and gradients in one pass each; they take any factors for
-"statistics". `worth` says where they run: elsewhere (CUDA, `torch.compile`, functional transforms) plain operations do.
+normalization compute column moments, column sums and gradients in one pass each, that of weight normalization the
+gradient of a row divided by its length; they take any factors for "statistics". `backend.borrows` says where they run:
+elsewhere (CUDA, `torch.compile`, functional transforms) plain operations do.
 """
 
+import functools
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from normkit.ops import backend
 
 _bn_backward = torch.ops.aten.native_batch_norm_backward
 _ln_backward = torch.ops.aten.native_layer_norm_backward
-BLOCK = 1024  # rows at a time: the kernels add up one row after another, and read a block twice from a cache
+_wn_backward = torch.ops.aten._weight_norm_interface_backward
+BLOCK = 4096  # rows at a time: the kernels add up one row after another; more blocks, more starts of threads
+HUGE = 1e18  # its square is a number yet
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def here(x: Tensor) -> bool:
-    """Whether `x` is one for these kernels: on a CPU, eager, not empty."""
-    return (
-        x.device.type == "cpu"
-        and type(x) in (Tensor, nn.Parameter)
-        and x.dtype.is_floating_point
-        and x.numel() > 0
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
 def worth(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether the analytic gradient of rows is wanted: `here`, and there is something to differentiate."""
+    """Whether the analytic gradient of rows is wanted: `backend.borrows`, and there is something to differentiate."""
     needed = x.requires_grad or (weight is not None and weight.requires_grad)
-    return needed and torch.is_grad_enabled() and here(x)
+    return needed and torch.is_grad_enabled() and backend.borrows(x)
 
 
 def joins(x: Tensor, wide: torch.dtype) -> bool:
     """Whether the kernels read `x` beside vectors `[C]` of type `wide` without a copy: one type, or half and float."""
-    return here(x) and (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32))
+    return backend.borrows(x) and (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32))
 
 
 def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -44,9 +38,11 @@ def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     >>> [m.tolist() for m in column_moments(torch.tensor([[1.0], [3.0]]), torch.float32)]
     [[2.0], [1.0]]
     """
-    zero = rows.new_zeros(rows.shape[1], dtype=wide)  # there to say the type; a momentum of 0 leaves it alone
-    one, blocks = torch.ones_like(zero), rows.contiguous().split(BLOCK)
-    found = [torch.batch_norm_update_stats(block, zero, one, 0.0) for block in blocks]
+    mean = var = None
+    if rows.dtype is not wide:  # only there to say the type; a momentum of 0 leaves it alone
+        mean, var = torch.zeros(2, rows.shape[1], dtype=wide)
+    blocks = rows.contiguous().split(BLOCK)
+    found = [torch.batch_norm_update_stats(block, mean, var, 0.0) for block in blocks]
     if len(found) == 1:
         return found[0]
     means, variances = (torch.stack(each) for each in zip(*found, strict=True))
@@ -55,14 +51,19 @@ def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     return mean, ((variances + (means - mean).square()) * share).sum(0)
 
 
-def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """`x * scale + shift` with vectors `[C]`, rounded once to the type of `x [N, C]`.
+def standardize(
+    x: Tensor, mean: Tensor | None, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """`weight * (x - mean) / sqrt(var + eps) + bias` with vectors `[C]`, rounded once to the type of `x`.
 
-    >>> multiply_add(torch.ones(2, 1), torch.tensor([3.0]), torch.tensor([0.5])).tolist()
-    [[3.5], [3.5]]
+    >>> standardize(torch.tensor([[3.0]]), torch.ones(1), torch.ones(1), None, torch.ones(1), 0.0).tolist()
+    [[3.0]]
     """
-    mean, var = torch.zeros_like(scale), torch.ones_like(scale)
-    return torch.native_batch_norm(x.contiguous(), scale, shift, mean, var, False, 0.0, 0.0)[0]
+    mean = constant(0.0, var) if mean is None else mean
+    weight = constant(1.0, var) if weight is None else weight
+    bias = constant(0.0, var) if bias is None else bias
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return torch.native_batch_norm(rows, weight, bias, mean, var, False, 0.0, eps)[0].view(x.shape)
 
 
 def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tupl
     >>> [s.tolist() for s in column_sums(dy, x, None, torch.ones(1))]
     [[3.0], [11.0]]
     """
-    mean, one = torch.zeros_like(inv) if mean is None else mean, torch.ones_like(inv)
+    mean, one = constant(0.0, inv) if mean is None else mean, constant(1.0, inv)
     found = [
         _bn_backward(*block, one, None, None, mean, inv, True, 0.0, [False, True, True])[1:]
         for block in zip(dy.contiguous().split(BLOCK), x.contiguous().split(BLOCK), strict=True)
@@ -81,16 +82,29 @@ def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tupl
     return plain, scaled
 
 
-def row_dots(dy: Tensor, x: Tensor, inv: Tensor) -> Tensor:
-    """`sum(dy * x * inv)` over the channels of each row of `x [N, C]`, with `inv [N, 1]`: `[N, 1]`.
+def own_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, inv: Tensor, factor: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """`dx = factor * inv * (dy - mean(dy) - z * mean(dy * z))`, and the sums of dy and of dy * z: `[C]` each.
 
-    >>> row_dots(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), torch.ones(1, 1)).tolist()
-    [[11.0]]
+    >>> dx, sums = own_gradient(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 6.0]]), *torch.ones(3, 2))
+    >>> [s.tolist() for s in sums]
+    [[1.0, 1.0], [0.0, 5.0]]
     """
-    inv = inv.flatten()
-    dy, x = dy.contiguous()[None], x.contiguous()[None]  # rows as channels, channels as positions
-    mean = torch.zeros_like(inv)
-    return _bn_backward(dy, x, None, None, None, mean, inv, True, 0.0, [False, True, False])[1][:, None]
+    factor = constant(1.0, inv) if factor is None else factor
+    dys, rows = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
+    dx, scaled, plain = _bn_backward(dys, rows, factor, None, None, mean, inv, True, 0.0, [True, True, True])
+    return dx.view(x.shape), (plain, scaled)
+
+
+@functools.lru_cache(64)
+def _constant(value: float, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((size,), value, dtype=dtype)
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """A vector of one number, made once; nobody may write to it."""
+    return _constant(value, like.shape[-1], like.dtype)
 
 
 def divide(x: Tensor, weight: Tensor | None, eps: float, *, length: bool = False) -> Tensor:
@@ -126,21 +140,20 @@ class Divide(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_differentiable(x, weight, ctx.eps, ctx.length, dy), None, None
         shape, width = x.shape, x.shape[-1]
-        x, dy, r = x.reshape(-1, width), dy.reshape(-1, width), r.view(-1, 1)
+        x, dy, r = x.reshape(-1, width).contiguous(), dy.reshape(-1, width).contiguous(), r.view(-1, 1)
         if weight is not None and weight.numel() > 1 and not ctx.length:
             mean = torch.zeros_like(r)
-            dx, dweight, _ = _ln_backward(
-                dy.contiguous(), x.contiguous(), (width,), mean, r, weight, None, [True, True, False]
-            )
+            dx, dweight, _ = _ln_backward(dy, x, (width,), mean, r, weight, None, [True, True, False])
             dx.add_(r * (dy.mv(weight) / width)[:, None])  # the kernel removes a mean that was not there
             return dx.view(shape), dweight, None, None
-        dots = row_dots(dy, x, r)  # of the standardized row
-        dweight = None if weight is None else dots.sum().view(weight.shape)
-        part = torch.where(norm.view(-1, 1) < ctx.eps, 0, dots) if ctx.length else dots / width
-        part = part * r.square()
-        if weight is not None:
-            r, part = r * weight, part * weight
-        return (dy * r).addcmul_(x, part.neg_()).view(shape), dweight, None, None
+        # weight normalization is x * g / norm: its gradient is ours, with 1 / norm^2 for what multiplies sum(g x) x.
+        # A clamped row is divided by a constant: a norm that makes the second term vanish, and a g that makes up for it
+        scale = norm.view(-1, 1)
+        scale = torch.where(scale < ctx.eps, HUGE, scale) if ctx.length else width**0.5 / r
+        given = r * scale
+        dx, dots = _wn_backward(dy, x, given if weight is None else given * weight, scale, 0)
+        dweight = None if weight is None else (dots * given).sum().view(weight.shape)
+        return dx.view(shape), dweight, None, None
 
 
 def _differentiable(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:

@@ -28,7 +28,7 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     >>> rms(torch.tensor([[3.0, 3.0]]), None, None, 0.0)
     tensor([[1., 1.]])
     """
-    if backend.triton(x, "rms"):
+    if backend.triton(x, "rms", fused=inside):
         return backend.load().rms(x, weight, bias, eps, inside=inside)
     wide = x.to(_wide(x, weight))
     if inside and fused.worth(wide, weight):

@@ -1,0 +1,127 @@
+"""What norms cost: `bench`."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any, Literal
+
+from normkit.cli.line import parse_arguments, write
+
+NORMS = ("layer", "rms", "scale", "power(groups=0)", "pnv", "batch", "un")
+
+
+def bench(arguments: list[str]) -> int:
+    """How long norms take beside nn.LayerNorm, measured here or read from files."""
+    from tyro.conf import Positional
+
+    def parse(
+        results: Positional[Path | None] = None,
+        norms: tuple[str, ...] = NORMS,
+        shape: str = "4096x512",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        rounds: int = 20,
+        threads: int | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+        compiled: bool = False,
+        explain: bool = False,
+        out: Path | None = None,
+    ) -> dict[str, Any]:
+        """Measure norms beside nn.LayerNorm on this machine, or show timings that are there.
+
+        Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, from
+        the 20th to the 80th percentile. Norms with a warm-up are measured after it.
+
+        Args:
+            results: A file of timings, or a folder with some, as benchmarks/*.py and --out write: nothing is measured.
+            norms: Specs, as 'un(window=8)'.
+            shape: Rows x channels.
+            dtype: Type of the activations.
+            rounds: How often each norm runs.
+            threads: Threads of PyTorch; as many as it likes unless said otherwise.
+            device: Where to measure.
+            compiled: Also each norm compiled by Inductor; needs a C++ compiler and some seconds a norm.
+            explain: No clock: what ran, and how many operations and how much memory that took.
+            out: Folder for table, picture and the timings themselves; nothing is written unless said.
+        """
+        return locals()
+
+    given = parse_arguments(parse, arguments, "bench")
+    if given["results"] is None:
+        measured = _measured(given)
+        if measured is None:
+            return 0
+        found = {"ratios": measured}
+    else:
+        from normkit.report import speed
+
+        found = speed.read(given["results"])
+    _show(found, given["out"], given["results"] is None)
+    return 0
+
+
+def _measured(given: dict[str, Any]) -> list[dict] | None:
+    """Rows as measured; None where it was only explained."""
+    import torch
+
+    from normkit.norms.measure import explain, measure
+
+    rows, dim = _shape(given["shape"])
+    for name in ("rounds", "threads"):
+        if given[name] is not None and given[name] < 1:
+            raise ValueError(f"--{name} must be a whole number >= 1; got {given[name]}")
+    if given["device"] == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this PyTorch sees no CUDA device; leave it out to measure on the CPU")
+    if not given["norms"]:
+        raise ValueError("--norms: name at least one, as --norms layer 'un(window=8)'")
+    if given["threads"] is not None:
+        torch.set_num_threads(given["threads"])
+    if given["explain"]:
+        write(_explained([row for spec in given["norms"] for row in explain(spec, rows, dim, given["dtype"],
+                                                                            given["device"])]))  # fmt: skip
+        return None
+    return measure(given["norms"], rows, dim, given["dtype"], given["rounds"], given["device"], given["compiled"])
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """Rows and channels.
+
+    >>> _shape("4096x512")
+    (4096, 512)
+    """
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--shape is rows x channels, as 4096x512; got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def _explained(rows: list[dict]) -> str:
+    head = ("norm", "phase", "forward: ops", "moves", "backward: ops", "moves", "what ran")
+    order = ("norm", "phase", "forward", "forward_touched", "backward", "backward_touched", "ran")
+    lines = [head, *([str(row[key]) for key in order] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    note = (
+        "moves: memory that operations touch, in activations. fused: PyTorch's own kernels; reference: plain operations"
+    )
+    return "\n".join([*text, "", note])
+
+
+def _show(found: dict[str, list[dict]], out: Path | None, measured: bool) -> None:
+    from normkit.report import speed
+    from normkit.report.results import write_whole
+
+    tables = [speed.table(found[kind]) for kind in ("ratios", "blocks") if kind in found]
+    write("\n\n".join(tables) if tables else "no ratios there; --out FOLDER draws what is")
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    made = [speed.ratios(found[kind], out / f"{kind}.svg") for kind in ("ratios", "blocks") if kind in found]
+    if "bandwidth" in found:
+        made.append(speed.bandwidth(found["bandwidth"], out / "bandwidth.svg"))
+    if measured:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(found["ratios"][0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found["ratios"])
+        made.append(write_whole(out / "ratios.csv", text.getvalue().encode()))
+    write("\n".join(f"wrote {path}" for path in made))

@@ -1,0 +1,73 @@
+"""Timing by turns, and counting without a clock: operations, and bytes that they touch."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
+VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
+FREE = VIEWS | {"empty", "empty_like", "lift_fresh", "promote_types"}
+CACHE = 64 << 20  # bytes that no cache of a CPU in reach of this file's readers holds; GPUs have at most as much
+
+
+def rounds_of(runs: dict[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+    """Seconds of every run in every round: they take turns, so that a busy machine slows all of them.
+
+    Two rounds go first and do not count; before each timing a buffer larger than the caches is written.
+    `torch.utils.benchmark.Timer` times one statement for a while, then the next one, and so compares them with
+    different states of a shared machine.
+
+    >>> {name: len(taken) for name, taken in rounds_of({"nothing": lambda: None}, 3).items()}
+    {'nothing': 3}
+    """
+    trash = torch.zeros(CACHE // 4, device=device)
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 2):
+        for name, run in runs.items():
+            trash.add_(1)
+            _wait(device)
+            start = time.perf_counter()
+            run()
+            _wait(device)
+            if turn >= 2:
+                taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+def ratio(seconds: list[float], base: list[float]) -> tuple[float, float, float]:
+    """20th percentile, median and 80th percentile of the ratio to `base`, taken round by round.
+
+    >>> ratio([2.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+    (2.0, 2.0, 2.6)
+    """
+    ratios = sorted(a / b for a, b in zip(seconds, base, strict=True))
+    if len(ratios) == 1:
+        return ratios[0], ratios[0], ratios[0]
+    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    return round(tenths[1], 4), round(tenths[4], 4), round(tenths[7], 4)
+
+
+class Counter(TorchDispatchMode):
+    """Counts ATen operations that compute, views and allocations left out, and the bytes of what they touch."""
+
+    operations = bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in FREE:
+            self.operations += 1
+            touched = out if name.startswith("new_") or name.endswith("_like") else (args, kwargs, out)
+            tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+        return out
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()

@@ -1,0 +1,141 @@
+"""`normkit bench`: what it measures, what it says of paths, what it draws, and what it refuses."""
+
+import csv
+
+import pytest
+import torch
+
+from normkit.cli import main
+from normkit.norms import make
+from normkit.norms.measure import explain, measure, moves, settle
+from normkit.ops.clock import Counter, ratio, rounds_of
+from normkit.report import speed
+
+FEW = ("--shape", "16x8", "--rounds", "2", "--norms", "layer", "un(window=2)")
+GPU = [
+    {"rows": n, "channels": c, "dtype": "bf16", "side": side, "run": run, "ms": 1, "of_ceiling": 0.5 + c / 10000}
+    for n in (64, 128)
+    for c in (512, 4096)
+    for side in ("forward", "backward")
+    for run in ("layer ours", "power ours")
+]
+
+
+@pytest.fixture
+def typed(capsys):
+    def run(*words):
+        capsys.readouterr()
+        try:
+            status = main(["bench", *map(str, words)])
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def table(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_runs_take_turns():
+    order = []
+    taken = rounds_of({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
+    assert order == ["a", "b"] * 5  # two rounds do not count
+    assert [len(seconds) for seconds in taken.values()] == [3, 3]
+
+
+def test_a_ratio_is_taken_within_a_round():
+    slow = [1.0, 10.0, 100.0]  # a machine that gets slower and slower: no difference between the two
+    assert ratio([2 * s for s in slow], slow) == (2, 2, 2)
+
+
+def test_rows_of_a_measurement():
+    rows = measure(["rms", "batch", "power(groups=0)"], 16, 8, rounds=2)
+    found = {(row["provider"], row["norm"], row["pass"]) for row in rows}
+    assert found == {
+        ("torch", "nn.LayerNorm", "train"), ("normkit", "rms", "train"), ("torch", "rms", "train"),
+        ("normkit", "batch", "train"), ("torch", "batch", "train"), ("normkit", "power(groups=0)", "train"),
+        ("torch", "nn.LayerNorm", "inference"), ("normkit", "batch", "inference"),
+        ("normkit", "power(groups=0)", "inference"),
+    }  # fmt: skip
+    assert all(row["low"] <= row["ratio"] <= row["high"] and row["ms"] > 0 for row in rows)
+    assert [moves(spec) for spec in ("layer", "un", "power")] == [5, 8, 5]
+
+
+def test_a_norm_is_measured_after_its_warm_up():
+    norm = settle(make("power(groups=0)", 4))
+    before = norm.running.clone()
+    x = torch.full((6, 4), 3.0)
+    assert torch.allclose(norm(x), x * torch.rsqrt(before + norm.eps))  # by the past, not by the batch
+
+
+@pytest.mark.parametrize("spec", ["layer", "scale", "batch", "pnv"])
+def test_explained_is_what_a_count_counts(spec):
+    (row,) = explain(spec, 16, 8)
+    norm, x, dy = make(spec, 8), torch.randn(16, 8, requires_grad=True), torch.randn(16, 8)
+    norm(x).backward(dy)
+    with Counter() as forward:
+        y = norm(x)
+    with Counter() as backward:
+        torch.autograd.grad(y, [x, *norm.parameters()], dy)
+    assert (row["forward"], row["backward"]) == (forward.operations, backward.operations)
+    assert all(what.startswith("fused ") for what in row["ran"].split(", "))
+
+
+def test_bench_measures_and_draws(typed, tmp_path):
+    status, out, err = typed(*FEW, "--out", tmp_path / "made")
+    assert (status, err) == (0, "")
+    assert "nn.LayerNorm  1.00 (1.00-1.00)" in out
+    assert "un(window=2)" in out
+    assert "un(window=2)" in (tmp_path / "made" / "ratios.svg").read_text()
+    again, shown, _ = typed(tmp_path / "made")  # from the file, without a clock
+    assert again == 0
+    assert shown.splitlines() == out.splitlines()[: len(shown.splitlines())]
+
+
+def test_bench_draws_bandwidth_against_channels(typed, tmp_path):
+    table(tmp_path / "speed.csv", GPU)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    status, _, _ = typed(tmp_path, "--out", tmp_path / "made")
+    assert status == 0
+    svg = (tmp_path / "made" / "bandwidth.svg").read_text()
+    for text in ("power ours", "forward bf16", "4096", "fraction of a copy"):
+        assert text in svg
+
+
+def test_bench_explains_without_a_clock(typed):
+    status, out, _ = typed("--explain", "--shape", "16x8", "--norms", "batch", "power(groups=0)")
+    assert status == 0
+    assert "fused moments" in out
+    assert "warming up" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--shape", "12"], "rows x channels"),
+        (["--norms", "lay"], "did you mean 'layer'"),
+        (["--rounds", "0"], "--rounds must be a whole number >= 1; got 0"),
+        (["--dtype", "fp8"], "float32"),
+        (["nowhere"], "there is no nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(typed, words, said):
+    status, out, err = typed(*words)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,b\n1,2\n", "norm,shape,dtype,ms,low,ratio,high\nx,8x4,f,1,1,much,1\n", "\x00\xff"]
+)
+def test_files_that_hold_no_timings_are_refused(text, tmp_path):
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(ValueError, match="holds no timings"):
+        speed.read(tmp_path / "x.csv")
