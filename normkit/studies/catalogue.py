@@ -47,6 +47,7 @@ STUDIES: dict[str, Study] = {
     "core.ted-gl": core.GALICIAN_CORE,
     "core.cmudict": core.CMUDICT_CORE,
     "core.cifar10": core.CIFAR10_CORE,
+    "core.cifar10-224": core.CIFAR10_SPEED,
     "bucketing.multi30k": bucketing.MULTI30K_BUCKETING,
     "bucketing.cmudict": bucketing.CMUDICT_BUCKETING,
 }

@@ -1,6 +1,6 @@
 """All norms on the same translation task, at all places of encoder and decoder: what the README shows."""
 
-from normkit.studies.bases import CIFAR10, CMUDICT, IWSLT14_UN, MULTI30K, PTB, RESNET20, TED, WIKITEXT2
+from normkit.studies.bases import CIFAR10, CIFAR10_SWIN, CMUDICT, IWSLT14_UN, MULTI30K, PTB, RESNET20, TED, WIKITEXT2
 from normkit.studies.study import Column, Row, Study, Times
 
 CORE = (
@@ -93,20 +93,34 @@ GALICIAN_CORE = Study(
     note="Without warm-up at 0.607 of the peak rate, as the paper.",
 )
 
+PICTURES = (
+    *(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "batch", "mabn", "pnv")),
+    Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
+    Row(label="un", settings={"model.norm": "un(outlier_filtration=True)"}),
+    Row(label="un, filtration off", settings={"model.norm": "un"}),
+)
+
 CIFAR10_CORE = Study(
     id="core.cifar10",
     title="norms in pictures, CIFAR-10: tiny ViT and ResNet-20",
-    note="At pocket scale ResNet-20 sees the pictures at half their size, 16 x 16.",
-    rows=(
-        *(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "batch", "mabn", "pnv")),
-        Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
-        Row(label="un", settings={"model.norm": "un(outlier_filtration=True)"}),
-        Row(label="un, filtration off", settings={"model.norm": "un"}),
-    ),
+    note="At pocket scale ResNet-20 sees the pictures at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14.",
+    rows=PICTURES,
     columns=(
-        Column(title="tiny ViT", metric="accuracy", base=CIFAR10),
-        Column(title="tiny ViT, calibrated", metric="accuracy calibrated", base=CIFAR10),
+        Column(title="ViT", metric="accuracy", base=CIFAR10),
+        Column(title="ViT, calibrated", metric="accuracy calibrated", base=CIFAR10),
         Column(title="ResNet-20", metric="accuracy", base=RESNET20),
         Column(title="ResNet-20, calibrated", metric="accuracy calibrated", base=RESNET20),
+    ),
+)
+
+CIFAR10_SPEED = Study(
+    id="core.cifar10-224",
+    title="accuracy and time to accuracy by norm, CIFAR-10 at 224 x 224: T2T-ViT-14 and Swin-T",
+    note="Minutes of training until a look at the validation split sees 80%.",
+    rows=PICTURES,
+    columns=tuple(
+        Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})
+        for name, base in (("T2T-ViT-14", CIFAR10), ("Swin-T", CIFAR10_SWIN))
+        for title, metric in (("accuracy", "accuracy"), ("minutes to 80%", "minutes to 80%"))
     ),
 )

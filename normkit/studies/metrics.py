@@ -53,6 +53,16 @@ def _valid(name: str) -> Callable[[Path, Result], float | None]:
     return read
 
 
+def _minutes_to(name: str, wanted: float) -> Callable[[Path, Result], float | None]:
+    """Training time at the first look at the validation split that is so good, steps taking equally long."""
+
+    def read(folder: Path, result: Result) -> float | None:
+        good = [look["step"] for look in result["valid"] if look.get(name, 0.0) >= wanted]
+        return result["seconds"]["train"] / 60 * good[0] / result["run"]["steps"] if good else None
+
+    return read
+
+
 def _valid_perplexity(folder: Path, result: Result) -> float | None:
     losses = [look["loss"] for look in result["valid"] if math.isfinite(look["loss"])]
     return math.exp(losses[-1]) if losses else None
@@ -144,6 +154,9 @@ METRICS: dict[str, Metric] = {
     "accuracy": _metric("accuracy in percent", "accuracy", better=1),
     "accuracy calibrated": _metric(
         "the same, statistics counted anew after training", "accuracy", "calibrated", better=1
+    ),
+    "minutes to 80%": Metric(
+        "minutes of training until 80% of the validation split", _minutes_to("accuracy", 80.0), -1
     ),
     **{
         f"{of} AP{at}": _metric(f"average precision of {of}{where}", f"{of}_ap{key}", better=1)

@@ -55,7 +55,10 @@ TABLE1 = Study(
 )
 
 
-POCKET_VIT = "At pocket scale T2T-ViT-14 on CIFAR-10 is a tiny ViT trained from scratch."
+POCKET_VIT = (
+    "At pocket scale T2T-ViT-14 on CIFAR-10 is a tiny ViT; there and at gpu scale it is trained from scratch. The paper"
+    " fine-tunes ImageNet weights, as `normkit train cifar10_t2t_vit_14_tuned --weights RUN` does."
+)
 POCKET_COCO = (
     "At pocket scale COCO is Penn-Fudan, 120 street scenes to train on, and Swin-T a narrow Swin. Backbones start from"
     " random weights; the paper's from ImageNet weights with the same norm, as `normkit train --weights` does."
