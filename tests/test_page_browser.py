@@ -37,7 +37,7 @@ def report(tmp_path_factory):
     column = {"title": EVIL, "about": EVIL, "digits": 1}
     study = dict.fromkeys(("study", "title", "source", "claim", "note", "scale", "command"), EVIL)
     study |= {"schema": 1, "columns": [column], "rows": [{"label": EVIL, "cells": [cell]}]}
-    extras = page.Extras({"distance_var": "what it is"}, {folder / "un": [EVIL]}, [study])
+    extras = page.Extras({"distance_var": "what it is"}, {folder / "un": [EVIL]}, {folder / "un": [EVIL]}, [study])
     return page.write(made, folder / "report.html", title=EVIL, command=EVIL, extras=extras)
 
 
@@ -77,7 +77,7 @@ def test_what_files_say_is_shown_and_not_run(visit):
     assert tab.locator("h1").inner_text() == EVIL
     assert EVIL in column(tab, 1)[1]
     assert tab.locator("img").count() == 0
-    assert tab.locator("#curves .tools button").all_inner_texts()[1].startswith("<script>")
+    assert tab.locator("#curves .toggles button").all_inner_texts()[1].startswith("<script>")
 
 
 def test_a_head_sorts_by_click_and_by_key(visit):
@@ -110,6 +110,23 @@ def test_a_norm_is_hidden_and_shown_again(visit):
     assert tab.locator("#curves g path.c5").count() == 0
     button.click()
     assert (lines.count(), button.get_attribute("aria-pressed")) == (12, "true")
+
+
+def test_many_runs_are_hidden_at_once_and_named_in_the_legend_alone(browser, tmp_path):
+    made = {tmp_path / str(seed): made_results.result(seed=seed) for seed in range(45)}
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(page.write(made, tmp_path / "report.html").as_uri())
+    lines, chart = tab.locator("#curves g path.line"), tab.locator(f"{FIRST} svg.chart")
+    assert (lines.count(), chart.locator("text.name").count()) == (90, 0), "no room for 45 names beside the lines"
+    tab.get_by_role("button", name="hide or show all").click()
+    assert tab.locator("#curves figure >> visible=true").count() == 0
+    tab.locator("#curves .toggles").get_by_role("button", name="layer, seed=7").click()
+    assert [tab.locator("#curves figure").nth(i).locator("g path.line").count() for i in (0, 1)] == [1, 1]
+    tab.get_by_role("button", name="hide or show all").click()
+    tab.get_by_role("button", name="hide or show all").click()
+    assert lines.count() == 90
+    assert tab.evaluate("document.querySelector('#curves .tools').clientHeight") < 300
+    tab.close()
 
 
 def test_hovering_tells_the_values(visit):
@@ -170,7 +187,9 @@ def test_rows_are_filtered_by_words(visit):
 
 def test_findings_and_studies_are_text(visit):
     tab = visit()
-    assert EVIL in tab.locator("#findings").inner_text()
+    assert tab.locator("#findings > ul li").all_inner_texts() == [f"{EVIL} (un)"]
+    tab.locator("#findings summary").click()
+    assert tab.locator("#findings li >> visible=true").count() == 2
     assert "paper 35.9" in tab.locator("#studies tbody").inner_text()
     assert "ours 31.2 ± 0.1 (2)" in tab.locator("#studies tbody").inner_text()
 

@@ -96,7 +96,7 @@ def extras(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = ()
     from normkit.watch import QUANTITIES
     from normkit.watch.series import Series
 
-    reader, findings = reader or rows.Reader(), {}
+    reader, findings, untold = reader or rows.Reader(), {}, {}
     for folder in found:
         with contextlib.suppress(ValueError):  # no rows there, or none yet
             recorded, table = reader.read(folder), {}
@@ -105,9 +105,9 @@ def extras(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = ()
                 table.setdefault(quantity, {})[site] = Series(recorded.norms[site], list(by_step), values)
             wrong, unchecked, advice = examine(table)
             nothing = "nothing wrong was found in what was checked" if unchecked else "nothing wrong was found"
-            findings[folder] = [*(wrong or [nothing]), *(f"not checked: {line}" for line in unchecked), *advice]
+            findings[folder], untold[folder] = [*(wrong or [nothing]), *advice], unchecked
     definitions = {name: f"{one.definition} ({one.source})" for name, one in QUANTITIES.items()}
-    return page.Extras(definitions, findings, studied.find(paths))
+    return page.Extras(definitions, findings, untold, studied.find(paths))
 
 
 def show(console: Any, found: dict[Path, dict[str, Any]], out: Path, command: str, more: Any = None) -> None:

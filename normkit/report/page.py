@@ -16,7 +16,7 @@ from normkit.report import rows, studied, summary
 from normkit.report.lines import losses, thin
 from normkit.report.results import write_whole
 from normkit.report.settings import Results, groups, job, labels, split
-from normkit.report.verdict import sentences
+from normkit.report.verdict import sentences, some
 
 TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 3_000_000  # bytes of a page
@@ -33,6 +33,8 @@ class Extras(NamedTuple):
     """What a recorded quantity is, in a sentence."""
     findings: Mapping[Path, Sequence[str]] = {}
     """What was diagnosed of a run."""
+    unchecked: Mapping[Path, Sequence[str]] = {}
+    """What could not be."""
     studies: Sequence[Mapping[str, Any]] = ()
     """Tables of studies, see `normkit.report.studied`."""
 
@@ -103,7 +105,8 @@ def _page(
         has_curves=bool(data["curves"]),
         has_statistics=bool(data["statistics"]),
         data=Markup(as_script(data)),
-        findings={names[folder]: lines for folder, lines in extras.findings.items() if folder in names and lines},
+        findings=_said(extras.findings, names),
+        unchecked=_said(extras.unchecked, names),
         studies=[studied.shown(table) for table in extras.studies],
         folds=[_fold(names[folder], result["fold"]) for folder, result in results.items() if result.get("fold")],
         timings=[result["timing"] for result in results.values() if result.get("timing")],
@@ -128,6 +131,15 @@ def as_script(data: Any) -> str:
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _said(lines: Mapping[Path, Sequence[str]], names: dict[Any, str]) -> dict[str, list[str]]:
+    """Each sentence once, with the runs that it is about."""
+    said: dict[str, list[str]] = {}
+    for folder, found in lines.items():
+        for sentence in found if folder in names else ():
+            said.setdefault(sentence, []).append(names[folder])
+    return {sentence: some(about) for sentence, about in said.items()}
 
 
 def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:

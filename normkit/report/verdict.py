@@ -8,6 +8,7 @@ from normkit.report.settings import Result, Results, groups, job, labels, printa
 ERRORS = 2  # differences count from so many sampling errors on
 EXPECTED = {"name", "command", "model.norm", "model.norm_at", "model.fixnorm"}
 HUNDREDTH = 0.01
+NAMED = 6  # runs in one sentence
 
 
 class Metric(NamedTuple):
@@ -215,8 +216,18 @@ def _mixture(results: Results) -> list[str]:
 
 
 def _listed(folders: list[Any], scores: dict[Any, Score], names: dict[Any, str]) -> str:
-    return ", ".join(f"{names[folder]} {scores[folder].text()}" for folder in folders)
+    return ", ".join(some([f"{names[folder]} {scores[folder].text()}" for folder in folders]))
 
 
 def _and(names: list[str]) -> str:
+    names = some(names)
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def some(names: list[str]) -> list[str]:
+    """So many as one reads; the table has the others.
+
+    >>> some(["a"] * 9)[-2:]
+    ['a', '3 more']
+    """
+    return names if len(names) <= NAMED + 1 else [*names[:NAMED], f"{len(names) - NAMED} more"]

@@ -1,7 +1,7 @@
 "use strict";
 // Tables that sort and filter, and sections of line charts that share one view, one reading and one legend.
 let { runs, curves, statistics } = JSON.parse(document.getElementById("data").textContent);
-const MARGIN = { left: 50, top: 10, bottom: 38 }, SKIP = 0.05, STEP = 1 / 60, LABELS = 460, ROOM = 15;
+const MARGIN = { left: 50, top: 10, bottom: 38 }, SKIP = 0.05, STEP = 1 / 60, LABELS = 460, ROOM = 15, MANY = 8;
 
 function make(kind, attributes, parent, text) {
   const svg = kind.startsWith("svg:"), name = svg ? kind.slice(4) : kind;
@@ -79,7 +79,8 @@ class Chart {
     if (!width) return;
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.replaceChildren();
-    const direct = width > LABELS && this.lines.length > 1 && this.lines.every(line => !line.name);
+    const fit = this.lines.length * ROOM <= height - MARGIN.top - MARGIN.bottom;
+    const direct = width > LABELS && this.lines.length > 1 && fit && this.lines.every(line => !line.name);
     this.right = direct ? 20 + 7 * Math.min(22, Math.max(...this.lines.map(line => runs[line.run].name.length))) : 12;
     const s = this.at = this.scale(width, height);
     if (!s) { make("svg:text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, svg, "nothing to show"); return; }
@@ -220,19 +221,19 @@ class Section {
     this.status = element.querySelector("[role=status]");
     this.grid = element.querySelector(".charts");
     this.bar = element.querySelector(".tools");
-    this.toggles = make("span", { class: "toggles" }, this.bar);
-    const label = make("label", {}, this.bar), box = make("input", { type: "checkbox", checked: "" }, label);
+    const label = this.first = make("label", {}, this.bar), box = make("input", { type: "checkbox", checked: "" }, label);
     label.append("logarithmic");
     box.addEventListener("change", () => { this.log = box.checked; this.draw(); });
     for (const [name, about, act] of [["+", "zoom in", () => this.magnify(0.5)], ["\u2212", "zoom out", () => this.magnify(2)],
                                       ["show all", "show all steps", () => this.all()]])
       make("button", { type: "button", "aria-label": about }, this.bar, name).addEventListener("click", act);
+    this.toggles = make("span", { class: "toggles" }, this.bar);
   }
 
   /** A menu in front of the tools. */
   menu(about, act) {
     const label = make("label", {}, undefined, `${about} `), box = make("select", {}, label);
-    this.bar.insertBefore(label, this.toggles);
+    this.bar.insertBefore(label, this.first);
     box.addEventListener("change", act);
     return box;
   }
@@ -258,6 +259,16 @@ class Section {
     if (names === this.named) return;
     this.named = names;
     this.toggles.replaceChildren();
+    const buttons = new Map(), press = () => {
+      for (const [i, button] of buttons) button.setAttribute("aria-pressed", String(!this.hidden.has(i)));
+      this.draw();
+    };
+    if (used.size >= MANY)
+      make("button", { type: "button" }, this.toggles, "hide or show all").addEventListener("click", () => {
+        const some = [...buttons.keys()].some(i => !this.hidden.has(i));
+        for (const i of buttons.keys()) if (some) this.hidden.add(i); else this.hidden.delete(i);
+        press();
+      });
     runs.forEach((run, i) => {
       if (!used.has(i)) return;
       const button = make("button", { type: "button", "aria-pressed": String(!this.hidden.has(i)) }, this.toggles);
@@ -265,9 +276,9 @@ class Section {
       button.append(run.name);
       button.addEventListener("click", () => {
         if (!this.hidden.delete(i)) this.hidden.add(i);
-        button.setAttribute("aria-pressed", String(!this.hidden.has(i)));
-        this.draw();
+        press();
       });
+      buttons.set(i, button);
     });
   }
 
