@@ -16,6 +16,7 @@ def list_(arguments: list[str]) -> int:
         parse_arguments(parse, arguments, "list")
     from normkit.data.corpora import CORPORA
     from normkit.data.embedded import SOURCES
+    from normkit.data.images import IMAGE_SETS
     from normkit.studies.recipes import RECIPES
 
     lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", ""]
@@ -35,5 +36,7 @@ def list_(arguments: list[str]) -> int:
     lines += [f"  {name:<13} {str(source.__doc__).splitlines()[0]}" for name, source in SOURCES.items()]
     lines += ["", "Corpora, found through NORMKIT_DATA", ""]
     lines += [f"  {name:<15} {corpus.here()}" for name, corpus in CORPORA.items()]
+    lines += ["", "Pictures, found through NORMKIT_DATA", ""]
+    lines += [f"  {name:<15} {row.here()}" for name, row in IMAGE_SETS.items()]
     write("\n".join(lines))
     return 0

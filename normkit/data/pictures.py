@@ -19,8 +19,15 @@ class Broken(ValueError):
 class Split(Protocol):
     """Pictures and the number of each one's class; `groups` says which of them are read together (None: each alone)."""
 
-    labels: np.ndarray
-    groups: np.ndarray | None
+    @property
+    def labels(self) -> np.ndarray:
+        """`[N]`, whole numbers."""
+        ...
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        """`[N]`, in order."""
+        ...
 
     def name(self, item: int) -> str:
         """What an error calls the picture."""
@@ -106,7 +113,8 @@ def decoded(split: Split, item: int) -> Any:
     except UnidentifiedImageError:  # its message has an address, another one each time
         raise Broken(f"{split.name(item)} cannot be read: it is no picture of a known kind") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        what = str(error).replace(f"{error.filename}", "it") if getattr(error, "filename", None) else str(error)
+        file = getattr(error, "filename", None)
+        what = str(error).replace(str(file), "it") if file else str(error)
         raise Broken(f"{split.name(item)} cannot be read: {what or type(error).__name__}") from None
 
 

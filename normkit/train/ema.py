@@ -22,10 +22,10 @@ class _Towards:
 
     @torch.no_grad()
     def __call__(self, averaged: list[Tensor], new: list[Tensor], count: Tensor | int) -> None:
-        if averaged[0].is_floating_point():
-            torch._foreach_lerp_(averaged, new, 1 - self.decay)
-        else:
-            for old, value in zip(averaged, new, strict=True):
+        for old, value in zip(averaged, new, strict=True):
+            if old.is_floating_point():
+                old.lerp_(value, 1 - self.decay)
+            else:
                 old.copy_(value)
 
 

@@ -18,6 +18,7 @@ from normkit.data.images import Album
 from normkit.models.torchvision_ops import load_torchvision
 from normkit.train.config import Images
 
+NOISE: Any = "random"  # of v2.RandomErasing, which is annotated to take numbers only
 FILL = 0.45  # of the picture's size: the longest way that RandAugment moves it, as timm has it
 
 
@@ -31,7 +32,7 @@ class Views:
         classes = len(album.vocabularies["classes"].plain())
         self.mean, self.std = (torch.tensor(value).view(3, 1, 1) for value in (album.mean, album.std))
         self.train_view = v2.Compose(_training(settings, size, album.mean))
-        self.erase = v2.RandomErasing(settings.erase, value="random") if settings.erase else None
+        self.erase = v2.RandomErasing(settings.erase, value=NOISE) if settings.erase else None
         bicubic = v2.InterpolationMode.BICUBIC
         whole = [v2.Resize(round(size / settings.test_crop), bicubic), v2.CenterCrop(size), v2.PILToTensor()]
         self.test_view = v2.Compose(whole)
