@@ -15,7 +15,7 @@ from normkit.models.config import Model
 from normkit.norms import NORMS, options
 from normkit.report import results
 from normkit.studies.recipes import RECIPES
-from normkit.train.config import Run
+from normkit.train.config import Images, Run
 from normkit.train.run import load, train
 
 RUN = Run(
@@ -94,8 +94,9 @@ def test_list_shows_all_tables(typed):
 def test_help_of_a_recipe_documents_every_field(typed):
     status, out, _ = typed("train", "g2p_cmudict", "--help")
     assert status == 0
-    flags = [field.name for field in dataclasses.fields(Run) if field.name != "model"]
+    flags = [field.name for field in dataclasses.fields(Run) if field.name not in ("model", "images")]
     flags += [f"model.{field.name}" for field in dataclasses.fields(Model)]
+    flags += [f"images.{field.name}" for field in dataclasses.fields(Images)]
     for flag in flags:
         assert re.search(rf"--{flag.replace('_', '-')}[\s,]", out), f"--{flag} is not in the help"
     assert "(default: 5000)" in out
