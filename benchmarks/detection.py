@@ -2,9 +2,11 @@
 
     NORMKIT_DATA=FOLDER python benchmarks/detection.py fold RUN RUN ... --out results/detection/folded.json
     NORMKIT_DATA=FOLDER python benchmarks/detection.py picture RUN --out docs/pictures/detection.png
+    python benchmarks/detection.py table results/detection/layer results/detection/un
 
 `fold` scores each run's model on its whole test split, folds it, and scores what is left. `picture` shows scenes spread
-evenly over the test split, above as they were outlined, below what the model finds with a score above a half.
+evenly over the test split, above as they were outlined, below what the model finds with a score above a half. `table`
+writes the table of docs/detection.md from result files.
 """
 
 import argparse
@@ -64,6 +66,27 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+HEAD = """\
+| norm | box AP | AP50 | AP75 | mask AP | AP50 | AP75 | AP calibrated | loss, first 20 steps | last 20 | test |
+|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def results(folders: list[Path]) -> str:
+    """The table of trained runs, a line a result file."""
+    lines = [HEAD]
+    for folder in folders:
+        result = json.loads((folder / "result.json").read_text())
+        running, again = result["scores"]["running"], result["scores"].get("calibrated")
+        scores = [f"{running[f'{of}_ap{at}']:.1f}" for of in ("box", "mask") for at in ("", "50", "75")]
+        counted = f"{again['box_ap']:.1f}, {again['mask_ap']:.1f}" if again else "="
+        last = result["curve"][-1]["step"]
+        parts = [[p["train_loss"] for p in result["curve"] if low < p["step"] <= low + 20] for low in (0, last - 20)]
+        ends = [f"{sum(part) / len(part):.2f}" for part in parts]
+        cells = [result["run"]["model"]["norm"], *scores, counted, *ends, f"{running['loss']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 @torch.no_grad()
 def picture(folder: Path, count: int, out: Path) -> None:
     """Scenes as they were outlined, and below as the model finds them."""
@@ -110,11 +133,16 @@ def picture(folder: Path, count: int, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("fold", "picture"))
+    parser.add_argument("what", choices=("fold", "picture", "table"))
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--scenes", type=int, default=4)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.what == "table":
+        print(results(given.runs))
+        return
+    if given.out is None:
+        parser.error("--out is missing: where to write")
     if given.what == "picture":
         picture(given.runs[0], given.scenes, given.out)
         return
