@@ -49,6 +49,14 @@ def blocks(rows: list[dict]) -> str:
     return table(["norm", "shape", "type", "ms", "ratio", "20th to 80th percentile"], body)
 
 
+def pieces(rows: list[dict]) -> str:
+    """Passes of eager mode beside the same ones compiled."""
+    return table(
+        ["norm", "pass", "how", "ms", "ratio"],
+        [[f"`{r['norm']}`", r["pass"], r["how"], r["ms"], r["ratio"]] for r in rows],
+    )
+
+
 def read(name: str) -> list[dict]:
     """The rows of a result file; none where it was not measured."""
     path = RESULTS / f"{name}.csv"
@@ -66,6 +74,8 @@ def filled(page: str) -> str:
         }
     if rows := read("blocks_cpu"):
         made["blocks"] = blocks(rows)
+    if rows := read("pieces_cpu"):
+        made["pieces"] = pieces(rows)
     for name, text in made.items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = page.split(start)
