@@ -84,7 +84,9 @@ class _Stream:
             raise Blocked("it never ran")
         if pairs is None:
             raise Blocked("its input is not written by layers alone")
-        self._visit(pairs, int(pairs[:, 1].max()) + 1)
+        width = int(pairs[:, 1].max()) + 1
+        self.planner.require_used(width)
+        self._visit(pairs, width)
 
     def _visit(self, pairs: Tensor, width: int) -> None:
         for source, codes in self.trace.by_code(pairs[:, 0]):

@@ -53,8 +53,9 @@ def fold(
     Of other norms the gain and bias vanish where they can. What is kept is kept with the reason. Who reads what is not
     assumed but seen, see `audit`, and the result is compared with the original in float64 on the example and on random
     inputs of other shapes; with `other_shapes=False` only the batch varies, for a model that will never see another
-    length or size (Swin at a multiple of its window, where nothing is padded). A tied output layer stays tied unless
-    `untie=True` gives it a copy of the embedding.
+    length or size (Swin at a multiple of its window, where nothing is padded). Numbers and flags are taken as fixed; a
+    norm that a weight might read which no call used (an expert, another head) stays. A tied output layer stays tied
+    unless `untie=True` gives it a copy of the embedding.
 
     The original is not changed. ValueError for a model in training mode, an example that does not fit, a forward that
     is random; TypeError for wrapped or quantized models.

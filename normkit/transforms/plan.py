@@ -58,6 +58,11 @@ class Planner:
         self.trace, self.model, self.refused = trace, model, refused or {}
         self.reads = _CodeMaps(trace, trace.codes_in.get)
         self.writes = _CodeMaps(trace, None)
+        used = {s.product.view.parameter for s in trace.sources.values() if s.product} | set(trace.weight_readers)
+        used |= {
+            key for key, p in model.named_parameters() if key.startswith(tuple(f"{norm}." for norm in trace.norms))
+        }
+        self.idle = {key: p.shape for key, p in model.named_parameters() if key not in used and _is_matrix(p)}
 
     def plan(self) -> Plan:
         """The fate of every norm of the trace."""
@@ -86,6 +91,7 @@ class Planner:
                 return replace(fate, action="folded", why="it is the identity", saved=own)
             return replace(fate, why="statistics of each token are computed at inference; no gain or bias to fold")
         try:
+            self.require_used(norm.dim)
             products, padded = self.readers(source)
             new = sum(
                 p.view.outputs for p in dict.fromkeys(products) if bool((shift != 0).any()) and self.lacks_bias(p)
@@ -107,6 +113,7 @@ class Planner:
         if not norm.offline:
             return replace(fate, why=reason)
         try:
+            self.require_used(norm.dim)
             writers = self.writers(name)
             if bool((shift != 0).any()):
                 self.check_biases([w.product for w in writers if w.share])
@@ -115,9 +122,14 @@ class Planner:
             into = self.names([w.product for w in writers])
             return replace(fate, action="folded back", into=into, why=reason, saved=own - new)
         except Blocked as error:
-            why = f"{reason}; nor into what precedes it: {error}"
+            why = reason if str(error) == reason else f"{reason}; nor into what precedes it: {error}"
             kept = norm.dim * (1 + bool((shift != 0).any()))
             return replace(fate, action="multiply-add", why=why, saved=own - kept)
+
+    def require_used(self, channels: int) -> None:
+        """Blocked where a weight could read these channels and no call used it: an expert, another head, a branch."""
+        if idle := [name for name, shape in self.idle.items() if channels in shape]:
+            raise Blocked(f"no call that was tried used {_listed(idle)}, which may read it; give an example that does")
 
     # -- forwards -----------------------------------------------------------------------------------------------------
 
@@ -308,6 +320,10 @@ def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[Place, i
     raise Blocked(
         f"{product.view.parameter} has no bias to take the shift, and is used outside its own layer's forward"
     )
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return sum(length > 1 for length in parameter.shape) > 1
 
 
 def own_hooks(module: nn.Module) -> bool:

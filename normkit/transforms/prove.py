@@ -84,8 +84,8 @@ def variants(
 ) -> dict[str, tuple[tuple, dict[str, Any]]]:
     """Random inputs made after an example, by label: same shapes, one more in the batch, other lengths and sizes.
 
-    Without `other_shapes` lengths and sizes stay. Masks and flags stay what they are. Those that the model itself
-    refuses are left out.
+    Without `other_shapes` lengths and sizes stay. Masks, flags and whatever is no tensor stay what they are. Those that
+    the model itself refuses are left out.
     """
     leaves, spec = tree_flatten((args, kwargs))
     given = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
@@ -97,13 +97,15 @@ def variants(
     for length in dict.fromkeys(t.shape[1] for t in given if other_shapes and _is_sequence(t)):
         if length > 2:
             plans[f"{length - 1} tokens"] = lambda t, length=length: _relength(t, length, length - 1)
-    for height in dict.fromkeys(t.shape[2] for t in given if other_shapes and _is_image(t)):
-        for new in (height + height // 2, height + height // 4):
-            plans[f"{new} pixels"] = lambda t, new=new: _repixel(t, new)
+    for height, width in dict.fromkeys(tuple(t.shape[2:]) for t in given if other_shapes and _is_image(t)):
+        for part in (2, 4):
+            new = height + height // part, width + width // part
+            label = f"{new[0]} pixels" if height == width else f"{new[0]} x {new[1]} pixels"
+            plans[label] = lambda t, new=new: _repixel(t, *new)
     found = {}
     for seed, (label, change) in enumerate(plans.items()):
         generator = torch.Generator().manual_seed(seed)
-        new = [_random(change(t), generator) if isinstance(t, Tensor) and t.dim() > 0 else t for t in leaves]
+        new = [_random(change(t) if t.dim() else t, generator) if isinstance(t, Tensor) else t for t in leaves]
         call = tree_unflatten(new, spec)
         with contextlib.suppress(Exception):
             model(*call[0], **call[1])
@@ -116,7 +118,9 @@ def _is_sequence(t: Tensor) -> bool:
 
 
 def _is_image(t: Tensor) -> bool:
-    return t.dim() == 4 and t.dtype.is_floating_point and t.shape[2] == t.shape[3] and t.shape[1] != t.shape[2] > 3
+    if t.dim() != 4 or not t.dtype.is_floating_point or _is_flags(t):
+        return False
+    return min(t.shape[2:]) > 3 and t.shape[1] not in t.shape[2:]
 
 
 def _resized(t: Tensor, dim: int, old: int, new: int) -> Tensor:
@@ -130,8 +134,8 @@ def _relength(t: Tensor, old: int, new: int) -> Tensor:
     return t
 
 
-def _repixel(t: Tensor, new: int) -> Tensor:
-    return _resized(_resized(t, 2, t.shape[2], new), 3, t.shape[3], new) if _is_image(t) else t
+def _repixel(t: Tensor, height: int, width: int) -> Tensor:
+    return _resized(_resized(t, 2, t.shape[2], height), 3, t.shape[3], width) if _is_image(t) else t
 
 
 def _is_flags(t: Tensor) -> bool:
@@ -140,6 +144,8 @@ def _is_flags(t: Tensor) -> bool:
 
 
 def _random(t: Tensor, generator: torch.Generator) -> Tensor:
+    if t.dtype.is_floating_point and t.numel() == 1:  # a factor, say
+        return t * (1 + torch.rand((), generator=generator, dtype=torch.float64)).to(t) + 0.5
     if _is_flags(t):
         return t
     if t.dtype.is_floating_point:

@@ -132,6 +132,8 @@ class Tracer(TorchDispatchMode):
 
         packet = func.overloadpacket
         args, kwargs = tree_map(stand_in, args), tree_map(stand_in, kwargs)
+        if packet in (aten.masked_fill, aten.where):
+            args = tuple(_both_ways(a) if isinstance(a, Tensor) and a.dtype is torch.bool else a for a in args)
         if packet is aten._to_copy:
             moved: Any = args[0].clone()
         else:
@@ -230,6 +232,14 @@ class Tracer(TorchDispatchMode):
     def _table(self, tensor: Tensor) -> Product:
         size = tensor.numel()
         return Product(View(self.trace.names[id(tensor)], (1, 1, 1, size), (0, 0, 0, 1), 0), "", "table")
+
+
+def _both_ways(mask: Tensor) -> Tensor:
+    """A mask with both of its values in it: what this call leaves alone, another one may replace."""
+    mask = mask.clone(memory_format=torch.contiguous_format)
+    if bool(mask.all()) or not bool(mask.any()):
+        mask.view(-1)[-1:].logical_not_()
+    return mask
 
 
 def _changes_type(func: Any, kwargs: dict[str, Any]) -> bool:
