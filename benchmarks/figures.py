@@ -79,7 +79,7 @@ def numbers(out: Path) -> str:
     `first` is the first norm with batch statistics, `all` the median over all of them; `/ sd` in standard deviations.
     """
     names = ("mt-batch", "g2p-batch", "digits-batch", "resnet20-batch")
-    chosen = {out / name: results.read(out / name) for name in names if (out / name / results.FILE).is_file()}
+    chosen = {out / name: results.live(out / name) for name in names if (out / name).is_dir()}
     columns = {"distance_mean": "mean", "stray_mean": "mean / sd", "distance_var": "variance", "g_mu": "g_mu",
                "g_sigma2": "g_sigma2"}  # fmt: skip
     lines = [
@@ -110,9 +110,10 @@ def settled(values: dict, steps: int) -> list[float]:
 def origin(name: str, result: dict) -> str:
     """One line on where a run comes from."""
     run, where = result["run"], result["where"]
+    told = json.dumps({key: run[key] for key in ("steps", "batch_tokens", "seed")})[1:-1]
+    if not where:
+        return f"{name}: {result['status']}, not scored; {told}"
     state = "with uncommitted changes" if where["dirty"] else "clean"
-    facts = {key: run[key] for key in ("steps", "batch_tokens", "seed")}
-    told = json.dumps(facts)[1:-1]
     return f"{name}: commit {where['commit'][:7]}, {state}; {told}; {where['device']}; {result['command']}"
 
 

@@ -4,6 +4,7 @@ import csv
 import math
 import random
 import re
+from pathlib import Path
 
 import made_results
 import pytest
@@ -91,6 +92,11 @@ def test_gradients_are_shown_in_the_order_of_the_model(tmp_path):
     text = "".join(f"1,{site},batch,rms,1\n" for site in "abc") + "".join(f"1,{site},batch,g_mu,1\n" for site in "cba")
     (tmp_path / "rows.csv").write_text(f"step,site,norm,quantity,value\n{text}")
     assert list(rows.read(tmp_path).of("g_mu")) == ["a", "b", "c"]
+
+
+def test_the_numbers_of_the_page_are_those_of_the_file():
+    docs = Path(__file__).parents[1] / "docs"
+    assert (docs / "pictures" / "numbers.txt").read_text().strip("\n") in (docs / "figures.md").read_text()
 
 
 def test_no_panel_is_left_empty(runs):

@@ -19,6 +19,7 @@ SUBLAYERS = {  # our places: the paper's names of them
         "feedforward_norm": "decoder feed-forward",
     },
 }
+SMOOTHING = "label_smoothing"
 LOOKS = (("bleu", "BLEU on the validation split"), ("loss", "Loss on the validation split"))
 
 
@@ -89,12 +90,14 @@ def figure3(runs: Sequence[Recorded]) -> "Figure":
 def figure4(runs: Sequence[Recorded]) -> "Figure":
     """The learned g over depth with and without label smoothing; runs of both must be there."""
     runs = able(runs, "learned_g")
-    kinds = {bool(run.settings.get("label_smoothing")) for run in runs}
+    kinds = {bool(run.settings.get(SMOOTHING)) for run in runs}
     if len(kinds) < 2:
         raise ValueError("this compares runs with and without label smoothing; train one with --label-smoothing 0")
-    return figure3(
-        [run._replace(label=f"{run.label}, label smoothing {run.settings.get('label_smoothing', 0)}") for run in runs]
-    )
+    return figure3([run if SMOOTHING in run.label else run._replace(label=_smoothed(run)) for run in runs])
+
+
+def _smoothed(run: Recorded) -> str:
+    return f"{run.label}, {SMOOTHING}={run.settings.get(SMOOTHING, 0)}"
 
 
 def judged(runs: Sequence[Recorded]) -> tuple[str, str]:

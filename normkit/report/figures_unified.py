@@ -108,7 +108,7 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure6(runs: Sequence[Recorded]) -> "Figure":
-    """CKA between the layers of two models as a map, a panel a run; rows are recorded for sites "a|b"."""
+    """CKA between the layers of two models as a map, a panel a run; sites are "a|b", of the first and the second."""
     runs = able(runs, "cka")
     figure = canvas.figure(3.6 * len(runs), 3.2)
     for place, run in enumerate(runs):
@@ -117,9 +117,12 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
         down, across = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
         grid = [[cells.get(f"{a}|{b}") or float("nan") for b in across] for a in down]
         axes = figure.add_subplot(1, len(runs), place + 1)
-        picture = axes.pcolormesh(grid, vmin=0, vmax=1, cmap="cividis")
-        axes.set(xlabel="layer", ylabel="layer", aspect="equal")
+        edges = ([i + 0.5 for i in range(len(side) + 1)] for side in (across, down))
+        picture = axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="cividis", edgecolors="face")
+        axes.set(xlabel="norm of the second model, by depth", ylabel="norm of the first, by depth", aspect="equal")
         axes.grid(visible=False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
         titled(axes, run.label)
         if place == len(runs) - 1:
             figure.colorbar(picture, ax=axes, label="CKA")
