@@ -1,0 +1,66 @@
+"""benchmarks/swin.py from end to end on tiny models: every variant, the files, the section of the page."""
+
+import csv
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def swin():
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    spec = importlib.util.spec_from_file_location("swin", ROOT / "benchmarks" / "swin.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_variant_is_measured_and_written(swin, tmp_path, capsys):
+    page = tmp_path / "vision.md"
+    page.write_text(f"# Vision\n\n{swin.BEGIN}what was here before\n{swin.END}\n\nmore\n", encoding="utf8")
+    given = ["--dry", "--runtimes", "eager", "--models", "swin_t", "mask_rcnn", "--precisions", "fp32"]
+    swin.main([*given, "--out", str(tmp_path), "--page", str(page)])
+    (path,) = tmp_path.glob("swin-*.json")
+    result = json.loads(path.read_text(encoding="utf8"))
+    rows = result["rows"]
+    assert [(row["model"], row["norm"]) for row in rows] == [
+        (m, n) for m in ("swin_t", "mask_rcnn") for n in swin.NORMS
+    ]
+    assert all(row["images_per_s"] > 0 and row["compiled_ratio"] is None for row in rows)
+    assert all(row["likewise_low"] <= row["likewise_ratio"] <= row["likewise_high"] for row in rows)
+    assert {row["likewise_ratio"] for row in rows if row["norm"] == "layer"} == {1.0}
+    assert [row["note"][:8] for row in rows if row["norm"] == "folded"] == ["9 of 9 n", "18 of 18"]
+    with path.with_suffix(".csv").open(encoding="utf8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
+    told = capsys.readouterr().out
+    assert "(the paper, RTX 3090: +31.2% and -17.7%)" in told
+    assert "(the paper, RTX 3090: +24.2% and -6.1%)" in told
+    text = page.read_text(encoding="utf8")
+    assert text.endswith(f"{swin.END}\n\nmore\n")
+    assert "what was here before" not in text
+    assert text.count("| swin_t | fp32 | eager |") == len(swin.NORMS)
+
+
+def test_variants_of_a_detector_do_the_same_work(swin):
+    """As many boxes and masks from each, whatever its weights say, or their times would not compare."""
+    import torch
+
+    torch.manual_seed(0)
+    subject = swin.mask_rcnn(2, dry=True)
+    images = list(torch.rand(2, 3, *subject.size))
+    for norm, model in swin.variants(subject)[0].items():
+        with torch.no_grad():
+            assert [len(found["boxes"]) for found in model(images)] == [100, 100], norm
+
+
+def test_the_page_shows_what_was_kept(swin):
+    page = (ROOT / "docs" / "vision.md").read_text(encoding="utf8")
+    between = page.split(swin.BEGIN)[1].split(swin.END)[0]
+    kept = sorted((ROOT / "benchmarks" / "results").glob("swin-*.json"))
+    made = [swin.section(json.loads(path.read_text(encoding="utf8"))) for path in kept]
+    assert between in made if made else "not yet run" in between
