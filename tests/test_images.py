@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from normkit.data.cifar import BATCHES, _unpacked, read_cifar
-from normkit.data.images import find_images, read_images
+from normkit.data.image_sets import find_images
+from normkit.data.images import read_images
 from normkit.data.pictures import Broken, Files, Memory, decoded, picture_batches
 from normkit.data.shards import Rows, Tars
 

@@ -13,7 +13,7 @@ from torch import nn
 import normkit
 from normkit.data.corpora import CORPORA
 from normkit.data.embedded import SOURCES
-from normkit.data.images import IMAGE_SETS
+from normkit.data.image_sets import IMAGE_SETS
 from normkit.data.scenes import SCENE_SETS
 from normkit.models.config import Model
 from normkit.report import results

@@ -16,7 +16,7 @@ def list_(arguments: list[str]) -> int:
         parse_arguments(parse, arguments, "list")
     from normkit.data.corpora import CORPORA
     from normkit.data.embedded import SOURCES
-    from normkit.data.images import IMAGE_SETS
+    from normkit.data.image_sets import IMAGE_SETS
     from normkit.studies.recipes import RECIPES
 
     lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", ""]

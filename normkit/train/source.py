@@ -6,7 +6,8 @@ from typing import Any
 
 from normkit.data.corpora import CORPORA, locate
 from normkit.data.embedded import SOURCES
-from normkit.data.images import IMAGE_SETS, find_images, read_images
+from normkit.data.image_sets import IMAGE_SETS, find_images
+from normkit.data.images import read_images
 from normkit.data.prepare import prepare
 from normkit.data.scenes import find_scenes
 from normkit.data.text import reader
