@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import normkit
 from normkit.ops import channels, fused, rows
 
 DOUBLE = {"dtype": torch.float64}
@@ -63,3 +64,27 @@ def test_a_clamped_length_is_a_constant():
     x = torch.tensor([[3e-6, 4e-6], [3.0, 4.0]], **DOUBLE, requires_grad=True)
     rows.scale(x, None, None, 1e-5).backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]], **DOUBLE))
     assert_close(x.grad, torch.tensor([[1e5, 2e5], [0.0, 0.0]], **DOUBLE))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "spec", [*normkit.NORMS, "power(groups=0, warmup=1)", "renorm(warmup=0, r_until=1, d_until=1)"]
+)
+def test_whole_norms_train_alike_on_fused_kernels_and_on_plain_operations(spec, masked):
+    mask = torch.tensor([[True] * 4, [True, True, False, False]]) if masked else None
+    found = []
+    for choice in ("reference", "auto"):
+        torch.manual_seed(0)
+        norm, seen = normkit.make(spec, 8).double(), []
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        for _ in range(3):
+            x, dy = torch.randn(2, 4, 8, **DOUBLE).add_(0.5).requires_grad_(), torch.randn(2, 4, 8, **DOUBLE)
+            with normkit.kernels(choice) as ran:
+                norm.zero_grad()
+                y = norm(x, mask)
+                y.backward(dy)
+            assert all(name.startswith("reference") for name in ran) or choice == "auto"
+            seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters() if p.grad is not None)]
+        found.append([*seen, *norm.buffers()])
+    assert_close(found[0], found[1])
