@@ -129,7 +129,7 @@ def test_bad_input_is_named_and_leaves_the_model_alone():
         calibrate(Sometimes(), rows(3))
     with pytest.raises(ValueError, match="not a generator"):
         calibrate(chain("un"), iter(rows(3)), passes=2)
-    with pytest.raises(ValueError, match="passes must be at least 1"):
+    with pytest.raises(ValueError, match="passes must be a whole number of at least 1"):
         calibrate(chain("un"), rows(3), passes=0)
     with pytest.raises(ValueError, match="all its tokens were padding"):
         calibrate(make("un", 6), [(torch.randn(2, 3, 6), torch.zeros(2, 3, dtype=torch.bool))])

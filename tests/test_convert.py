@@ -394,6 +394,8 @@ def test_a_pattern_without_a_norm_and_a_wrong_spec_are_refused():
         convert(Pair(), {"decoder.*": "un", "*": "layer"})
     with pytest.raises(ValueError, match="did you mean 'batch'"):
         convert(Pair(), "bach")
+    with pytest.raises(TypeError, match="a spec such as 'un', or rules"):
+        convert(Pair(), ["un"])
 
 
 def test_modules_that_only_sound_like_norms_are_not_believed():

@@ -113,6 +113,11 @@ def test_models_without_norms_and_quantized_ones_are_refused():
         fold(model, torch.randn(3, DIM))
 
 
+def test_outputs_that_are_nowhere_finite_prove_nothing():
+    with pytest.raises(ValueError, match="no number is finite"):
+        fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.full((3, 4), float("nan")))
+
+
 def test_examples_that_do_not_fit_say_what_the_model_takes():
     model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4)).eval()
     with pytest.raises(ValueError, match=r"float32\[3, 5\].*Its forward takes \(input\)"):

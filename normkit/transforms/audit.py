@@ -162,6 +162,10 @@ class Survey:
             raise ValueError(
                 f"{verb}() found no tensor in what the model returned ({type(first).__name__}); pass outputs="
             )
+        if empty := [path for path, t in picked.items() if t.dtype.is_floating_point and not t.isfinite().any()]:
+            raise ValueError(
+                f"{verb}() cannot prove anything on the example: no number is finite in the output {empty[0]}".rstrip()
+            )
         if not error(second, first, self.outputs) <= 1e-12:
             raise ValueError(
                 f"{verb}() ran the model twice on the example and got different outputs: its forward is random or "

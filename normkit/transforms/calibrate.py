@@ -50,8 +50,10 @@ def calibrate(
     [[3.0]]
     """
     refuse_wrapped(model, "calibrate")
-    if passes < 1:
-        raise ValueError(f"passes must be at least 1; got {passes}")
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"passes must be a whole number of at least 1; got {passes!r}")
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"calibrate() takes batches to go through, such as a list; got {type(batches).__name__}")
     if passes > 1 and iter(batches) is batches:
         raise ValueError(
             f"passes={passes} goes through the batches {passes} times; give a list or a loader, not a generator"

@@ -111,6 +111,8 @@ def chosen_sites(
     model: nn.Module, to: str | Mapping[str, str], where: Callable[[str, nn.Module], bool] | None, verb: str
 ) -> dict[str, str]:
     """The names of the norms to change with their specs, shared ones by every name; ValueError where there are none."""
+    if not isinstance(to, str | Mapping):
+        raise TypeError(f"{verb}() takes a spec such as 'un', or rules pattern -> spec; got {type(to).__name__}")
     rules = {"*": to} if isinstance(to, str) else dict(to)
     for spec in rules.values():
         parse(spec)
