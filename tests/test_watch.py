@@ -348,6 +348,17 @@ def test_bad_requests_say_what_is_allowed():
             pass
 
 
+class DTensor(nn.Parameter):
+    """Called as what FSDP2 makes of parameters."""
+
+
+def test_sharded_models_are_refused():
+    model = nn.LayerNorm(3)
+    model.weight = DTensor(torch.ones(3))
+    with pytest.raises(ValueError, match=r"sharded parameters \(FSDP2\) cannot be recorded"), normkit.record(model):
+        pass
+
+
 def test_every_quantity_is_recorded_somewhere():
     """The table has no row that no model fills."""
     model = chain(normkit.make("power(groups=0)", 6), normkit.make("un(outlier_filtration=True)", 6), nn.LayerNorm(6))

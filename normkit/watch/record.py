@@ -79,6 +79,9 @@ class Recorder:
             raise ValueError(f"every must be at least 1; got {every}")
         if not 0 <= alpha < 1:
             raise ValueError(f"alpha must be at least 0 and below 1; got {alpha}")
+        if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+            raise ValueError("models with sharded parameters (FSDP2) cannot be recorded; DDP ones can. Train without"
+                             " recording: --record-every 0")  # fmt: skip
         self.model, self.every, self.step = model, every, start
         self.chosen = choose(quantities)
         self.needs = frozenset().union(*(quantity.needs for quantity in self.chosen.values()))
