@@ -21,7 +21,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,11 +111,11 @@ def variants(subject: Subject) -> tuple[dict[str, nn.Module], str]:
     return {"layer": model, "rms": convert(model, "rms").eval(), "un": un, "folded": folded}, note
 
 
-def call_of(model: nn.Module, images: Tensor, precision: str, part: str) -> Callable[[], object]:
+def call_of(model: nn.Module, images: Tensor, precision: str, part: str) -> Callable[[], Any]:
     """One inference, of no arguments."""
     given = list(images) if part else images
 
-    def call() -> object:
+    def call() -> Any:
         kind = images.device.type
         amp = torch.autocast(kind, torch.bfloat16) if precision == "amp" else contextlib.nullcontext()
         with torch.no_grad(), amp:
@@ -132,13 +132,18 @@ def compare(name: str, subject: Subject, precision: str, runtimes: list[str], la
     images = torch.rand(subject.batch, 3, *subject.size).to(device, memory_format=form)
     models, note = variants(subject)
     runtimes = ["eager"] if subject.part else runtimes  # of a detector nobody compiles the boxes
-    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    calls: dict[tuple[str, str], Callable[[], Any]] = {}
+    boxes: set[tuple[int, ...]] = set()
     for norm, model in models.items():
         model.to(device, memory_format=form)
         for runtime in runtimes:
             made = torch.compile(model) if runtime == "compiled" else model
             calls[norm, runtime] = call_of(made, images, precision, subject.part)
-            calls[norm, runtime]()
+            found = calls[norm, runtime]()
+            if subject.part:
+                boxes.add(tuple(len(picture["boxes"]) for picture in found))
+    if len(boxes) > 1:
+        raise ValueError(f"variants of {name} found different numbers of boxes, {boxes}: their times do not compare")
     names = {" ".join(key): key for key in calls}
     taken = rounds_of({text: calls[key] for text, key in names.items()}, rounds, device)
     for text, (norm, runtime) in names.items():
