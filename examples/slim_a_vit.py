@@ -8,7 +8,6 @@ swapped for UN, which it gets used to in a few more steps; then they fold away.
 
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -58,4 +57,4 @@ print("UN, after 100 steps:", accuracy(slim))
 folded, report = nk.fold(slim, outputs=lambda out: out.logits, pixel_values=images[test][:2])
 print(f"{report}\nfolded: {accuracy(folded)}")
 with tempfile.TemporaryDirectory() as folder:
-    print(nk.export(folded, Path(folder) / "vit.onnx", outputs=lambda out: out.logits, pixel_values=images[test][:2]))
+    print(nk.export(folded, f"{folder}/vit.onnx", outputs=lambda out: out.logits, pixel_values=images[test][:2]))

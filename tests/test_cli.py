@@ -215,7 +215,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["fold", "."], ["--out"]),
         (["audit", "nowhere"], ["is no folder of a run"]),
         (["report"], ["no results given"]),
-        (["report", "nowhere"], ["there is no nowhere"]),
+        (["report", "nowhere"], ["there is no file or folder nowhere"]),
         (["report", "."], ["no result.json in ."]),
     ],
 )

@@ -1,5 +1,6 @@
 """The figures of the three papers, from result files and rows of one's own runs: a table, and what draws one."""
 
+import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,7 +82,9 @@ def draw(name: str, results: Results, path: str | Path) -> Path:
     """
     path = canvas.checked(path)
     if name not in FIGURES:
-        raise ValueError(f"there is no figure {name!r}; there are {', '.join(FIGURES)}")
+        near = difflib.get_close_matches(name, FIGURES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"there is no figure {name!r}{hint}; there are {', '.join(FIGURES)}")
     with canvas.style():
         try:
             return canvas.save(FIGURES[name].draw(recorded(results)), path)

@@ -138,7 +138,7 @@ def find(paths: Iterable[str | Path], unfinished: bool = False) -> dict[Path, di
     files: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise ValueError(f"there is no {path}")
+            raise ValueError(f"there is no file or folder {path}")
         files += sorted(path.rglob(FILE)) if path.is_dir() else [path]
         if unfinished:
             files += [file for file in sorted(path.rglob(SETTINGS)) if not file.with_name(FILE).exists()]

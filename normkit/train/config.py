@@ -230,7 +230,7 @@ def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
     ValueError: there is no norm named 'laier' (did you mean 'layer'?); there are layer
     """
     if name not in table:
-        close = difflib.get_close_matches(name, table, n=1)
+        close = [key for key in table if name and key.startswith(name)] or difflib.get_close_matches(name, table, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"there is no {kind} named {name!r}{hint}; there are {', '.join(table)}")
     return table[name]
