@@ -126,8 +126,9 @@ def main() -> None:
             if not given.base:
                 recipe = RECIPES["g2p_cmudict"]()
                 model = dataclasses.replace(recipe.model, placement=given.placement, depth=given.depth)
-                settings = {**vars(recipe), "model": model, "steps": given.steps, "seed": seed, "warmup": given.steps // 10,
-                            "valid_every": 0, "checkpoint_every": 0, "record_every": 0}  # fmt: skip
+                settings = {**vars(recipe), "model": model, "steps": given.steps, "seed": seed,
+                            "warmup": given.steps // 10, "valid_every": 0, "checkpoint_every": 0,
+                            "record_every": 0}  # fmt: skip
                 train(Run(**settings), folder)
             rows += study(folder, given.norms, given.tune, seed)
     print(table(rows))
