@@ -189,10 +189,9 @@ def test_the_same_bits_every_time():
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_the_operators_pass_opcheck(residual):
+def test_the_operators_pass_opcheck():
     x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (20,), (20,)))
-    r = draw(4, 6, 20).requires_grad_() if residual else None
+    r = draw(4, 6, 20).requires_grad_()
     torch.library.opcheck(row_ops.row_norm, (x, w, b, r, 0, 1e-5, 2))
     torch.library.opcheck(torch.ops.normkit.column_moments, (draw(9, 20), torch.rand(9, device=DEVICE) > 0.5, True))
     torch.library.opcheck(
@@ -230,7 +229,7 @@ WITH_STATE = [spec for spec in SPECS if not normkit.make(spec, 24).batch_free]
 
 
 @pytest.mark.parametrize(
-    ("spec", "masked"), [*((spec, False) for spec in SPECS), *((spec, True) for spec in WITH_STATE)]
+    ("spec", "masked"), [("batch", False), ("un", False), *((spec, spec in WITH_STATE) for spec in SPECS)]
 )
 def test_whole_norms_train_alike_on_kernels_and_on_the_reference(spec, masked):
     found = []
