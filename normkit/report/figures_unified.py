@@ -109,6 +109,8 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
 
 def figure6(runs: Sequence[Recorded]) -> "Figure":
     """CKA between the layers of two models as a map, a panel a run; sites are "a|b", of the first and the second."""
+    from matplotlib.ticker import MaxNLocator
+
     runs = able(runs, "cka")
     figure = canvas.figure(3.6 * len(runs), 3.2)
     for place, run in enumerate(runs):
@@ -122,7 +124,7 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
         axes.set(xlabel="norm of the second model, by depth", ylabel="norm of the first, by depth", aspect="equal")
         axes.grid(visible=False)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.get_major_locator().set_params(integer=True)
+            axis.set_major_locator(MaxNLocator(integer=True))
         titled(axes, run.label)
         if place == len(runs) - 1:
             figure.colorbar(picture, ax=axes, label="CKA")

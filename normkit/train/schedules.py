@@ -132,7 +132,7 @@ def steps_down(
 def _warmed(after: LRScheduler, warmup: int, start: float) -> LRScheduler:
     if warmup == 0:
         return after
-    peak = max(after.base_lrs)
+    peak = max(float(lr) for lr in after.base_lrs)
     rising = LinearLR(after.optimizer, start / peak if start else 1 / warmup, 1.0, max(warmup - 1, 1))
     parts: Sequence[LRScheduler] = [rising, after]
     return SequentialLR(after.optimizer, list(parts), [warmup])
