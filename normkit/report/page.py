@@ -20,7 +20,9 @@ from normkit.report.verdict import sentences, some
 
 TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 3_000_000  # bytes of a page
-POINTS = (400, 200, 100, 50, 25)  # of a line at most, fewer until the page is small enough
+FEWEST = 6
+POINTS = (400, 200, 100, 50, 25, 12, FEWEST, 0)  # of a line at most, until the page is small enough; 0: no statistics
+CROWDED = "Statistics by layer are left out, for they would make this page larger than 3 MB: show fewer runs."
 COLOURS = 7
 CONFIDENT = 1.96  # sampling errors to each side hold a figure in 95 of 100 cases
 DIGITS = 4  # of numbers in charts
@@ -92,7 +94,7 @@ def _page(
         lstrip_blocks=True,
     )
     names = labels(results)
-    data = _data(results, panels, names, extras, points)
+    data = _data(results, panels if points else (), names, extras, points or FEWEST)
     scripts = [(TEMPLATES / name).read_text(encoding="utf8") for name in ("page.js", "live.js")[: 1 + live]]
     same, different = split([result["run"] for result in results.values()])
     here, elsewhere = split([result["where"] for result in results.values()])
@@ -101,7 +103,7 @@ def _page(
         live=live,
         command=command,
         tables=[_table(group, names) for group in groups(results)],
-        seen=sentences(results),
+        seen=[*sentences(results), *([] if points or not panels else [CROWDED])],
         has_curves=bool(data["curves"]),
         has_statistics=bool(data["statistics"]),
         data=Markup(as_script(data)),
