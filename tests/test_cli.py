@@ -1,8 +1,10 @@
 """The command line: what a person types, what comes back, and one clear line where it cannot be."""
 
 import dataclasses
+import errno
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -191,15 +193,18 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["dmeo"], ["there is no command 'dmeo' (did you mean 'demo'?)"]),
+        (["dmeo"], ["there is no command named 'dmeo' (did you mean 'demo'?)"]),
         (["train", "vit_digit"], ["there is no recipe named 'vit_digit' (did you mean 'vit_digits'?)"]),
         (["train", "vit_digits", "--stpes", "3"], ["--stpes", "did you mean '--steps'?"]),
         (["train", "vit_digits", "--steps", "many"], ["--steps", "'many'"]),
         (["train", "vit_digits", "--steps", "0"], ["steps must be at least 1; got 0"]),
         (["train", "vit_digits", "--model.norm", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
-        (["train", "vit_digits", "--model.norm", "un(windw=2)"], ["un has no option 'windw' (did you mean 'window'?)"]),
+        (
+            ["train", "vit_digits", "--model.norm", "un(windw=2)"],
+            ["no option of un named 'windw' (did you mean"],
+        ),
         (["train", "vit_digits", "--model.norm", "un(window=0)"], ["window must be a whole number >= 1; got 0"]),
-        (["train", "vit_digits", "--data", "digit"], ["no data 'digit' (did you mean 'digits'?)"]),
+        (["train", "vit_digits", "--data", "digit"], ["no data named 'digit' (did you mean 'digits'?)"]),
         (["demo", "--norms", "layer", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
         (["demo", "--norms", "layer", "layer"], ["'layer' is given twice"]),
         (["demo", "--norms"], ["no norm given"]),
@@ -222,6 +227,15 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
 def test_bad_input_is_one_line_and_status_2(words, parts, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused(typed(*words), *parts)
+
+
+def test_a_full_disk_names_the_file_and_says_what_to_do(typed, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    words = ("train", "vit_digits", "--steps", "2", "--out", tmp_path / "run")
+    assert refused(typed(*words), "No space left on device: ", "run.json; what was written before is kept", "--resume")
 
 
 def test_words_that_the_model_cannot_read(typed, runs):
@@ -260,4 +274,4 @@ def test_a_package_that_is_missing_is_named_with_its_extra(typed, monkeypatch):
 def test_the_module_runs_as_the_script_does():
     done = subprocess.run([sys.executable, "-m", "normkit.cli", "lsit"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("normkit: there is no command 'lsit' (did you mean 'list'?)")
+    assert done.stderr.startswith("normkit: there is no command named 'lsit' (did you mean 'list'?)")

@@ -179,7 +179,7 @@ def test_a_corpus_that_is_not_here_says_how_to_get_it(tmp_path, monkeypatch):
     (tmp_path / "ptb" / "ptb.train.txt.xz").write_bytes(lzma.compress(b"a\n"))
     with pytest.raises(ValueError, match=r"ptb lacks ptb\.valid\.txt, ptb\.test\.txt \(plain, \.xz or \.gz\)"):
         locate("ptb")
-    with pytest.raises(ValueError, match=r"no corpus 'ptp'.*did you mean 'ptb'"):
+    with pytest.raises(ValueError, match=r"no corpus named 'ptp'.*did you mean 'ptb'"):
         locate("ptp")
     with pytest.raises(ValueError, match=r"lacks train\.source"):
         locate(str(tmp_path))

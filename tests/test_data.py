@@ -126,7 +126,7 @@ def test_bad_plain_files_are_refused(tmp_path, files, says):
 
 
 def test_unknown_data_is_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match=r"no data 'cmudikt'.*did you mean 'cmudict'.*or name a folder"):
+    with pytest.raises(ValueError, match=r"no data named 'cmudikt'.*did you mean 'cmudict'.*or name a folder"):
         reader("cmudikt")
 
 

@@ -99,7 +99,7 @@ def test_models_of_libraries_take_norms_by_rule_and_drop_path(arch, size, parame
 
 
 def test_names_that_there_are_not_and_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"no model 'resnet2' \(did you mean 'resnet20'\?\); there are tiny_vit, "):
+    with pytest.raises(ValueError, match=r"no model named 'resnet2' \(did you mean 'resnet20'\?\); there are tiny_vit"):
         classifier(Model(arch="resnet2"), 10)
     with pytest.raises(ValueError, match="multiple of 16; got 40"):
         T2TViT(Model(image_size=40), 10)

@@ -72,7 +72,7 @@ def test_what_is_missing_is_named(tmp_path):
             assert "record" in str(caught.value)
     with pytest.raises(ValueError, match="two sizes of batch"):
         figures.draw("pn.figure5", made, tmp_path / "a.svg")
-    with pytest.raises(ValueError, match=r"there is no figure 'pn\.figure1'"):
+    with pytest.raises(ValueError, match=r"there is no figure named 'pn\.figure1'"):
         figures.draw("pn.figure1", made, tmp_path / "a.svg")
     assert not list(tmp_path.iterdir())
 

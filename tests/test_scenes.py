@@ -162,7 +162,7 @@ def test_data_sets_are_found_or_what_is_missing_is_said(tmp_path, monkeypatch):
     monkeypatch.delenv("NORMKIT_DATA", raising=False)
     with pytest.raises(ValueError, match="NORMKIT_DATA is not set"):
         find_scenes("coco")
-    with pytest.raises(ValueError, match="there is no data set 'cocoa'; there are coco, "):
+    with pytest.raises(ValueError, match=r"no data set named 'cocoa' \(did you mean 'coco'\?\); there are coco, "):
         find_scenes("cocoa")
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
     (tmp_path / "coco" / "train2017").mkdir(parents=True)

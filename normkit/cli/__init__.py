@@ -1,6 +1,6 @@
 """The door: `normkit COMMAND ...`. Turns errors into one line and exit status 2."""
 
-import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from normkit.cli.reporting import figure, report, watch
 from normkit.cli.running import demo, train
 from normkit.cli.studying import study
 from normkit.cli.using import pronounce, translate
+from normkit.names import pick
 
 EXTRA = "pip install 'normkit[demo]'"
 
@@ -49,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         if (error.name or "normkit").split(".")[0] == "normkit":
             return complain(str(error))
         return complain(f"this needs the package {error.name}, which is not installed; {EXTRA}")
-    except (ValueError, TypeError, OSError) as error:
+    except OSError as error:
+        return complain(_told(error))
+    except (ValueError, TypeError) as error:
         return complain(str(error) or type(error).__name__)
 
 
@@ -61,11 +64,16 @@ def _dispatch(arguments: list[str]) -> int:
         write(f"normkit {normkit.__version__}")
         return 0
     name, *rest = arguments
-    if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"there is no command {name!r}{hint}; there are {', '.join(COMMANDS)}")
-    return COMMANDS[name](rest) or 0
+    return pick(COMMANDS, name, "command")(rest) or 0
+
+
+def _told(error: OSError) -> str:
+    """What the system would not do, to which file; where the disk is full, what to do."""
+    what = error.strerror or str(error) or type(error).__name__
+    if not error.filename:
+        return what
+    full = "; what was written before is kept: make room and go on, `normkit train` with --resume"
+    return f"{what}: {error.filename}{full if error.errno == errno.ENOSPC else ''}"
 
 
 def _overview() -> str:

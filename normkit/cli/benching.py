@@ -107,8 +107,8 @@ def _explained(rows: list[dict]) -> str:
 
 
 def _show(found: dict[str, list[dict]], out: Path | None, measured: bool) -> None:
+    from normkit.files import write_whole
     from normkit.report import speed
-    from normkit.report.results import write_whole
 
     tables = [speed.table(found[kind]) for kind in ("ratios", "blocks") if kind in found]
     write("\n\n".join(tables) if tables else "no ratios there; --out FOLDER draws what is")

@@ -79,8 +79,9 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
 
 def train(arguments: list[str]) -> int:
     """Train a recipe; every field of a run is a flag."""
+    from normkit.names import pick
     from normkit.studies.recipes import RECIPES
-    from normkit.train.config import Run, pick
+    from normkit.train.config import Run
 
     if not arguments or arguments[0].startswith("-"):
         lines = ["usage: normkit train RECIPE [--steps N] [--model.norm SPEC] [--FIELD VALUE ...]", ""]

@@ -45,8 +45,8 @@ def study(arguments: list[str]) -> int:
         for part in ([word, "local"] if word == "--ray" and following.startswith("-") else [word])
     ]
     given = parse_arguments(parse, words, "study")
+    from normkit.names import pick
     from normkit.studies.catalogue import STUDIES, listing
-    from normkit.train.config import pick
 
     if given["list_"] or not given["study"]:
         write(listing())

@@ -6,12 +6,12 @@ reads them, and there the figures are checked.
 """
 
 import dataclasses
-import difflib
 import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from normkit.data.lines import find_file
+from normkit.names import unknown
 
 VARIABLE = "NORMKIT_DATA"
 SPLITS = ("train", "valid", "test")
@@ -283,11 +283,7 @@ def locate(name: str) -> Located:
         )
     if Path(name).is_dir():
         return _own(Path(name))
-    close = difflib.get_close_matches(name, CORPORA, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(
-        f"there is no corpus {name!r}{hint}; there are {', '.join(CORPORA)}, or name a folder of text files"
-    )
+    raise unknown(CORPORA, name, "corpus", ", or name a folder of text files")
 
 
 def _own(folder: Path) -> Located:

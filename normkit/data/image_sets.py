@@ -5,11 +5,11 @@ a folder, or a folder of one's own. `normkit.data.images` reads them.
 """
 
 import dataclasses
-import difflib
 import os
 from pathlib import Path
 
 from normkit.data.corpora import VARIABLE
+from normkit.names import unknown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -78,11 +78,7 @@ def find_images(name: str) -> tuple[ImageSet | None, Path]:
     if Path(name).is_dir():
         known = [row for row in IMAGE_SETS.values() if Path(name).name in row.folders]
         return (known[0] if known else None), Path(name)
-    close = difflib.get_close_matches(name, IMAGE_SETS, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(
-        f"there are no pictures {name!r}{hint}; there are {', '.join(IMAGE_SETS)}, or name a folder of pictures"
-    )
+    raise unknown(IMAGE_SETS, name, "set of pictures", ", or name a folder of pictures")
 
 
 def _locate(name: str) -> Path:

@@ -27,6 +27,7 @@ from normkit.data.lines import open_bytes, read_columns, read_lines, read_pairs
 from normkit.data.ragged import Ragged
 from normkit.data.subwords import Subwords, vocabulary
 from normkit.data.vocab import BOS, EOS, SPECIAL, UNK, Vocab
+from normkit.files import write_whole
 
 FORMAT = 2
 PIECE = 20_000  # lines encoded between two notes of how far the work is
@@ -241,13 +242,7 @@ def _read(path: Path) -> Any:
 
 
 def _write(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content, ensure_ascii=False), encoding="utf8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps(content, ensure_ascii=False).encode())
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from normkit.data.corpora import VARIABLE
 from normkit.data.lines import find_file
 from normkit.data.packed import Files
 from normkit.data.vocab import Vocab
+from normkit.names import unknown
 
 
 class Part(NamedTuple):
@@ -101,7 +102,7 @@ def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
             origin="its owner",
         )
     else:
-        raise ValueError(f"there is no data set {name!r}; there are {', '.join(SCENE_SETS)}, or name a folder")
+        raise unknown(SCENE_SETS, name, "data set", ", or name a folder")
     lacking = [_lacking(each, folder) for folder in folders]
     if [] not in lacking:
         least = min(range(len(folders)), key=lambda i: len(lacking[i]))

@@ -8,6 +8,7 @@ row groups, so pictures of a group are read together, and the groups read last a
 import collections
 import functools
 import hashlib
+import io
 import json
 import os
 import tarfile
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from normkit.data.pictures import SUFFIXES, WINDOW
+from normkit.files import write_whole
 
 FORMAT = 1
 BLOCK = 512  # bytes, of a tar archive
@@ -65,14 +67,9 @@ def _indexed(path: Path, notes: list[str], tell: Tell) -> np.ndarray:
     tell(f"listing {path.name}")
     table, said = _scan(path)
     notes += said
-    cache.mkdir(parents=True, exist_ok=True)
-    temporary = kept.with_name(f".{kept.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            np.savez(file, table=table, notes=np.array(said, dtype=np.str_))
-        temporary.replace(kept)
-    finally:
-        temporary.unlink(missing_ok=True)
+    packed = io.BytesIO()
+    np.savez(packed, table=table, notes=np.array(said, dtype=np.str_))
+    write_whole(kept, packed.getvalue())
     return table
 
 

@@ -1,7 +1,6 @@
 """Parallel text of one's own, in plain files: one sequence a line, its symbols between spaces."""
 
 import collections
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from normkit.data.embedded import SOURCES, Pairs
 from normkit.data.vocab import EOS, Vocab
+from normkit.names import unknown
 
 SPLITS, SIDES = ("train", "valid", "test"), ("source", "target")
 
@@ -25,9 +25,7 @@ def reader(name: str) -> Callable[[], Any]:
         return SOURCES[name]
     if Path(name).is_dir():
         return functools.partial(folder, name)
-    close = difflib.get_close_matches(name, SOURCES, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"there is no data {name!r}{hint}; there are {', '.join(SOURCES)}, or name a folder of text files")
+    raise unknown(SOURCES, name, "data", ", or name a folder of text files")
 
 
 def folder(path: str | Path) -> Pairs:

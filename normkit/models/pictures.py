@@ -1,6 +1,5 @@
 """Classifiers of pictures by name: `[B, 3, size, size]` to `[B, classes]`."""
 
-import difflib
 from collections.abc import Callable
 
 from torch import nn
@@ -11,6 +10,7 @@ from normkit.models.resnet import ResNet20
 from normkit.models.t2t import T2TViT
 from normkit.models.torchvision_ops import load_torchvision
 from normkit.models.vision import TinyViT
+from normkit.names import pick
 
 
 def classifier(config: Model, classes: int) -> nn.Module:
@@ -20,11 +20,7 @@ def classifier(config: Model, classes: int) -> nn.Module:
     >>> type(classifier(config, classes=10)).__name__
     'TinyViT'
     """
-    if config.arch not in ARCHES:
-        close = difflib.get_close_matches(config.arch, ARCHES, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"there is no model {config.arch!r}{hint}; there are {', '.join(ARCHES)}")
-    return ARCHES[config.arch](config, classes)
+    return pick(ARCHES, config.arch, "model")(config, classes)
 
 
 def tiny_vit(config: Model, classes: int) -> TinyViT:

@@ -1,9 +1,9 @@
 """The table of norms, and the one string that names a norm everywhere."""
 
 import ast
-import difflib
 from typing import Any
 
+from normkit.names import pick
 from normkit.norms._base import Norm, RowNorm, Split, Stat, StatNorm, option_defaults
 from normkit.norms.batch import BatchNorm
 from normkit.norms.derf import Derf
@@ -108,12 +108,9 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(
             f"cannot read norm spec {spec!r}; write a name or name(option=value), as 'un(window=4)'"
         ) from None
-    if name not in NORMS:
-        raise ValueError(f"there is no norm named {name!r}{_nearest(name, NORMS)}; there are {', '.join(NORMS)}")
     known = options(name)
     for key in given:
-        if key not in known:
-            raise ValueError(f"{name} has no option {key!r}{_nearest(key, known)}; it has {', '.join(known)}")
+        pick(known, key, f"option of {name}")
     return name, given
 
 
@@ -123,11 +120,4 @@ def options(name: str) -> dict[str, object]:
     >>> options("rms")
     {'eps': 1e-05, 'affine': True, 'bias': False, 'eps_at': 'inside'}
     """
-    if name not in NORMS:
-        raise ValueError(f"there is no norm named {name!r}{_nearest(name, NORMS)}; there are {', '.join(NORMS)}")
-    return option_defaults(NORMS[name])
-
-
-def _nearest(word: str, among: dict) -> str:
-    close = difflib.get_close_matches(word, among, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return option_defaults(pick(NORMS, name, "norm"))

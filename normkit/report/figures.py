@@ -1,10 +1,10 @@
 """The figures of the three papers, from result files and rows of one's own runs: a table, and what draws one."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from normkit.names import pick
 from normkit.report import canvas, figures_power, figures_tears, figures_unified
 from normkit.report.recorded import Recorded, recorded
 from normkit.report.settings import Results
@@ -81,13 +81,10 @@ def draw(name: str, results: Results, path: str | Path) -> Path:
     ValueError for a figure that there is not, or, naming what is missing and how to record it, where no run has it.
     """
     path = canvas.checked(path)
-    if name not in FIGURES:
-        near = difflib.get_close_matches(name, FIGURES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"there is no figure {name!r}{hint}; there are {', '.join(FIGURES)}")
+    drawing = pick(FIGURES, name, "figure")
     with canvas.style():
         try:
-            return canvas.save(FIGURES[name].draw(recorded(results)), path)
+            return canvas.save(drawing.draw(recorded(results)), path)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from normkit.files import write_whole
 from normkit.report import rows, studied, summary
 from normkit.report.lines import losses, thin
-from normkit.report.results import write_whole
 from normkit.report.settings import Results, groups, job, labels, split
 from normkit.report.verdict import sentences, some
 

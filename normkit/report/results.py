@@ -1,11 +1,11 @@
 """One JSON file a run: written whole or not at all, checked when read."""
 
-import contextlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from normkit.files import write_whole
 
 FILE = "result.json"
 PROGRESS = "progress.json"
@@ -54,23 +54,6 @@ def write(folder: str | Path, result: dict[str, Any]) -> Path:
     """Write `folder/result.json`; the old file stays whole where the new one cannot be written (OSError)."""
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
     return write_whole(Path(folder) / FILE, text.encode())
-
-
-def write_whole(path: Path, data: bytes) -> Path:
-    """Write a file so that `path` holds all of the old bytes or all of the new ones; OSError where that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    return path
 
 
 def read(path: str | Path) -> dict[str, Any]:

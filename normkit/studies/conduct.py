@@ -7,6 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from normkit.files import write_whole
 from normkit.report import results
 from normkit.studies.progress import Board
 from normkit.studies.study import Study, expand, seeded, unique
@@ -117,7 +118,7 @@ def _collect(
         if isinstance(outcome, BaseException):
             ending = f"failed: {' '.join(str(outcome).split()) or type(outcome).__name__}"
             if not isinstance(outcome, BrokenProcessPool):  # a lost process takes others with it, which did not fail
-                results.write_whole(folders[title] / FAILURE, f"{ending[:300]}\n".encode())
+                write_whole(folders[title] / FAILURE, f"{ending[:300]}\n".encode())
         else:
             ending = outcome["status"]
             (folders[title] / FAILURE).unlink(missing_ok=True)

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from normkit.names import pick
 from normkit.norms import options, parse
 from normkit.report.settings import flat
 from normkit.studies.metrics import METRICS
 from normkit.studies.recipes import RECIPES
-from normkit.train.config import Run, pick
+from normkit.train.config import Run
 
 SCALES = ("pocket", "gpu", "paper")
 ELSEWHERE = ("name", "device", "threads")  # settings that say where a run was made, not what it is

@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from normkit.files import write_whole
 from normkit.report import results
 from normkit.report.settings import printable
 from normkit.studies.metrics import METRICS
@@ -269,5 +270,5 @@ def write(table: Table, out: Path) -> Path:
     """Write STUDY.json, .txt and .md into `out/SCALE/tables`; returns the path of the text."""
     for ending, show in FILES.items():
         path = out / table["scale"] / "tables" / f"{table['study']}.{ending}"
-        results.write_whole(path, show(table).encode())
+        write_whole(path, show(table).encode())
     return out / table["scale"] / "tables" / f"{table['study']}.txt"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normkit.files import write_whole
 from normkit.train.lit import lightning
-from normkit.train.weights import write_atomically
 
 
 class AtomicCheckpoints(lightning.plugins.CheckpointIO):  # type: ignore[reportAttributeAccessIssue]
@@ -19,7 +19,7 @@ class AtomicCheckpoints(lightning.plugins.CheckpointIO):  # type: ignore[reportA
         """Write all of it or, with an OSError, nothing."""
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
-        write_atomically(Path(path), buffer.getvalue())
+        write_whole(Path(path), buffer.getvalue())
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> dict[str, Any]:
         """Read tensors and plain values, nothing that could run."""

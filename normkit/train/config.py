@@ -1,15 +1,11 @@
 """What to train: one frozen value that says everything, and is all that a run folder needs to be understood."""
 
 import dataclasses
-import difflib
 import json
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from normkit.models.config import Model
 from normkit.watch.quantities import choose
-
-Row = TypeVar("Row")
 
 SCHEDULES = ("cosine", "inverse_sqrt", "constant", "validation_decay", "steps")
 
@@ -220,20 +216,6 @@ class Run:
             return cls(**{**given, **parts, "betas": tuple(given["betas"])})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"not the settings of a run of this version: {error}") from None
-
-
-def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
-    """The row of a table called `name`; a ValueError that names the nearest where there is none.
-
-    >>> pick({"layer": 1}, "laier", "norm")
-    Traceback (most recent call last):
-    ValueError: there is no norm named 'laier' (did you mean 'layer'?); there are layer
-    """
-    if name not in table:
-        close = [key for key in table if name and key.startswith(name)] or difflib.get_close_matches(name, table, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"there is no {kind} named {name!r}{hint}; there are {', '.join(table)}")
-    return table[name]
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

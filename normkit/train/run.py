@@ -14,14 +14,16 @@ import torch
 from torch import nn
 
 from normkit.data.subwords import vocabulary
+from normkit.files import write_whole
+from normkit.names import pick
 from normkit.report import results
 from normkit.train.build import BUILDERS, Vocabularies
-from normkit.train.config import Run, pick
+from normkit.train.config import Run
 from normkit.train.progress import Progress
 from normkit.train.rank import rank
 from normkit.train.source import source
 from normkit.train.speed import utilization
-from normkit.train.weights import fits, load_weights, mean_weights, save_weights, write_atomically
+from normkit.train.weights import fits, load_weights, mean_weights, save_weights
 from normkit.train.where import where
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ def train(
         "seconds": {"train": journal.seconds, "score": time.perf_counter() - started},
     }
     for kind, lines in task.outputs.items():
-        write_atomically(folder / "outputs" / f"{kind}.txt", "".join(f"{line}\n" for line in lines).encode())
+        write_whole(folder / "outputs" / f"{kind}.txt", "".join(f"{line}\n" for line in lines).encode())
     if run.static:  # a run for speed
         result["speed"] |= utilization(task.model, result["speed"]["train_tokens_per_s"] / run.devices / run.nodes)
     results.write(folder, result)
@@ -146,7 +148,7 @@ def save(folder: str | Path, loaded: Loaded) -> None:
     """Write a folder that `load` reads; ValueError where the settings do not describe the model."""
     run, model, vocabularies = loaded
     folder = Path(folder)
-    write_atomically(folder / "run.json", run.to_json().encode())
+    write_whole(folder / "run.json", run.to_json().encode())
     _save_vocabularies(folder, vocabularies)
     save_weights(model, folder / "model.safetensors")
     load(folder)
@@ -178,7 +180,7 @@ def _claim(folder: Path, run: Run, resume: bool) -> None:
     elif not resume:
         for path in [*(folder / "checkpoints").glob("*.ckpt"), folder / "result.json", folder / "progress.json"]:
             path.unlink(missing_ok=True)
-    write_atomically(folder / "run.json", run.to_json().encode())
+    write_whole(folder / "run.json", run.to_json().encode())
 
 
 def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
@@ -231,7 +233,7 @@ def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
     if rank():
         return
     plain = {name: vocab.plain() for name, vocab in vocabularies.items()}
-    write_atomically(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
+    write_whole(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
 
 
 def _same_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:

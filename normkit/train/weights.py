@@ -1,7 +1,5 @@
-"""Files of weights that are either whole or not there: written beside the old one, then put in its place."""
+"""Files of weights: written whole, checked when read, averaged."""
 
-import contextlib
-import os
 from pathlib import Path
 
 import safetensors
@@ -9,32 +7,14 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from normkit.files import write_whole
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that `path` holds all of the old bytes or all of the new ones, whatever happens in between.
-
-    OSError, the old file untouched, where it cannot be written (no space left, no permission).
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # the new name itself should survive a power cut, where the system can do that
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """Save parameters and buffers of a model as safetensors; a tensor with several names is saved under the first."""
-    write_atomically(path, safetensors.torch.save(unshared(model)))
+    write_whole(path, safetensors.torch.save(unshared(model)))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -45,8 +25,17 @@ def load_weights(model: nn.Module, path: Path) -> None:
         saved = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is cut short or no safetensors file: {error}") from None
+    _grow_biases(model, saved)
     fits(saved, unshared(model), path)
     model.load_state_dict(saved, strict=False)
+
+
+def _grow_biases(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Give those products a bias that have none and were saved with one: folding puts a norm's shift there."""
+    for name, module in model.named_modules():
+        own = f"{name}.bias" if name else "bias"
+        if own in saved and isinstance(module, PRODUCTS) and module.bias is None:
+            module.bias = nn.Parameter(module.weight.new_zeros(module.weight.shape[0]))
 
 
 def fits(saved: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:

@@ -1,0 +1,31 @@
+"""Files that are either whole or not there: written beside the old one, then put in its place."""
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, data: bytes) -> Path:
+    """Write a file so that `path` holds all of the old bytes or all of the new ones, whatever happens in between.
+
+    OSError that names the file, the old one untouched, where it cannot be written (no space left, no permission).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
+    with contextlib.suppress(OSError):  # the new name itself should survive a power cut, where the system can do that
+        directory = os.open(path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+    return path
