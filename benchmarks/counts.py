@@ -1,60 +1,110 @@
-"""What a norm asks of PyTorch: ATen operations and bytes moved, training forward and backward, on a CPU. No clock.
+"""What a norm asks of PyTorch: operations, bytes, FLOPs and launches, training forward and backward. No clock.
 
-    python benchmarks/counts.py      # writes benchmarks/results/counts.csv; a test makes it anew and compares
+    python benchmarks/counts.py           # writes benchmarks/results/counts.csv
+    python benchmarks/counts.py --check   # makes it anew and shows what differs; a test does
 
-x is float32 [1024, 64]. An operation counts when it computes: views and allocations do not. Bytes are those of its
-tensor arguments and results, so `moves` (bytes / bytes of x) is what eager mode reads and writes if no cache helps.
+x is float32 [1024, 64], without and with a mask that leaves out a quarter of the rows. Operations, bytes and FLOPs are
+those of eager mode on a CPU. An operation counts when it computes: views and allocations do not. Bytes are those of its
+tensor arguments and results, so `moves` (bytes / bytes of x) is what it reads and writes if no cache helps; `flops` are
+of an element of x. `launches` are those of a GPU: our kernels, counted under Triton's interpreter, and the operations
+around them, each of which is a launch at least.
 """
 
 import csv
+import difflib
 import io
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
 
 import normkit
+from normkit.norms import StatNorm
 from normkit.norms.measure import settle
 from normkit.ops.clock import Counter
 
 RESULT = Path(__file__).parent / "results" / "counts.csv"
+FIELDS = ("norm", "mask", "pass", "operations", "moves", "flops", "launches")
 SPECS = (*normkit.NORMS, "power(groups=0)")
 
 
-def count(norm: nn.Module, rows: int = 1024, channels: int = 64) -> list[tuple[str, int, float]]:
-    """(pass, operations, moves) of forward and backward of a norm that has trained a step."""
-    torch.manual_seed(0)
-    x, dy = torch.randn(rows, channels, requires_grad=True), torch.randn(rows, channels)
-    norm(x).backward(dy)
+class Launches(Counter):
+    """Our kernels and the operations around them. What the interpreter itself does is no launch."""
+
+    def __enter__(self):
+        self.call = GridExecutor.__call__
+
+        def launch(grid, *args, **kwargs):
+            self.operations += 1
+            with _disable_current_modes():
+                return self.call(grid, *args, **kwargs)
+
+        GridExecutor.__call__ = launch
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        GridExecutor.__call__ = self.call
+        return super().__exit__(*raised)
+
+
+def passes(norm: nn.Module, x: Tensor, mask: Tensor | None, counter: type[Counter]) -> tuple[Counter, Counter]:
+    """Counts of forward and backward of a norm that has trained a step."""
+    dy, given = torch.randn_like(x), () if mask is None else (mask,)
+    norm(x, *given).backward(dy)
     x.grad = None
     norm.zero_grad()
-    with Counter() as forward:
-        y = norm(x)
-    with Counter() as backward:
+    with counter() as forward:
+        y = norm(x, *given)
+    with counter() as backward:
         y.backward(dy)
-    passes = (("forward", forward), ("backward", backward))
-    return [(name, each.operations, round(each.bytes / (4 * x.numel()), 1)) for name, each in passes]
+    x.grad = None
+    return forward, backward
 
 
-def table() -> Iterator[tuple[str, str, int, float]]:
+def table() -> Iterator[tuple]:
     """Rows of the file: torch's LayerNorm first, then every norm of the table."""
+    torch.manual_seed(0)
+    x, small = (torch.randn(rows, 64, requires_grad=True) for rows in (1024, 8))
     for spec in ("nn.LayerNorm", *SPECS):
         norm = nn.LayerNorm(64) if spec == "nn.LayerNorm" else settle(normkit.make(spec, 64))
-        for row in count(norm.train()):
-            yield spec, *row
+        for masked in (False, True) if isinstance(norm, StatNorm) else (False,):
+            masks = [torch.arange(len(t)) % 4 > 0 if masked else None for t in (x, small)]
+            counted = passes(norm.train(), x, masks[0], Counter)
+            with normkit.kernels("triton"):
+                launched = passes(norm, small, masks[1], Launches)
+            for name, cpu, gpu in zip(("forward", "backward"), counted, launched, strict=True):
+                moves, flops = cpu.bytes / x.nbytes, cpu.flops / x.numel()
+                yield (spec, "masked" if masked else "", name, cpu.operations, round(moves, 1), round(flops, 1),
+                       gpu.operations)  # fmt: skip
 
 
 def text() -> str:
     """The file as it should be."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("norm", "pass", "operations", "moves"))
+    writer.writerow(FIELDS)
     writer.writerows(table())
     return out.getvalue()
 
 
+def main() -> int:
+    """Write the file, or compare."""
+    made = text()
+    if "--check" not in sys.argv:
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(made)
+        return print(made, end="") or 0
+    differ = list(difflib.unified_diff(RESULT.read_text().splitlines(), made.splitlines(), "counts.csv", "now", n=0))
+    print("\n".join(differ))
+    return 1 if differ else 0
+
+
 if __name__ == "__main__":
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(text())
-    print(text(), end="")
+    sys.exit(main())

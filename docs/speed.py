@@ -32,12 +32,17 @@ def times(rows: list[dict], mode: str) -> str:
 
 
 def counts(rows: list[dict]) -> str:
-    """ATen operations and activations moved."""
-    by_norm: dict[str, list[str]] = {}
-    for row in rows:
-        by_norm.setdefault(row["norm"], []).extend((row["operations"], row["moves"]))
-    head = ["norm", "forward: operations", "moves", "backward: operations", "moves"]
-    return table(head, [[f"`{name}`", *cells] for name, cells in by_norm.items()])
+    """What is counted, forward + backward; with a mask, what it moves then."""
+    found = {(row["norm"], row["mask"], row["pass"]): row for row in rows}
+
+    def both(norm: str, what: str, mask: str = "") -> str:
+        sides = [found.get((norm, mask, side)) for side in ("forward", "backward")]
+        return " + ".join(row[what] for row in sides if row)
+
+    kinds = ("operations", "moves", "flops", "launches")
+    head = ["norm", "operations", "moves", "FLOPs of an element", "launches on a GPU", "moves with a mask"]
+    norms = dict.fromkeys(row["norm"] for row in rows)
+    return table(head, [[f"`{n}`", *(both(n, kind) for kind in kinds), both(n, "moves", "masked")] for n in norms])
 
 
 def blocks(rows: list[dict]) -> str:

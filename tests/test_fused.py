@@ -88,3 +88,37 @@ def test_whole_norms_train_alike_on_fused_kernels_and_on_plain_operations(spec, 
             seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters() if p.grad is not None)]
         found.append([*seen, *norm.buffers()])
     assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_what_stands_in_the_padding_moves_no_state(kind, choice):
+    torch.manual_seed(0)
+    mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
+    x, dy = torch.randn(3, 3, 8).to(kind), torch.randn(3, 3, 8).to(kind)
+    found = []
+    for padding in (0.0, float("nan")):
+        norm = normkit.make("power(groups=0, warmup=1)", 8)
+        with normkit.kernels(choice):
+            for _ in range(3):
+                leaf = torch.where(mask[..., None], x, padding).requires_grad_()
+                norm(leaf, mask).backward(dy)
+                assert leaf.grad is not None
+                assert leaf.grad[mask].isfinite().all()
+        found.append(dict(norm.named_buffers()))
+    assert found[1]["skipped"] == found[1]["skipped_grad"] == 0
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("center", [True, False])
+def test_a_mask_that_leaves_nothing_or_everything(center):
+    torch.manual_seed(0)
+    x, dy, stat = torch.randn(6, 4).bfloat16(), torch.randn(6, 4).bfloat16(), torch.rand(1 + center, 4) + 0.5
+    for mask in (torch.zeros(6, dtype=torch.bool), torch.ones(6, dtype=torch.bool)):
+        batch, count = channels.moments(x, mask, center, torch.float32)
+        assert (batch.shape, batch.dtype, int(count)) == ((1 + center, 4), torch.float32, int(mask.sum()))
+        sums = channels.standardize_grad(dy, x, stat, 1e-5, center, mask=mask, real=True)[1]
+        assert sums is not None
+        assert sums.shape == (4, 4)
+        assert_close(sums[2:], sums[:2] * mask[0])
+    assert_close(batch, channels.moments(x, None, center, torch.float32)[0])

@@ -27,15 +27,16 @@ def moments(
             [1.]]), tensor(2.))
     """
     dtype = x.dtype if dtype is None else dtype
-    if dtype is torch.float32 and backend.triton(x, "moments", fused=mask is None):
+    if dtype is torch.float32 and backend.triton(x, "moments"):
         return backend.load().moments(x, mask, center)
-    rows = x.reshape(-1, x.shape[-1])
-    fast = mask is None and fused.joins(x, dtype)
+    rows, fast = x.reshape(-1, x.shape[-1]), fused.joins(x, dtype)
+    if fast and mask is not None:  # a copy of the real rows costs less than plain operations on all of them
+        rows, mask = rows.index_select(0, fused.where(mask)), None
     rows = rows if fast else rows.to(dtype)
     if mask is None:
         count = rows.new_full((), rows.shape[0], dtype=dtype)
         if rows.shape[0] == 0:
-            return rows.new_zeros(1 + center, rows.shape[1]), count
+            return rows.new_zeros(1 + center, rows.shape[1], dtype=dtype), count
         if fast:
             mean, var = fused.column_moments(rows, dtype)
             return torch.stack([mean, var]) if center else torch.addcmul(var, mean, mean)[None], count
@@ -213,8 +214,10 @@ def standardize_grad(
     out = dx = None
     if sums:
         out = _sums(dys, rows, mean, inv)
-        if keep is not None and real:
-            out = torch.cat([out, _sums(torch.where(keep, dys, 0), rows, mean, inv)])
+        if mask is not None and real:
+            some = fused.where(mask) if fast else None
+            part = [t.where(keep, 0) if some is None else t.index_select(0, some) for t in (dys, rows)]
+            out = torch.cat([out, _sums(*part, mean, inv)])
     if removed is not None:
         scale = inv if back is None else inv * back
         slant = scale if factor is None else scale * factor
@@ -224,7 +227,8 @@ def standardize_grad(
         else:
             slope = taken[-1] * inv
             dx = multiply_add(rows, slope, taken[0] - slope * mean if mean is not None else torch.zeros_like(slope))
-        dx = dx if keep is None else torch.where(keep, dx, 0)
+        if mask is not None:
+            dx = dx.index_fill_(0, fused.where(~mask), 0) if fast else torch.where(keep, dx, 0)
         if dx.dtype is wide:
             dx = dx.addcmul_(dys, slant)
         else:  # halves on a CPU: two products rounded, then their sum, for a third of the time
@@ -260,6 +264,7 @@ def _sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> Tensor:
     """The sums over rows of `dy` and of `dy * z`, `[2, C]`."""
     if fused.joins(x, inv.dtype):
         return torch.stack(fused.column_sums(dy, x, mean, inv))
+    dy, x = dy.to(inv.dtype), x.to(inv.dtype)
     return torch.stack([dy.sum(0), (dy * (x if mean is None else x - mean)).sum(0) * inv])
 
 

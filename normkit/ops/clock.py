@@ -12,6 +12,16 @@ from torch.utils._pytree import tree_leaves
 SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
 VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
 FREE = VIEWS | {"empty", "empty_like", "lift_fresh", "promote_types"}
+MOVERS = {"copy_", "_to_copy", "clone", "cat", "stack", "fill_", "zero_", "arange", "index_select", "index"}
+FLOPS = {  # of an element of x: additions, multiplications, comparisons and roots, one each; 1 where nothing is said
+    "native_layer_norm": 8,  # mean 1, variance 3, standardize 2, weight and bias 2
+    "native_layer_norm_backward": 13,  # z 2, weight 1, two sums 3, dx 4, weight's and bias's gradients 3
+    "batch_norm_update_stats": 4,  # mean 1, variance 3
+    "native_batch_norm": 2,  # inference: x * a + b
+    "native_batch_norm_backward": 9,  # two sums 4, dx 5
+    "_weight_norm_interface_backward": 6,  # a sum 2, dx 4
+    "linalg_vector_norm": 2, "addcmul": 2, "addcmul_": 2, "lerp": 3, "mv": 2,
+}  # fmt: skip
 CACHE = 64 << 20  # bytes that no cache of a CPU in reach of this file's readers holds; GPUs have at most as much
 
 
@@ -53,9 +63,15 @@ def ratio(seconds: list[float], base: list[float]) -> tuple[float, float, float]
 
 
 class Counter(TorchDispatchMode):
-    """Counts ATen operations that compute, views and allocations left out, and the bytes of what they touch."""
+    """Counts ATen operations that compute, views and allocations left out, the bytes of what they touch, and FLOPs.
 
-    operations = bytes = 0
+    >>> with Counter() as count:
+    ...     _ = torch.ones(3).mul_(2)
+    >>> count.operations, count.bytes, count.flops
+    (2, 24, 3)
+    """
+
+    operations = bytes = flops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -65,6 +81,11 @@ class Counter(TorchDispatchMode):
             touched = out if name.startswith("new_") or name.endswith("_like") else (args, kwargs, out)
             tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
             self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+            if touched is not out and name not in MOVERS:
+                each = FLOPS.get(name, 1)
+                if name == "native_batch_norm_backward" and out[0] is None:
+                    each = 4  # the sums alone
+                self.flops += each * max((t.numel() for t in tensors), default=0)
         return out
 
 

@@ -32,6 +32,15 @@ def joins(x: Tensor, wide: torch.dtype) -> bool:
     return backend.borrows(x) and (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32))
 
 
+def where(mask: Tensor) -> Tensor:
+    """Indices of the rows that `mask [...]` names. The host knows their number, which on a CPU is there to know.
+
+    >>> where(torch.tensor([[True, False], [True, True]])).tolist()
+    [0, 2, 3]
+    """
+    return mask.flatten().nonzero().squeeze(1)
+
+
 def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and biased variance `[C]` of `rows [N, C]`, computed in `wide`.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import normkit.ops.triton.channel_kernels as channel_kernels
 from normkit.ops.triton.launch import Launch, cdiv, column_launch, power_of_2
-from normkit.ops.triton.rows import as_rows, finish, on, partial, whole
+from normkit.ops.triton.rows import as_rows, blank, finish, on, partial, whole
 
 kernel: Any = channel_kernels  # a checker takes a launch for a plain call
 
@@ -58,7 +58,7 @@ def standardize_grad(
     (n, channels), real = rows.shape, real and mask is not None
     dx = None if removed is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     height = 4 if real else 2
-    out = torch.zeros(height, channels, dtype=torch.float32, device=x.device) if sums else None
+    out = blank((height, channels), x) if sums else None
     if n == 0 or channels == 0:
         return dx, out
     launch = launch or column_launch(n, channels)
@@ -91,7 +91,7 @@ def _room(x: Tensor, center: bool, launch: Launch | None, sums: bool = True):
     launch = launch or column_launch(n, channels)
     if not sums:
         return rows, None, (None, None, None), launch
-    stat = torch.zeros(1 + center, channels, dtype=torch.float32, device=x.device)
+    stat = blank((1 + center, channels), x)
     size = launch.programs, channels
     room = partial(size, x) if center else None, partial(size, x), partial((launch.programs, 1), x)
     return rows, stat, room, launch
@@ -100,7 +100,7 @@ def _room(x: Tensor, center: bool, launch: Launch | None, sums: bool = True):
 def _forward(rows, mask, y, stat, weight, bias, post, shift, center, eps, room: Room, launch: Launch, fresh) -> Tensor:
     """One launch, two with statistics to write into `fresh`; the count of rows."""
     n, channels = rows.shape
-    count = torch.zeros((), dtype=torch.float32, device=rows.device)
+    count = blank((), rows)  # the second launch writes it; without statistics nobody asks
     if n == 0 or channels == 0:
         return count
     mean, var = (None, None) if stat is None else (stat.contiguous()[0], stat.contiguous()[-1])

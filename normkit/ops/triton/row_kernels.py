@@ -123,7 +123,7 @@ def row_backward(
         tl.store(DX + out, dx.to(DX.dtype.element_ty), mask=inside)
     if DW is not None:
         if SCALAR:
-            tl.store(DW + start, tl.sum(tl.sum(dw, 0), 0))
+            tl.store(DW + start * groups + group, tl.sum(tl.sum(dw, 0), 0))
         else:
             tl.store(DW + start * width * groups + channel, tl.sum(dw, 0), mask=real)
     if DB is not None:

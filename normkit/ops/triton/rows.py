@@ -149,15 +149,16 @@ def backward(
     rows, channels, width = _sizes(x, groups)
     scalar = is_scalar(weight, channels)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = torch.zeros_like(weight) if weight is not None and want_weight else None
-    db = torch.zeros(channels, dtype=bias_dtype or x.dtype, device=x.device) if want_bias else None
+    dw = blank(weight.shape, x, weight.dtype) if weight is not None and want_weight else None
+    db = blank((channels,), x, bias_dtype or x.dtype) if want_bias else None
     if rows == 0 or channels == 0:
         return dx, dw, db
     flat, dy, ds = as_rows(x), as_rows(dy), None if ds is None else as_rows(ds)
     ds_stride = 0 if ds is None else ds.stride(0)
     fits = width <= LONGEST
     launch = launch or (row_launch(rows, width, backward=True) if fits else column_launch(rows, channels))
-    sizes = (launch.programs, 1 if scalar and fits else channels), (launch.programs, channels)
+    one = (launch.programs * groups, 1) if scalar and fits else (launch.programs, channels)
+    sizes = one, (launch.programs, channels)
     weights, biases = (None if g is None else partial(n, x) for g, n in zip((dw, db), sizes, strict=True))
     strides = dy.stride(0), flat.stride(0)
     with on(x):
@@ -197,6 +198,11 @@ def finish(partials: Tensor | None, out: Tensor) -> Tensor:
     grid = (cdiv(channels, block),)
     kernel.add_partials[grid](partials, out, programs, channels, TILE=tile, BLOCK=block, num_warps=4)
     return out
+
+
+def blank(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Room for sums over `x` that kernels will write; zeros, which take a launch, only where there is nothing to sum."""
+    return (torch.empty if x.numel() else torch.zeros)(shape, dtype=dtype, device=x.device)
 
 
 def partial(shape: tuple[int, int], like: Tensor) -> Tensor:
