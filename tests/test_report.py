@@ -187,6 +187,16 @@ def test_columns_are_there_only_where_a_result_fills_them():
     assert "\n\ng2p on cmudict\n" in both
 
 
+def test_the_speed_of_pictures_is_told_in_images():
+    made = {"text": result(), "pictures": result(task="images", data="cifar10")}
+    for one, unit, other in (("text", "words", "images"), ("pictures", "images", "words")):
+        row = summary.rows(made)[list(made).index(one)]
+        assert row[f"{unit}/s train"].value == made[one]["speed"]["train_words_per_s"]
+        assert row[f"{other}/s train"].text == "-"
+        assert f"{unit}/s" in summary.table({one: made[one]})
+        assert f"{other}/s" not in summary.table({one: made[one]})
+
+
 def test_a_diverged_run_stands_in_the_table():
     made = {1: result("layer", 9.9), 2: result("batch", status="diverged at step 1500")}
     made[2]["scores"] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normkit.models.blocks import place_norms
 from normkit.models.config import Model
 from normkit.models.torchvision_ops import load_torchvision
-from normkit.norms import NoNorm, StatNorm
+from normkit.norms import StatNorm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,10 +150,6 @@ def detector(config: Model, classes: int) -> nn.Module:
     model = (MaskRCNN if sizes.masks else FasterRCNN)(backbone, **options)
     model.transform.register_forward_hook(_frame)
     place_norms(model, config)
-    mergings: Any = body.features[2::2]
-    for merging in mergings:
-        if isinstance(merging.norm, NoNorm):  # what is folded into its product may need a bias
-            merging.reduction = _with_bias(merging.reduction)
     return model
 
 
@@ -171,9 +167,3 @@ def _mark(layer: nn.Module, real: Tensor) -> None:
     for module in layer.modules():
         if isinstance(module, StatNorm):
             module.mask = real[:, 0] > 0 if real.shape[1] else None
-
-
-def _with_bias(linear: nn.Linear) -> nn.Linear:
-    if linear.bias is None:
-        linear.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features))
-    return linear

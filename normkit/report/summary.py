@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from normkit.report.settings import Result, Results, groups, job, labels, printable
+from normkit.report.settings import PICTURES, Result, Results, groups, job, labels, printable
 from normkit.report.verdict import sentences
 
 WIDTH = 120
@@ -68,6 +68,16 @@ def _word_errors(result: Result) -> Cell:
     return _score("beam" if "wer" in (scores.get("beam") or {}) else "running", "wer")(result)
 
 
+def _speed(key: str, pictures: bool) -> Callable[[Result], Cell]:
+    """Words or images a second: a result says the one or the other, by its task."""
+
+    def cell(result: Result) -> Cell:
+        ours = (job(result)[0] in PICTURES) == pictures
+        return _number(result["speed"].get(key) if ours else None, 0)
+
+    return cell
+
+
 def _foldable(result: Result) -> Cell:
     text = printable((result.get("fold") or {}).get("foldable") or NONE)
     first, _, last = text.partition(" of ")
@@ -98,8 +108,14 @@ COLUMNS = (
         for kind, how in KINDS.items()
     ),
     Column("", "WER", "words wrong, in percent; by beam search where there was one", _word_errors, -1),
-    Column("words/s", "train", "speed of training", lambda r: _number(r["speed"].get("train_words_per_s"), 0), 1),
-    Column("words/s", "infer", "speed of inference", lambda r: _number(r["speed"].get("inference_words_per_s"), 0), 1),
+    *(
+        Column(f"{unit}/s", short, f"speed of {what}", _speed(key, unit == "images"), 1)
+        for unit in ("words", "images")
+        for short, what, key in (
+            ("train", "training", "train_words_per_s"),
+            ("infer", "inference", "inference_words_per_s"),
+        )
+    ),
     Column("", "foldable", "norms that vanish when the model is folded", _foldable),
     Column("", "status", "how the run ended", lambda result: Cell(printable(result["status"]))),
 )

@@ -43,7 +43,7 @@ class Board:
         else:
             state = (
                 f"step {tick.step:,} of {tick.steps:,}   loss {tick.loss:.3f}   "
-                f"{tick.tokens_per_s:,.0f} tokens/s   {clock(tick.seconds_left)} left"
+                f"{tick.tokens_per_s:,.0f} {tick.unit}/s   {clock(tick.seconds_left)} left"
             )
         if self._live is not None:
             self._live.update(self._rows[title], total=tick.steps, completed=tick.step, state=state)

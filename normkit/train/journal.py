@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from normkit.report import results
+from normkit.report.settings import PICTURES
 from normkit.train.checkpoints import checkpoint_path, checkpoints
 from normkit.train.config import Run
 from normkit.train.lit import lightning
@@ -168,7 +169,9 @@ class Journal(lightning.Callback):
         seconds, tokens = self.seconds + time.perf_counter() - self._started, self.tokens
         rate = (tokens - self._first[1]) / max(seconds - self._first[0], 1e-9)
         left = (self.run.steps - self.step) * tokens / self.step / rate
-        asked = self.on_progress(Progress("training", self.step, self.run.steps, mean, rate * trainer.world_size, left))
+        unit = "images" if self.run.task in PICTURES else "tokens"
+        told = Progress("training", self.step, self.run.steps, mean, rate * trainer.world_size, left, unit)
+        asked = self.on_progress(told)
         if asked and self.status == "done" and self.step < self.run.steps:
             self.status = f"interrupted at step {self.step}"
             trainer.should_stop = True

@@ -12,3 +12,4 @@ class Progress(NamedTuple):
     loss: float = float("nan")  # mean training loss since the last time
     tokens_per_s: float = 0.0
     seconds_left: float = 0.0
+    unit: str = "tokens"  # or images, as the task has it
