@@ -1,39 +1,44 @@
 """Checks, times and counts everything that runs on a CUDA device, in under 9 minutes, into a folder of small files.
 
-    python benchmarks/gpu.py OUT [--budget 500] [--only checks speed launches steps tuning]
+    python benchmarks/gpu.py OUT [--budget 500] [--only checks sanitizer launches steps speed tuning]
     python benchmarks/gpu.py OUT --dry          the script itself, at tiny sizes, under Triton's interpreter on a CPU
 
-Ratios are of one run: providers take turns, round by round; before each call a buffer larger than the L2 cache is
-overwritten, which also lets the host run ahead of the device. Times are between CUDA events. A fraction of the ceiling
-is (the fewest bytes that the operation must move / time) / (bytes / time of a copy of 1 GiB, measured in the same run).
-A section that fails is told of in failures.json, and the others go on.
+Ratios are of one run: providers take turns, round by round; before each call 1 GiB is overwritten, which empties the L2
+cache and lets the host run ahead of the device. Times are between CUDA events. A fraction of the ceiling is (the fewest
+bytes that the operation must move / time) / (bytes / time of a copy of 1 GiB, measured in the same run). Where NVIDIA's
+compute-sanitizer is, it looks for accesses out of bounds and races. A section that fails is told of in failures.json,
+and the others go on.
 """
 
 # ruff: noqa: E402
 import argparse
 import csv
 import functools
-import importlib
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-DRY = "--dry" in sys.argv
+DRY, SMALL = "--dry" in sys.argv, "--small" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
+from peers import providers, versions
 from torch import Tensor
 
 import normkit
 from normkit.models.config import Model
 from normkit.models.mt import Seq2Seq
+from normkit.norms.measure import settle
 from normkit.ops import channels, rows
 from normkit.ops import triton as kernels
 from normkit.ops.triton import rows as row_ops
@@ -77,19 +82,39 @@ ROW_NORMS = {
 
 def checks() -> Iterator[dict]:
     """Every kernel against the reference in float64 on the device, and twice against itself, bit for bit."""
-    odd = [(7, 36)] if DRY else [(4099, 516), (1031, 8200), (301, 40000)]
-    for n, c in [*SHAPES[:-1], *odd]:
+    odd = (
+        [(7, 36)] if DRY else [(67, 516), (9, 8200), (5, 40000)] if SMALL else [(4099, 516), (1031, 8200), (301, 40000)]
+    )
+    for n, c in odd if SMALL else [*SHAPES[:-1], *odd]:
         for dtype, kind in DTYPES.items():
             for name, found in results(n, c, kind):
                 errors, again = found
                 yield {"rows": n, "channels": c, "dtype": dtype, "op": name, "error": max(errors), "same_bits": again,
                        "ok": max(errors) < BOUND[dtype] and again}  # fmt: skip
-    if not DRY:
+    if not (DRY or SMALL):
         x = draw(270_000, 8192, dtype=torch.bfloat16)  # more than 2^31 numbers
         tail = rows.layer(x[-64:].double(), None, None, EPS)
         error = relative(kernels.layer(x, None, None, EPS)[-64:], tail)
         yield {"rows": 270_000, "channels": 8192, "dtype": "bf16", "op": "layer, last rows", "error": error,
                "same_bits": "", "ok": error < BOUND["bf16"]}  # fmt: skip
+
+
+def sanitizer(seconds: int = 45) -> Iterator[dict]:
+    """The checks at small odd shapes under compute-sanitizer, a process each; memory comes straight from the driver."""
+    tool = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    for check in ("memcheck", "racecheck"):
+        if DRY or not tool:
+            yield {"tool": check, "ok": "", "said": "compute-sanitizer is not here"}
+            continue
+        with tempfile.TemporaryDirectory() as out:
+            command = ["timeout", str(seconds), tool, "--tool", check, "--error-exitcode", "9", "--print-limit", "5",
+                       sys.executable, __file__, out, "--small", "--only", "checks"]  # fmt: skip
+            environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        said = [line for line in ended.stdout.splitlines() if line.startswith("=========")]
+        late = ended.returncode == 124  # what `timeout` returns
+        yield {"tool": check, "ok": "" if late else ended.returncode == 0,
+               "said": f"cut after {seconds} s" if late else " ".join(said[-6:])[:500]}  # fmt: skip
 
 
 def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[list[float], bool]]]:
@@ -141,9 +166,7 @@ def clock(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
     """Times in ms of each run, taking turns; the cache is overwritten before each."""
     if DRY:
         return {name: [seconds(run) * 1e3 for _ in range(2)] for name, run in runs.items()}
-    flush = torch.empty(
-        max(256 << 20, 4 * torch.cuda.get_device_properties(0).L2_cache_size), dtype=torch.int8, device="cuda"
-    )
+    flush = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     for run in runs.values():
         for _ in range(3):
             run()
@@ -173,36 +196,6 @@ def ceiling() -> float:
     target = torch.empty_like(source)
     times = clock({"copy": lambda: target.copy_(source)}, 20)["copy"]
     return 2 * source.numel() / (statistics.median(times) / 1e3)
-
-
-def peer(module: str, name: str, call: Callable) -> Callable | None:
-    """`call` with a function of a package that may not be here."""
-    try:
-        return functools.partial(call, getattr(importlib.import_module(module), name))
-    except Exception:
-        return None
-
-
-def providers(op: str, c: int) -> dict[str, Callable | None]:
-    """Functions of (x, w, b) by name: the same norm by whoever has it."""
-    if op == "layer":
-        eager = lambda x, w, b: F.layer_norm(x, (c,), w, b, EPS)  # noqa: E731
-        liger = peer("liger_kernel.ops.layer_norm", "LigerLayerNormFunction", lambda f, x, w, b: f.apply(x, w, b, EPS))
-        flash = peer("flash_attn.ops.triton.layer_norm", "layer_norm_fn", lambda f, x, w, b: f(x, w, b, eps=EPS))
-        apex = peer("apex.normalization.fused_layer_norm", "fused_layer_norm_affine",
-                    lambda f, x, w, b: f(x, w, b, (c,), EPS))  # fmt: skip
-        quack = peer("quack", "layernorm", lambda f, x, w, b: f(x, w.float(), b.float(), EPS))
-    else:
-        eager = lambda x, w, b: F.rms_norm(x, (c,), w, EPS)  # noqa: E731
-        liger = peer("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", lambda f, x, w, b: f.apply(x, w, EPS))
-        flash = peer("flash_attn.ops.triton.layer_norm", "rms_norm_fn", lambda f, x, w, b: f(x, w, None, eps=EPS))
-        apex = peer("apex.normalization.fused_layer_norm", "fused_rms_norm_affine",
-                    lambda f, x, w, b: f(x, w, (c,), EPS))  # fmt: skip
-        quack = peer("quack", "rmsnorm", lambda f, x, w, b: f(x, w, eps=EPS))
-    ours = functools.partial(ROW_NORMS[op], kernels)
-    compiled = None if DRY else torch.compile(eager, dynamic=False)
-    return {"ours": ours, "torch": eager, "compiled": compiled, "liger": liger, "flash": flash, "apex": apex,
-            "quack": quack}  # fmt: skip
 
 
 def speed(left: Callable[[], float]) -> Iterator[dict]:
@@ -236,18 +229,20 @@ def timed(n: int, c: int, kind: torch.dtype) -> tuple[dict[str, Run], dict[str, 
     forward: dict[str, Run] = {}
     backward: dict[str, Run] = {}
     for op in ("layer", "rms"):
-        for who, norm in providers(op, c).items():
-            if norm is None:
-                continue
+        ours = functools.partial(ROW_NORMS[op], kernels)
+        for who, norm in {"ours": lambda x, w, b, eps, f=ours: f(x, w, b), **providers(op, compiled=not DRY)}.items():
+            run = functools.partial(norm, x, w, b, EPS)
             try:  # a peer may refuse a shape, a type or this version of torch
-                y = norm(x, w, b)
+                y = run()
+                forward[f"{op} {who}"] = run
+                if not isinstance(y, Tensor) or y.grad_fn is None:
+                    continue  # it has a forward alone
                 inputs = [x, w, b] if op == "layer" else [x, w]
                 back = functools.partial(torch.autograd.grad, y, inputs, dy, retain_graph=True)
                 back()
             except Exception as error:
                 print(f"{op} {who} ({n}, {c}) {kind}: {type(error).__name__}: {str(error)[:100]}", flush=True)
                 continue
-            forward[f"{op} {who}"] = functools.partial(norm, x, w, b)
             backward[f"{op} {who}"] = back
     raw, weight, bias, stat, s = x.detach(), w.detach(), b.detach(), draw(2, c).abs() + 0.2, draw(2, c)
     forward["power ours"] = lambda: kernels.standardize(raw, stat[1:], EPS, False, weight, bias, sums=True)
@@ -266,17 +261,19 @@ def timed(n: int, c: int, kind: torch.dtype) -> tuple[dict[str, Run], dict[str, 
 
 
 def launches() -> Iterator[dict]:
-    """Launches and waits for the device of one forward and backward of each norm, by the profiler."""
+    """Launches and waits for the device of one forward and backward of each norm after its warm-up, by the profiler."""
     activity = torch.profiler.ProfilerActivity
     for choice in ("reference", "triton"):
         for spec in normkit.NORMS:
-            norm = normkit.make(spec, 16 if DRY else 512).to(DEVICE).train()
+            norm = settle(normkit.make(spec, 16 if DRY else 512)).to(DEVICE).train()
             x, dy = draw(*SHAPES[0]), draw(*SHAPES[0])
             x, dy = (draw(8, 4, norm.dim).requires_grad_(), draw(8, 4, norm.dim)) if DRY else (x.requires_grad_(), dy)
             row = {"norm": spec, "kernels": choice, "launches": "", "syncs": "", "ran": ""}
             try:
                 with normkit.kernels(choice if choice == "reference" or DRY else "auto") as ran:
                     norm(x).backward(dy)
+                    if not DRY:
+                        torch.cuda.synchronize()  # by now the host knows that the warm-up is over
                     kinds = [activity.CPU] if DRY else [activity.CPU, activity.CUDA]
                     with torch.profiler.profile(activities=kinds) as profile:
                         norm(x).backward(dy)
@@ -291,7 +288,7 @@ def launches() -> Iterator[dict]:
 
 
 def steps() -> Iterator[dict]:
-    """One training step of the IWSLT-size model, eager, with each norm: median ms and its ratio to LayerNorm."""
+    """One training step of the IWSLT-size model, eager, after the warm-up of norms: median ms, ratio to LayerNorm."""
     size = {"width": 16, "hidden": 32, "depth": 1, "heads": 2} if DRY else {"width": 512, "hidden": 1024, "heads": 4}
     vocabulary, batch, length = (50, 2, 5) if DRY else (10_000, 128, 32)
     source, target = (torch.randint(4, vocabulary, (batch, length), device=DEVICE) for _ in range(2))
@@ -301,6 +298,8 @@ def steps() -> Iterator[dict]:
             for spec in ("layer", "power", "un"):
                 torch.manual_seed(0)
                 model = Seq2Seq(Model(norm=spec, share=True, **size), vocabulary, vocabulary).to(DEVICE).train()
+                for module in model.modules():
+                    settle(module)
                 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not DRY)
 
                 def step(model=model, optimizer=optimizer, choice=choice, precision=precision):
@@ -375,8 +374,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--budget", type=float, default=500.0, help="seconds; sections not begun by then are left out")
-    parser.add_argument("--only", nargs="+", default=["checks", "launches", "steps", "speed", "tuning"])
+    parser.add_argument("--only", nargs="+", default=["checks", "sanitizer", "launches", "steps", "speed", "tuning"])
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--small", action="store_true", help="the checks at small odd shapes alone")
     given = parser.parse_args()
     if not DRY and not torch.cuda.is_available():
         return print("no CUDA device; --dry tries the script itself on a CPU", file=sys.stderr) or 2
@@ -384,7 +384,8 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     left = lambda: given.budget * 0.8 - (time.monotonic() - begun)  # noqa: E731
-    sections = {"checks": checks, "launches": launches, "steps": steps, "speed": lambda: speed(left), "tuning": tuning}
+    sections = {"checks": checks, "sanitizer": sanitizer, "launches": launches, "steps": steps,
+                "speed": lambda: speed(left), "tuning": tuning}  # fmt: skip
     for name in given.only:
         if time.monotonic() - begun > given.budget:
             failures[name] = "not begun: the budget was spent"
@@ -409,7 +410,7 @@ def main() -> int:
     machine = {
         "device": "dry" if DRY else torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "python": sys.version.split()[0], "copy_bytes_per_s": ceiling(),
-        "seconds": round(time.monotonic() - begun), "dry": DRY,
+        "seconds": round(time.monotonic() - begun), "dry": DRY, "peers": versions(),
     }  # fmt: skip
     write(given.out / "machine.json", json.dumps(machine, indent=1) + "\n")
     write(given.out / "failures.json", json.dumps(failures, indent=1) + "\n")

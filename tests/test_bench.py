@@ -1,6 +1,9 @@
 """`normkit bench`: what it measures, what it says of paths, what it draws, and what it refuses."""
 
 import csv
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +109,23 @@ def test_bench_draws_bandwidth_against_channels(typed, tmp_path):
     svg = (tmp_path / "made" / "bandwidth.svg").read_text()
     for text in ("power ours", "forward bf16", "4096", "fraction of a copy"):
         assert text in svg
+
+
+def test_peers_are_asked_where_they_can_be_imported(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import peers
+
+    package = types.ModuleType("torchnorm")
+    package.__dict__["_triton"] = inner = types.ModuleType("torchnorm._triton")
+    inner.__dict__["fused_rms_norm"] = lambda x, w, eps: ("theirs", x, w, eps)
+    monkeypatch.setitem(sys.modules, "torchnorm", package)
+    monkeypatch.setitem(sys.modules, "torchnorm._triton", inner)
+    x, w = torch.ones(2, 4), torch.ones(4)
+    found = peers.providers("rms", compiled=False)
+    assert found["torchnorm"](x, w, None, 1e-5) == ("theirs", x, w, 1e-5)
+    assert torch.equal(found["torch"](x, w, None, 1e-5), torch.nn.functional.rms_norm(x, (4,), w, 1e-5))
+    assert "torchnorm" not in peers.providers("layer", compiled=False)
+    assert {who for _, who in peers.PEERS} == {"liger", "flash", "apex", "quack", "torchnorm"} == set(peers.PACKAGES)
 
 
 def test_bench_explains_without_a_clock(typed):

@@ -28,7 +28,7 @@ def total(rows, column, mask=""):
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="counted with torch 2.13")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="launches are counted under triton's interpreter")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton's interpreter counts launches")
 def test_the_file_holds_what_is_counted():
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "COV_"))}
     ended = subprocess.run(

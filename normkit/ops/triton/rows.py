@@ -201,7 +201,7 @@ def finish(partials: Tensor | None, out: Tensor) -> Tensor:
 
 
 def blank(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Room for sums over `x` that kernels will write; zeros, which take a launch, only where there is nothing to sum."""
+    """Room for sums over `x` that kernels will write; zeros, which are a launch, only where nothing is to be summed."""
     return (torch.empty if x.numel() else torch.zeros)(shape, dtype=dtype, device=x.device)
 
 
