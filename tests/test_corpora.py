@@ -54,6 +54,14 @@ def test_other_encodings_are_named_with_their_line(tmp_path):
         list(read_lines(tmp_path / "a"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_told_from_other_encodings(tmp_path, encoding):
+    """Without its mark at the beginning, UTF-16 of Latin letters is UTF-8 full of zeros."""
+    (tmp_path / "a").write_bytes("ein\nHaus\n".encode(encoding))
+    with pytest.raises(ValueError, match=r"a is not UTF-8 text: line 1 has a byte 0; .*iconv -f utf16"):
+        list(read_lines(tmp_path / "a"))
+
+
 def test_misaligned_and_empty_lines_are_named(tmp_path):
     (tmp_path / "a").write_text("x\ny\nz\n")
     (tmp_path / "b").write_text("x\ny\n")
@@ -106,6 +114,18 @@ def test_a_folder_of_text_becomes_arrays(tmp_path, share, cache):
     assert isinstance(data.train.source.flat, np.memmap), "it is read where it is asked for"
     padded = data.train.source.padded([3, 4])
     assert padded[0, : len(data.train.source[3])].tolist() == data.train.source[3]
+
+
+def test_two_columns_of_a_file_are_two_sides(tmp_path):
+    plain, tables = write_corpus(tmp_path / "plain"), tmp_path / "tables"
+    tables.mkdir()
+    for split in ("train", "valid", "test"):
+        sides = [(plain / f"{split}.{side}").read_text(encoding="utf8").splitlines() for side in ("source", "target")]
+        (tables / f"{split}.tsv").write_text("".join(f"{one}\t{two}\n" for one, two in zip(*sides, strict=True)))
+    two, one = (prepare(locate(str(folder)), subwords=60) for folder in (plain, tables))
+    for split in ("train", "valid", "test"):
+        assert list(one.lines(split)) == list(two.lines(split))
+        assert np.array_equal(getattr(one, split).target.flat, getattr(two, split).target.flat)
 
 
 def test_text_is_prepared_once_and_anew_when_it_changes(tmp_path, cache, monkeypatch):

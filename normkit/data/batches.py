@@ -21,7 +21,7 @@ def batches_of(
     by: Sequence[Any] | np.ndarray | None = None,
     seed: int = 0,
     epoch: int = 0,
-) -> list[list[int]]:
+) -> list[np.ndarray]:
     """Indices of the examples of each batch of an epoch, every example once.
 
     `sizes` are the examples' lengths; a batch has at most `tokens` of them (padding not counted), at least one example.
@@ -31,7 +31,7 @@ def batches_of(
     two sides, `(source length, target length)` leaves less padding than their sum (5 % against 10 % on cmudict).
     ValueError where there are no examples, or `tokens` is below 1.
 
-    >>> batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)
+    >>> [batch.tolist() for batch in batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)]
     [[2], [0, 1]]
     """
     sizes = np.asarray(sizes)
@@ -50,7 +50,7 @@ def batches_of(
     while start < len(order):
         full = tokens + (int(ends[start - 1]) if start else 0)
         end = max(start + 1, int(np.searchsorted(ends, full, side="right")))
-        batches.append(order[start:end].tolist())
+        batches.append(order[start:end])
         start = end
     if bucketing:
         batches = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
@@ -69,14 +69,14 @@ def rounded(length: int) -> int:
     return next((each for each in GRID if each >= length), length)
 
 
-def static_batches(longest: np.ndarray, tokens: int, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+def static_batches(longest: np.ndarray, tokens: int, *, seed: int = 0, epoch: int = 0) -> list[np.ndarray]:
     """Indices of the examples of each batch of an epoch, such that there are few shapes.
 
     `longest` is the longer side of each example. Those of about one length go together, and a batch of length L, both
     sides padded to it, has `tokens // 2L` examples: every example once, and as many again as the last batch of a
     length lacks.
 
-    >>> sorted(sorted(batch) for batch in static_batches(np.array([5, 6, 7, 11]), tokens=48))
+    >>> sorted(sorted(batch.tolist()) for batch in static_batches(np.array([5, 6, 7, 11]), tokens=48))
     [[0, 1, 2], [3, 3]]
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -87,7 +87,7 @@ def static_batches(longest: np.ndarray, tokens: int, *, seed: int = 0, epoch: in
         items = order[lengths == length]
         rows = max(1, tokens // (2 * int(length)))
         items = np.resize(items, -(-len(items) // rows) * rows)  # repeats from the beginning
-        batches += items.reshape(-1, rows).tolist()
+        batches += list(items.reshape(-1, rows))
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
@@ -99,10 +99,10 @@ def _sorted(items: np.ndarray, keys: np.ndarray) -> np.ndarray:
 class Batches(IterableDataset):
     """Batches without end, from position `start` on: epoch after epoch, each in an order of its own.
 
-    `epoch(n)` lists the index lists of an epoch; `collate` makes a batch of one.
+    `epoch(n)` lists the indices of each batch of an epoch; `collate` makes a batch of them.
     """
 
-    def __init__(self, epoch: Callable[[int], list[list[int]]], collate: Callable[[list[int]], Any], start: int = 0):
+    def __init__(self, epoch: Callable[[int], Sequence[Any]], collate: Callable[[Any], Any], start: int = 0):
         self.epoch, self.collate, self.position = epoch, collate, start
 
     def __iter__(self) -> Iterator[Any]:

@@ -38,7 +38,8 @@ class Corpus:
     files: dict[str, tuple[str, ...]]
     known: dict[str, Known] = dataclasses.field(default_factory=dict)
     columns: tuple[int, int] = (0, 1)
-    """Which columns, from 0, are source and target, where a file holds both; it is then split by its targets."""
+    """Which columns, from 0, are source and target, where a file holds both; one file of all splits is split by its
+    targets."""
     subwords: int = 8000
     """Symbols of its vocabularies, as in the papers; 0: words, as they stand in the text."""
     tokenized: bool = True
@@ -268,8 +269,9 @@ def locate(name: str) -> Located:
     """Find the files of a corpus, by its name or as a folder.
 
     A folder is that of a corpus of the table where it has all of its files, else one of `train.source`, `train.target`,
-    `valid.source` ... or, of running text, `train.txt`, `valid.txt`, `test.txt`. ValueError where there is no such
-    name, or where files are missing: it says which, where they were looked for, and where one gets them.
+    `valid.source` ..., of `train.tsv` ... whose columns are source and target, or, of running text, of `train.txt`,
+    `valid.txt`, `test.txt`. ValueError where there is no such name, or where files are missing: it says which, where
+    they were looked for, and where one gets them.
     """
     if name in CORPORA:
         roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
@@ -292,8 +294,9 @@ def _own(folder: Path) -> Located:
         if isinstance(found, Located) and set(corpus.files["train"]) & set(corpus.known):
             return found
     pairs = {split: _sides(f"{split}.{{}}", "source", "target") for split in SPLITS}
+    tables = {split: (f"{split}.tsv", f"{split}.tsv") for split in SPLITS}
     texts = {split: (f"{split}.txt",) for split in SPLITS}
-    kinds: list[tuple[Literal["parallel", "text"], dict]] = [("parallel", pairs), ("text", texts)]
+    kinds: list[tuple[Literal["parallel", "text"], dict]] = [("parallel", pairs), ("parallel", tables), ("text", texts)]
     for kind, files in kinds:
         own = Corpus(name=folder.name, folder=folder.name, kind=kind, files=files, tokenized=False, origin="its owner",
                      subwords=8000 if kind == "parallel" else 0)  # fmt: skip
@@ -301,7 +304,10 @@ def _own(folder: Path) -> Located:
         if isinstance(found, Located):
             return found
     lacking = [file for split in SPLITS for file in pairs[split] if find_file(folder / file) is None]
-    raise ValueError(f"{folder} lacks {', '.join(lacking)}; needs a source and a target of {', '.join(SPLITS)}")
+    raise ValueError(
+        f"{folder} lacks {', '.join(lacking)}; needs a source and a target of {', '.join(SPLITS)} (or as columns of "
+        "train.tsv ...; of running text, train.txt ...)"
+    )
 
 
 def _in_folder(corpus: Corpus, folder: Path) -> Located | list[str]:

@@ -28,12 +28,17 @@ def open_bytes(path: str | Path) -> BinaryIO:
 def read_lines(path: str | Path) -> Iterator[str]:
     """Each line of a UTF-8 file without its end; only line feeds end lines, a byte order mark is dropped.
 
-    ValueError, with the line, where it is not UTF-8 or a compressed file is cut short.
+    ValueError, with the line, where it is not UTF-8, has a byte 0 (UTF-16, damage) or a compressed file is cut short.
     """
     number = 0
     try:
         with open_bytes(path) as file:
             for number, raw in enumerate(file, 1):
+                if b"\0" in raw:
+                    raise ValueError(
+                        f"{path} is not UTF-8 text: line {number} has a byte 0; where it is UTF-16, convert it, "
+                        "as with `iconv -f utf16 -t utf8`, else it is damaged: get it again"
+                    )
                 text = raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf8")
                 yield text.removeprefix("\ufeff") if number == 1 else text
     except UnicodeDecodeError as error:

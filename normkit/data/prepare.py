@@ -13,9 +13,9 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +31,10 @@ from normkit.files import write_whole
 
 FORMAT = 2
 PIECE = 20_000  # lines encoded between two notes of how far the work is
+FAR = 1_000_000  # lines read between two words of how far it is
 UNKNOWN = 0.2  # largest share of unknown symbols in a split
 Tell = Callable[[str], object]
+Line = TypeVar("Line")
 
 
 class Bitext(NamedTuple):
@@ -102,7 +104,16 @@ def _lines(located: Located, split: str) -> Iterator[tuple[str, ...]]:
         return ((line,) for line in read_lines(files[0]))
     if files[0] != files[1]:
         return read_pairs(*files)
-    return (pair for pair in read_columns(files[0], *corpus.columns) if split_of(pair[1]) == split)
+    pairs, splits = read_columns(files[0], *corpus.columns), set(located.files.values())
+    return pairs if len(splits) > 1 else (pair for pair in pairs if split_of(pair[1]) == split)
+
+
+def _followed(lines: Iterable[Line], what: str, tell: Tell) -> Iterator[Line]:
+    """The same lines; `tell` hears how far they have been read."""
+    for number, line in enumerate(lines):
+        if number % FAR == 0:
+            tell(f"{what}, line {number:,}" if number else what)
+        yield line
 
 
 def _check(corpus: Corpus, split: str, path: Path, cache: Path, tell: Tell) -> str:
@@ -112,15 +123,13 @@ def _check(corpus: Corpus, split: str, path: Path, cache: Path, tell: Tell) -> s
     note = cache / "digests" / f"{mark}.json"
     seen = _read(note)
     if seen is None:
-        tell(f"checking {path.name}")
-        md5, lines, last = hashlib.md5(usedforsecurity=False), 0, b"\n"
-        for _ in read_lines(path):  # says what is wrong, and where
+        md5, lines = hashlib.md5(usedforsecurity=False), 0
+        for _ in _followed(read_lines(path), f"checking {path.name}", tell):  # says what is wrong, and where
             lines += 1
         with open_bytes(path) as file:
             while block := file.read(1 << 20):
                 md5.update(block)
-                last = block[-1:]
-        seen = {"md5": md5.hexdigest(), "lines": lines, "whole": last == b"\n"}
+        seen = {"md5": md5.hexdigest(), "lines": lines}
         _write(note, seen)
     names = [name for name in corpus.known if str(path).removesuffix(".xz").removesuffix(".gz").endswith(f"/{name}")]
     if names:
@@ -147,8 +156,8 @@ def _vocabularies(located: Located, size: int, share: bool, folder: Path, tell: 
         groups = [tuple(range(len(sides)))] if share else [(side,) for side in range(len(sides))]
         plain = {}
         for group in groups:
-            tell("learning subwords" if size else "counting words")
-            lines = (pair[side] for pair in _lines(located, "train") for side in group)
+            pairs = _followed(_lines(located, "train"), "learning subwords" if size else "counting words", tell)
+            lines = (pair[side] for pair in pairs for side in group)
             made = Subwords.learn(lines, size, punctuation=not corpus.tokenized) if size else _words(lines)
             plain |= {sides[side]: made.plain() for side in group}
         _write(path, plain)

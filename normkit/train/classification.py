@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +22,7 @@ class Classification(Task):
         images, labels = self.data.train
         run = self.settings
 
-        def order(epoch: int) -> list[list[int]]:
+        def order(epoch: int) -> list[np.ndarray]:
             return batches_of([1] * len(labels), run.batch_tokens, bucketing=False, seed=run.seed, epoch=epoch)
 
         return iter(Batches(order, lambda items: _batch(images[items], labels[items]), start))

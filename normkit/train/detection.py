@@ -143,7 +143,7 @@ class Detection(Task):
         def epoch(number: int) -> list[Any]:
             ones = [1] * len(scenes)
             lists = batches_of(ones, run.batch_tokens, bucketing=run.bucketing, by=shapes, seed=run.seed, epoch=number)
-            return [[Item(number, at) for at in each] for each in lists]
+            return [[Item(number, at) for at in each.tolist()] for each in lists]
 
         return iter(Batches(epoch, list, start))
 

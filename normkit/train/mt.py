@@ -9,6 +9,7 @@ from normkit.train.table import Table
 from normkit.train.translation import Translation
 
 VALID_LINES = 1000  # of the validation split, for BLEU
+PART = 2**24  # subwords looked at together
 
 
 class MachineTranslation(Translation):
@@ -18,7 +19,8 @@ class MachineTranslation(Translation):
         super().__init__(run, model, data)
         self._references = [lines[1] for lines in data.lines("test")]
         if model.config.mask_logits:
-            model.allow(np.unique(data.train.target.flat))
+            flat = data.train.target.flat  # mapped from a file, and may be larger than memory
+            model.allow({n for at in range(0, len(flat), PART) for n in np.unique(flat[at : at + PART]).tolist()})
 
     def tables(self) -> tuple[Table, Table, Table]:
         """The splits; training pairs that are longer than the model's max_length are left out."""

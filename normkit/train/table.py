@@ -21,9 +21,9 @@ class Table:
 
     def __init__(self, source: Ragged, target: Ragged, rows: np.ndarray | None = None):
         self.source, self.target = source, target
-        self.rows = np.arange(len(source)) if rows is None else rows
+        self.rows = np.arange(len(source), dtype=np.int32) if rows is None else rows
         self.both = np.stack([source.sizes[self.rows], target.sizes[self.rows]], 1)
-        self.sizes = self.both.sum(1)
+        self.sizes = self.both.sum(1, dtype=np.int32)
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> "Table":

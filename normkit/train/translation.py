@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -113,7 +114,7 @@ class Translation(Task):
 
     def _search_by_batch(self) -> dict[str, float]:
         found, loss, tokens, trained = {}, 0.0, 0, self.model
-        for items in self._order(self._test, epoch=0):
+        for items in map(np.ndarray.tolist, self._order(self._test, epoch=0)):
             batch = self.on_device(self._test.batch(items))
             self.model = calibrate(trained, [batch], forward=self._forward)
             loss, tokens = loss + self.mean_loss([batch]) * batch.tokens, tokens + batch.tokens
@@ -121,7 +122,7 @@ class Translation(Task):
         self.model = trained
         return {"loss": loss / tokens, **self.rates(found)}
 
-    def _order(self, table: Table, epoch: int) -> list[list[int]]:
+    def _order(self, table: Table, epoch: int) -> list[np.ndarray]:
         run, by = self.settings, table.both
         return batches_of(table.sizes, run.batch_tokens, bucketing=run.bucketing, by=by, seed=run.seed, epoch=epoch)
 
