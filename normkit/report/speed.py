@@ -104,16 +104,24 @@ def ratios(rows: Rows, path: str | Path) -> Path:
 
 
 def bandwidth(rows: Rows, path: str | Path) -> Path:
-    """Fraction of a copy's bandwidth against channels, the best over numbers of rows; a panel a side and type."""
+    """Fraction of a copy's bandwidth against channels, the best over numbers of rows.
+
+    A line for each who computes it; a panel for each norm that several compute, and one for the rest, at each side and
+    type.
+    """
     path = canvas.checked(path)
     heads = list(dict.fromkeys((row["side"], row["dtype"]) for row in rows))
     runs = list(dict.fromkeys(row["run"] for row in rows))
+    norms = [run.partition(" ")[0] for run in runs]
+    groups: dict[str, list[str]] = {}
+    for norm, run in zip(norms, runs, strict=True):
+        groups.setdefault(norm if norms.count(norm) > 1 else "", []).append(run)
     with canvas.style():
-        figure = canvas.figure(4.4 * len(heads), 3.4)
-        for number, head in enumerate(heads):
-            axes = figure.add_subplot(1, len(heads), number + 1)
+        figure = canvas.figure(4.4 * len(heads), 3.0 * len(groups))
+        for number, (group, head) in enumerate((g, h) for g in groups.values() for h in heads):
+            axes = figure.add_subplot(len(groups), len(heads), number + 1)
             ends = []
-            for place, run in enumerate(runs):
+            for place, run in enumerate(group):
                 best: dict[int, float] = {}
                 for row in rows:
                     if (row["side"], row["dtype"]) == head and row["run"] == run:
@@ -124,8 +132,11 @@ def bandwidth(rows: Rows, path: str | Path) -> Path:
                     axes.plot(*zip(*line, strict=True), marker="o", markersize=3, **canvas.look(place))
                     ends.append((line[-1][1], run, canvas.look(place)))
             axes.set(title=" ".join(head), xscale="log", yscale="log", xlabel="channels")
-            axes.set_ylabel("fraction of a copy's bandwidth" if number == 0 else "")
-            axes.set_xticks(widths := sorted({int(row["channels"]) for row in rows}), [str(w) for w in widths])
+            axes.set_ylabel("fraction of a copy's bandwidth" if number % len(heads) == 0 else "")
+            widths: list[int] = []
+            for width in sorted({int(row["channels"]) for row in rows}):
+                widths += [width] if not widths or width > 1.4 * widths[-1] else []
+            axes.set_xticks(widths, [str(width) for width in widths])
             axes.minorticks_off()
             canvas.ticks(axes)
             canvas.label_ends(axes, ends)
