@@ -40,7 +40,7 @@ def scenes(count: int, seed: int = 0) -> tuple[dict, dict[str, bytes]]:
             ring = [float(v) for v in (x, y, x + w, y, x + w, y + h, x, y + h)]
             notes.append({"id": len(notes), "image_id": number, "category_id": kind, "bbox": box, "area": w * h,
                           "iscrowd": 0, "segmentation": [ring]})  # fmt: skip
-    return {"images": images, "annotations": notes, "categories": KINDS}, files
+    return {"images": images, "annotations": notes, "categories": [dict(kind) for kind in KINDS]}, files
 
 
 def write(folder: pathlib.Path, given: dict, files: dict[str, bytes], name: str, packed: bool = False) -> None:

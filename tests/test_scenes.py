@@ -3,14 +3,17 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import scene_files
 import torch
 from conftest import SHARED
 
-from normkit.data.coco import filled, read_scenes
+from normkit.data.coco import read_scenes
+from normkit.data.outlines import drawable, filled, run_lengths, unpacked
 from normkit.data.packed import Files, pixels
 from normkit.data.scenes import SCENE_SETS, find_scenes
+from normkit.train.precision import average_precision
 
 pytest.importorskip("PIL")
 pytest.importorskip("pycocotools")
@@ -81,6 +84,10 @@ PROBLEMS = {  # what is said: how to cause it
     "outlines that cannot be drawn": lambda told, files: _second(
         told["annotations"], bbox=[1, 2, 3, 3], segmentation=[[1.0, 2.0, 3.0]]
     ),
+    "boxes without area ": lambda told, files: _second(told["annotations"], bbox=[40.0, 5, 1e-9, 3]),
+    "outlines that cannot be drawn ": lambda told, files: _second(
+        told["annotations"], iscrowd=1, segmentation={"size": [88, 64], "counts": "PPPPPP04"}
+    ),
     "pictures listed twice": lambda told, files: told["images"].append(dict(told["images"][0])),
     "pictures of another size": lambda told, files: told["images"][0].update(width=81),
     "missing pictures": lambda told, files: files.pop("001.png"),
@@ -92,9 +99,10 @@ PROBLEMS = {  # what is said: how to cause it
 def test_what_is_wrong_is_counted_or_refused(what, tmp_path, given):
     told, files = copy.deepcopy(given)
     PROBLEMS[what](told, files)
+    more, what = list(PROBLEMS)[-3:], what.strip()
     found = read(tmp_path, told, files)
     assert found.counts[what] == 1
-    assert found.counts["pictures"] == (3 if what in list(PROBLEMS)[-3:] else 4)
+    assert found.counts["pictures"] == (3 if what in more else 4)
     assert "nan" not in json.dumps(found.truth).lower()
     with pytest.raises(ValueError, match=what) as error:
         read(tmp_path, told, files, "refuse")
@@ -119,6 +127,8 @@ CONTRADICTIONS = {
     "is of kind 55, which": lambda told: _second(told["annotations"], category_id=55),
     "no list 'categories'": lambda told: told.pop("categories"),
     "a row of 'images' has no height": lambda told: told["images"][1].pop("height"),
+    r"a row of 'images' has id = \[1\]; needs a whole number": lambda told: told["images"][1].update(id=[1]),
+    "a row of 'categories' has name = None; needs text": lambda told: told["categories"][0].update(name=None),
     "a row of 'annotations' has no bbox": lambda told: told["annotations"][0].pop("bbox"),
 }
 
@@ -131,12 +141,53 @@ def test_a_file_that_contradicts_itself_is_refused(said, tmp_path, given):
         read(tmp_path, told, files)
 
 
+def test_run_lengths_as_text_are_unpacked_as_pycocotools_packs_them():
+    from pycocotools import mask
+
+    chance = np.random.default_rng(0)
+    for share in (0.0, 0.02, 0.5, 1.0):
+        solid = chance.random((23, 40)) < share
+        solid[3:20, 1:5] |= share > 0
+        text = mask.encode(np.asfortranarray(solid.astype(np.uint8)))["counts"].decode()
+        ends = np.flatnonzero(np.diff(solid.T.flatten(), prepend=False, append=not solid.T.flatten()[-1]))
+        assert unpacked(text) == np.diff(ends, prepend=0).tolist()
+        assert drawable({"size": [23, 40], "counts": text}, 23, 40)
+        assert not drawable({"size": [23, 40], "counts": text[:-1]}, 23, 40)
+    assert unpacked("3 ") is None
+
+
+def test_whatever_is_given_can_be_scored_against(tmp_path, given):
+    """pycocotools raises an error, or ends the process, on outlines that are missing or wrong."""
+    told, files = given
+    first = told["annotations"][0]
+    told["annotations"] += [
+        {**first, "segmentation": [[1.0, 2.0, 3.0]]},
+        {**first, "segmentation": [[0, 0, 1e12, 0, 1e12, 1e12]]},
+        {**first, "segmentation": {"size": [60, 80], "counts": "abc"}},
+        {key: first[key] for key in first if key not in ("segmentation", "area")}
+        | {"iscrowd": 1, "bbox": [5, 5, 1e300, 9]},
+    ]
+    found = read(tmp_path, told, files)
+    assert (found.counts["outlines that cannot be drawn"], found.counts["crowds"]) == (3, 1)
+    answers = [
+        {"image_id": note["image_id"], "category_id": note["category_id"], "bbox": note["bbox"], "score": 1.0,
+         "segmentation": run_lengths(note["segmentation"], *size)}
+        for note in found.truth["annotations"] if not note["iscrowd"]
+        for size in [next((p["height"], p["width"]) for p in told["images"] if p["id"] == note["image_id"])]
+    ]  # fmt: skip
+    scores = average_precision(found.truth, answers, masks=True)
+    assert (scores["box_ap"], scores["mask_ap"]) == (pytest.approx(100), pytest.approx(100))
+
+
 def test_a_file_cut_short_and_one_of_which_nothing_is_left(tmp_path, given):
     told, files = given
     scene_files.write(tmp_path, told, files, "train")
     (tmp_path / "train.json").write_bytes((tmp_path / "train.json").read_bytes()[:-40])
     with pytest.raises(ValueError, match="cannot be read as JSON"):
         read_scenes(tmp_path / "train.json", Files(tmp_path / "images"))
+    (tmp_path / "damaged.json.xz").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"damaged.json.xz cannot be read as JSON"):
+        read_scenes(tmp_path / "damaged.json.xz", Files(tmp_path / "images"))
     with pytest.raises(ValueError, match="no picture that can be used; left out: 4 missing pictures"):
         read(tmp_path / "none", told, {})
 

@@ -7,7 +7,8 @@ annotation of a picture or a kind that it does not list) is always one.
 import collections
 import dataclasses
 import json
-import math
+import lzma
+import zlib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,10 +16,18 @@ import torch
 from torch import Tensor
 
 from normkit.data.lines import open_bytes
+from normkit.data.outlines import drawable, filled, finite
 from normkit.data.packed import Files, pixels, size_of
 
 Broken = Literal["skip", "refuse"]
 SLACK = 1.0  # pixels over the edge that are rounding
+LEAST = 0.01  # pixels that a box has at least along each side, so that its corners differ in float32
+KEYS: dict[str, dict[str, type]] = {
+    "images": {"id": int, "file_name": str, "height": int, "width": int},
+    "annotations": {"image_id": int, "category_id": int, "bbox": object},
+    "categories": {"id": int, "name": str},
+}
+"""What is read of each list of the JSON, and what it is there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Scenes:
-    """The scenes of a split; `truth` is COCO's JSON of these pictures, with all that was given, to score against."""
+    """The scenes of a split; `truth` is COCO's JSON of these pictures, to score against: all that pycocotools can read."""
 
     scenes: tuple[Scene, ...]
     files: Files
@@ -111,9 +120,9 @@ def read_scenes(path: str | Path, files: Files, broken: Broken = "skip", empty: 
         if note["image_id"] in of_picture:
             of_picture[note["image_id"]].append(note)
 
-    scenes = []
+    scenes, truth = [], []
     for number, picture in pictures.items():
-        boxes = _boxes(picture, of_picture[number], labels, problem, left_out)
+        boxes, told = _boxes(picture, of_picture[number], labels, problem, left_out)
         if not boxes and not empty:
             left_out["pictures without boxes"] += 1
             continue
@@ -121,38 +130,16 @@ def read_scenes(path: str | Path, files: Files, broken: Broken = "skip", empty: 
         classes = torch.tensor([box.label for box in boxes], dtype=torch.long)
         size = picture["height"], picture["width"]
         scenes.append(Scene(number, picture["file_name"], *size, corners, classes, tuple(b.outline for b in boxes)))
+        truth += told
     if not scenes:
         raise ValueError(f"{path} has no picture that can be used; left out: {_listed(left_out)}")
     counts = {"pictures": len(scenes), "boxes": sum(len(scene.labels) for scene in scenes), **sorted_counts(left_out)}
-    used = [scene.number for scene in scenes]
-    truth = {
-        "images": [pictures[number] for number in used],
-        "annotations": _numbered([note for number in used for note in of_picture[number]]),
+    whole = {
+        "images": [pictures[scene.number] for scene in scenes],
+        "annotations": [{**note, "id": at} for at, note in enumerate(truth, 1)],  # pycocotools takes 0 for "not found"
         "categories": given["categories"],
     }
-    return Scenes(tuple(scenes), files, kinds, counts, truth)
-
-
-def filled(outline: Any, height: int, width: int) -> Tensor:
-    """COCO's polygons or run lengths as a mask `[height, width]` of 0 and 1.
-
-    >>> filled([[0.0, 0, 2, 0, 2, 2, 0, 2]], 3, 4).sum()
-    tensor(4)
-    """
-    from pycocotools import mask
-
-    lengths: Any = run_lengths(outline, height, width)
-    return torch.from_numpy(mask.decode(lengths))
-
-
-def run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
-    """COCO's polygons or run lengths as compressed run lengths."""
-    from pycocotools import mask
-
-    tools: Any = mask
-    if isinstance(outline, list):
-        return tools.merge(tools.frPyObjects(outline, height, width))
-    return tools.frPyObjects(outline, height, width) if isinstance(outline["counts"], list) else outline
+    return Scenes(tuple(scenes), files, kinds, counts, whole)
 
 
 def sorted_counts(counts: dict[str, int]) -> dict[str, int]:
@@ -165,14 +152,9 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         with open_bytes(path) as file:
             given = json.load(file)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}; get it again") from None
-    wanted = {
-        "images": ("id", "file_name", "height", "width"),
-        "annotations": ("image_id", "category_id", "bbox"),
-        "categories": ("id", "name"),
-    }
-    for part, keys in wanted.items():
+    for part, keys in KEYS.items():
         rows = given.get(part) if isinstance(given, dict) else None
         if not isinstance(rows, list):
             raise ValueError(f"{path} is not COCO's JSON: it has no list {part!r}")
@@ -180,6 +162,12 @@ def _parsed(path: Path) -> dict[str, Any]:
             lacking = [key for key in keys if not isinstance(row, dict) or key not in row]
             if lacking:
                 raise ValueError(f"{path} is not COCO's JSON: a row of {part!r} has no {', '.join(lacking)}")
+            for key, kind in keys.items():
+                if not isinstance(row[key], kind):
+                    what = "a whole number" if kind is int else "text"
+                    raise ValueError(
+                        f"{path} is not COCO's JSON: a row of {part!r} has {key} = {row[key]!r}; needs {what}"
+                    )
     return given
 
 
@@ -200,72 +188,52 @@ def _unusable(picture: dict[str, Any], files: Files) -> tuple[str, str] | None:
 
 def _boxes(
     picture: dict[str, Any], notes: list[dict[str, Any]], labels: dict[int, int], problem: Any, out: Any
-) -> list:
-    """The boxes of a picture that can be used."""
+) -> tuple[list[_Box], list[dict[str, Any]]]:
+    """The boxes of a picture that can be used, and the annotations that can be scored against."""
     found: dict[tuple, _Box] = {}
+    told = []
     width, height = picture["width"], picture["height"]
     for note in notes:
         where = f"annotation {note.get('id')} of {picture['file_name']}"
-        if note.get("iscrowd"):
-            out["crowds"] += 1
-            continue
         box = note["bbox"]
         if not _four(box):
             problem("boxes that are not four numbers", f"{where} has {box}")
             continue
+        if not drawable(note.get("segmentation"), height, width):
+            problem("outlines that cannot be drawn", where)
+            continue
+        told.append(_scored(note, width, height))
+        if note.get("iscrowd"):
+            out["crowds"] += 1
+            continue
         x, y, w, h = box
         corners = max(x, 0.0), max(y, 0.0), min(x + w, width), min(y + h, height)
         over = max(-x, -y, x + w - width, y + h - height)
-        if w <= 0 or h <= 0:
+        if w < LEAST or h < LEAST:
             problem("boxes without area", f"{where} is {w} x {h}")
-        elif corners[2] <= corners[0] or corners[3] <= corners[1]:
+        elif corners[2] - corners[0] < LEAST or corners[3] - corners[1] < LEAST:
             problem("boxes outside their picture", f"{where} is at {box} of {width} x {height}")
         elif (key := (*corners, note["category_id"])) in found:
             problem("boxes given twice", f"{where} repeats {box}")
-        elif not _drawable(note.get("segmentation"), height, width):
-            problem("outlines that cannot be drawn", where)
         else:
             if over > SLACK:
                 problem("boxes cut at the edge", f"{where} is at {box} of {width} x {height}")
-            found[key] = _Box(corners, labels[note["category_id"]], note.get("segmentation"))
-    return list(found.values())
+            found[key] = _Box(corners, labels[note["category_id"]], note.get("segmentation") or None)
+    return list(found.values()), told
 
 
-def _numbered(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Annotations with all that pycocotools reads, numbered from 1: it takes number 0 for "found nothing"."""
-    usable = [note for note in notes if _four(note["bbox"])]
-    return [
-        {"iscrowd": 0, "area": note["bbox"][2] * note["bbox"][3], **note, "id": number}
-        for number, note in enumerate(usable, 1)
-    ]
+def _scored(note: dict[str, Any], width: int, height: int) -> dict[str, Any]:
+    """An annotation as it was given, with all that pycocotools reads; a crowd's outline may be lacking."""
+    x, y, w, h = note["bbox"]
+    area = note["area"] if finite(note.get("area")) else w * h
+    left, right = (min(max(at, 0), width) for at in (x, x + w))
+    top, bottom = (min(max(at, 0), height) for at in (y, y + h))
+    outline = note.get("segmentation") or [[left, top, right, top, right, bottom, left, bottom]]
+    return {**note, "iscrowd": int(bool(note.get("iscrowd"))), "area": area, "segmentation": outline}
 
 
 def _four(box: object) -> bool:
-    return isinstance(box, list) and len(box) == 4 and all(map(_finite, box))
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _drawable(outline: Any, height: int, width: int) -> bool:
-    """Whether an outline is COCO's: polygons of three points or more, or run lengths of this size; or is absent."""
-    if outline is None:
-        return True
-    if isinstance(outline, list):
-        return bool(outline) and all(
-            isinstance(ring, list) and len(ring) >= 6 and len(ring) % 2 == 0 and all(map(_finite, ring))
-            for ring in outline
-        )
-    return isinstance(outline, dict) and list(outline.get("size", ())) == [height, width] and _runs(outline)
-
-
-def _runs(outline: dict[str, Any]) -> bool:
-    counts = outline.get("counts")
-    if isinstance(counts, list):
-        height, width = outline["size"]
-        return all(isinstance(n, int) and n >= 0 for n in counts) and sum(counts) == height * width
-    return isinstance(counts, str | bytes)
+    return isinstance(box, list) and len(box) == 4 and all(map(finite, box))
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -1,0 +1,89 @@
+"""Outlines of things as COCO writes them, polygons or run lengths: whether they can be drawn, and drawn."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def filled(outline: Any, height: int, width: int) -> Tensor:
+    """COCO's polygons or run lengths as a mask `[height, width]` of 0 and 1.
+
+    >>> filled([[0.0, 0, 2, 0, 2, 2, 0, 2]], 3, 4).sum()
+    tensor(4)
+    """
+    from pycocotools import mask
+
+    lengths: Any = run_lengths(outline, height, width)
+    return torch.from_numpy(mask.decode(lengths))
+
+
+def run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
+    """COCO's polygons or run lengths as compressed run lengths."""
+    from pycocotools import mask
+
+    tools: Any = mask
+    if isinstance(outline, list):
+        return tools.merge(tools.frPyObjects(outline, height, width))
+    return tools.frPyObjects(outline, height, width) if isinstance(outline["counts"], list) else outline
+
+
+def drawable(outline: Any, height: int, width: int) -> bool:
+    """Whether an outline is COCO's: polygons of three points or more near the picture, or run lengths of its size.
+
+    One that is absent or empty is no mistake. What is not drawable must not reach pycocotools, which trusts it: it may
+    end the process.
+    """
+    if not outline:
+        return True
+    if isinstance(outline, list):
+        far = 2 * max(height, width)
+        return all(
+            isinstance(ring, list)
+            and len(ring) >= 6
+            and len(ring) % 2 == 0
+            and all(finite(at) and abs(at) <= far for at in ring)
+            for ring in outline
+        )
+    return isinstance(outline, dict) and outline.get("size") == [height, width] and _runs(outline)
+
+
+def _runs(outline: dict[str, Any]) -> bool:
+    """Whether run lengths, plain or as text, are those of a picture of their size."""
+    height, width = outline["size"]
+    counts = outline.get("counts")
+    counts = unpacked(counts) if isinstance(counts, str) else counts
+    return (
+        isinstance(counts, list)
+        and all(isinstance(n, int) and n >= 0 for n in counts)
+        and sum(counts) == height * width
+    )
+
+
+def unpacked(text: str) -> list[int] | None:
+    """COCO's run lengths from their text, five bits a character, from the fourth on what is added to the last but one.
+
+    None where the text is none.
+
+    >>> unpacked("3260")
+    [3, 2, 6, 2]
+    """
+    counts: list[int] = []
+    value = shift = 0
+    for character in text:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64:
+            return None
+        value |= (bits & 31) << shift
+        shift += 5
+        if not bits & 32:
+            value -= (bits & 16) << (shift - 4)  # the sign
+            counts.append(value + counts[-2] if len(counts) > 2 else value)
+            value = shift = 0
+    return counts if not shift else None
+
+
+def finite(value: object) -> bool:
+    """Whether a value of JSON is a number, and not nan or inf."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
