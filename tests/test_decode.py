@@ -40,17 +40,17 @@ def log_p(model: Seq2Seq, source: torch.Tensor, sequence: tuple[int, ...]) -> fl
     return float(scores.log_softmax(-1).double()[range(len(sequence)), list(sequence)].sum())
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(("penalty", "offset"), [(0.0, 5), (0.6, 5), (1.0, 5), (1.0, 0)])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_beam_that_holds_everything_finds_the_best(penalty, seed):
+def test_a_beam_that_holds_everything_finds_the_best(penalty, offset, seed):
     torch.manual_seed(seed)
     model = Seq2Seq(SMALL, 10, 6).eval()  # the end, unknown and two words: 3 ** n ways on
     source, longest = SOURCE[:1], 4
     words = [3, 4, 5]
     ended = [(*body, EOS) for n in range(longest) for body in itertools.product(words, repeat=n)]
-    value = {s: log_p(model, source, s) / ((5 + len(s)) / 6) ** penalty for s in ended}
+    value = {s: log_p(model, source, s) / ((offset + len(s)) / (offset + 1)) ** penalty for s in ended}
     best = max(value, key=value.__getitem__)
-    found = beam(model, source, 100, penalty, longest)
+    found = beam(model, source, 100, penalty, longest, offset)
     assert found.sequences[0] == list(best[:-1])
     assert found.scores[0] == pytest.approx(value[best], abs=1e-4)
 
@@ -117,7 +117,7 @@ def test_stops_when_all_have_ended():
 def test_bad_widths_and_lengths_are_refused():
     with pytest.raises(ValueError, match="width must be at least 1"):
         beam(seq2seq(), MANY, 0)
-    with pytest.raises(ValueError, match="length_penalty must be at least 0"):
+    with pytest.raises(ValueError, match=r"length_penalty and length_offset must be at least 0; got -1\.0"):
         beam(seq2seq(), MANY, 2, -1.0)
     with pytest.raises(ValueError, match="max_length must be at least 1"):
         greedy(seq2seq(), MANY, 0)

@@ -237,7 +237,7 @@ def test_recipes_on_corpora_build_their_models(name):
     assert run.name == name
     small = dataclasses.replace(run.model, width=16, hidden=8, heads=1, depth=1)
     with torch.device("meta"):
-        model = DecoderLM(small, 50) if run.task == "lm" else Seq2Seq(small, 50, 50)
+        model = DecoderLM(small, 267_735) if run.task == "lm" else Seq2Seq(small, 50, 50)
     assert any(isinstance(module, normkit.LayerNorm) for module in model.modules())
     assert run.task in TASKS
     assert run.context <= run.model.max_length

@@ -178,6 +178,12 @@ def test_the_papers_settings_at_paper_scale():
     ):
         assert cell.run.warmup == warmup
         assert cell.run.lr == pytest.approx((512 * warmup) ** -0.5), "Eq. 7 with lambda 1"
+    synced = {cell.run.data: cell.run for cell in expand(STUDIES["pn.table1"], "paper", ["Pre-Norm BN"])}["wmt14.en-de"]
+    assert (synced.model.norm, synced.accumulate * synced.devices) == ("batch(sync=True)", 128)
+    fixed = expand(STUDIES["tears.table7"], "paper", ["ScaleNorm (g = √d) + FixNorm"])[0].run
+    assert (fixed.model.norm_at, fixed.stop_lr) == ({"decoder.final_norm": "scale"}, 1e-6)
+    (text,) = [cell.run for cell in expand(STUDIES["pn.table2"], "paper", ["power"]) if cell.run.data == "wikitext-103"]
+    assert (text.model.depth, text.context, text.model.adaptive) == (6, 80, (20_000, 40_000, 200_000))
     for cell in expand(STUDIES["pn.figure5"], "paper"):
         assert cell.run.batch_tokens * cell.run.accumulate == pytest.approx(pn.batch_tokens, abs=4)
 

@@ -40,6 +40,9 @@ WMT14_DE: Bases = {  # Tears, Appendix C
             "clip": 1.0,
             "batch_tokens": 15_000,  # about 8192 of the longer side
             "accumulate": 10,
+            "steps": 66_000,  # about 40 epochs
+            "valid_every": 1650,
+            "checkpoint_every": 1650,
             "patience": 0,
         },
     )
@@ -75,7 +78,7 @@ PTB: Bases = {
     "paper": Base("ptb", "lm_ptb_core1"),
 }
 WIKITEXT2: Bases = {"pocket": Base("wikitext-2", "lm_wikitext2")}
-WIKITEXT103: Bases = {}
+WIKITEXT103: Bases = {"paper": Base("wikitext-103", "lm_wikitext103")}
 
 CIFAR10: Bases = {
     "pocket": Base("cifar10", "cifar10_tiny_vit"),

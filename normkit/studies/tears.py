@@ -6,7 +6,10 @@ from normkit.studies.study import Column, Row, Study, Times
 POST, PRE = {"model.placement": "post"}, {"model.placement": "pre"}
 XAVIER, SMALL = {"model.init": "xavier"}, {"model.init": "small"}
 LAYER, SCALE, RMS = ({"model.norm": norm} for norm in ("layer", "scale", "rms"))
-FIXED_G = {"model.norm": "scale(learn=False)"}
+FIXED_G = {
+    "model.norm": "scale(learn=False)",
+    "model.norm_at": {"decoder.final_norm": "scale"},
+}  # FixNorm's g is learned
 PLAIN, FIX = {"model.fixnorm": False}, {"model.fixnorm": True}
 
 # Eq. 7: the peak is lambda / sqrt(d * warmup), so that half the warm-up has sqrt(2) times the peak

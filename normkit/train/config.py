@@ -161,7 +161,9 @@ class Run:
     beam: int = 4
     """Hypotheses of beam search."""
     length_penalty: float = 0.6
-    """Exponent of beam search's length penalty, ((5 + length) / 6) ** length_penalty."""
+    """Exponent of beam search's length penalty, ((offset + length) / (offset + 1)) ** length_penalty."""
+    length_offset: float = 5.0
+    """That offset: 5 as Wu et al. 2016, 0 as fairseq."""
     test_items: int = 2000
     """Test items that sequences are searched for, evenly spread over the test split; 0 takes all."""
     threads: int | None = None
@@ -177,7 +179,8 @@ class Run:
         for field, minimum in least.items():
             _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")
         _require(self.lr > 0, "lr", self.lr, "above 0")
-        for field in ("clip", "eps", "warmup_start", "stop_lr", "length_penalty", "floor_lr", "body_lr"):
+        not_below_0 = "clip eps warmup_start stop_lr length_penalty length_offset floor_lr body_lr"
+        for field in not_below_0.split():
             _require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
         for field in ("ema", "momentum"):
             _require(0 <= getattr(self, field) < 1, field, getattr(self, field), "at least 0 and below 1")

@@ -47,19 +47,25 @@ def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Fou
 
 @torch.no_grad()
 def beam(
-    model: Seq2Seq, source: Tensor, width: int = 4, length_penalty: float = 0.6, max_length: int | Tensor = 64
+    model: Seq2Seq,
+    source: Tensor,
+    width: int = 4,
+    length_penalty: float = 0.6,
+    max_length: int | Tensor = 64,
+    length_offset: float = 5.0,
 ) -> Found:
-    """The best of `width` hypotheses kept at every step, by `log p / ((5 + length) / 6) ** length_penalty`.
+    """The best of `width` hypotheses kept at every step, by `log p / penalty(length)`.
 
-    The length penalty is Wu et al. 2016, Eq. 14, over all symbols with the end; 0 compares plain probabilities. A
-    sentence is done, and leaves the batch, when no hypothesis alive can still beat its best finished one; when none
+    The penalty is `((offset + length) / (offset + 1)) ** length_penalty`, over all symbols with the end: with offset 5
+    that of Wu et al. 2016, Eq. 14, with 0 fairseq's; `length_penalty=0` compares plain probabilities. A sentence
+    is done, and leaves the batch, when no hypothesis alive can still beat its best finished one; when none
     has ended within `max_length`, the best one alive counts as it stands. `source` and `max_length` are those of
     `greedy`. ValueError for a width or a limit below 1, or a penalty below 0.
     """
     if width < 1:
         raise ValueError(f"beam width must be at least 1; got {width}")
-    if length_penalty < 0:
-        raise ValueError(f"length_penalty must be at least 0; got {length_penalty}")
+    if length_penalty < 0 or length_offset < 0:
+        raise ValueError(f"length_penalty and length_offset must be at least 0; got {length_penalty}, {length_offset}")
     limit, found = _prepare(max_length, source)
     memory, real = model.encode(source)
     best = torch.full((len(source),), -torch.inf, device=source.device, dtype=torch.float64)
@@ -76,7 +82,7 @@ def beam(
         parent, symbol = index // words, index % words
         grown = torch.cat([_take(history, parent), symbol[..., None]], 2)
 
-        penalty = ((5 + step + 1) / 6) ** length_penalty
+        penalty = ((length_offset + step + 1) / (length_offset + 1)) ** length_penalty
         ends = symbol == EOS
         value, at = (scores.where(ends, -torch.inf)[:, :width] / penalty).max(1)
         _note(found, best, growing, grown[range(len(at)), at, 1:], value)
@@ -88,7 +94,7 @@ def beam(
         _note(found, best, growing, history[:, 0, 1:], unended)
 
         # log p only falls from here on, and the penalty is largest at the limit
-        hope = scores[:, 0] / ((5 + limit[growing].double()) / 6) ** length_penalty
+        hope = scores[:, 0] / ((length_offset + limit[growing].double()) / (length_offset + 1)) ** length_penalty
         rows = (~full & (hope > best[growing])).nonzero().flatten()
         if not len(rows):
             break

@@ -98,7 +98,8 @@ class Translation(Task):
 
     def beam(self, model: Any, source: Tensor, limit: Tensor) -> Any:
         """Beam search as the run says."""
-        return beam(model, source, self.settings.beam, self.settings.length_penalty, limit)
+        run = self.settings
+        return beam(model, source, run.beam, run.length_penalty, limit, run.length_offset)
 
     def search(self, find: Callable, items: list[int], table: Table | None = None) -> list[list[str]]:
         """What the model makes of items, of the test split unless said otherwise."""
