@@ -156,11 +156,21 @@ def test_a_picture_that_does_not_decode_is_replaced_counted_or_refused(tmp_path)
     broken = (folder / "images" / "002.png").read_bytes()
     (folder / "images" / "002.png").write_bytes(broken[:200] + bytes(40) + broken[240:])
     samples = Samples(data.train, masks=False, augment=Augmentation(TINY))
-    assert torch.equal(samples[Item(0, 1)][1]["labels"], data.train.scenes[2].labels)
-    assert int(samples.undecoded) == 1
-    assert Samples(data.train, masks=False, augment=None)[Item(0, 1)] is None
-    refused = Samples(data.train, masks=False, augment=None, broken="refuse")[Item(0, 1)]
-    assert "002.png cannot be read" in refused
+    (_, target), said = samples[Item(0, 1)]
+    assert torch.equal(target["labels"], data.train.scenes[2].labels)
+    assert len(said) == 1
+    assert "002.png cannot be read" in said[0]
+    assert Samples(data.train, masks=False, augment=None)[Item(0, 1)] == (None, said)
+    run = dataclasses.replace(RUN, data=str(folder), valid_every=0, workers=1)
+    assert train(run, tmp_path / "run")["data"]["broken"] == {"count": 1, "first": said}, (
+        "once, however often it is met"
+    )
+    with pytest.raises(ValueError, match=r"002.png cannot be read.*; mend or remove it, or --broken skip"):
+        train(dataclasses.replace(run, broken="refuse", workers=0), tmp_path / "other")
+    for path in (folder / "images").iterdir():
+        path.write_bytes(path.read_bytes()[:200] + bytes(40) + path.read_bytes()[240:])
+    with pytest.raises(ValueError, match="none of a batch's pictures can be read"):
+        train(run, tmp_path / "none")
 
 
 @pytest.mark.parametrize("bucketing", [False, True])
@@ -218,7 +228,8 @@ def test_every_recipe_runs_two_steps(name, tmp_path, monkeypatch):
         assert score["n"] == 6
         assert {"box_ap", "loss_objectness"} <= set(score)
         assert ("mask_ap" in score) == own.masks
-    assert result["data"]["train"] == {"pictures": 6, "boxes": result["data"]["train"]["boxes"], "undecoded": 0}
+    assert result["data"]["train"] == {"pictures": 6, "boxes": result["data"]["train"]["boxes"]}
+    assert "broken" not in result["data"]
     assert result["data"]["operators"]
 
 

@@ -39,13 +39,13 @@ class Detection(Task):
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Random pictures, `batch_tokens` of them, of about one shape with bucketing."""
-        return load_batches(self.samples, self._order(start), self.settings.workers)
+        return self.read(load_batches(self.samples, self._order(start), self.settings.workers))
 
     def train_dataloader(self) -> Iterator[Batch]:
         """The batches of this process: of several, each reads every so many."""
         ranks, rank = self.trainer.world_size, self.trainer.global_rank
         order = itertools.islice(self._order(self.start * ranks + rank), 0, None, ranks)
-        return load_batches(self.samples, order, self.settings.workers)
+        return self.read(load_batches(self.samples, order, self.settings.workers))
 
     def groups(self) -> list[dict[str, Any]]:
         """As other tasks, and Swin's tables of relative positions do not decay either, as upstream trains it."""
@@ -72,9 +72,10 @@ class Detection(Task):
         """What the run was trained on, what was left out of that, and whose operators computed."""
         return {
             "name": self.data.name,
-            "train": self.data.train.counts | {"undecoded": int(self.samples.undecoded)},
+            "train": self.data.train.counts,
             "test": self.data.test.counts,
             "operators": torchvision_operators(),
+            **self.broken_facts(),
         }
 
     def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
@@ -108,10 +109,9 @@ class Detection(Task):
         order = [items[at : at + TOGETHER] for at in range(0, len(items), TOGETHER)]
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(0)  # which boxes the heads' losses are computed of
-            for each in load_batches(self._samples(scenes, None), order, self.settings.workers):
+            batches = load_batches(self._samples(scenes, None), order, self.settings.workers)
+            for each in self.read(batches, endless=False):
                 batch = self.on_device(each)
-                if not batch.words:
-                    continue
                 pictures, targets = batch.tensors
                 _prepare_losses(self.model)
                 for part, loss in self.losses(batch).items():
@@ -132,8 +132,7 @@ class Detection(Task):
         return model.backbone(model.transform(pictures)[0].tensors)
 
     def _samples(self, scenes: Scenes, augment: Augmentation | None) -> Samples:
-        run = self.settings
-        return Samples(scenes, masks=self.detector.masks, augment=augment, seed=run.seed, broken=run.broken)
+        return Samples(scenes, masks=self.detector.masks, augment=augment, seed=self.settings.seed)
 
     def _order(self, start: int) -> Iterator[list[Item]]:
         """Which pictures go together, from the `start`-th batch on."""

@@ -59,7 +59,6 @@ class ImageClassification(Task):
     def __init__(self, run: Run, model: nn.Module, data: Album):
         super().__init__(run, model, data)
         self.views = Views(run.images, data, run.model.image_size)
-        self.broken: set[str] = set()
         self.classes = len(data.vocabularies["classes"].plain())
         if run.weights:
             self.anew = start_from(run.weights, model, self.classes)
@@ -103,13 +102,8 @@ class ImageClassification(Task):
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # else its iterator draws from the one that dropout draws from
         )
-        for images, labels, broken in loader:
-            if broken and self.settings.broken == "refuse":
-                raise ValueError(f"{broken[0]}; mend or remove it, or --broken skip")
-            self.broken.update(broken)
-            if not len(labels):
-                raise ValueError(f"none of a batch's pictures can be read; the first: {broken[0]}")
-            yield Batch((images, labels), len(labels), len(labels))
+        found = ((Batch((images, labels), len(labels), len(labels)), broken) for images, labels, broken in loader)
+        return self.read(found, endless=seed is not None)
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Cross-entropy of the classes, or of their shares where pictures are mixed."""
@@ -194,6 +188,8 @@ class ImageClassification(Task):
             for metric in metrics.values():
                 metric.update(logits, labels)
         model.train(was)
+        if not seen:
+            raise ValueError(f"none of the {count:,} pictures to score can be read; the first: {min(self.broken)}")
         shares = {name: round(float(metric.compute()), 6) for name, metric in metrics.items()}  # those are float32
         found = {"loss": total / seen, **{name: 100 * share for name, share in shares.items()}, "n": seen}
         share = shares["accuracy"]
@@ -207,14 +203,4 @@ class ImageClassification(Task):
             facts["weights"] = {"from": self.settings.weights, "begun_anew": self.anew}
         if self.data.notes:
             facts["notes"] = list(self.data.notes)
-        if self.broken:
-            facts["broken"] = {"count": len(self.broken), "first": sorted(self.broken)[:5]}
-        return facts
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A resumed run knows what could not be read before."""
-        checkpoint["broken"] = sorted(self.broken)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """What `on_save_checkpoint` gave."""
-        self.broken.update(checkpoint["broken"])
+        return facts | self.broken_facts()

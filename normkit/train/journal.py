@@ -15,6 +15,7 @@ from normkit.report.settings import PICTURES
 from normkit.train.checkpoints import checkpoint_path, checkpoints
 from normkit.train.config import Run
 from normkit.train.lit import lightning
+from normkit.train.parallel import gathered
 from normkit.train.progress import Progress
 from normkit.train.rank import rank
 from normkit.train.schedules import ValidationDecay
@@ -151,7 +152,7 @@ class Journal(lightning.Callback):
         first = self.step - len(losses) // self.run.accumulate + 1
         self._losses.clear()
         if trainer.world_size > 1:  # all processes must stop at once
-            losses = [max(each, key=lambda x: not math.isfinite(x)) for each in zip(*_gathered(losses), strict=True)]
+            losses = [max(each, key=lambda x: not math.isfinite(x)) for each in zip(*gathered(losses), strict=True)]
         bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
         mean = sum(losses) / len(losses)
         if self._recorder is not None:
@@ -217,13 +218,6 @@ class Journal(lightning.Callback):
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
-
-
-def _gathered(losses: list[float]) -> list[list[float]]:
-    """The losses of all processes."""
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, losses)
-    return every
 
 
 def _due(step: int, every: int) -> bool:

@@ -8,6 +8,7 @@ batch, or with `sync=True` in their spec from those of all; the first process' a
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from normkit.models.blocks import Layer
@@ -26,6 +27,15 @@ def strategy(run: Run) -> Any:
             data_parallel_size=run.devices * run.nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each process has; all must ask. That of this one alone where it is the only one."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, value)
+    return every
 
 
 def shard(model: nn.Module, mesh: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from normkit.data.coco import Broken, Scenes
+from normkit.data.coco import Scenes
 from normkit.models.detection import Detector
 from normkit.models.torchvision_ops import load_torchvision
 from normkit.train.task import Batch
@@ -25,33 +25,24 @@ class Item(NamedTuple):
 class Samples(Dataset):
     """Pictures and targets by number, augmented by chance that hangs on seed, epoch and number alone.
 
-    A picture whose pixels cannot be decoded is counted, and the next one stands in; without augmentation, for scoring,
-    there is None in its place. With `broken="refuse"` what is wrong with it comes there, as text: an error would lose
-    its words between processes.
+    With each comes what is wrong with pictures whose pixels cannot be decoded. The next one stands in for such a
+    picture; without augmentation, for scoring, None does.
     """
 
-    def __init__(
-        self, scenes: Scenes, *, masks: bool, augment: Callable | None, seed: int = 0, broken: Broken = "skip"
-    ):
-        self.scenes, self.masks, self.augment, self.seed, self.broken = scenes, masks, augment, seed, broken
-        self.undecoded = torch.zeros(1, dtype=torch.long).share_memory_()
+    def __init__(self, scenes: Scenes, *, masks: bool, augment: Callable | None, seed: int = 0):
+        self.scenes, self.masks, self.augment, self.seed = scenes, masks, augment, seed
 
-    def __getitem__(self, item: Item) -> tuple[torch.Tensor, Target] | str | None:
-        why = ""
-        for further in range(len(self.scenes)):
+    def __getitem__(self, item: Item) -> tuple[tuple[torch.Tensor, Target] | None, list[str]]:
+        broken: list[str] = []
+        for further in range(len(self.scenes) if self.augment is not None else 1):
             index = (item.at + further) % len(self.scenes)
             try:
                 picture = self.scenes.picture(index)
             except ValueError as error:
-                why = str(error)
-                if self.broken == "refuse":
-                    return f"{why}; broken=skip leaves such out and counts them"
-                self.undecoded += 1
-                if self.augment is None:
-                    return None
+                broken.append(str(error))
                 continue
-            return self._shown(picture, index, item)
-        return f"no picture can be read; {why}"
+            return self._shown(picture, index, item), broken
+        return None, broken
 
     def _shown(self, picture: torch.Tensor, index: int, item: Item) -> tuple[torch.Tensor, Target]:
         scene = self.scenes.scenes[index]
@@ -111,24 +102,18 @@ class Augmentation:
         return functional.crop(picture, *window), {**target, **parts}
 
 
-def load_batches(samples: Samples, order: Iterable[list[Item]], workers: int) -> Iterator[Batch]:
-    """Batches of samples in that order; ValueError where a picture is broken and shall not be."""
+def load_batches(samples: Samples, order: Iterable[list[Item]], workers: int) -> Iterator[tuple[Batch, list[str]]]:
+    """Batches of samples in that order, each with what is wrong with pictures that are not in it."""
     chance: Any = {"generator": torch.Generator()}  # so that it draws nothing from the run's own
     loader = DataLoader(samples, batch_sampler=order, num_workers=workers, collate_fn=_together, **chance)  # type: ignore[arg-type]
-    for batch in loader:
-        if isinstance(batch, str):
-            raise ValueError(batch)
-        yield batch
+    return iter(loader)
 
 
-def _together(samples: list[tuple[torch.Tensor, Target] | str | None]) -> Batch | str:
+def _together(samples: list[tuple[tuple[torch.Tensor, Target] | None, list[str]]]) -> tuple[Batch, list[str]]:
     """Pictures and targets as lists: sizes differ."""
     pictures, targets = [], []
-    for sample in samples:
-        if isinstance(sample, str):
-            return sample
-        if sample is None:
-            continue
-        pictures.append(sample[0])
-        targets.append(sample[1])
-    return Batch((pictures, targets), len(pictures), len(pictures))
+    for sample, _ in samples:
+        if sample is not None:
+            pictures.append(sample[0])
+            targets.append(sample[1])
+    return Batch((pictures, targets), len(pictures), len(pictures)), [why for _, broken in samples for why in broken]

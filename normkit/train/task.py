@@ -1,7 +1,7 @@
 """What every kind of training has in common: the optimizer, the schedule, and the questions a run asks."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from normkit.norms import StatNorm
 from normkit.train.config import Run
 from normkit.train.lit import lightning
-from normkit.train.parallel import shard
+from normkit.train.parallel import gathered, shard
 from normkit.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine, steps_down
 
 
@@ -29,6 +29,7 @@ class Task(lightning.LightningModule):
         super().__init__()
         self.settings, self.model, self.data = run, model, data
         self.outputs: dict[str, list[str]] = {}  # lines made of the test split, by kind of score
+        self.broken: set[str] = set()  # pictures that could not be read, and why
         self.start = 0  # batches that each process has seen
 
     def batches(self, start: int) -> Iterator[Batch]:
@@ -99,6 +100,37 @@ class Task(lightning.LightningModule):
                 nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A resumed run knows what could not be read before."""
+        self.on_train_end()
+        checkpoint["broken"] = sorted(self.broken)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What `on_save_checkpoint` gave."""
+        self.broken.update(checkpoint.get("broken", ()))
+
+    def on_train_end(self) -> None:
+        """Tell each other what could not be read."""
+        self.broken = set().union(*gathered(self.broken))
+
+    def read(self, found: Iterable[tuple[Batch, list[str]]], endless: bool = True) -> Iterator[Batch]:
+        """Batches that come with what could not be read for them: it is noted, or where the run says so an error.
+
+        A batch of which nothing is left is skipped, or where batches have no end, and so might never come, an error.
+        """
+        for batch, broken in found:
+            if broken and self.settings.broken == "refuse":
+                raise ValueError(f"{broken[0]}; mend or remove it, or --broken skip")
+            self.broken.update(broken)
+            if batch.words:
+                yield batch
+            elif endless:
+                raise ValueError(f"none of a batch's pictures can be read; the first: {broken[0]}")
+
+    def broken_facts(self) -> dict[str, object]:
+        """How many pictures could not be read, and the first of them; nothing where all could."""
+        return {"broken": {"count": len(self.broken), "first": sorted(self.broken)[:5]}} if self.broken else {}
 
     def settle(self) -> None:
         """What becomes of the model when training has ended, before it is saved and scored: nothing."""
