@@ -142,6 +142,24 @@ def test_shards_that_cannot_be_used(tmp_path):
         Rows([tmp_path / "d.parquet"])
 
 
+def test_a_test_split_without_classes_is_not_scored(tmp_path):
+    """As that of ImageNet in Parquet, whose classes are secret."""
+    made.write_parquet(tmp_path / "train-0.parquet", made.files(9))
+    made.write_parquet(tmp_path / "validation-0.parquet", made.files(6))
+    made.write_parquet(tmp_path / "test-0.parquet", [(key, content, -1) for key, content, _ in made.files(5)])
+    said: list[str] = []
+    album = read_images(str(tmp_path), refuse=True, tell=said.append)
+    assert len(album.test.labels) == len(album.valid.labels) == 6
+    assert said[0].endswith("has no classes, that of validation is scored")
+    made.write_parquet(tmp_path / "test-0.parquet", [("a", b"", -1), ("b", b"", 0)])
+    with pytest.raises(ValueError, match=r"the test split of .* has a class -1; classes are numbered from 0"):
+        read_images(str(tmp_path))
+    for label in ("dog", None):
+        made.write_parquet(tmp_path / "test-0.parquet", [("a", b"", label), ("b", b"", label and "cat")])
+        with pytest.raises(ValueError, match=r"test-0.parquet does not say a class in every row"):
+            read_images(str(tmp_path))
+
+
 def test_the_figures_of_a_named_data_set_are_checked(tmp_path, monkeypatch):
     made.write_folder(tmp_path / "imagenet")
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))

@@ -197,6 +197,13 @@ def test_a_run_ends_with_the_average_and_resumes_to_the_same_bits(folder, tmp_pa
         assert torch.equal(value, again[name]), f"{name} after resuming"
 
 
+def test_settings_of_pictures_are_refused_elsewhere():
+    with pytest.raises(ValueError, match=r"ema must be left out for task detection; it is of images; got 0.9"):
+        Run(name="x", task="detection", data="coco", steps=1, ema=0.9)
+    with pytest.raises(ValueError, match=r"weights must be left out for task mt; it is of images and detection"):
+        Run(name="x", task="mt", data="iwslt14.de-en", steps=1, weights="runs/old")
+
+
 # -- fine-tuning -----------------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Scenes:
-    """The scenes of a split; `truth` is COCO's JSON of these pictures, to score against: all that pycocotools can read."""
+    """The scenes of a split; `truth` is COCO's JSON of these pictures, to score against, as pycocotools reads it."""
 
     scenes: tuple[Scene, ...]
     files: Files

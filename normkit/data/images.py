@@ -9,7 +9,8 @@ A folder of one's own, and ImageNet's, hold their splits in one of three forms:
 | Parquet | *train*.parquet: columns image (bytes) and label | *val*.parquet |
 
 Shards lie in the folder itself or in its `data`, `train`, `val`. A split "test" beside "val" is the test split, and
-"val" then the one that training looks at.
+"val" then the one that training looks at; unless all classes of "test" are below 0, as in ImageNet's, where they are
+secret.
 """
 
 import dataclasses
@@ -105,6 +106,9 @@ def _read_folder(folder: Path, refuse: bool, tell: Tell) -> tuple[Splits, list[s
                 splits[split] = Files(folder / name, classes)
             if split in splits:
                 break
+    if "test" in splits and "valid" in splits and (splits["test"].labels < 0).all():
+        tell(f"the test split of {folder} has no classes, that of validation is scored")
+        del splits["test"]
     if "test" not in splits and "valid" in splits:
         splits["test"] = splits.pop("valid")
     missing = [split for split in ("train", "test") if split not in splits]
@@ -114,6 +118,11 @@ def _read_folder(folder: Path, refuse: bool, tell: Tell) -> tuple[Splits, list[s
             f"{folder} lacks {' and '.join(wanted[split] for split in missing)}; pictures may also be shards, "
             "*train*.tar and *val*.tar, or *.parquet"
         )
+    for split, part in splits.items():
+        if int(part.labels.min(initial=0)) < 0:
+            raise ValueError(
+                f"the {split} split of {folder} has a class {int(part.labels.min())}; classes are numbered from 0"
+            )
     most = 1 + max(int(part.labels.max(initial=-1)) for part in splits.values())
     return splits, classes or [str(number) for number in range(most)], notes
 

@@ -122,7 +122,7 @@ class Rows:
         self.paths, labels, places = list(paths), [], []
         for shard, path in enumerate(self.paths):
             with _opened(path) as file:
-                labels.append(file.read(columns=["label"])["label"].to_numpy())
+                labels.append(_labels(file, path))
                 sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
             places += [(shard, number, row) for number, size in enumerate(sizes) for row in range(size)]
         self.labels = np.concatenate(labels).astype(np.int64)
@@ -149,6 +149,16 @@ class Rows:
         if not content:
             raise ValueError("the row has no bytes")
         return content
+
+
+def _labels(file: Any, path: Path) -> np.ndarray:
+    try:
+        found = file.read(columns=["label"])["label"].to_numpy()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is cut short or damaged: {str(error).splitlines()[0]}") from None
+    if found.dtype.kind not in "iu":  # text, or numbers some of which are missing
+        raise ValueError(f"{path} does not say a class in every row; its column label needs whole numbers")
+    return found
 
 
 def _opened(path: Path) -> Any:

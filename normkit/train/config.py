@@ -7,6 +7,8 @@ from typing import Any, Literal
 from normkit.models.config import Model
 from normkit.watch.quantities import choose
 
+PICTURES_ALONE = {"ema": ("images",), "body_lr": ("images",), "weights": ("images", "detection")}
+"""Settings that other tasks do not know, and so refuse."""
 SCHEDULES = ("cosine", "inverse_sqrt", "constant", "validation_decay", "steps")
 
 
@@ -186,6 +188,10 @@ class Run:
             _require(0 <= getattr(self, field) < 1, field, getattr(self, field), "at least 0 and below 1")
         _require(self.optimizer in ("adamw", "sgd"), "optimizer", self.optimizer, "adamw or sgd")
         _require(self.broken in ("skip", "refuse"), "broken", self.broken, "skip or refuse")
+        for field, tasks in PICTURES_ALONE.items():
+            given = getattr(self, field)
+            ours = self.task in tasks or given == self.__dataclass_fields__[field].default
+            _require(ours, field, given, f"left out for task {self.task}; it is of {' and '.join(tasks)}")
         _require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
         rising = all(a < b for a, b in zip((0, *self.milestones), self.milestones, strict=False))
         _require(rising, "milestones", self.milestones, "steps, each later than the one before")
