@@ -9,11 +9,13 @@ import image_files as made
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import normkit
 from normkit.cli import main
 from normkit.data.images import Album, read_images
+from normkit.data.pictures import Files, decoded
 from normkit.data.vocab import Vocab
 from normkit.models.config import Model
 from normkit.models.pictures import classifier
@@ -65,6 +67,26 @@ def test_at_inference_a_picture_is_normalized_and_no_more():
     )
     np.testing.assert_allclose(images.numpy(), wanted, atol=1e-6)
     assert (labels.tolist(), broken) == ([0, 1, 2, 0], [])
+
+
+def test_large_jpegs_are_unpacked_at_a_fraction_of_their_size(tmp_path):
+    ramp = np.linspace(0, 255, 1024).astype(np.uint8)
+    picture = np.stack(np.broadcast_arrays(ramp[:600, None], ramp[None], ramp[:600, None] // 2), -1)
+    for name, kind in (("a.jpg", "JPEG"), ("b.png", "PNG")):
+        (tmp_path / "one").mkdir(exist_ok=True)
+        Image.fromarray(picture).save(tmp_path / "one" / name, kind)
+    split = Files(tmp_path, ["one"])
+    assert [decoded(split, 0, least).size for least in (0, 128, 301, 2000)] == [
+        (1024, 600), (256, 150), (1024, 600), (1024, 600)
+    ]  # fmt: skip
+    assert decoded(split, 1, 128).size == (1024, 600), "other kinds cannot"
+    views = Views(Images(), album(), 32)
+    assert views.least == 128
+    shown = (
+        views.testing([decoded(split, 0, 128)], torch.zeros(1))[0],
+        views.testing([decoded(split, 0)], torch.zeros(1))[0],
+    )
+    torch.testing.assert_close(*shown, atol=0.05, rtol=0)
 
 
 def test_at_inference_the_middle_is_looked_at():

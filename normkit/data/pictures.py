@@ -100,8 +100,12 @@ class Part:
         return self.whole.raw(int(self.items[item]))
 
 
-def decoded(split: Split, item: int) -> Any:
-    """A picture as PIL has it, in RGB; `Broken`, which says where it lies, when it cannot be read."""
+def decoded(split: Split, item: int, least: int = 0) -> Any:
+    """A picture as PIL has it, in RGB; `Broken`, which says where it lies, when it cannot be read.
+
+    With `least` a JPEG may come at a half, a fourth or an eighth of its size, both sides not below so many pixels:
+    libjpeg then unpacks a fraction of the file's numbers.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -109,6 +113,8 @@ def decoded(split: Split, item: int) -> Any:
         if isinstance(raw, np.ndarray):
             return Image.fromarray(raw)
         with Image.open(io.BytesIO(raw)) as file:
+            if least:
+                file.draft(None, (least, least))
             return file.convert("RGB")
     except UnidentifiedImageError:  # its message has an address, another one each time
         raise Broken(f"{split.name(item)} cannot be read: it is no picture of a known kind") from None

@@ -36,7 +36,7 @@ class Loader(Dataset):
         pictures, kept, broken = [], [], []
         for item in items:
             try:
-                pictures.append(decoded(self.split, item))
+                pictures.append(decoded(self.split, item, self.views.least))
                 kept.append(item)
             except Broken as error:
                 broken.append(str(error))

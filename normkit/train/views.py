@@ -19,6 +19,7 @@ from normkit.models.torchvision_ops import load_torchvision
 from normkit.train.config import Images
 
 NOISE: Any = "random"  # of v2.RandomErasing, which is annotated to take numbers only
+SHARP = 4  # times the model's size: a smaller picture would show in the smallest crop, 8 % of its area
 FILL = 0.45  # of the picture's size: the longest way that RandAugment moves it, as timm has it
 
 
@@ -30,6 +31,7 @@ class Views:
         from torchvision.transforms import v2
 
         classes = len(album.vocabularies["classes"].plain())
+        self.least = SHARP * size  # pixels a side that a large picture has to have
         self.mean, self.std = (torch.tensor(value).view(3, 1, 1) for value in (album.mean, album.std))
         self.train_view = v2.Compose(_training(settings, size, album.mean))
         self.erase = v2.RandomErasing(settings.erase, value=NOISE) if settings.erase else None
