@@ -60,6 +60,27 @@ def test_rows_can_be_differentiated_twice(op, width):
     assert torch.autograd.gradgradcheck(lambda x, w: op(x, w, None, 1e-5), (x, weight))
 
 
+@pytest.mark.parametrize("half", fused.HALVES)
+@pytest.mark.parametrize(
+    ("op", "width"), [(rows.rms, 6), (rows.rms, 0), (rows.scale, 1), (rows.scale, 0), (rows.group_rms, 0)]
+)
+def test_rows_of_halves_are_rounded_once(op, width, half):
+    torch.manual_seed(0)
+    x, dy = torch.randn(5, 3, 6).to(half).requires_grad_(), torch.randn(5, 3, 6).to(half)
+    weight = torch.rand(width, requires_grad=True) if width else None
+    rest = (1e-5, 2) if op is rows.group_rms else (weight, None, 1e-5)
+    found = []
+    for choice in ("auto", "reference"):
+        with normkit.kernels(choice) as ran:
+            y = op(x, *rest)
+            found.append((y, *torch.autograd.grad(y, [x, weight] if width else [x], dy)))
+        assert next(iter(ran)).startswith("fused" if choice == "auto" else "reference")
+    assert [t.dtype for t in found[0]] == [half, half, torch.float32][: len(found[0])]
+    for ours, plain in zip(*found, strict=True):
+        unit = torch.finfo(half).eps * plain.detach().abs().float()
+        assert ((ours - plain).abs().float() <= unit + 1e-5).all()  # a float apart, so at most one number of this type
+
+
 def test_a_clamped_length_is_a_constant():
     x = torch.tensor([[3e-6, 4e-6], [3.0, 4.0]], **DOUBLE, requires_grad=True)
     rows.scale(x, None, None, 1e-5).backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]], **DOUBLE))

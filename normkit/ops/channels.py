@@ -31,7 +31,7 @@ def moments(
         return backend.load().moments(x, mask, center)
     rows, fast = x.reshape(-1, x.shape[-1]), fused.joins(x, dtype)
     if fast and mask is not None:  # a copy of the real rows costs less than plain operations on all of them
-        rows, mask = rows.index_select(0, fused.where(mask)), None
+        rows, mask = _real(rows, mask, fast), None
     rows = rows if fast else rows.to(dtype)
     if mask is None:
         count = rows.new_full((), rows.shape[0], dtype=dtype)
@@ -210,14 +210,12 @@ def standardize_grad(
         rows, dys = rows.to(wide), dys.to(wide)
     inv = torch.rsqrt(stat[-1] + eps)
     mean = stat[0] if center else None  # z = (x - mean) * inv is never written out: both join [C] factors
-    keep = None if mask is None else mask.reshape(-1, 1)
     out = dx = None
     if sums:
         out = _sums(dys, rows, mean, inv)
         if mask is not None and real:
-            some = fused.where(mask) if fast else None
-            part = [t.where(keep, 0) if some is None else t.index_select(0, some) for t in (dys, rows)]
-            out = torch.cat([out, _sums(*part, mean, inv)])
+            part = [_real(t, mask, fast) for t in (dys, rows)]
+            out = torch.cat([out, _sums(part[0], part[1], mean, inv)])
     if removed is not None:
         scale = inv if back is None else inv * back
         slant = scale if factor is None else scale * factor
@@ -228,13 +226,18 @@ def standardize_grad(
             slope = taken[-1] * inv
             dx = multiply_add(rows, slope, taken[0] - slope * mean if mean is not None else torch.zeros_like(slope))
         if mask is not None:
-            dx = dx.index_fill_(0, fused.where(~mask), 0) if fast else torch.where(keep, dx, 0)
+            dx = dx.index_fill_(0, fused.where(~mask), 0) if fast else _real(dx, mask)
         if dx.dtype is wide:
             dx = dx.addcmul_(dys, slant)
         else:  # halves on a CPU: two products rounded, then their sum, for a third of the time
             dx = fused.standardize(dys, None, fused.constant(1.0, slant), slant, None, 0.0).add_(dx)
         dx = dx.to(x.dtype).view(x.shape)
     return dx, out
+
+
+def _real(rows: Tensor, mask: Tensor, fast: bool = False) -> Tensor:
+    """Rows `[N, C]` with zeros in the padding, or without it: the same to a sum."""
+    return rows.index_select(0, fused.where(mask)) if fast else torch.where(mask.reshape(-1, 1), rows, 0)
 
 
 def _alike(dy: Tensor, x: Tensor, wide: torch.dtype) -> bool:

@@ -116,61 +116,78 @@ def constant(value: float, like: Tensor) -> Tensor:
     return _constant(value, like.shape[-1], like.dtype)
 
 
+def scale_rows(x: Tensor, factor: Tensor) -> Tensor:
+    """`x * factor` with a number for each row, rounded once to the type of `x`: rows are channels to this kernel.
+
+    >>> scale_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0], [3.0]])).tolist()
+    [[2.0, 4.0], [9.0, 12.0]]
+    """
+    factor = factor.flatten()
+    zero, one = torch.zeros_like(factor), torch.ones_like(factor)
+    rows = x.reshape(1, -1, x.shape[-1]).contiguous()
+    return torch.native_batch_norm(rows, factor, zero, zero, one, False, 0.0, 0.0)[0].view(x.shape)
+
+
 def divide(x: Tensor, weight: Tensor | None, eps: float, *, length: bool = False) -> Tensor:
     """Each row divided by its root mean square (or `length`), times `weight`, with an analytic gradient.
 
     >>> divide(torch.tensor([[3.0, 4.0]]), None, 1e-5, length=True)
     tensor([[0.6000, 0.8000]])
     """
-    return Divide.apply(x, None if weight is None else weight.to(x.dtype), eps, length)  # type: ignore[return-value]
+    return Divide.apply(x, weight, eps, length)  # type: ignore[return-value]
 
 
 class Divide(torch.autograd.Function):
     """`weight * x * r(x)`, with `r = 1 / sqrt(mean(x^2) + eps)`, or `1 / max(||x||, eps)` where `length`.
 
-    `weight` is None, one number, or `[C]` (not where `length`). Backward, with `g = weight * dy`:
-    `dx = r g - x r^2 sum(g x r) / C`; for a length not divided by C, and without the second term where it was clamped.
-    Differentiated twice, it is the plain composition.
+    `weight` is None, one number, or `[C]` (not where `length`). Computed in float32 or wider, rounded once to the type
+    of `x`. Backward, with `g = weight * dy`: `dx = r g - x r^2 sum(g x r) / C`; for a length not divided by C, and
+    without the second term where it was clamped. Differentiated twice, it is the plain composition.
     """
 
     @staticmethod
     def forward(ctx, x, weight, eps, length):  # noqa: D102
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         r = norm.clamp(min=eps).reciprocal() if length else torch.rsqrt(norm.square() / x.shape[-1] + eps)
         ctx.eps, ctx.length = eps, length
         ctx.save_for_backward(x, weight, r, norm)
-        if weight is None or weight.numel() == 1:
-            return x * (r if weight is None else r * weight)
-        return (x * r).mul_(weight)
+        given = None if weight is None else weight.to(wide)
+        if given is not None and given.numel() > 1:
+            return (x * r).mul_(given).to(x.dtype)
+        r = r if given is None else r * given
+        return x * r if x.dtype is wide else scale_rows(x, r)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, r, norm = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_differentiable(x, weight, ctx.eps, ctx.length, dy), None, None
-        shape, width = x.shape, x.shape[-1]
-        x, dy, r = x.reshape(-1, width).contiguous(), dy.reshape(-1, width).contiguous(), r.view(-1, 1)
-        if weight is not None and weight.numel() > 1 and not ctx.length:
+        shape, width, kind = x.shape, x.shape[-1], x.dtype
+        x, dy = (t.reshape(-1, width).to(r.dtype).contiguous() for t in (x, dy))
+        r, given = r.view(-1, 1), None if weight is None else weight.to(r.dtype)
+        if weight is not None and given is not None and weight.numel() > 1 and not ctx.length:
             mean = torch.zeros_like(r)
-            dx, dweight, _ = _ln_backward(dy, x, (width,), mean, r, weight, None, [True, True, False])
-            dx.add_(r * (dy.mv(weight) / width)[:, None])  # the kernel removes a mean that was not there
-            return dx.view(shape), dweight, None, None
+            dx, dweight, _ = _ln_backward(dy, x, (width,), mean, r, given, None, [True, True, False])
+            dx.add_(r * (dy.mv(given) / width)[:, None])  # the kernel removes a mean that was not there
+            return dx.to(kind).view(shape), dweight.to(weight.dtype), None, None
         # weight normalization is x * g / norm: its gradient is ours, with 1 / norm^2 for what multiplies sum(g x) x.
         # A clamped row is divided by a constant: a norm that makes the second term vanish, and a g that makes up for it
         scale = norm.view(-1, 1)
         scale = torch.where(scale < ctx.eps, HUGE, scale) if ctx.length else width**0.5 / r
-        given = r * scale
-        dx, dots = _wn_backward(dy, x, given if weight is None else given * weight, scale, 0)
-        dweight = None if weight is None else (dots * given).sum().view(weight.shape)
-        return dx.view(shape), dweight, None, None
+        plain = r * scale
+        dx, dots = _wn_backward(dy, x, plain if given is None else plain * given, scale, 0)
+        dweight = None if weight is None else (dots * plain).sum().view(weight.shape).to(weight.dtype)
+        return dx.to(kind).view(shape), dweight, None, None
 
 
 def _differentiable(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
     if length:
-        y = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=eps)
+        y = y / torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp(min=eps)
     else:
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    y = y if weight is None else y * weight
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = (y if weight is None else y * weight).to(x.dtype)
     wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
     grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
     return tuple(next(grads) if t is not None and t.requires_grad else None for t in (x, weight))

@@ -30,9 +30,9 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     """
     if backend.triton(x, "rms", fused=inside):
         return backend.load().rms(x, weight, bias, eps, inside=inside)
+    if inside and fused.worth(x, weight):
+        return _divide(x, weight, bias, eps)
     wide = x.to(_wide(x, weight))
-    if inside and fused.worth(wide, weight):
-        return affine(fused.divide(wide, weight, eps, length=False), None, bias).to(x.dtype)
     square = wide.square().mean(-1, keepdim=True)
     y = wide * torch.rsqrt(square + eps) if inside else wide / (square.sqrt() + eps)
     return affine(y, weight, bias).to(x.dtype)
@@ -46,9 +46,9 @@ def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     """
     if backend.triton(x, "scale"):
         return backend.load().scale(x, weight, bias, eps)
+    if (weight is None or weight.numel() == 1) and fused.worth(x, weight):
+        return _divide(x, weight, bias, eps, length=True)
     wide = x.to(_wide(x, weight))
-    if (weight is None or weight.numel() == 1) and fused.worth(wide, weight):
-        return affine(fused.divide(wide, weight, eps, length=True), None, bias).to(x.dtype)
     y = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=eps)
     return affine(y, weight, bias).to(x.dtype)
 
@@ -94,9 +94,9 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
     """
     if backend.triton(x, "group_rms"):
         return backend.load().group_rms(x, eps, groups)
+    if fused.worth(x, None):
+        return _divide(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
     split = x.to(_wide(x, None)).unflatten(-1, (groups, -1))
-    if fused.worth(split, None):
-        return fused.divide(split, None, eps).flatten(-2).to(x.dtype)
     return (split * torch.rsqrt(split.square().mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
 
 
@@ -104,6 +104,13 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """`y * weight + bias`, either of them optional."""
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
+
+
+def _divide(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, length: bool = False) -> Tensor:
+    """`fused.divide`, rounded once: what it returns must be wide where something is done to it yet."""
+    wide = _wide(x, weight)
+    done = bias is None and wide is torch.promote_types(x.dtype, torch.float32)
+    return affine(fused.divide(x if done else x.to(wide), weight, eps, length=length), None, bias).to(x.dtype)
 
 
 def _wide(x: Tensor, weight: Tensor | None) -> torch.dtype:
