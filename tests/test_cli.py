@@ -155,6 +155,15 @@ def test_translate_reads_lines(typed, runs, monkeypatch):
     assert [line.strip() for line in out.splitlines()] == [expected[0], "", expected[1]]
 
 
+def test_translate_names_the_line_that_it_cannot_take(typed, runs, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhällo\n"))
+    status, out, err = typed("translate", runs / "un")
+    assert (status, out.count("\n")) == (2, 1)
+    assert "line 2: the model does not know 'ä'" in err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("hällo\n".encode("latin1")), encoding="utf8"))
+    assert refused(typed("translate", runs / "un"), "standard input is not UTF-8", "iconv")
+
+
 def test_fold_saves_a_run_that_answers_alike(typed, runs, tmp_path):
     status, out, _ = typed("fold", runs / "un", "--out", tmp_path / "folded")
     assert status == 0

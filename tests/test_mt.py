@@ -117,6 +117,9 @@ def test_a_small_model_learns_the_made_language(corpus, tmp_path):
     translated = list(translate_lines(tmp_path, [*lines, ""]))
     assert bleu(translated[:-1], [two for _, two in sentences(20, 9)], PARALLEL, samples=0)["bleu"] > 60
     assert translated[-1] == ""
+    told: list[str] = []
+    assert len(list(translate_lines(tmp_path, ["ka lo", "ЖЖЖ ЩЩЩ"], told.append))) == 2
+    assert told == ["line 2 is mostly unknown to the model; is it in its language and script?"]
     assert read_outputs(tmp_path)[0].split()[0] in {"one", "two", "three", "four", "five", "six", "seven", "eight"}
 
 
@@ -240,7 +243,8 @@ def test_recipes_on_corpora_build_their_models(name):
         model = DecoderLM(small, 267_735) if run.task == "lm" else Seq2Seq(small, 50, 50)
     assert any(isinstance(module, normkit.LayerNorm) for module in model.modules())
     assert run.task in TASKS
-    assert run.context <= run.model.max_length
+    with pytest.raises(ValueError, match="context must be at most max_length="):
+        dataclasses.replace(run, task="lm", context=run.model.max_length + 1)
 
 
 def test_data_must_fit_the_task(tmp_path, corpus):
@@ -250,13 +254,32 @@ def test_data_must_fit_the_task(tmp_path, corpus):
         train(changed(write_text(tmp_path / "text")), tmp_path / "run")
 
 
-def test_too_small_a_gpu_gets_advice(corpus, tmp_path, monkeypatch):
-    def full(task, batch, smoothing=0.0):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def full(*_):
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
+
+def test_too_small_a_gpu_gets_advice(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(MachineTranslation, "loss", full)
     with pytest.raises(ValueError, match=r"memory is too small for batches of 200 tokens.*halve batch_tokens"):
         train(changed(corpus), tmp_path)
+
+
+def test_a_search_that_needs_too_much_memory_takes_fewer_sentences(corpus, tmp_path, monkeypatch):
+    whole = train(changed(corpus, steps=5), tmp_path / "whole")
+    search, sizes = MachineTranslation.search, []
+
+    def small(task, find, items, table=None):
+        if len(items) > 8:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        sizes.append(len(items))
+        return search(task, find, items, table)
+
+    monkeypatch.setattr(MachineTranslation, "search", small)
+    assert train(changed(corpus, steps=5), tmp_path / "halves")["scores"] == whole["scores"]
+    assert sizes == [7, 8, 7, 8] * 2
+    monkeypatch.setattr(MachineTranslation, "score", full)
+    with pytest.raises(ValueError, match=r"memory is too small.*--resume goes on"):
+        train(changed(corpus, steps=5), tmp_path / "full")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from normkit.cli.line import parse_arguments, write
+from normkit.cli.line import complain, parse_arguments, write
 
 
 def pronounce(arguments: list[str]) -> int:
@@ -49,7 +49,10 @@ def translate(arguments: list[str]) -> int:
     folder = parse_arguments(parse, arguments, "translate")
     from normkit.studies.use import translate_lines
 
-    for line in translate_lines(folder, sys.stdin):
-        write(line)
-        sys.stdout.flush()
+    try:
+        for line in translate_lines(folder, sys.stdin, complain):
+            write(line)
+            sys.stdout.flush()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error.reason}; convert it, as with `iconv -t utf8`") from None
     return 0

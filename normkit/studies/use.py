@@ -1,6 +1,6 @@
 """Use trained models: pronounce words, translate lines."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -10,10 +10,9 @@ from normkit.data.subwords import Subwords
 from normkit.data.vocab import EOS, UNK, Vocab
 from normkit.models.mt import Seq2Seq
 from normkit.report import results
+from normkit.train.config import Run
 from normkit.train.decode import beam
 from normkit.train.run import load
-
-BEAM = 4
 
 
 def best(folder: Path) -> Path:
@@ -32,31 +31,41 @@ def best(folder: Path) -> Path:
 
 def pronounce(folder: Path, words: Sequence[str]) -> list[list[str]]:
     """Sounds of each word, by the model of a run; ValueError for a letter that it does not know."""
-    model, source, target = _load(folder)
-    found = _search(model, [_known(source, list(word.lower())) for word in words])
+    run, model, source, target = _load(folder)
+    found = _search(run, model, [_known(source, list(word.lower())) for word in words])
     return [target.decode(sequence) for sequence in found]
 
 
-def translate_lines(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Each line as the model of a run rewrites it; an empty line stays empty.
+def translate_lines(
+    folder: Path, lines: Iterable[str], tell: Callable[[str], object] = lambda said: None
+) -> Iterator[str]:
+    """Each line as the model of a run rewrites it; an empty line stays empty. ValueError, with its number, for a line
+    that the model cannot take.
 
-    A model of subwords reads text that is tokenized and cased as its corpus is; an unknown character is left unknown.
+    A model of subwords reads text that is tokenized and cased as its corpus is; an unknown character is left unknown,
+    and `tell` hears of lines that are mostly unknown.
     """
-    model, source, target = _load(folder)
-    for line in lines:
-        if not line.strip():
-            yield ""
-        elif isinstance(source, Subwords) and isinstance(target, Subwords):
-            yield target.text(_search(model, [source.encode_text(line)])[0])
-        else:
-            yield " ".join(target.decode(_search(model, [_known(source, list(line.strip().lower()))])[0]))
+    run, model, source, target = _load(folder)
+    for number, line in enumerate(lines, 1):
+        try:
+            if not line.strip():
+                yield ""
+            elif isinstance(source, Subwords) and isinstance(target, Subwords):
+                pieces = source.encode_text(line)
+                if 2 * pieces.count(UNK) > len(pieces):
+                    tell(f"line {number} is mostly unknown to the model; is it in its language and script?")
+                yield target.text(_search(run, model, [pieces])[0])
+            else:
+                yield " ".join(target.decode(_search(run, model, [_known(source, list(line.strip().lower()))])[0]))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
 
 
-def _load(folder: Path) -> tuple[Seq2Seq, Vocab, Vocab]:
+def _load(folder: Path) -> tuple[Run, Seq2Seq, Vocab, Vocab]:
     run, model, vocabularies = load(folder)
     if not isinstance(model, Seq2Seq):
         raise ValueError(f"{folder} is a run of task {run.task}, which rewrites nothing; name a run of task g2p or mt")
-    return model, vocabularies["source"], vocabularies["target"]
+    return run, model, vocabularies["source"], vocabularies["target"]
 
 
 def _known(source: Vocab, symbols: list[str]) -> list[int]:
@@ -69,9 +78,9 @@ def _known(source: Vocab, symbols: list[str]) -> list[int]:
 
 
 @torch.no_grad()
-def _search(model: Seq2Seq, items: list[list[int]]) -> list[list[int]]:
+def _search(run: Run, model: Seq2Seq, items: list[list[int]]) -> list[list[int]]:
     encoded = [[*numbers, EOS] for numbers in items]
-    if max(map(len, encoded)) > model.config.max_length:
-        raise ValueError(f"longer than the model's max_length={model.config.max_length}")
+    if (longest := max(map(len, encoded))) > model.config.max_length:
+        raise ValueError(f"{longest} symbols are longer than the model's max_length={model.config.max_length}")
     limit = torch.tensor([2 * len(numbers) + 10 for numbers in encoded]).clamp(max=model.config.max_length)
-    return beam(model, pad(encoded), BEAM, max_length=limit).sequences
+    return beam(model, pad(encoded), run.beam, run.length_penalty, limit, run.length_offset).sequences

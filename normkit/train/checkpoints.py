@@ -45,7 +45,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{path} is cut short or no checkpoint of ours ({reason}); delete it to resume from the one before"
         ) from None

@@ -181,6 +181,8 @@ class Run:
         for field, minimum in least.items():
             _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")
         _require(self.lr > 0, "lr", self.lr, "above 0")
+        longest = self.model.max_length
+        _require(self.task != "lm" or self.context <= longest, "context", self.context, f"at most max_length={longest}")
         not_below_0 = "clip eps warmup_start stop_lr length_penalty length_offset floor_lr body_lr"
         for field in not_below_0.split():
             _require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")

@@ -81,6 +81,8 @@ def train(
     task = make_task(run, BUILDERS[run.task].model(run.model, data.vocabularies), data)
     last = checkpoints(folder)[-1:] if resume else []
     _fit(task, journal, last[0] if last else None)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # else metrics and norms would wait for those that have ended
     if rank():
         raise SystemExit(0)  # the first process scores and writes
 
@@ -95,7 +97,8 @@ def train(
     scores, status, started = {}, journal.status, time.perf_counter()
     if status == "done":
         try:
-            scores = task.score(tell)
+            with _advice(run, folder):
+                scores = task.score(tell)
             journal.record_end(task.model, scores)
         except _Interrupted:
             status = f"interrupted at step {journal.step}"  # all steps are done, scores are not
@@ -216,17 +219,24 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
         )
         if run.compile:
             task.model.compile(dynamic=not run.static and run.task != "lm")
-        try:
+        with _advice(run, journal.folder):
             trainer.fit(task, ckpt_path=checkpoint, weights_only=True)
-        except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(
-                f"the GPU's memory is too small for batches of {run.batch_tokens} tokens "
-                f"({str(error).splitlines()[0]}); halve batch_tokens and double accumulate for the same steps, or take "
-                f"precision=bf16-mixed; checkpoints in {journal.folder} are kept, --resume goes on from there"
-            ) from None
         task.model._compiled_call_impl = None
         if run.strategy == "fsdp2" and trainer.world_size > 1:
             task.model = whole(task.model, lambda: BUILDERS[run.task].model(run.model, task.data.vocabularies))
+
+
+@contextlib.contextmanager
+def _advice(run: Run, folder: Path) -> Iterator[None]:
+    """ValueError, saying what helps, where the GPU's memory is too small."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise ValueError(
+            f"the GPU's memory is too small for batches of {run.batch_tokens} tokens "
+            f"({str(error).splitlines()[0]}); halve batch_tokens and double accumulate for the same steps, or take "
+            f"precision=bf16-mixed; checkpoints in {folder} are kept, --resume goes on from there"
+        ) from None
 
 
 def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:

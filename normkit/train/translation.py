@@ -109,8 +109,15 @@ class Translation(Task):
     def search_all(self, find: Callable, table: Table | None = None) -> dict[int, list[str]]:
         """What the model makes of each item of a table, that of the test split unless said otherwise."""
         found: dict[int, list[str]] = {}
-        for items in (table or self._test).sorted_items(TOGETHER):
-            found.update(zip(items, self.search(find, items, table), strict=True))
+        waiting = (table or self._test).sorted_items(TOGETHER)
+        while waiting:
+            items = waiting.pop(0)
+            try:
+                found.update(zip(items, self.search(find, items, table), strict=True))
+            except torch.cuda.OutOfMemoryError:
+                if len(items) == 1:
+                    raise
+                waiting[:0] = items[: len(items) // 2], items[len(items) // 2 :]  # it makes the same of each sentence
         return found
 
     def _search_by_batch(self) -> dict[str, float]:
