@@ -29,9 +29,14 @@ def strategy(run: Run) -> Any:
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
 
 
+def together() -> bool:
+    """Whether there are other processes to talk to."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def gathered(value: Any) -> list[Any]:
     """What each process has; all must ask. That of this one alone where it is the only one."""
-    if not torch.distributed.is_initialized():
+    if not together():
         return [value]
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, value)

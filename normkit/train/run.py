@@ -19,6 +19,7 @@ from normkit.names import pick
 from normkit.report import results
 from normkit.train.build import BUILDERS, Vocabularies
 from normkit.train.config import Run
+from normkit.train.parallel import together
 from normkit.train.progress import Progress
 from normkit.train.rank import rank
 from normkit.train.source import source
@@ -81,7 +82,7 @@ def train(
     task = make_task(run, BUILDERS[run.task].model(run.model, data.vocabularies), data)
     last = checkpoints(folder)[-1:] if resume else []
     _fit(task, journal, last[0] if last else None)
-    if torch.distributed.is_initialized():
+    if together():
         torch.distributed.destroy_process_group()  # else metrics and norms would wait for those that have ended
     if rank():
         raise SystemExit(0)  # the first process scores and writes
