@@ -1,92 +1,173 @@
-"""Would Inductor do better than PyTorch's fused kernels put to other uses? Passes of norms on a CPU, one thread.
+"""Can a norm cost what LayerNorm costs, out of the calls that PyTorch has? Bare calls on a CPU, forward and backward.
 
-    python benchmarks/pieces.py [--rounds 30]      # writes benchmarks/results/pieces_cpu.csv; needs a C++ compiler
+    python benchmarks/pieces.py [--threads 2] [--rounds 30] [--shapes 4096x512 ...] [--dtypes float32] [--no-inductor]
 
-[4096, 512] in float32. Each pass as `ops/fused.py` does it and compiled by itself, over the same pass of LayerNorm, by
-turns. CPU time of the process, the least of all rounds: what other processes do counts for little.
+For each norm the fewest ATen calls on activations that compute it: no module, no autograd, no checks, no vectors. What
+they take over LayerNorm's two calls, by turns, is what `benchmarks/ops.py` cannot fall below. Beside it PyTorch's own
+batch normalization, the two norms that one pass would do as Inductor compiles them (it needs a C++ compiler), and
+copies of 5 and of 8 activations: the physical limits. `moves` are activations that the calls read and write, where only
+a row stays in the cache: kernels of columns read x twice for moments, (dy, x) twice for gradients. Writes
+benchmarks/results/pieces_cpu.csv.
 """
 
 import argparse
 import csv
-import time
+import platform
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from normkit.ops import channels, fused, rows
+from normkit.ops import fused
+from normkit.ops.clock import ratio, rounds_of
 
-ROWS, C, EPS = 4096, 512, 1e-5
+EPS = 1e-5
+SHAPES = ("4096x512", "8192x768", "32768x384")
+FIELDS = ("device", "threads", "torch", "pass", "norm", "how", "moves", "target", "shape", "dtype", "rounds", "ms",
+          "low", "ratio", "high")  # fmt: skip
+Run = tuple[str, str, str, int, str, Callable[[], object]]  # pass, norm, how, moves, target, the calls
+aten = torch.ops.aten
 
 
 def power_forward(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return x * a + b, x.square().mean(0)
+    return (x * a + b).to(x.dtype), x.float().square().mean(0)
 
 
 def power_backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return dy * a - x * b, dy.sum(0), (dy * x).sum(0)
+    dy, wide = dy.float(), x.float()
+    return (dy * a - wide * b).to(x.dtype), dy.sum(0), (dy * wide).sum(0)
 
 
 def rms_forward(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-    return x * r * w, r
+    wide = x.float()
+    r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    return (wide * r * w).to(x.dtype), r
 
 
 def rms_backward(dy: Tensor, x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    dy, wide = dy.float(), x.float()
     g = dy * w
-    return r * (g - x * r.square() * (g * x).mean(-1, keepdim=True)), (dy * x * r).sum(0)
+    dx = r * (g - wide * r.square() * (g * wide).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (dy * wide * r).sum(0)
+
+
+def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
+    """What is timed at one shape and type."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, n, c).to(kind)
+    w, b, a, inv = torch.rand(4, c) + 0.5
+    own, r = [w.to(kind), b.to(kind)], torch.rand(n, 1) + 0.5
+    place, zero, length = torch.empty_like(x), torch.zeros(n, 1), 1 / r
+    _, mean, rstd = torch.native_layer_norm(x, (c,), *own, EPS)
+    sums, everything = [False, True, True], [True, True, True]
+
+    def layer() -> None:
+        torch.native_layer_norm(x, (c,), *own, EPS)
+        aten.native_layer_norm_backward(dy, x, (c,), mean, rstd, *own, everything)
+
+    def batch_torch() -> None:
+        torch.native_batch_norm(x, w, b, None, None, True, 0.0, EPS)
+        aten.native_batch_norm_backward(dy, x, w, None, None, a, inv, True, EPS, everything)
+
+    def batch() -> None:
+        fused.column_moments(x, torch.float32)
+        fused.standardize(x, a, a, w, b, EPS)
+        aten.native_batch_norm_backward(dy, x, w, None, None, a, inv, True, EPS, everything)
+
+    def columns() -> None:
+        fused.column_moments(x, torch.float32)
+        fused.standardize(x, None, a, w, b, EPS)
+        aten.native_batch_norm_backward(dy, x, w, None, None, a, inv, True, EPS, sums)
+        dx = fused.standardize(x, None, a, w, b, EPS)
+        if kind is torch.float32:
+            dx.addcmul_(dy, w)
+        else:
+            fused.standardize(dy, None, a, w, None, 0.0).add_(dx)
+
+    def divided() -> None:  # ScaleNorm; PowerNorm's layer-scale
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        x * r if kind is torch.float32 else fused.scale_rows(x, r)
+        aten._weight_norm_interface_backward(dy.float(), x.float(), r, length, 0)[0].to(kind)
+
+    def rms() -> None:
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        (x * r).mul_(w).to(kind)
+        up = dy.float()
+        dx = aten.native_layer_norm_backward(up, x.float(), (c,), zero, r, w, None, [True, True, False])[0]
+        dx.add_(r * up.mv(w)[:, None]).to(kind)
+
+    def copies(times: int) -> Callable[[], None]:  # of 2 moves each
+        return lambda: [place.copy_(x) for _ in range(times)] and None
+
+    half = x[: n // 2]
+    wide = kind is torch.float32
+    found: list[Run] = [
+        ("train", "layer", "calls", 5, "1.0", layer),
+        ("train", "any: 5 activations", "copy", 5, "", lambda: (copies(2)(), place[: n // 2].copy_(half))),
+        ("train", "any: 8 activations", "copy", 8, "", copies(4)),
+        ("train", "batch", "PyTorch's own", 9, "1.2", batch_torch),
+        ("train", "batch, renorm", "calls", 9, "1.2; renorm 1.5", batch),
+        ("train", "power(groups=0), pnv, un, mabn", "calls", 11 if wide else 13, "1.0; pnv 1.2; un, mabn 1.5", columns),
+        ("train", "scale", "calls", 6 if wide else 18, "1.0", divided),
+        ("train", "power", "calls", 17 if wide else 31, "1.0", lambda: (divided(), columns())),
+        ("train", "rms", "calls", 11 if wide else 32, "1.0", rms),
+    ]
+    if inductor:
+        done = [torch.compile(f) for f in (power_forward, power_backward, rms_forward, rms_backward)]
+        found += [
+            ("train", "power(groups=0)", "Inductor", 5, "1.0", lambda: (done[0](x, a, b), done[1](dy, x, a, b))),
+            ("train", "rms", "Inductor", 5, "1.0", lambda: (done[2](x, w), done[3](dy, x, w, r))),
+        ]
+    return [
+        *found,
+        ("inference", "layer", "calls", 2, "", lambda: torch.native_layer_norm(x, (c,), *own, EPS)),
+        ("inference", "any: 2 activations", "copy", 2, "", copies(1)),
+        ("inference", "batch, renorm, power(groups=0), pnv, un, mabn", "calls", 2, "0.8",
+         lambda: fused.standardize(x, None, a, w, b, 0.0)),
+    ]  # fmt: skip
+
+
+def measure(shape: str, dtype: str, rounds: int, *, inductor: bool) -> list[dict]:
+    """Rows of the table for one shape and type."""
+    n, c = map(int, shape.split("x"))
+    table = []
+    with torch.no_grad():
+        every = {run[:3]: run for run in runs(n, c, getattr(torch, dtype), inductor=inductor)}
+        taken = rounds_of({" | ".join(key): run[5] for key, run in every.items()}, rounds)
+    for key, (mode, norm, how, moves, target, _) in every.items():
+        seconds = taken[" | ".join(key)]
+        low, middle, high = ratio(seconds, taken[f"{mode} | layer | calls"])
+        table.append({
+            "device": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__, "pass": mode,
+            "norm": norm, "how": how, "moves": moves, "target": target, "shape": shape, "dtype": dtype,
+            "rounds": rounds, "ms": round(1e3 * statistics.median(seconds), 3), "low": round(low, 2),
+            "ratio": round(middle, 2), "high": round(high, 2),
+        })  # fmt: skip
+        print("  ".join(f"{table[-1][f]!s:>12s}" for f in FIELDS[3:]), flush=True)
+    return table
 
 
 def main() -> None:
+    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--dtypes", nargs="+", default=("float32", "bfloat16"))
+    parser.add_argument("--no-inductor", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pieces_cpu.csv")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    x, dy = torch.randn(2, ROWS, C)
-    w, a, b = torch.rand(3, C) + 0.5
-    _, mean, inv = torch.native_layer_norm(x, (C,), w, b, EPS)
-    r = rms_forward(x, w)[1]
-    leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = rows.rms(leaf, weight, None, EPS)
-    stat = a[None]
-    compiled = {f.__name__: torch.compile(f) for f in (power_forward, power_backward, rms_forward, rms_backward)}
-    runs = {
-        ("layer", "forward", "torch"): lambda: torch.native_layer_norm(x, (C,), w, b, EPS),
-        ("layer", "backward", "torch"): lambda: torch.ops.aten.native_layer_norm_backward(
-            dy, x, (C,), mean, inv, w, b, [True, True, True]
-        ),
-        ("power", "forward", "fused"): lambda: (
-            fused.column_moments(x, torch.float32), fused.standardize(x, None, a, w, b, EPS),
-        ),
-        ("power", "forward", "inductor"): lambda: compiled["power_forward"](x, a, b),
-        ("power", "backward", "fused"): lambda: (
-            channels.standardize_grad(dy, x, stat, EPS, False),
-            channels.standardize_grad(dy, x, stat, EPS, False, w, removed=stat, sums=False),
-        ),
-        ("power", "backward", "inductor"): lambda: compiled["power_backward"](dy, x, a, b),
-        ("rms", "forward", "fused"): lambda: rows.rms(leaf, weight, None, EPS),
-        ("rms", "forward", "inductor"): lambda: compiled["rms_forward"](x, w),
-        ("rms", "backward", "fused"): lambda: torch.autograd.grad(y, (leaf, weight), dy, retain_graph=True),
-        ("rms", "backward", "inductor"): lambda: compiled["rms_backward"](dy, x, w, r),
-    }  # fmt: skip
-    least = dict.fromkeys(runs, float("inf"))
-    for turn in range(args.rounds + 2):
-        for name, run in runs.items():
-            start = time.process_time()
-            run()
-            if turn >= 2:
-                least[name] = min(least[name], time.process_time() - start)
+    torch.set_num_threads(args.threads)
+    torch._dynamo.config.recompile_limit = 64
+    table = [row for shape in args.shapes for dtype in args.dtypes
+             for row in measure(shape, dtype, args.rounds, inductor=not args.no_inductor)]  # fmt: skip
     half = args.out.with_suffix(".part")
     with half.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("norm", "pass", "how", "torch", "rounds", "ms", "ratio"))
-        for (norm, side, how), seconds in least.items():
-            ratio = seconds / least["layer", side, "torch"]
-            row = (norm, side, how, torch.__version__, args.rounds, round(1e3 * seconds, 3), round(ratio, 2))
-            writer.writerow(row)
-            print(*row)
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
     half.replace(args.out)
 
 

@@ -55,11 +55,17 @@ def blocks(rows: list[dict]) -> str:
 
 
 def pieces(rows: list[dict]) -> str:
-    """Passes of eager mode beside the same ones compiled."""
-    return table(
-        ["norm", "pass", "how", "ms", "ratio"],
-        [[f"`{r['norm']}`", r["pass"], r["how"], r["ms"], r["ratio"]] for r in rows],
-    )
+    """Bare calls over LayerNorm's: a column for each shape and type, moves and targets beside them."""
+    places = list(dict.fromkeys((row["shape"], row["dtype"]) for row in rows))
+    found = {(row["pass"], row["norm"], row["how"], row["shape"], row["dtype"]): row for row in rows}
+    body = []
+    for key in dict.fromkeys((row["pass"], row["norm"], row["how"]) for row in rows):
+        mine = [found[*key, *place] for place in places]
+        moves = ", ".join(dict.fromkeys(row["moves"] for row in mine))
+        cells = [f"{row['ratio']} ({row['low']}-{row['high']})" for row in mine]
+        body.append([*key, moves, *cells, mine[0]["target"]])
+    head = [f"{shape.replace('x', ' x ')} {kind}" for shape, kind in places]
+    return table(["pass", "norms", "how", "moves", *head, "target"], body)
 
 
 def read(name: str) -> list[dict]:

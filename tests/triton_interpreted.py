@@ -105,6 +105,19 @@ def test_rows_too_long_for_registers(name, monkeypatch):
         close(g, e)
 
 
+def test_one_weight_for_several_groups():
+    x, dy = draw(5, 24).requires_grad_(), draw(5, 24)
+    w = draw(1).requires_grad_()
+    y = row_ops._norm(x, w, None, None, "scale", 1e-3, 3)[0]
+    xd, wd = (t.detach().double().requires_grad_() for t in (x, w))
+    expected = rows.scale(xd.unflatten(-1, (3, 8)), wd, None, 1e-3).flatten(-2)
+    close(y, expected)
+    for g, e in zip(
+        torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (xd, wd), dy.double()), strict=True
+    ):
+        close(g, e)
+
+
 def test_rows_of_zeros_and_large_means():
     x = torch.zeros(3, 40, device=DEVICE, requires_grad=True)
     for name in ("layer", "rms", "rms outside", "scale"):
@@ -116,6 +129,29 @@ def test_rows_of_zeros_and_large_means():
     expected = rows.layer(x.double(), None, None, 1e-5)
     close(kernels.layer(x, None, None, 1e-5), expected, tolerance=1e-4)  # a mean of 1000 is known to 6e-5 in float32
     assert kernels.layer(x[:0], None, None, 1e-5).shape == (0, 37)
+
+
+if REAL:  # the interpreter would copy 4 GB at each launch
+
+    def test_rows_further_apart_than_32_bits_reach():
+        room = torch.empty(
+            2**31 + 64, dtype=torch.bfloat16, device=DEVICE
+        )  # 4 GB, of which three rows are ever touched
+        x, dy = (room[start:].as_strided((3, 20), (2**30, 1)) for start in (0, 40))
+        for t in (x, dy):
+            t.copy_(draw(3, 20, dtype=torch.bfloat16))
+        x.requires_grad_()
+        near, up = x.detach().clone().requires_grad_(), dy.clone()
+        (got,), (expected,) = (
+            torch.autograd.grad(kernels.layer(t, None, None, 1e-3), t, g) for t, g in ((x, dy), (near, up))
+        )
+        assert torch.equal(got, expected)
+        far, close_by = (kernels.moments(t.detach(), None, True)[0] for t in (x, near))
+        assert torch.equal(far, close_by)
+        pairs = ((dy, x.detach()), (up, near.detach()))
+        one, other = (kernels.standardize_grad(*pair, far, 1e-3, True, removed=far) for pair in pairs)
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
