@@ -229,6 +229,8 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["fold", "."], ["--out"]),
         (["audit", "nowhere"], ["is no folder of a run"]),
         (["report"], ["no results given"]),
+        (["compare"], ["no run given"]),
+        (["compare", "nowhere"], ["there is no file or folder nowhere"]),
         (["report", "nowhere"], ["there is no file or folder nowhere"]),
         (["report", "."], ["no result.json in ."]),
     ],

@@ -12,6 +12,7 @@ import torch
 from corpus_files import sentences, write_corpus, write_text
 
 import normkit
+from normkit.cli import main
 from normkit.data.batches import rounded, static_batches
 from normkit.data.corpora import CORPORA, locate
 from normkit.data.prepare import prepare
@@ -20,11 +21,12 @@ from normkit.data.vocab import PAD
 from normkit.models.config import Model
 from normkit.models.lm import DecoderLM
 from normkit.models.mt import Seq2Seq
+from normkit.report import results
 from normkit.studies.recipes import RECIPES
 from normkit.studies.use import translate_lines
 from normkit.train.bleu import bleu
 from normkit.train.checkpoints import checkpoints
-from normkit.train.compare import interval, paired, read_outputs
+from normkit.train.compare import compared, interval, paired, read_outputs
 from normkit.train.config import Run
 from normkit.train.mt import MachineTranslation
 from normkit.train.run import load, train
@@ -89,6 +91,38 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
     covered = sum(abs(mean - 5) < half for mean, half in (interval(list(row)) for row in draws))
     assert 1900 - 35 < covered < 1900 + 35
     assert np.isnan(interval([1.0])[1])
+
+
+def test_runs_are_compared_over_seeds_and_on_the_same_sentences(corpus, tmp_path, capsys):
+    made = train(changed(corpus, steps=2), tmp_path / "made")
+    references = read_outputs(tmp_path / "made", "reference")
+    assert references == [two for _, two in sentences(30, 2)]
+    for name, shift in (("a", 0.0), ("b", 1.0)):
+        for seed, score in enumerate((30.0, 31.0, 32.0)):
+            folder = tmp_path / name / f"seed-{seed}"
+            (folder / "outputs").mkdir(parents=True)
+            found = references if name == "a" else [line if at % 3 else "no" for at, line in enumerate(references)]
+            for kind, lines in (("reference", references), ("beam", found)):
+                (folder / "outputs" / f"{kind}.txt").write_text("\n".join(lines) + "\n", encoding="utf8")
+            scores = {"beam": {"bleu": score + shift}, "running": {"loss": 1.0}}
+            run = {**made["run"], "seed": seed, "model": {**made["run"]["model"], "norm": name}}
+            results.write(folder, {**made, "run": run, "scores": scores})
+    one, two = tmp_path / "a", tmp_path / "b"
+    assert main(["compare", str(one), str(two), str(two / "seed-0")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        f"{one}: bleu 31.00 (± 2.48, 95 % interval of 3 seeds)",
+        f"{two}: bleu 32.00 (± 2.48, 95 % interval of 3 seeds)",
+        f"{two / 'seed-0'}: bleu 31.00 (one seed)",
+    ]
+    assert len(lines) == 7
+    assert "seed 0" in lines[3]
+    assert "against 100.00, p = 0.00" in lines[3]
+    with pytest.raises(ValueError, match="has runs of several settings"):
+        compared([tmp_path])
+    (two / "seed-0" / "outputs" / "reference.txt").write_text("other\n")
+    with pytest.raises(ValueError, match="translated other sentences"):
+        compared([one, two])
 
 
 @pytest.mark.parametrize("norm", ["layer", "un(warmup=4)"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import normkit
 from normkit.cli.benching import bench
+from normkit.cli.comparing import compare
 from normkit.cli.doctor import doctor
 from normkit.cli.folding import audit, fold
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "fold": fold,
     "audit": audit,
     "report": report,
+    "compare": compare,
     "figure": figure,
     "watch": watch,
     "doctor": doctor,

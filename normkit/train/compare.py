@@ -4,10 +4,15 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from normkit.data.corpora import Corpus
+from normkit.data.corpora import CORPORA, Corpus, locate
+from normkit.report import results
+from normkit.report.settings import flat
 from normkit.train.bleu import counted, metric
+
+SCORES = (("beam", "bleu"), ("beam", "per"), ("running", "perplexity"), ("running", "accuracy"), ("running", "box_ap"))
+"""Kind and name of what runs are compared by: the first that they have."""
 
 
 class Difference(NamedTuple):
@@ -46,6 +51,49 @@ def read_outputs(folder: str | Path, kind: str = "beam") -> list[str]:
     if not path.is_file():
         raise ValueError(f"{path} is missing; runs of task mt write it when they end")
     return path.read_text(encoding="utf8").removesuffix("\n").split("\n")
+
+
+def compared(folders: Sequence[Path]) -> list[str]:
+    """What is known of the difference of runs, a line each; a folder is a run's, or holds those of its seeds.
+
+    First the mean of each with its confidence interval over seeds; then, of translations, the paired bootstrap of each
+    against the first, seed by seed. ValueError where a folder has runs of several settings, or of no score in common.
+    """
+    seeds = [_seeds(Path(folder)) for folder in folders]
+    every = [result["scores"] for each in seeds for _, result in each.values()]
+    common = [(kind, name) for kind, name in SCORES if all(name in scores.get(kind, {}) for scores in every)]
+    if not common:
+        raise ValueError("these runs have no score in common; needs finished runs of one task")
+    kind, name = common[0]
+    lines = []
+    for folder, each in zip(folders, seeds, strict=True):
+        mean, half = interval([result["scores"][kind][name] for _, result in each.values()])
+        spread = "one seed" if len(each) == 1 else f"± {half:.2f}, 95 % interval of {len(each)} seeds"
+        lines.append(f"{folder}: {name} {mean:.2f} ({spread})")
+    for folder, each in zip(folders[1:], seeds[1:], strict=True):
+        for seed in sorted(each.keys() & seeds[0].keys()) if name == "bleu" else []:
+            (one, result), (two, _) = seeds[0][seed], each[seed]
+            references = read_outputs(one, "reference")
+            if references != read_outputs(two, "reference"):
+                raise ValueError(f"{one} and {two} translated other sentences; compare runs on the same test split")
+            data = result["run"]["data"]
+            corpus = CORPORA[data] if data in CORPORA else locate(data).corpus
+            found = paired(read_outputs(one), read_outputs(two), references, corpus)
+            said = f"{found.second:.2f} against {found.first:.2f}, p = {found.p:.3f}"
+            lines.append(
+                f"{folder} and {folders[0]}, seed {seed}: {said} (paired bootstrap, {len(references):,} lines)"
+            )
+    return lines
+
+
+def _seeds(folder: Path) -> dict[int, tuple[Path, dict[str, Any]]]:
+    """The runs of a folder by their seeds; ValueError where they differ in more."""
+    there = results.find([folder])
+    found = {result["run"]["seed"]: (path, result) for path, result in there.items()}
+    settings = [flat({**result["run"], "seed": 0, "name": ""}) for _, result in found.values()]
+    if settings.count(settings[0]) < len(settings) or len(found) < len(there):
+        raise ValueError(f"{folder} has runs of several settings; name the folder of one, or of its seeds")
+    return found
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:

@@ -17,7 +17,8 @@ class MachineTranslation(Translation):
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
-        self._references = [lines[1] for lines in data.lines("test")]
+        references = [lines[1] for lines in data.lines("test")]
+        self.outputs["reference"] = [references[item] for item in self._asked]
         if model.config.mask_logits:
             flat = data.train.target.flat  # mapped from a file, and may be larger than memory
             model.allow({n for at in range(0, len(flat), PART) for n in np.unique(flat[at : at + PART]).tolist()})
@@ -47,7 +48,7 @@ class MachineTranslation(Translation):
         """BLEU with its bootstrap error."""
         lines = [spell(found[item]) for item in range(len(found))]
         self.outputs[self.kind] = lines
-        return bleu(lines, [self._references[item] for item in self._asked], self.data.corpus)
+        return bleu(lines, self.outputs["reference"], self.data.corpus)
 
     def look(self) -> dict[str, float]:
         """Loss of the validation split, and BLEU of greedy search where the run asks for it."""

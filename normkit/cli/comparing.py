@@ -1,0 +1,26 @@
+"""`normkit compare`: whether runs differ by more than chance."""
+
+from pathlib import Path
+
+from normkit.cli.line import parse_arguments, write
+
+
+def compare(arguments: list[str]) -> int:
+    """Whether runs differ by more than chance: intervals over seeds, paired bootstrap."""
+    from tyro.conf import Positional
+
+    def parse(runs: Positional[tuple[Path, ...]]) -> tuple[Path, ...]:
+        """Compare runs with the first: means with confidence intervals over seeds, paired bootstrap of translations.
+
+        Args:
+            runs: Folders of runs, or folders that hold one run's seeds.
+        """
+        return runs
+
+    runs = parse_arguments(parse, arguments, "compare")
+    if not runs:
+        raise ValueError("no run given; try `normkit compare runs/layer runs/un`")
+    from normkit.train.compare import compared
+
+    write("\n".join(compared(runs)))
+    return 0
