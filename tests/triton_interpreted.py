@@ -134,9 +134,7 @@ def test_rows_of_zeros_and_large_means():
 if REAL:  # the interpreter would copy 4 GB at each launch
 
     def test_rows_further_apart_than_32_bits_reach():
-        room = torch.empty(
-            2**31 + 64, dtype=torch.bfloat16, device=DEVICE
-        )  # 4 GB, of which three rows are ever touched
+        room = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE)
         x, dy = (room[start:].as_strided((3, 20), (2**30, 1)) for start in (0, 40))
         for t in (x, dy):
             t.copy_(draw(3, 20, dtype=torch.bfloat16))

@@ -31,7 +31,7 @@ def moments(
         return backend.load().moments(x, mask, center)
     rows, fast = x.reshape(-1, x.shape[-1]), fused.joins(x, dtype)
     if fast and mask is not None:  # a copy of the real rows costs less than plain operations on all of them
-        rows, mask = _real(rows, mask, fast), None
+        (rows,), mask = _real(mask, fast, rows), None
     rows = rows if fast else rows.to(dtype)
     if mask is None:
         count = rows.new_full((), rows.shape[0], dtype=dtype)
@@ -214,8 +214,8 @@ def standardize_grad(
     if sums:
         out = _sums(dys, rows, mean, inv)
         if mask is not None and real:
-            part = [_real(t, mask, fast) for t in (dys, rows)]
-            out = torch.cat([out, _sums(part[0], part[1], mean, inv)])
+            some, beside = _real(mask, fast, dys, rows)
+            out = torch.cat([out, _sums(some, beside, mean, inv)])
     if removed is not None:
         scale = inv if back is None else inv * back
         slant = scale if factor is None else scale * factor
@@ -226,7 +226,7 @@ def standardize_grad(
             slope = taken[-1] * inv
             dx = multiply_add(rows, slope, taken[0] - slope * mean if mean is not None else torch.zeros_like(slope))
         if mask is not None:
-            dx = dx.index_fill_(0, fused.where(~mask), 0) if fast else _real(dx, mask)
+            dx = dx.index_fill_(0, fused.where(~mask), 0) if fast else _real(mask, fast, dx)[0]
         if dx.dtype is wide:
             dx = dx.addcmul_(dys, slant)
         else:  # halves on a CPU: two products rounded, then their sum, for a third of the time
@@ -235,9 +235,12 @@ def standardize_grad(
     return dx, out
 
 
-def _real(rows: Tensor, mask: Tensor, fast: bool = False) -> Tensor:
+def _real(mask: Tensor, fast: bool, *tensors: Tensor) -> list[Tensor]:
     """Rows `[N, C]` with zeros in the padding, or without it: the same to a sum."""
-    return rows.index_select(0, fused.where(mask)) if fast else torch.where(mask.reshape(-1, 1), rows, 0)
+    if fast:
+        some = fused.where(mask)
+        return [rows.index_select(0, some) for rows in tensors]
+    return [torch.where(mask.reshape(-1, 1), rows, 0) for rows in tensors]
 
 
 def _alike(dy: Tensor, x: Tensor, wide: torch.dtype) -> bool:
