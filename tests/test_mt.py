@@ -82,6 +82,7 @@ def test_paired_bootstrap_tells_a_real_difference_from_none():
     assert paired(lines, worse, lines, PARALLEL, samples=200).p < 0.02
     also = [line if number % 3 != 1 else " ".join(line.split()[::-1]) for number, line in enumerate(lines)]
     assert paired(also, worse, lines, PARALLEL, samples=200).p > 0.05
+    assert paired(worse, worse, lines, PARALLEL, samples=200).p == 1, "no difference is not a significant one"
     with pytest.raises(ValueError, match="60 and 1 translations for 60 references"):
         paired(lines, lines[:1], lines, PARALLEL)
 

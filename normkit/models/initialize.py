@@ -14,7 +14,8 @@ def initialize(model: nn.Module, how: str) -> None:
 
     - "ds" (DS-Init, Zhang et al. 2019): all weights of the l-th layer of a stack divided by sqrt(l), l = 1, 2, ...;
     - "fixup" (Zhang, Dauphin & Ma 2019): the first map of each block times R ** (-1/2), R being the residual blocks of
-      the stack, and the last map of each block zero;
+      the stack, and the last map of each block zero; its scale and shift before each block are what
+      `nonorm(affine=True)` has, one a channel where the paper has one a block;
     - "t-fixup" (Huang et al. 2020): value and output maps of the attention, and both maps of the feed-forward blocks,
       times 0.67 L ** (-1/4) in the encoder, (9 L) ** (-1/4) in a decoder; so are the word vectors.
 
