@@ -6,10 +6,11 @@
     python benchmarks/swin.py --dry --out FOLDER                   the script itself, on tiny models
 
 Models are torchvision's and timm's as they build them, with `nn.LayerNorm`, and converted from that: `rms`, `un`, and
-`folded`, which is `un` with its norms folded into the products behind them. Weights are random; statistics are those of
-noise. Variants take turns, round by round; a ratio is taken within a round, its median is reported with the 20th and
-80th percentile. The first baseline is the honest one: LayerNorm compiled by `torch.compile`. Memory is what PyTorch had
-allocated at most during a call on a GPU, the model's weights and the pictures included (CPU: benchmarks/models.py).
+`folded`, which is `un` with its norms folded into the products behind them. Weights are random, gains and biases of
+norms too: a bias of zero would fold where a trained one leaves an addition. Statistics are those of noise. Variants
+take turns, round by round; a ratio is taken within a round, its median is reported with the 20th and 80th percentile.
+The first baseline is the honest one: LayerNorm compiled by `torch.compile`. Memory is what PyTorch had allocated at
+most during a call on a GPU, the model's weights and the pictures included (CPU: benchmarks/models.py).
 """
 
 import argparse
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from normkit.models.config import Model
 from normkit.models.detection import detector
-from normkit.models.torchvision_ops import load_torchvision
+from normkit.models.torchvision_ops import load_torchvision, torchvision_operators
 from normkit.ops.clock import ratio, rounds_of
 from normkit.train.where import where
 from normkit.transforms import calibrate, convert, find, fold
@@ -100,11 +101,16 @@ MODELS: dict[str, Callable[[int, bool], Subject]] = {
 def variants(subject: Subject) -> tuple[dict[str, nn.Module], str]:
     """The model by NORMS, on the CPU, and what was folded; statistics are those of pictures like those to come."""
     model, part = subject.model.eval(), subject.part
+    for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
+        nn.init.uniform_(norm.weight, 0.8, 1.2)
+        nn.init.uniform_(norm.bias, -0.1, 0.1)
     noise = torch.rand(2, 3, *subject.size)
     un = calibrate(convert(model, "un").eval(), [noise], forward=lambda m, x: m(list(x)) if part else m(x))
     folded, report = fold(un.get_submodule(part), noise[:1, :, :64, :64] if part else noise[:1], other_shapes=False)
-    note = f"{report.foldable} norms folded, largest error {report.max_error:.0e}"
+    fates = ", ".join(f"{report.count(action)} {action}" for action in sorted({row.action for row in report.rows}))
+    note = f"norms {fates}; largest error {report.max_error:.0e}"
     if part:
+        note += f"; nms and roi_align: {torchvision_operators()}"
         whole = copy.deepcopy(un)
         whole.set_submodule(part, folded)
         folded = whole

@@ -10,7 +10,7 @@ from made_results import result
 from rich.console import Console
 
 from normkit.cli import main
-from normkit.norms import make
+from normkit.norms import make, parse
 from normkit.report import results
 from normkit.studies import conduct, table
 from normkit.studies.catalogue import STUDIES
@@ -469,3 +469,16 @@ def test_a_scale_that_needs_a_gpu_says_so(tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="needs a GPU"):
             conduct.engine(plan, 1, None, board())
+
+
+def test_un_filters_outliers_in_pictures_unless_a_row_leaves_it_out():
+    """Without, the paper's runs on pictures fail (Table 7)."""
+    pictures = 0
+    for study in (study for name, study in STUDIES.items() if name.startswith("un.")):
+        for cell in expand(study, "paper"):
+            name, given = parse(cell.run.model.norm)
+            if name == "un" and cell.run.task in ("images", "detection"):
+                pictures += 1
+                left_out = study.rows[cell.row].label == "without"
+                assert bool(given.get("outlier_filtration")) != left_out, (study.id, cell.folder)
+    assert pictures > 20

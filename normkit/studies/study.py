@@ -50,6 +50,8 @@ class Column:
     """By scale; a scale that is not there has not been run yet, for want of data or of a recipe."""
     settings: Settings = dataclasses.field(default_factory=dict)
     """What this column changes in its base."""
+    options: Settings = dataclasses.field(default_factory=dict)
+    """Options of the rows' norms in this column, of those norms that have them and do not say otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
                 continue
             start = override(RECIPES[base.recipe](), base.settings)
             wanted = override(override(override(start, column.settings), row.settings), row.at.get(scale, {}))
+            wanted = override(wanted, {"model.norm": with_options(wanted.model.norm, column.options)})
             if set(wanted.model.norm_at.values()) == {wanted.model.norm}:  # one norm everywhere, said twice
                 wanted = override(wanted, {"model.norm_at": {}})
             folder = Path(scale) / base.name / name_of(start, wanted)
@@ -161,6 +164,19 @@ def override(run: Run, settings: Settings) -> Run:
     own, model, images = changed.values()
     parts = {"model": dataclasses.replace(run.model, **model), "images": dataclasses.replace(run.images, **images)}
     return dataclasses.replace(run, **own, **parts)
+
+
+def with_options(spec: str, more: Settings) -> str:
+    """A norm with further options, of those that it has and does not say itself; all in the order of its own.
+
+    >>> with_options("un(window=2)", {"alpha": 0.8, "window": 4}), with_options("layer", {"alpha": 0.8})
+    ('un(window=2, alpha=0.8)', 'layer')
+    """
+    name, given = parse(spec)
+    own = options(name)
+    if not more.keys() & own.keys() - given.keys():
+        return spec
+    return f"{name}({', '.join(f'{key}={({**more, **given})[key]!r}' for key in own if key in given or key in more)})"
 
 
 def warmed(spec: str, warmup: int) -> str:
