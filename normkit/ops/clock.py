@@ -65,10 +65,11 @@ def ratio(seconds: list[float], base: list[float]) -> tuple[float, float, float]
 class Counter(TorchDispatchMode):
     """Counts ATen operations that compute, views and allocations left out, the bytes of what they touch, and FLOPs.
 
+    >>> x = torch.ones(3)
     >>> with Counter() as count:
-    ...     _ = torch.ones(3).mul_(2)
+    ...     _ = x.view(1, 3) * 2
     >>> count.operations, count.bytes, count.flops
-    (2, 24, 3)
+    (1, 24, 3)
     """
 
     operations = bytes = flops = 0
