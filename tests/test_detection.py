@@ -133,8 +133,8 @@ def test_augmentation_changes_picture_boxes_and_masks_alike(tmp_path):
     sizes, things = set(), 0
     for epoch in range(6):
         for at in range(len(data.train)):
-            picture, target = samples[Item(epoch, at)]
-            again, _ = samples[Item(epoch, at)]
+            (picture, target), _ = samples[Item(epoch, at)]
+            (again, _), _ = samples[Item(epoch, at)]
             assert torch.equal(picture, again), "chance hangs on seed, epoch and number alone"
             sizes.add(tuple(picture.shape[-2:]))
             assert len(target["boxes"]) == len(target["labels"]) == len(target["masks"])
