@@ -12,7 +12,7 @@ RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 def cifar10_tiny_vit() -> Run:
     """CIFAR-10 with a tiny Vision Transformer: minutes on one CPU core.
 
-    NORMKIT_DATA=FOLDER normkit train cifar10_tiny_vit --model.norm un
+    NORMKIT_DATA=FOLDER normkit train cifar10_tiny_vit --model.norm 'un(warmup=50)'
     """
     return Run(
         name="cifar10_tiny_vit",

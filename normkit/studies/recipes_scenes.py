@@ -80,7 +80,7 @@ def faster_rcnn_coco_12() -> Run:
 def mask_rcnn_pennfudan() -> Run:
     """Mask R-CNN with a narrow Swin on Penn-Fudan (120 street scenes, one kind of thing): minutes on one CPU core.
 
-    NORMKIT_DATA=FOLDER normkit train mask_rcnn_pennfudan --model.norm un
+    NORMKIT_DATA=FOLDER normkit train mask_rcnn_pennfudan --model.norm 'un(warmup=40, outlier_filtration=True)'
     """
     return Run(
         name="mask_rcnn_pennfudan",
@@ -107,7 +107,7 @@ def mask_rcnn_pennfudan() -> Run:
 def mask_rcnn_coco128() -> Run:
     """Mask R-CNN with a narrow Swin on 128 pictures of COCO, scored on these: that it learns them, no more.
 
-    NORMKIT_DATA=FOLDER normkit train mask_rcnn_coco128 --model.norm un
+    NORMKIT_DATA=FOLDER normkit train mask_rcnn_coco128 --model.norm 'un(warmup=40, outlier_filtration=True)'
     """
     return dataclasses.replace(mask_rcnn_pennfudan(), name="mask_rcnn_coco128", data="coco128_320")
 
