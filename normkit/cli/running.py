@@ -81,6 +81,7 @@ def train(arguments: list[str]) -> int:
     """Train a recipe; every field of a run is a flag."""
     from normkit.names import pick
     from normkit.studies.recipes import RECIPES
+    from normkit.studies.study import warm
     from normkit.train.config import Run
 
     if not arguments or arguments[0].startswith("-"):
@@ -100,7 +101,7 @@ def train(arguments: list[str]) -> int:
         """Go on from the last checkpoint in that folder."""
 
     given = parse_arguments(Given, arguments[1:], f"train {arguments[0]}", default=Given(recipe))
-    return _train(given.run, given.out or Path("runs") / given.run.name, given.resume, typed("train", *arguments))
+    return _train(warm(given.run), given.out or Path("runs") / given.run.name, given.resume, typed("train", *arguments))
 
 
 def _train(run: Any, folder: Path, resume: bool, command: str) -> int:

@@ -199,6 +199,17 @@ def warmed(spec: str, warmup: int) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" if given else spec
 
 
+def warm(run: Run) -> Run:
+    """A run in which all norms are `warmed`: with a default of 4,000 steps, shorter runs would never leave the warm-up.
+
+    >>> run = override(RECIPES["g2p_cmudict"](), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
+    >>> warm(run).model.norm, warm(run).model.norm_at
+    ('un(warmup=500)', {'*.final': 'mabn(warmup=9)'})
+    """
+    norm_at = {place: warmed(spec, run.warmup) for place, spec in run.model.norm_at.items()}
+    return override(run, {"model.norm": warmed(run.model.norm, run.warmup), "model.norm_at": norm_at})
+
+
 def name_of(base: Run, run: Run) -> str:
     """What tells a run from its base: the norm, then what else differs, as the name of a folder.
 
@@ -246,15 +257,10 @@ def _names(row: Row) -> set[str]:
 
 def _settle(run: Run, scale: str, folder: Path) -> Run:
     """The run as it is trained: its name, its device, statistics that warm up, checkpoints to resume from."""
-    model = dataclasses.replace(
-        run.model,
-        norm=warmed(run.model.norm, run.warmup),
-        norm_at={place: warmed(spec, run.warmup) for place, spec in run.model.norm_at.items()},
-    )
     where: dict[str, Any] = {"device": "cpu", "threads": 1} if scale == "pocket" else {"device": "cuda"}
     every = run.checkpoint_every or max(1, run.steps // 10)
     keep = max(run.average, 2)  # checkpoints of many runs fill a disk
-    return dataclasses.replace(run, model=model, name=str(folder), checkpoint_every=every, keep=keep, **where)
+    return dataclasses.replace(warm(run), name=str(folder), checkpoint_every=every, keep=keep, **where)
 
 
 def unique(cells: Iterable[Cell]) -> list[Cell]:
