@@ -402,6 +402,7 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "ImageNet TPUT" in shown
     assert "Not yet run at scale pocket: all columns." in shown
+    assert "It can be run at scale: none" in shown
 
 
 @pytest.mark.parametrize(

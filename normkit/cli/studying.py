@@ -69,6 +69,8 @@ def _study(given: dict[str, Any], command: str) -> int:
         raise ValueError(f"processes must be at least 1; got {given['processes']}")
     if given["show"]:
         write(table.text(table.collect(study, scale, out)))
+        if scale not in study.scales:
+            write(f"It can be run at scale: {', '.join(study.scales) or 'none; the paper alone is shown'}.")
         return 0
     plan = conduct.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
     console = Console()
