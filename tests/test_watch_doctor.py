@@ -247,9 +247,19 @@ def test_places_in_few_words():
 NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power", "layer": "layer"}
 
 
+@pytest.mark.parametrize("norm", ["un", "power", "mabn", "renorm"])
+def test_a_run_that_ends_inside_the_warm_up_of_statistics(norm):
+    """A default of thousands of steps is all of a short run, which then shows nothing of the norm."""
+    for warmup, evidence in ((40, [{"0": 36.0}]), (3, [])):  # 36: as the fifth step finds it
+        model = nn.Sequential(normkit.make(f"{norm}(warmup={warmup})", 8), nn.Linear(8, 8))
+        found = diagnose(fit(model, [sample(step, 64, 8) for step in range(5)]))
+        assert [finding.evidence for finding in found if finding.kind == "warm-up"] == evidence
+
+
 def healthy(steps=60):
     """Rows with all that checks need and nothing wrong in them."""
     calm = {"Gamma_bound": 20.0, "tokens": 900.0, "padding": 0.0, "nonfinite": 0.0, "dead": 0.0, "filtered_rate": 0.0}
+    calm |= {"warmup_left": 0.0}
     names = sorted({name for check in CHECKS for name in check.needs.split()})
     whole = [name for name in names if name.startswith(("loss", "gradient"))]
     for step in range(1, steps + 1, max(1, steps // 6)):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import normkit.watch.faults as faults
-from normkit.norms import parse
+from normkit.norms import NORMS, StatNorm, options, parse
 from normkit.watch.faults import THRESHOLDS, Finding
 from normkit.watch.rows import Row
 from normkit.watch.series import Table, freezes_quadratic_means, keeps_batch_statistics, norms, places, tabulate
@@ -47,6 +47,14 @@ def _centred(norm: str) -> bool:
     return keeps_batch_statistics(norm) and not freezes_quadratic_means(norm)
 
 
+def _warms_up(norm: str) -> bool:
+    try:
+        name, _ = parse(norm)
+    except ValueError:
+        return False
+    return issubclass(NORMS[name], StatNorm) and "warmup" in options(name)
+
+
 def _is(name: str, **options: object) -> Callable[[str], bool]:
     """Whether a norm is of this name and has these options."""
 
@@ -63,6 +71,7 @@ def _is(name: str, **options: object) -> Callable[[str], bool]:
 AGE = THRESHOLDS["steps"].value
 CHECKS = (
     Check("nan", faults.bad_batches, "nonfinite", _any),
+    Check("warm-up", faults.warming, "warmup_left", _warms_up),
     Check("padding", faults.padding, "padding", keeps_batch_statistics, how=TELL),
     Check("tiny batches", faults.tiny_batches, "tokens", keeps_batch_statistics),
     Check("evaluation", faults.evaluation, "gap_batch", _centred, steps=AGE),

@@ -79,6 +79,18 @@ def bad_batches(table: Table) -> list[Finding]:
     return found
 
 
+def warming(table: Table) -> list[Finding]:
+    """Statistics that the run has not begun to use."""
+    left = {site: series.values[-1] for site, series in table.get("warmup_left", {}).items() if series.values[-1] > 0}
+    if not left:
+        return []
+    says = (
+        f"{places(left)}: so far trained with each batch's own statistics, and for {max(left.values()):.0f} more steps;"
+        " evaluation takes the running ones: in a run that ends before, give the norm a shorter warmup="
+    )
+    return [Finding("warm-up", tuple(left), says, left)]
+
+
 def padding(table: Table) -> list[Finding]:
     """Padding among the rows that statistics are taken over."""
     hit = _over(table, "padding", "padding")

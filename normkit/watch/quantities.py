@@ -178,6 +178,8 @@ QUANTITIES: dict[str, Quantity] = {
     "filtered_rate": Quantity(
         "the same as a share of the steps since smoothing began", "UN Fig. 5, Eq. 19",
         "filtered smoothed", lambda n, steps: n / steps.clamp(min=1)),
+    "warmup_left": Quantity(
+        "steps for which the norm still uses the batch's own statistics", "normkit", "warmup_left", _itself),
     "skipped": Quantity(
         "forwards that moved no statistics, being not finite or all padding", "normkit", "skipped", _itself),
     "skipped_grad": Quantity("backwards that moved none", "normkit", "skipped_grad", _itself),
