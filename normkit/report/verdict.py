@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from normkit.report.settings import Result, Results, groups, job, labels, printable, split
 
+SEQUENCES = ("g2p", "mt")  # tasks whose batches may be of one length
 ERRORS = 2  # differences count from so many sampling errors on
 EXPECTED = {"name", "command", "model.norm", "model.norm_at", "model.fixnorm"}
 HUNDREDTH = 0.01
@@ -106,7 +107,7 @@ def _terms(metric: Metric, results: Results) -> list[str]:
     if errors:
         terms.append(f"sampling error of {metric.name} {_span(errors)}")
     terms += [f"{common['steps']:,} steps"] if "steps" in common else []
-    if "bucketing" in common:
+    if "bucketing" in common and common.get("task") in SEQUENCES:
         terms.append("batches bucketed by length" if common["bucketing"] else "batches of any lengths, not bucketed")
     terms += [f"seed {common['seed']}"] if "seed" in common else []
     return [f"{', '.join(terms)}."] if terms else []
