@@ -16,11 +16,27 @@ from triton.compiler import ASTSource
 
 from normkit.ops.triton import channel_kernels as channels
 from normkit.ops.triton import row_kernels as rows
+from normkit.ops.triton import rule_kernels as rules
 from normkit.ops.triton.launch import column_launch, row_launch
 
 INTEGERS = ("rows", "width", "groups", "channels", "programs", "x_stride", "r_stride", "dy_stride", "ds_stride")
+INTEGERS += ("wells", "size", "warmup", "until_r", "until_d")
+NUMBERS = ("eps", "rate", "bound_r", "bound_d", "floor")
+COUNTERS = {"STEP", "NEXT", "SKIPPED"}
 WIDE = {"MEAN", "INV", "VAR", "DW", "DB", "P", "SUM", "SQUARE", "COUNT", "STAT", "TOTAL", "SUMS", "POST", "SHIFT"}
-WIDE |= {"FACTOR", "BACK", "REMOVED"}  # always float32; the others have the type of x
+WIDE |= {
+    "BACK",
+    "REMOVED",
+    "WELL",
+    "RUNNING",
+    "WINDOW",
+    "BATCH",
+    "VALUE",
+    "MEMO",
+    "GAMMA",
+    "SMOOTH_GRAD",
+    "SMOOTH",
+}  # always float32; the others have the type of x
 
 
 def cases():
@@ -44,10 +60,41 @@ def cases():
         given, absent = {"CENTER": center}, {"MEAN", "VAR", "W", "B", "POST", "SHIFT"}
         yield channels.column_forward, none | {"Y"} | absent, given, down
         yield channels.column_forward, none, given, down
+        yield channels.column_forward, none | absent - {"MEAN", "VAR"} | {"WELL", "STEP", "NEXT"}, given, down
         yield channels.merge_moments, none, given, down._replace(tile=64, block=32)
-        yield channels.column_backward, {"DX", "REMOVED", "FACTOR", "BACK"}, {**given, "REAL": True}, down
+        yield channels.column_backward, {"DX", "REMOVED", "FACTOR", "POST", "BACK"}, {**given, "REAL": True}, down
         yield channels.column_backward, {"SUMS"}, {**given, "REAL": False}, down
         yield channels.column_backward, set(), {**given, "REAL": True}, down
+    every = {"SUM", "WINDOW", "POST", "SHIFT", "MEMO", "GAMMA", "SMOOTH_GRAD"}
+    for rule, used in (
+        ("batch", {"SUM"}), ("stale", {"MEMO", "GAMMA", "SMOOTH_GRAD"}), ("geometric", {"WINDOW"}),
+        ("arithmetic", {"WINDOW", "POST"}), ("renorm", {"SUM", "POST", "SHIFT"}),
+    ):  # fmt: skip
+        options = {"RULE": rule, "CENTER": "SUM" in used, "UNBIASED": rule == "batch"}
+        yield rules.train_rule, every - used, options, down._replace(tile=64, block=32)
+    ones = dict.fromkeys(
+        ("programs", "wells", "size", "warmup", "until_r", "until_d"), 1
+    )  # Triton makes them constants
+    options = {"CENTER": False, "UNBIASED": False, **ones}
+    yield (
+        rules.train_rule,
+        every - {"WINDOW", "POST"},
+        {**options, "RULE": "arithmetic"},
+        down._replace(tile=1, block=32),
+    )
+    yield (
+        rules.train_rule,
+        every - {"POST", "SHIFT"},
+        {**options, "RULE": "renorm", "CENTER": True},
+        down._replace(tile=1),
+    )
+    every = {"WELL", "POST", "SHIFT", "MEMO", "GAMMA", "WINDOW", "SMOOTH"}
+    for rule, used in (
+        ("exact", {"POST", "SHIFT"}), ("stale", every - {"POST", "SHIFT", "WINDOW"}),
+        ("windowed", {"WELL", "WINDOW", "SMOOTH"}),
+    ):  # fmt: skip
+        options = {"RULE": rule, "EXACT": True, "CLAMP": True, "CENTER": rule == "exact", "REAL": rule != "exact"}
+        yield rules.grad_rule, every - used, options, down._replace(tile=64, block=32)
 
 
 def compile_one(kernel, none, constants, launch, dtype, capability):
@@ -62,8 +109,10 @@ def compile_one(kernel, none, constants, launch, dtype, capability):
             constexprs[name] = constants[name]
         elif name in INTEGERS:
             signature[name] = "i32"
-        elif name == "eps":
+        elif name in NUMBERS:
             signature[name] = "fp32"
+        elif name in COUNTERS:
+            signature[name] = "*i64"
         else:
             signature[name] = "*u8" if name == "MASK" else "*fp32" if name in WIDE else f"*{dtype}"
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}

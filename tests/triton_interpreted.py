@@ -4,10 +4,12 @@ interprets kernels on the CPU; on a CUDA device it runs it once more without the
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.ops import backend, channels, rows
 from normkit.ops import triton as kernels
+from normkit.ops.mirror import mirrored
 from normkit.ops.triton import launch as launches
 from normkit.ops.triton import rows as row_ops
 
@@ -330,3 +332,77 @@ def test_after_its_warm_up_power_reads_x_once_and_dy_once(spec, masked):
     assert passes == [(0, 1), (1, 0), (1, 0), (0, 1), (1, 0)] or REAL
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+MIRRORED = [
+    "batch", "batch(running_var='biased', affine=False)", "pnv(bias=False)", "repbn", "un(window=2, warmup=2)",
+    "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)",
+    "un(window=3, window_bkw=2, warmup_grad='ema')", "un(window=1, eps=0.0)", "power(groups=0, warmup=2)",
+    "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
+]  # fmt: skip
+PLAIN = [
+    "batch(steps_per_update=2)", "power(groups=0, warmup=2, accumulate='ema')", "mabn(window=2, warmup=2, form='unp')",
+    "un(window=2, warmup=2, outlier_filtration=True)", "un(window=2, warmup=2, steps_per_update=2)",
+]  # fmt: skip
+
+
+def several_steps(norm, width, masked, choice):
+    """Everything that is seen in a few steps, in which one batch has no number, one no real row, one no usable dy."""
+    seen = []
+    for turn in range(6):
+        x, dy = draw(3, 4, width), draw(3, 4, width)
+        x, dy = x * (float("nan") if turn == 2 else 1 + turn / 4), dy * (float("nan") if turn == 3 else 1)
+        keep = torch.rand(3, 4, device=DEVICE) > (2 if turn == 4 else 0.3)
+        norm.zero_grad()
+        with normkit.kernels(choice):
+            y = norm(x.requires_grad_(), keep if masked else None)
+            y.backward(dy)
+        seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters())]
+        seen += [b.clone() for b in norm.buffers()]
+    return seen
+
+
+@pytest.mark.parametrize(("spec", "masked"), zip(MIRRORED + PLAIN, [True, False] * 8, strict=True))
+def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
+    found, width = [], 40  # two programs, one of which has channels to spare
+    for choice in ("reference", "triton"):
+        torch.manual_seed(0)
+        norm = normkit.make(spec, width).to(DEVICE)
+        assert (mirrored(norm) is not None) == (spec in MIRRORED)
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        found.append(several_steps(norm, width, masked, choice))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+def test_a_subclass_with_a_rule_of_its_own_has_no_mirror():
+    class Slower(normkit.PNV):
+        def average(self, batch):
+            return super().average(batch) * 0.5
+
+    assert mirrored(normkit.PNV(4)) is not None
+    assert mirrored(Slower(4)) is None
+    assert mirrored(normkit.PNV(4, sync=True)) is None
+
+
+def test_forwards_of_one_graph_and_recomputed_ones_have_their_own_statistics():
+    x, dy = (draw(2, 5, 24) for _ in range(2))
+    found = []
+    for choice, recomputed in (("reference", False), ("triton", False), ("triton", True)):
+        torch.manual_seed(0)
+        norm = normkit.make("power(groups=0, warmup=1)", 24).to(DEVICE)
+        seen = []
+        for _ in range(3):
+            one, two = (t.clone().requires_grad_() for t in x)
+            with normkit.kernels(choice):
+                if recomputed:
+                    y = checkpoint(norm, one, use_reentrant=False) + 2 * checkpoint(norm, two, use_reentrant=False)
+                else:
+                    y = norm(one) + 2 * norm(two)
+                y.backward(dy[0])
+            seen += [y.detach(), one.grad, two.grad, *(b.clone() for b in norm.buffers())]
+        found.append(seen)
+    for a, b, c in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(b, c, atol=0, rtol=0)

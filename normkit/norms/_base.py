@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from normkit.ops import channels
 from normkit.ops.glimpse import Glimpse
+from normkit.ops.mirror import Mirror, mirrored
 
 
 class Split(NamedTuple):
@@ -268,6 +269,10 @@ class StatNorm(Norm):
         """What `grad_stat` will say to remove, after a forward whose statistics were foretold."""
         raise NotImplementedError
 
+    def mirror(self) -> Mirror | None:
+        """Both rules as GPU kernels know them; None where they do not."""
+        return None
+
     # -- the frame --------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -298,7 +303,11 @@ class StatNorm(Norm):
     def _advance(self, x: Tensor, mask: Tensor | None) -> tuple[_Plan, Tensor | None]:
         """Look at the batch, let the method decide, move the state once; the output where one look was enough."""
         wide = torch.promote_types(x.dtype, self.running.dtype)
-        foretold, y = self.foretold() if channels.one_pass(x, wide) else None, None
+        kernels = channels.one_pass(x, wide)
+        foretold, y = self.foretold() if kernels else None, None
+        if kernels and x.numel() and (mirror := mirrored(self)):
+            y, plan, memo = channels.train(self, mirror, x, mask, foretold)
+            return _Plan(*plan, None, None, memo), y
         if foretold is None:
             local, count = channels.moments(x, mask, self.center, wide)
         else:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.norms._base import Stat, StatNorm, require, require_fraction
+from normkit.ops.mirror import Mirror
 
 
 class BatchNorm(StatNorm):
@@ -45,3 +46,6 @@ class BatchNorm(StatNorm):
             bessel = (count / (count - 1).clamp(min=1)).to(batch.dtype)
             new = batch * torch.stack([torch.ones_like(bessel), bessel])[:, None]
         return Stat(batch, {"running": self.running.lerp(new.to(self.running.dtype), 1 - self.alpha)})
+
+    def mirror(self) -> Mirror:  # noqa: D102
+        return Mirror("batch", rate=1 - self.alpha, unbiased=self.running_var == "unbiased")

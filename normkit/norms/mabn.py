@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.norms._base import Stat, StatNorm, push, require, require_count, require_fraction, require_positive
+from normkit.ops.mirror import Mirror
 
 
 class MABN(StatNorm):
@@ -74,6 +75,14 @@ class MABN(StatNorm):
         window = push(self.window_g, step, batch[0])
         value = torch.where(self._batch_phase(step), batch, window.mean(0, keepdim=True))
         return value, {"window_g": window}
+
+    def mirror(self) -> Mirror | None:  # noqa: D102
+        if self.form == "unp":
+            return None
+        return Mirror(
+            "arithmetic", "windowed", rate=1 - self.alpha, warmup=self.warmup, window=self.window_x,
+            window_grad=self.window_g, until=(max(self.renorm_after, self.warmup), 0), bounds=(self.r_max, 0.0),
+        )  # fmt: skip
 
 
 def centralize_weight(weight: Tensor) -> Tensor:

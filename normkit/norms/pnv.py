@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from normkit.norms._base import Stat, StatNorm, require_fraction
+from normkit.ops.mirror import Mirror
 
 
 class PNV(StatNorm):
@@ -33,3 +34,6 @@ class PNV(StatNorm):
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
         return Stat(batch, {"running": self.average(batch)})
+
+    def mirror(self) -> Mirror:  # noqa: D102
+        return Mirror("batch", rate=1 - self.alpha)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from normkit.norms._base import Split, Stat, StatNorm, require, require_count, require_fraction
 from normkit.ops import rows
+from normkit.ops.mirror import Mirror
 
 
 class PowerNorm(StatNorm):
@@ -110,6 +111,14 @@ class PowerNorm(StatNorm):
         lost = (1 - self.alpha_bkw) * gamma
         new = self.nu - nu * (lost.clamp(max=1) if self.clamp else lost) + (1 - self.alpha_bkw) * batch
         return torch.where(exact, batch, nu.to(batch.dtype)), {"nu": new}
+
+    def mirror(self) -> Mirror | None:  # noqa: D102
+        if self.accumulate != "average" or self.denominator == "batch":
+            return None
+        return Mirror(
+            "stale", "stale", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.warmup, clamp=self.clamp,
+            exact_early=self.warmup_grad == "exact", smooth_grad=self.nu,
+        )  # fmt: skip
 
 
 class GroupRMS(nn.Module):

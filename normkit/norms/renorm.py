@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from normkit.norms._base import Stat, StatNorm, require, require_count, require_fraction, require_positive
+from normkit.ops.mirror import Mirror
 
 
 class BatchRenorm(StatNorm):
@@ -65,3 +66,7 @@ class BatchRenorm(StatNorm):
         """0 up to the warm-up's end, then linearly to 1 at `until`."""
         span = max(until - self.warmup, 1)
         return ((step - self.warmup).to(self.running.dtype) / span).clamp(0, 1)
+
+    def mirror(self) -> Mirror:  # noqa: D102
+        until, bounds = (self.r_until, self.d_until), (self.r_max, self.d_max)
+        return Mirror("renorm", rate=1 - self.alpha, warmup=self.warmup, until=until, bounds=bounds)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.norms._base import Stat, StatNorm, push, require, require_count, require_fraction
+from normkit.ops.mirror import Mirror
 
 
 class UN(StatNorm):
@@ -126,6 +127,16 @@ class UN(StatNorm):
         if skip is not None and self.hold:
             psi = torch.where(skip, self.psi, psi)
         return value, {"window_g": window, "psi": psi}
+
+    def mirror(self) -> Mirror | None:  # noqa: D102
+        if self.outlier_filtration or self.compensate:
+            return None
+        rate, floor = 1 - self.alpha, self.eps or torch.finfo(self.running.dtype).tiny
+        return Mirror(
+            "geometric", "windowed", rate, rate, warmup=self.warmup if self.window > 1 else 2**62, floor=floor,
+            window=self.window_x, window_grad=self.window_g, smooth_grad=self.psi,
+            exact_early=self.warmup_grad == "exact",
+        )  # fmt: skip
 
 
 def _geometric_mean(window: Tensor) -> Tensor:

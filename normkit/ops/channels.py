@@ -5,13 +5,14 @@ mean). What the statistics *are* is the business of `normkit.norms`; nothing her
 """
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from normkit.ops import backend, fused
+from normkit.ops.mirror import Decided, Mirror, mirrored
 
 
 def moments(
@@ -124,7 +125,16 @@ class Standardize(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, mask, stat, count, step, post, shift, gain, back, *memo = ctx.saved_tensors
         rule = ctx.rule
-        op = backend.load().standardize_grad if kernels(x, stat.dtype, "standardize_grad") else standardize_grad
+        on_gpu = kernels(x, stat.dtype, "standardize_grad")
+        plain = gain is None and back is None and x.numel() > 0 and not torch.compiler.is_compiling()
+        if on_gpu and plain and (mirror := mirrored(rule)):
+            memo = tuple(memo)
+            dx, dweight, dbias = backend.load().differentiate(
+                rule, mirror, dy, x, weight, mask, stat, count, step, post, shift, memo,
+                rule.foretold_grad(memo) if ctx.stale else None, ctx.has_bias,
+            )  # fmt: skip
+            return None, dx, dweight, dbias, *[None] * (9 + len(memo))
+        op = backend.load().standardize_grad if on_gpu else standardize_grad
         op = functools.partial(op, dy, x, stat, rule.eps, rule.center)
         factor = _product(stat.dtype, weight, post, gain)
         real = mask is not None and rule.pad_grad == "real"
@@ -165,6 +175,12 @@ def standardize_and_moments(
     backend.triton(x, "standardize_and_moments")
     y, fresh = backend.load().standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True)
     return y, *fresh
+
+
+def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: Tensor | None) -> Decided:
+    """Sums over `x`, and what `rule` makes of them with its state moved, in two kernels; see `ops/triton/rules.py`."""
+    backend.triton(x, "moments" if foretold is None else "standardize_and_moments")
+    return backend.load().train(rule, mirror, x, mask, foretold)
 
 
 def kernels(x: Tensor, wide: torch.dtype, name: str) -> bool:

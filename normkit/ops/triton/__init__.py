@@ -2,9 +2,11 @@
 
 from normkit.ops.triton.channels import moments, standardize, standardize_grad
 from normkit.ops.triton.rows import add_norm, group, group_rms, layer, rms, scale
+from normkit.ops.triton.rules import differentiate, train
 
 __all__ = [
     "add_norm",
+    "differentiate",
     "group",
     "group_rms",
     "layer",
@@ -13,4 +15,5 @@ __all__ = [
     "scale",
     "standardize",
     "standardize_grad",
+    "train",
 ]

@@ -31,10 +31,13 @@ def factors(MEAN, VAR, W, B, POST, SHIFT, channel, real, eps, CENTER: tl.constex
 
 @triton.jit
 def column_forward(
-    X, MASK, Y, MEAN, VAR, W, B, POST, SHIFT, SUM, SQUARE, COUNT, rows, channels, x_stride, eps,
+    X, MASK, Y, MEAN, VAR, W, B, POST, SHIFT, SUM, SQUARE, COUNT, WELL, STEP, NEXT, rows, channels, x_stride, eps,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Y (where there is one), and this program's share of the moments (where there is room for them).
+
+    Where a rule comes next: WELL, whether the share is such that no sum of shares can overflow, and NEXT, one more than
+    the counter STEP, which the rule's programs must not read while one of them moves it.
 
     SQUARE alone is given: sums of x^2. SUM too: mean and squared deviations of this program's rows, merged tile by tile
     (Chan, Golub and LeVeque), so that one reading is enough and a large mean costs no digits.
@@ -75,20 +78,24 @@ def column_forward(
     if SQUARE is not None:
         if SUM is not None:
             tl.store(SUM + start * channels + channel, mean, mask=real)
-            tl.store(SQUARE + start * channels + channel, deviation, mask=real)
         else:
-            tl.store(SQUARE + start * channels + channel, tl.sum(square, 0), mask=real)
+            deviation = tl.sum(square, 0)
+        tl.store(SQUARE + start * channels + channel, deviation, mask=real)
         if tl.program_id(1) == 0:
             tl.store(COUNT + start, seen)
+        if WELL is not None:
+            well = (deviation * programs < 1e38) & (tl.abs(mean) < 1e14)  # 1e14^2 times 2^31 rows: 2e37
+            tl.store(WELL + start * tl.num_programs(1) + tl.program_id(1), tl.min(tl.where(well, 1.0, 0.0), 0))
+            if start + tl.program_id(1) == 0:
+                tl.store(NEXT, tl.load(STEP) + 1)
 
 
 @triton.jit
-def merge_moments(
-    SUM, SQUARE, COUNT, STAT, TOTAL, programs, channels,
+def merged(
+    SUM, SQUARE, COUNT, channel, programs, channels,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """STAT `[k, C]` and the count of rows out of the programs' shares, in a fixed order."""
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Mean (zero without CENTER), second moment and count of rows out of the programs' shares, in a fixed order."""
     real = channel < channels
     counts = tl.zeros([TILE], tl.float32)
     first = tl.zeros([TILE, BLOCK], tl.float32)
@@ -103,31 +110,46 @@ def merge_moments(
             first += n[:, None] * tl.load(SUM + row[:, None] * channels + channel[None, :], mask=inside, other=0.0)
     total = tl.sum(counts, 0)
     least = tl.maximum(total, 1.0)
+    mean = tl.sum(first, 0) / least
     if CENTER:
-        mean = tl.sum(first, 0) / least
         for start in range(0, programs, TILE):
             row = start + tl.arange(0, TILE)
             inside = (row < programs)[:, None] & real[None, :]
             n = tl.load(COUNT + row, mask=row < programs, other=0.0)
             off = tl.load(SUM + row[:, None] * channels + channel[None, :], mask=inside, other=0.0) - mean[None, :]
             second += n[:, None] * off * off
-        tl.store(STAT + channel, mean, mask=real)
-        tl.store(STAT + channels + channel, tl.sum(second, 0) / least, mask=real)
+    return mean, tl.sum(second, 0) / least, total
+
+
+@triton.jit
+def merge_moments(
+    SUM, SQUARE, COUNT, STAT, TOTAL, programs, channels,
+    CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """STAT `[k, C]` and the count of rows."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mean, second, total = merged(  # type: ignore[misc]
+        SUM, SQUARE, COUNT, channel, programs, channels, CENTER, TILE, BLOCK
+    )  # fmt: skip
+    if CENTER:
+        tl.store(STAT + channel, mean, mask=channel < channels)
+        tl.store(STAT + channels + channel, second, mask=channel < channels)
     else:
-        tl.store(STAT + channel, tl.sum(second, 0) / least, mask=real)
+        tl.store(STAT + channel, second, mask=channel < channels)
     if tl.program_id(0) == 0:
         tl.store(TOTAL, total)
 
 
 @triton.jit
 def column_backward(
-    DY, X, MASK, DX, MEAN, VAR, FACTOR, BACK, REMOVED, SUMS, rows, channels, dy_stride, x_stride, eps,
+    DY, X, MASK, DX, MEAN, VAR, FACTOR, POST, BACK, REMOVED, SUMS, WELL, rows, channels, dy_stride, x_stride, eps,
     CENTER: tl.constexpr, REAL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """DX (where there is one), and this program's share of the sums of dy and dy * z (where there is room).
 
-    `dx = BACK / sqrt(var + eps) * (FACTOR * dy - s0 - z * s1)`, nothing removed from rows of padding. With REAL, SUMS
-    has the sums over real rows beside those over all rows: `[programs, 4, C]` for `[programs, 2, C]`.
+    `dx = BACK / sqrt(var + eps) * (FACTOR * POST * dy - s0 - z * s1)`, nothing removed from rows of padding. With REAL,
+    SUMS has the sums over real rows beside those over all rows: `[programs, 4, C]` for `[programs, 2, C]`. WELL, where
+    a rule comes next: whether the share is such that no sum of shares can overflow.
     """
     start, programs = tl.program_id(0), tl.num_programs(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -136,13 +158,16 @@ def column_backward(
     mean = tl.zeros_like(inv)
     if CENTER:
         mean = tl.load(MEAN + channel, mask=real, other=0.0).to(tl.float32)
+    factor = tl.full([BLOCK], 1.0, tl.float32)
+    if FACTOR is not None:
+        factor = tl.load(FACTOR + channel, mask=real, other=0.0).to(tl.float32)
+    if POST is not None:
+        factor = factor * tl.load(POST + channel, mask=real, other=0.0).to(tl.float32)
     if DX is not None:
         scale = inv
         if BACK is not None:
             scale = scale * tl.load(BACK + channel, mask=real, other=0.0).to(tl.float32)
-        direct = scale
-        if FACTOR is not None:
-            direct = scale * tl.load(FACTOR + channel, mask=real, other=0.0).to(tl.float32)
+        direct = scale * factor
         s0 = tl.zeros_like(inv)
         if CENTER:
             s0 = scale * tl.load(REMOVED + channel, mask=real, other=0.0).to(tl.float32)
@@ -176,5 +201,11 @@ def column_backward(
         tl.store(here, tl.sum(total, 0), mask=real)
         tl.store(here + channels, tl.sum(dot, 0), mask=real)
         if REAL:
-            tl.store(here + 2 * channels, tl.sum(real_total, 0), mask=real)
-            tl.store(here + 3 * channels, tl.sum(real_dot, 0), mask=real)
+            total, dot = real_total, real_dot
+            tl.store(here + 2 * channels, tl.sum(total, 0), mask=real)
+            tl.store(here + 3 * channels, tl.sum(dot, 0), mask=real)
+        if WELL is not None:
+            well = tl.abs(tl.sum(dot, 0) * factor) * programs < 1e38
+            if CENTER:
+                well = well & (tl.abs(tl.sum(total, 0) * factor) * programs < 1e38)
+            tl.store(WELL + start * tl.num_programs(1) + tl.program_id(1), tl.min(tl.where(well, 1.0, 0.0), 0))

@@ -66,8 +66,8 @@ def standardize_grad(
     stat = stat.contiguous()
     with on(x):
         kernel.column_backward[(launch.programs, cdiv(channels, launch.block))](
-            dys, rows, flags(mask), dx, stat[0], stat[-1], whole(factor), whole(back), whole(removed), room,
-            n, channels, dys.stride(0), rows.stride(0), eps, CENTER=center, REAL=real, **launch.meta,
+            dys, rows, flags(mask), dx, stat[0], stat[-1], whole(factor), None, whole(back), whole(removed), room,
+            None, n, channels, dys.stride(0), rows.stride(0), eps, CENTER=center, REAL=real, **launch.meta,
         )  # fmt: skip
         if out is not None:
             finish(room, out)
@@ -107,8 +107,8 @@ def _forward(rows, mask, y, stat, weight, bias, post, shift, center, eps, room: 
     vectors = (whole(t) for t in (weight, bias, post, shift))
     with on(rows):
         kernel.column_forward[(launch.programs, cdiv(channels, launch.block))](
-            rows, flags(mask), y, mean, var, *vectors, *room, n, channels, rows.stride(0), eps,
-            CENTER=center, **launch.meta,
+            rows, flags(mask), y, mean, var, *vectors, *room, None, None, None, n, channels,
+            rows.stride(0), eps, CENTER=center, **launch.meta,
         )  # fmt: skip
         if fresh is not None:
             block = min(power_of_2(channels), 32)

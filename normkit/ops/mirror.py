@@ -1,0 +1,44 @@
+"""What a kernel has to know of a norm to apply its two rules by itself, in the launch that adds up partial sums."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Mirror(NamedTuple):
+    """A method's rules as `ops/triton/rule_kernels.py` knows them; the rules in PyTorch stay the reference.
+
+    `forward` and `backward` name what is done there; the rest are a method's own buffers and numbers.
+    """
+
+    forward: str  # "batch", "stale", "geometric", "arithmetic" or "renorm"
+    backward: str = "exact"  # or "stale", "windowed"
+    rate: float = 0.0  # share of the new value in `running`
+    rate_grad: float = 0.0  # and in gradient statistics
+    warmup: int = 0
+    until: tuple[int, int] = (0, 0)  # the step from which a factor is free, or the steps when bounds are reached
+    bounds: tuple[float, float] = (1.0, 0.0)  # of a factor and of a shift
+    floor: float = 0.0  # of what a window records
+    unbiased: bool = False  # running variance with n / (n - 1)
+    exact_early: bool = True  # the warm-up has the exact gradient
+    clamp: bool = False
+    window: Tensor | None = None  # [M, C]
+    window_grad: Tensor | None = None
+    smooth_grad: Tensor | None = None  # [1, C]: what is removed from gradients, where a running mean is
+
+
+Plan = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Decided = tuple[Tensor | None, Plan, tuple[Tensor, ...]]  # what a kernel's forward pass returns
+
+
+def mirrored(norm: Any) -> Mirror | None:
+    """The norm's `mirror`, where it tells all: one process, one batch a step, no rule overridden further down.
+
+    Buffers must be plain tensors too, for kernels write to their memory.
+    """
+    if norm.sync or norm.steps_per_update > 1:
+        return None
+    rules = {"train_stat", "grad_stat", "average", "mirror"}
+    last = next(cls for cls in type(norm).__mro__ if rules & vars(cls).keys())
+    plain = all(type(b) is Tensor and b.is_contiguous() for b in norm.buffers(recurse=False))
+    return norm.mirror() if plain and "mirror" in vars(last) else None
