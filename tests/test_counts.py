@@ -53,6 +53,12 @@ def test_norms_of_rows_take_four_launches_at_most(rows):
     assert all(launches[name] <= FOUR for name in ("layer", "rms", "scale", "group"))
 
 
+def test_norms_by_batch_statistics_apply_their_rules_within_the_launches_of_their_sums(rows):
+    launches = total(rows, "launches")
+    assert all(launches[name] <= FOUR + 2 for name in ("batch", "pnv", "renorm", "mabn", "un", "power"))
+    assert launches["power(groups=0)"] <= FOUR
+
+
 def test_a_mask_costs_a_gpu_no_launch(rows):
     masked = total(rows, "launches", "masked")
     assert len(masked) > FOUR

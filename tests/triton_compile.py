@@ -84,7 +84,7 @@ def cases():
     )
     yield (
         rules.train_rule,
-        every - {"POST", "SHIFT"},
+        every - {"SUM", "POST", "SHIFT"},
         {**options, "RULE": "renorm", "CENTER": True},
         down._replace(tile=1),
     )

@@ -362,7 +362,7 @@ def several_steps(norm, width, masked, choice):
     return seen
 
 
-@pytest.mark.parametrize(("spec", "masked"), zip(MIRRORED + PLAIN, [True, False] * 8, strict=True))
+@pytest.mark.parametrize(("spec", "masked"), [(s, i % 2 == 0) for i, s in enumerate(MIRRORED + PLAIN)])
 def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
     found, width = [], 40  # two programs, one of which has channels to spare
     for choice in ("reference", "triton"):

@@ -285,8 +285,7 @@ class StatNorm(Norm):
             plan, y = self._replay(x, mask), None
             if plan is None:
                 plan, y = self._advance(x.detach(), mask)
-            if torch.compiler.is_compiling():
-                plan = _shield(plan)
+            plan = _shield(plan) if torch.compiler.is_compiling() else plan
         record = self._remember(plan)
         y = channels.Standardize.apply(
             self, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
@@ -338,8 +337,7 @@ class StatNorm(Norm):
         value, state = self.grad_stat(batch, step, memo)
         if not state:
             return value
-        ok = usable(batch, count)
-        moved = ok
+        ok = moved = usable(batch, count)
         if self.steps_per_update > 1:
             sums = torch.cat([(batch * count).flatten(), count.view(1)])
             sums, total, moved = self._accumulate(self.pending_grad, self.micro_step_grad, sums, ok)

@@ -104,6 +104,7 @@ def train_rule(
             post = tl.minimum(tl.maximum(post, 1.0 / bound_r), bound_r)
             tl.store(POST + channel, tl.where(step <= until_r, 1.0, post), mask=real)
     tl.store(VALUE + here, value, mask=real)
+    tl.debug_barrier()  # threads may hold the same channel: nobody writes before all have read
     tl.store(RUNNING + here, new, mask=real & ok)
     if CENTER:
         tl.store(RUNNING + channel, running_mean + rate * (mean - running_mean), mask=real & ok)
@@ -181,6 +182,7 @@ def grad_rule(
                 smooth = before + rate * (value - before)
                 value = smooth
         if SMOOTH is not None:
+            tl.debug_barrier()
             tl.store(SMOOTH + channel, smooth, mask=real & ok)
         if EXACT:
             value = tl.where(early, batch, value)

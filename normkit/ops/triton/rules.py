@@ -1,4 +1,4 @@
-"""A whole training step of a norm by batch statistics in five kernels or less, its rule applied in between.
+"""A whole training step of a norm by batch statistics in six launches or less, its rule applied in between.
 
 Forward: sums, rule, standardize; backward: sums, rule, dx. Where the statistics are foretold, standardize and dx share
 the reading of the sums, and the rule comes last.
