@@ -107,8 +107,9 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
 def _state(norm: StatNorm, fields: Fields) -> Fields:
     """What a norm of ours keeps, as this batch finds it."""
     found = {"skipped": norm.skipped.clone(), "skipped_grad": norm.skipped_grad.clone()}
-    if hasattr(norm, "warmup"):
-        found["warmup_left"] = (norm.warmup - norm.step).clamp(min=0)
+    warmup: int | None = getattr(norm, "warmup", None)
+    if warmup is not None:
+        found["warmup_left"] = (warmup - norm.step).clamp(min=0)
     if isinstance(norm, PowerNorm):
         batch, running = fields["quadratic"], fields["running_quadratic"]
         used = torch.where(norm.step < norm.warmup, batch, running)
