@@ -32,7 +32,8 @@ def keep(out: Path, kept: Path) -> None:
     if not tables:
         sys.exit(f"{out} holds no tables: name the --out of a `normkit study`")
     for path in tables:
-        for source in path.parent.glob(f"{path.stem}.*"):
+        for ending in table.FILES:
+            source = path.with_name(f"{path.stem}.{ending}")
             _copy(source, kept / "studies" / source.relative_to(out))
         for run in _runs(json.loads(path.read_text(encoding="utf8"))):
             if (out / run["folder"] / results.FILE).is_file():
