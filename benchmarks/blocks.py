@@ -6,12 +6,10 @@ Every block is compiled by Inductor (it needs a C++ compiler) and takes turns wi
 is 1.05 of the block with LayerNorm compiled.
 """
 
-import argparse
-import csv
 import platform
 import statistics
-from pathlib import Path
 
+import sweep
 import torch
 from torch import Tensor, nn
 
@@ -61,22 +59,10 @@ def measure(shape: str, kind: str, rounds: int) -> list[dict]:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shapes", nargs="+", default=("4096x512",))
-    parser.add_argument("--dtypes", nargs="+", default=("float32",))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "blocks_cpu.csv")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch._dynamo.config.recompile_limit = 64  # all blocks share one forward; past 8 the rest would run uncompiled
+    args = sweep.parser(__doc__, "blocks_cpu.csv", ("4096x512",), ("float32",), 15).parse_args()
+    sweep.begin(args.threads)
     rows = [row for shape in args.shapes for kind in args.dtypes for row in measure(shape, kind, args.rounds)]
-    half = args.out.with_suffix(".part")
-    with half.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    half.replace(args.out)
+    sweep.keep(args.out, FIELDS, rows)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,10 @@ measured after that. Run it on a quiet machine, with the settings of the Makefil
 `--compiled` adds every norm compiled by Inductor (it needs a C++ compiler).
 """
 
-import argparse
-import csv
-from pathlib import Path
-
-import torch
+import sweep
 
 from normkit.norms.measure import FIELDS, measure
 
-SHAPES = ("4096x512", "8192x768", "32768x384")
 TARGETS = {  # of the ratio to nn.LayerNorm
     "layer": 1.0, "rms": 1.0, "scale": 1.0, "power(groups=0)": 1.0, "power": 1.0, "pnv": 1.2, "batch": 1.2,
     "un": 1.5, "mabn": 1.5, "renorm": 1.5,
@@ -25,16 +20,10 @@ INFERENCE = 0.8  # target of an unfolded norm with frozen statistics
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES)
-    parser.add_argument("--dtypes", nargs="+", default=("float32", "bfloat16"))
+    parser = sweep.parser(__doc__, "ops_cpu.csv")
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ops_cpu.csv")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch._dynamo.config.recompile_limit = 64
+    sweep.begin(args.threads)
     rows = []
     for shape in args.shapes:
         for kind in args.dtypes:
@@ -44,13 +33,7 @@ def main() -> None:
                 row["target"] = "" if not ours else TARGETS[row["norm"]] if row["pass"] == "train" else INFERENCE
                 rows.append(row)
                 print("  ".join(f"{row[f]!s:>10s}" for f in (*FIELDS[3:], "target")), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    half = args.out.with_suffix(".part")
-    with half.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*FIELDS, "target"), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    half.replace(args.out)
+    sweep.keep(args.out, (*FIELDS, "target"), rows)
 
 
 if __name__ == "__main__":

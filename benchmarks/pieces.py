@@ -10,13 +10,11 @@ a row stays in the cache: kernels of columns read x twice for moments, (dy, x) t
 benchmarks/results/pieces_cpu.csv.
 """
 
-import argparse
-import csv
 import platform
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
+import sweep
 import torch
 from torch import Tensor
 
@@ -24,7 +22,6 @@ from normkit.ops import fused
 from normkit.ops.clock import ratio, rounds_of
 
 EPS = 1e-5
-SHAPES = ("4096x512", "8192x768", "32768x384")
 FIELDS = ("device", "threads", "torch", "pass", "norm", "how", "moves", "target", "shape", "dtype", "rounds", "ms",
           "low", "ratio", "high")  # fmt: skip
 Run = tuple[str, str, str, int, str, Callable[[], object]]  # pass, norm, how, moves, target, the calls
@@ -151,24 +148,13 @@ def measure(shape: str, dtype: str, rounds: int, *, inductor: bool) -> list[dict
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES)
-    parser.add_argument("--dtypes", nargs="+", default=("float32", "bfloat16"))
+    parser = sweep.parser(__doc__, "pieces_cpu.csv")
     parser.add_argument("--no-inductor", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pieces_cpu.csv")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch._dynamo.config.recompile_limit = 64
+    sweep.begin(args.threads)
     table = [row for shape in args.shapes for dtype in args.dtypes
              for row in measure(shape, dtype, args.rounds, inductor=not args.no_inductor)]  # fmt: skip
-    half = args.out.with_suffix(".part")
-    with half.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
-    half.replace(args.out)
+    sweep.keep(args.out, FIELDS, table)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All norms on the same translation task, at all places of encoder and decoder: what the README shows."""
+"""Our own question, task by task: all norms at all places of one model, on the same data."""
 
 from normkit.studies.bases import CIFAR10, CIFAR10_SWIN, CMUDICT, IWSLT14_UN, MULTI30K, PTB, RESNET20, TED, WIKITEXT2
 from normkit.studies.study import Column, Row, Study, Times
