@@ -1,8 +1,13 @@
-"""Files that are either whole or not there: written beside the old one, then put in its place."""
+"""Files that are either whole or not there: written beside the old one, then put in its place; and where caches are."""
 
 import contextlib
 import os
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Where things are kept that can be made again: `NORMKIT_CACHE`, or `~/.cache/normkit`."""
+    return Path(os.environ.get("NORMKIT_CACHE") or Path.home() / ".cache" / "normkit")
 
 
 def write_whole(path: Path, data: bytes) -> Path:

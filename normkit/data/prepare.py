@@ -27,7 +27,7 @@ from normkit.data.lines import open_bytes, read_columns, read_lines, read_pairs
 from normkit.data.ragged import Ragged
 from normkit.data.subwords import Subwords, vocabulary
 from normkit.data.vocab import BOS, EOS, SPECIAL, UNK, Vocab
-from normkit.files import write_whole
+from normkit.files import cache_folder, write_whole
 
 FORMAT = 2
 PIECE = 20_000  # lines encoded between two notes of how far the work is
@@ -71,7 +71,7 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, tell: T
     corpus, size = located.corpus, subwords or located.corpus.subwords
     if share and corpus.kind == "text":
         raise ValueError("running text has one vocabulary; share=True is for parallel text")
-    cache = Path(os.environ.get("NORMKIT_CACHE") or Path.home() / ".cache" / "normkit")
+    cache = cache_folder()
     try:
         digests = [_check(corpus, split, path, cache, tell) for split in SPLITS for path in located.files[split]]
         key = json.dumps([FORMAT, corpus.kind, corpus.columns, corpus.tokenized, size, share, digests])

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import io
 import json
-import os
 import tarfile
 import zipfile
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from normkit.data.pictures import SUFFIXES, WINDOW
-from normkit.files import write_whole
+from normkit.files import cache_folder, write_whole
 
 FORMAT = 1
 BLOCK = 512  # bytes, of a tar archive
@@ -56,7 +55,7 @@ def _indexed(path: Path, notes: list[str], tell: Tell) -> np.ndarray:
     """Offset, size and class of each picture of a tar archive `[N, 3]`, from the cache where it is there."""
     stat = path.stat()
     mark = f"{FORMAT} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    cache = Path(os.environ.get("NORMKIT_CACHE") or Path.home() / ".cache" / "normkit") / "shards"
+    cache = cache_folder() / "shards"
     kept = cache / f"{hashlib.sha256(mark.encode()).hexdigest()[:24]}.npz"
     try:
         with np.load(kept, allow_pickle=False) as saved:

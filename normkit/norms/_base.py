@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normkit.ops import channels
+from normkit.ops import channels, rows
 from normkit.ops.glimpse import Glimpse
 from normkit.ops.mirror import Mirror, mirrored
 
@@ -200,6 +200,7 @@ class StatNorm(Norm):
     batch_free: ClassVar[bool] = False
     center: ClassVar[bool] = False
     pad_grad: ClassVar[str] = "exact"  # gradient statistics sum over "exact"ly all rows, or over "real" ones
+    groups: int = 0  # layer-scale first: so many runs of channels of a token, each divided by its root mean square
 
     alpha: float
     running: Tensor
@@ -278,17 +279,18 @@ class StatNorm(Norm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize `x[..., dim]`, by batch and history while training, by `running` otherwise."""
         mask = self.check(x, mask)
-        x = self.rest(x)
         if not self.training:
-            return channels.multiply_add(x, *self._affine())
+            return channels.multiply_add(self.rest(x), *self._affine())
+        joined = type(self).rest is StatNorm.rest and channels.layer_scales(x, self._wide(x))
+        x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
-            plan, y = self._replay(x, mask), None
+            plan, y = self._replay(x, mask, groups), None
             if plan is None:
-                plan, y = self._advance(x.detach(), mask)
+                plan, y = self._advance(x.detach(), mask, groups)
             plan = _shield(plan) if torch.compiler.is_compiling() else plan
         record = self._remember(plan)
         y = channels.Standardize.apply(
-            self, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
+            self, groups, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
             plan.post, plan.shift, plan.gain, plan.back, y, *plan.memo,
         )  # fmt: skip
         if record is not None and y.grad_fn is not None:
@@ -296,22 +298,24 @@ class StatNorm(Norm):
         return y
 
     def rest(self, x: Tensor) -> Tensor:
-        """What is done to each token first, in training and at inference; nothing for most."""
-        return x
+        """What is done to each token first, in training and at inference: layer-scale, or nothing."""
+        return rows.group_rms(x, self.eps, self.groups) if self.groups else x
 
-    def _advance(self, x: Tensor, mask: Tensor | None) -> tuple[_Plan, Tensor | None]:
+    def _wide(self, x: Tensor) -> torch.dtype:
+        return torch.promote_types(x.dtype, self.running.dtype)
+
+    def _advance(self, x: Tensor, mask: Tensor | None, groups: int) -> tuple[_Plan, Tensor | None]:
         """Look at the batch, let the method decide, move the state once; the output where one look was enough."""
-        wide = torch.promote_types(x.dtype, self.running.dtype)
-        kernels = channels.one_pass(x, wide)
-        foretold, y = self.foretold() if kernels else None, None
-        if kernels and x.numel() and (mirror := mirrored(self)):
+        wide = self._wide(x)
+        foretold, y = self.foretold() if channels.one_pass(x, wide) else None, None
+        if channels.rules_too(x, wide) and x.numel() and (mirror := mirrored(self)):
             y, plan, memo = channels.train(self, mirror, x, mask, foretold)
             return _Plan(*plan, None, None, memo), y
         if foretold is None:
-            local, count = channels.moments(x, mask, self.center, wide)
+            local, count = channels.moments(x, mask, self.center, wide, groups, self.eps)
         else:
             y, local, count = channels.standardize_and_moments(
-                x, foretold, self.eps, self.center, self.weight, self.bias, mask
+                x, foretold, self.eps, self.center, self.weight, self.bias, mask, groups
             )
         batch = local
         if self.sync:
@@ -391,7 +395,7 @@ class StatNorm(Norm):
             self._ungraphed.append(record)
         return record
 
-    def _replay(self, x: Tensor, mask: Tensor | None) -> _Plan | None:
+    def _replay(self, x: Tensor, mask: Tensor | None, groups: int) -> _Plan | None:
         if torch.compiler.is_compiling() or not inside_backward():
             return None
         alive = [record for ref in self._records if (record := ref()) is not None]
@@ -399,8 +403,7 @@ class StatNorm(Norm):
         if len(plans) < 2:
             return plans[0] if plans else None
         # several forwards are waiting: the one with this batch's statistics, found without asking the device
-        wide = torch.promote_types(x.dtype, self.running.dtype)
-        batch = channels.moments(x.detach(), mask, self.center, wide)[0]
+        batch = channels.moments(x.detach(), mask, self.center, self._wide(x), groups, self.eps)[0]
         distance = torch.stack([(plan.batch - batch).abs().sum() for plan in plans])
         best = distance.nan_to_num(nan=0.0).argmin().view(1)
         columns = zip(*(plan.tensors() for plan in plans), strict=True)

@@ -76,9 +76,6 @@ class PowerNorm(StatNorm):
         """True without layer-scale: then nothing is computed at inference."""
         return self.groups == 0
 
-    def rest(self, x: Tensor) -> Tensor:  # noqa: D102
-        return rows.group_rms(x, self.eps, self.groups) if self.groups else x
-
     def split(self) -> Split:  # noqa: D102
         rest, scale, shift = super().split()
         return Split(GroupRMS(self.groups, self.eps) if self.groups else rest, scale, shift)

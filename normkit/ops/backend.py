@@ -1,4 +1,4 @@
-"""Which implementation of the ops runs, plain PyTorch ("reference"), fused kernels of its or Triton, and what ran."""
+"""Which implementation of the ops runs, and what ran: Triton kernels, C++ ones, PyTorch's own, or plain PyTorch."""
 
 import collections
 import contextlib
@@ -11,10 +11,12 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-CHOICES = ("auto", "reference", "triton")
+CHOICES = ("auto", "triton", "native", "fused", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_choice = "auto"
+_choice = os.environ.get("NORMKIT_KERNELS") or "auto"
+if _choice not in CHOICES:
+    raise ValueError(f"NORMKIT_KERNELS must be one of {', '.join(CHOICES)}; it is {_choice!r}")
 ran: collections.Counter[str] = collections.Counter()  # "triton layer", "fused layer", ...: calls so far
 
 
@@ -22,11 +24,16 @@ ran: collections.Counter[str] = collections.Counter()  # "triton layer", "fused 
 def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     """Choose what ops run on within the block, in all threads; yields a counter of what ran in it.
 
-    - "auto": in eager mode, Triton kernels for float32, bfloat16 and float16 tensors on CUDA where triton can be
-      imported, and PyTorch's own fused kernels on a CPU; the reference elsewhere and under `torch.compile`.
-    - "reference": plain PyTorch everywhere. It can be differentiated twice; the kernels cannot.
-    - "triton": kernels, under `torch.compile` too, or a RuntimeError that says what is missing. CPU tensors work
-      only under Triton's interpreter (`TRITON_INTERPRET=1` before Python starts).
+    - "auto": in eager mode the first of the next three that can; the reference elsewhere and under `torch.compile`.
+    - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA, where triton can be imported. Asked
+      for by name they run under `torch.compile` too, or there is a RuntimeError that says what is missing. CPU
+      tensors work only under Triton's interpreter (`TRITON_INTERPRET=1` before Python starts).
+    - "native": our C++ kernels for float32 and bfloat16 tensors on a CPU, compiled on first use where Linux has a C++
+      compiler. Asked for by name, they run or there is a RuntimeError.
+    - "fused": PyTorch's own fused kernels on a CPU.
+    - "reference": plain PyTorch everywhere. It can be differentiated twice; norms by batch statistics cannot otherwise.
+
+    `NORMKIT_KERNELS` in the environment is the choice outside of such blocks.
 
     >>> with kernels("reference") as ran_here:
     ...     _ = triton(torch.ones(2, 4), "layer")
@@ -38,6 +45,8 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
         raise ValueError(f"kernels must be one of {', '.join(CHOICES)}; got {choice!r}")
     if choice == "triton" and _importable():
         load()  # a graph cannot
+    if choice == "native" and (why := load_native().obstacle()):
+        raise RuntimeError(f'kernels("native") cannot run: {why}; use kernels("auto")')
     before, counted = _choice, ran.copy()
     here: collections.Counter[str] = collections.Counter()
     _choice = choice
@@ -48,22 +57,35 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
         here.update(ran - counted)
 
 
-def triton(x: Tensor, name: str, *, fused: bool = True) -> bool:
-    """Whether the op `name` of `x` runs as a Triton kernel now; remembers the answer in `ran`.
+def triton(x: Tensor, name: str, *, fused: bool = True, native: bool = True) -> bool:
+    """Whether the op `name` of `x` runs as a Triton kernel now; remembers what runs in `ran`.
 
-    `fused`: whether it has a path through PyTorch's fused kernels on a CPU.
+    `fused`, `native`: whether it has a path through PyTorch's fused kernels on a CPU, and through ours.
     """
     if torch.compiler.is_compiling():
         return _choice == "triton" and x.dtype in DTYPES
-    answer = runs(x, name)
-    ran[f"{'triton' if answer else 'fused' if fused and borrows(x) else 'reference'} {name}"] += 1
-    return answer
+    if runs(x, name):
+        kind = "triton"
+    elif native and native_kernels(x):
+        kind = "native"
+    else:
+        kind = "fused" if fused and borrows(x) else "reference"
+    ran[f"{kind} {name}"] += 1
+    return kind == "triton"
+
+
+def native_kernels(x: Tensor, wide: torch.dtype = torch.float32) -> ModuleType | None:
+    """Our kernels for CPUs where they run on `x`, to compute in `wide`."""
+    if _choice not in ("auto", "native") or wide is not torch.float32 or not borrows(x):
+        return None
+    ours = load_native()
+    return ours if x.dtype in ours.DTYPES and ours.library() is not None else None
 
 
 def borrows(x: Tensor) -> bool:
-    """Whether ops of `x` go through PyTorch's fused kernels: on a CPU, eager, not empty, and nothing else asked for."""
+    """Whether kernels for CPUs may run: x is there, not empty, in eager mode, and nothing else was asked for."""
     return (
-        _choice == "auto"
+        _choice in ("auto", "native", "fused")
         and x.device.type == "cpu"
         and type(x) in (Tensor, nn.Parameter)
         and x.dtype.is_floating_point
@@ -81,6 +103,13 @@ def load() -> ModuleType:
     return ours
 
 
+def load_native() -> ModuleType:
+    """Our kernels for CPUs; compiled when the first of them is called, not yet by this."""
+    import normkit.ops.native as ours
+
+    return ours
+
+
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU in this process."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
@@ -88,7 +117,7 @@ def interpreted() -> bool:
 
 def runs(x: Tensor, name: str) -> bool:
     """Whether a kernel would run in eager mode; RuntimeError where it was asked for and cannot."""
-    if _choice == "reference" or (_choice == "auto" and not x.is_cuda):
+    if _choice not in ("auto", "triton") or (_choice == "auto" and not x.is_cuda):
         return False
     wrong = _obstacle(x)
     if wrong and _choice == "triton":

@@ -1,7 +1,9 @@
 """Per-channel arithmetic over all real rows of `x[..., C]`: moments, standardize, its gradient, the all-reduce.
 
 `k` rows of statistics describe a batch: `[2, C]` (mean, variance) where the mean is removed, else `[1, C]` (quadratic
-mean). What the statistics *are* is the business of `normkit.norms`; nothing here knows a method's name.
+mean). What the statistics *are* is the business of `normkit.norms`; nothing here knows a method's name. Where
+`groups` are given, every row counts after layer-scale: each of its runs of `C / groups` channels divided by its root
+mean square, which kernels for CPUs do on their way (`layer_scales` says where).
 """
 
 import functools
@@ -16,8 +18,9 @@ from normkit.ops.mirror import Decided, Mirror, mirrored
 
 
 def moments(
-    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None, groups: int = 0,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Statistics `[k, C]` of the real rows of `x`, and how many rows there are.
 
     `x` is `[..., C]`; `dtype` is the type to compute in, x's own where None; `mask` is `[...]`, True where a row is
@@ -30,6 +33,8 @@ def moments(
     dtype = x.dtype if dtype is None else dtype
     if dtype is torch.float32 and backend.triton(x, "moments"):
         return backend.load().moments(x, mask, center)
+    if native := backend.native_kernels(x, dtype):
+        return native.moments(x.contiguous(), _flat(mask), center, groups, eps)
     rows, fast = x.reshape(-1, x.shape[-1]), fused.joins(x, dtype)
     if fast and mask is not None:  # a copy of the real rows costs less than plain operations on all of them
         (rows,), mask = _real(mask, fast, rows), None
@@ -90,6 +95,7 @@ class GradRule(Protocol):
 
     eps: float
     center: bool
+    groups: int
     sync: bool
     pad_grad: str
     own_gradient: bool  # what it removes is this batch's, and it keeps no record of that
@@ -112,13 +118,14 @@ class Standardize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rule, x, weight, bias, mask, stat, count, step, post, shift, gain, back, y, *memo):  # noqa: D102
-        ctx.rule, ctx.has_bias, ctx.stale = rule, bias is not None, y is not None
+    def forward(ctx, rule, groups, x, weight, bias, mask, stat, count, step, post, shift, gain, back, y, *memo):  # noqa: D102
+        ctx.rule, ctx.groups, ctx.has_bias, ctx.stale = rule, groups, bias is not None, y is not None
         ctx.save_for_backward(x, weight, mask, stat, count, step, post, shift, gain, back, *memo)
         if y is not None:
             return y
-        op = backend.load().standardize if kernels(x, stat.dtype, "standardize") else standardize
-        return op(x, stat, rule.eps, rule.center, weight, bias, post, shift)[0]
+        if kernels(x, stat.dtype, "standardize"):
+            return backend.load().standardize(x, stat, rule.eps, rule.center, weight, bias, post, shift)[0]
+        return standardize(x, stat, rule.eps, rule.center, weight, bias, post, shift, groups=groups)[0]
 
     @staticmethod
     @once_differentiable
@@ -133,13 +140,14 @@ class Standardize(torch.autograd.Function):
                 rule, mirror, dy, x, weight, mask, stat, count, step, post, shift, memo,
                 rule.foretold_grad(memo) if ctx.stale else None, ctx.has_bias,
             )  # fmt: skip
-            return None, dx, dweight, dbias, *[None] * (9 + len(memo))
-        op = backend.load().standardize_grad if on_gpu else standardize_grad
+            return None, None, dx, dweight, dbias, *[None] * (9 + len(memo))
+        op = backend.load().standardize_grad if on_gpu else functools.partial(standardize_grad, groups=ctx.groups)
         op = functools.partial(op, dy, x, stat, rule.eps, rule.center)
         factor = _product(stat.dtype, weight, post, gain)
         real = mask is not None and rule.pad_grad == "real"
         dx = None
-        if rule.own_gradient and rule.center and mask is None and not rule.sync and _alike(dy, x, stat.dtype):
+        alone = rule.own_gradient and rule.center and mask is None and not rule.sync
+        if alone and _alike(dy, x, stat.dtype) and not backend.native_kernels(x, stat.dtype):
             dx, sums = fused.own_gradient(dy, x, stat[0], torch.rsqrt(stat[1] + rule.eps), factor)
         elif ctx.stale:
             dx, sums = op(factor, back, mask, rule.foretold_grad(tuple(memo)), real=real)
@@ -160,21 +168,35 @@ class Standardize(torch.autograd.Function):
             dx = op(factor, back, mask, removed, sums=False)[0] if dx is None else dx
         dweight = None if weight is None else dweight.to(weight.dtype)
         dbias = dbias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return None, dx, dweight, dbias, *[None] * (9 + len(memo))
+        return None, None, dx, dweight, dbias, *[None] * (9 + len(memo))
 
 
 def one_pass(x: Tensor, wide: torch.dtype) -> bool:
-    """Whether `standardize_and_moments` runs: PyTorch on a CPU has no such kernel, and compiled graphs do without."""
+    """Whether `standardize_and_moments` runs: PyTorch has no such kernel, and compiled graphs do without."""
+    return rules_too(x, wide) or backend.native_kernels(x, wide) is not None
+
+
+def rules_too(x: Tensor, wide: torch.dtype) -> bool:
+    """Whether kernels can apply a method's rules (`train`)."""
     return wide is torch.float32 and not torch.compiler.is_compiling() and backend.runs(x, "standardize")
 
 
+def layer_scales(x: Tensor, wide: torch.dtype) -> bool:
+    """Whether `groups` may be given to what is computed from `x`."""
+    return not rules_too(x, wide) and backend.native_kernels(x, wide) is not None
+
+
 def standardize_and_moments(
-    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None,
+    groups: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`standardize` with given statistics, and the batch's own moments and count, on one reading of `x`."""
-    backend.triton(x, "standardize_and_moments")
-    y, fresh = backend.load().standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True)
-    return y, *fresh
+    if backend.triton(x, "standardize_and_moments"):
+        y, fresh = backend.load().standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True)
+    else:
+        y, fresh = standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True, groups=groups)
+    assert fresh is not None
+    return y, fresh[0], fresh[1]
 
 
 def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: Tensor | None) -> Decided:
@@ -190,9 +212,12 @@ def kernels(x: Tensor, wide: torch.dtype, name: str) -> bool:
 
 def standardize(
     x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
-    post: Tensor | None = None, shift: Tensor | None = None,
-) -> tuple[Tensor]:  # fmt: skip
-    """`weight * (post * z + shift) + bias` with `z = (x - mean) / sqrt(var + eps)`, alone in a tuple.
+    post: Tensor | None = None, shift: Tensor | None = None, mask: Tensor | None = None, sums: bool = False,
+    groups: int = 0,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """`weight * (post * z + shift) + bias` with `z = (x - mean) / sqrt(var + eps)`; with `sums`, the moments of x too.
+
+    As the kernel of `ops.triton` with this name; `sums` and `groups` are for where `one_pass` holds.
 
     >>> standardize(torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), 0.0, True)[0].tolist()
     [[2.0], [4.0]]
@@ -201,19 +226,21 @@ def standardize(
     level = _product(stat.dtype, weight, shift) if shift is not None else None
     if bias is not None:
         level = bias.to(stat.dtype) if level is None else level + bias
-    if fused.joins(x, stat.dtype):
-        return (fused.standardize(x, stat[0] if center else None, stat[-1], scale, level, eps),)
+    native, mean = backend.native_kernels(x, stat.dtype), stat[0] if center else None
+    if native is None and fused.joins(x, stat.dtype):
+        return fused.standardize(x, mean, stat[-1], scale, level, eps), None
     inv = torch.rsqrt(stat[-1] + eps)
     scale = inv if scale is None else inv * scale
-    if center:
-        level = -stat[0] * scale if level is None else level - stat[0] * scale
-    return (multiply_add(x, scale, torch.zeros_like(scale) if level is None else level),)
+    level = torch.zeros_like(scale) if level is None else level
+    if native:
+        return native.standardize(x.contiguous(), mean, scale, level, _flat(mask), sums=sums, groups=groups, eps=eps)
+    return multiply_add(x, scale, level if mean is None else level - mean * scale), None
 
 
 def standardize_grad(
     dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
     back: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
-    real: bool = False,
+    real: bool = False, groups: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """dx where `removed`, the gradient statistics `[k, C]`, is given; with `sums`, sums of dy and dy * z, `[2, C]`.
 
@@ -222,20 +249,33 @@ def standardize_grad(
     """
     wide, rows, dys = stat.dtype, x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
     fast = _alike(dys, rows, wide)
+    native = backend.native_kernels(rows, wide) if fast else None
+    native = backend.load_native() if groups else native  # a backward pass goes the way that its forward pass went
     if not fast:
         rows, dys = rows.to(wide), dys.to(wide)
     inv = torch.rsqrt(stat[-1] + eps)
     mean = stat[0] if center else None  # z = (x - mean) * inv is never written out: both join [C] factors
-    out = dx = None
+    slant = taken = out = dx = None
+    if removed is not None:
+        scale = inv if back is None else inv * back
+        slant = scale if factor is None else scale * factor
+        taken = removed * -scale
+    real = real and mask is not None
+    if native:
+        to_dx = None if taken is None or slant is None else (slant, taken[-1] * inv, taken[0])
+        dys, rows, mask = dys.contiguous(), rows.contiguous(), _flat(mask)
+        dx, out = native.gradient(
+            dys, rows, mean, mask, to_dx=to_dx, sums=sums, real=real, groups=groups, eps=eps
+        )  # fmt: skip
+        if out is not None:
+            out[1::2] *= inv
+        return None if dx is None else dx.view(x.shape), out
     if sums:
         out = _sums(dys, rows, mean, inv)
         if mask is not None and real:
             some, beside = _real(mask, fast, dys, rows)
             out = torch.cat([out, _sums(some, beside, mean, inv)])
-    if removed is not None:
-        scale = inv if back is None else inv * back
-        slant = scale if factor is None else scale * factor
-        taken = removed * -scale
+    if slant is not None and taken is not None:
         if fast:
             dx = fused.standardize(rows, mean, stat[-1], taken[-1], taken[0] if center else None, eps)
         else:
@@ -259,6 +299,10 @@ def _real(mask: Tensor, fast: bool, *tensors: Tensor) -> list[Tensor]:
     return [torch.where(mask.reshape(-1, 1), rows, 0) for rows in tensors]
 
 
+def _flat(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.reshape(-1).contiguous()
+
+
 def _alike(dy: Tensor, x: Tensor, wide: torch.dtype) -> bool:
     return dy.dtype is x.dtype and fused.joins(x, wide) and fused.joins(dy, wide)
 
@@ -274,7 +318,10 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     >>> multiply_add(torch.ones(2, 1), torch.tensor([3.0]), torch.tensor([0.5])).tolist()
     [[3.5], [3.5]]
     """
-    if fused.joins(x, scale.dtype) and not torch.is_grad_enabled():
+    alone = not torch.is_grad_enabled()
+    if alone and (native := backend.native_kernels(x, scale.dtype)):
+        return native.standardize(x.contiguous(), None, scale.contiguous(), shift.to(scale.dtype).contiguous())[0]
+    if alone and fused.joins(x, scale.dtype):
         return fused.standardize(x, None, fused.constant(1.0, scale), scale, shift.to(scale.dtype), 0.0)
     if x.dtype == scale.dtype:  # no casts in an exported graph
         return torch.addcmul(shift, x, scale)

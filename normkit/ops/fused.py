@@ -162,7 +162,7 @@ class Divide(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, r, norm = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_differentiable(x, weight, ctx.eps, ctx.length, dy), None, None
+            return *differentiable(x, weight, ctx.eps, ctx.length, dy), None, None
         shape, width, kind = x.shape, x.shape[-1], x.dtype
         x, dy = (t.reshape(-1, width).to(r.dtype).contiguous() for t in (x, dy))
         r, given = r.view(-1, 1), None if weight is None else weight.to(r.dtype)
@@ -181,7 +181,8 @@ class Divide(torch.autograd.Function):
         return dx.to(kind).view(shape), dweight, None, None
 
 
-def _differentiable(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:
+def differentiable(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:
+    """Gradients of x and weight in `Divide` by plain operations, which can be differentiated again."""
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if length:
         y = y / torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp(min=eps)

@@ -13,7 +13,7 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     >>> layer(torch.tensor([[1.0, 3.0]]), None, None, 0.0)
     tensor([[-1.,  1.]])
     """
-    if backend.triton(x, "layer"):
+    if backend.triton(x, "layer", native=False):
         return backend.load().layer(x, weight, bias, eps)
     if all(p is None or fused.joins(x, p.dtype) for p in (weight, bias)):  # computes in float32 by itself
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -28,8 +28,10 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     >>> rms(torch.tensor([[3.0, 3.0]]), None, None, 0.0)
     tensor([[1., 1.]])
     """
-    if backend.triton(x, "rms", fused=inside):
+    if backend.triton(x, "rms", fused=inside, native=inside and _narrow(weight, bias)):
         return backend.load().rms(x, weight, bias, eps, inside=inside)
+    if inside and _narrow(weight, bias) and (native := backend.native_kernels(x)):
+        return native.divide(x, weight, bias, eps)
     if inside and fused.worth(x, weight):
         return _divide(x, weight, bias, eps)
     wide = x.to(_wide(x, weight))
@@ -44,8 +46,10 @@ def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     >>> scale(torch.tensor([[3.0, 4.0]]), None, None, 1e-5)
     tensor([[0.6000, 0.8000]])
     """
-    if backend.triton(x, "scale"):
+    if backend.triton(x, "scale", native=_narrow(weight, bias)):
         return backend.load().scale(x, weight, bias, eps)
+    if _narrow(weight, bias) and (native := backend.native_kernels(x)):
+        return native.divide(x, weight, bias, eps, length=True)
     if (weight is None or weight.numel() == 1) and fused.worth(x, weight):
         return _divide(x, weight, bias, eps, length=True)
     wide = x.to(_wide(x, weight))
@@ -59,7 +63,7 @@ def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gro
     >>> group(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), None, None, 0.0, 2)
     tensor([[-1.,  1., -1.,  1.]])
     """
-    if backend.triton(x, "group"):
+    if backend.triton(x, "group", native=False):
         return backend.load().group(x, weight, bias, eps, groups)
     split = x.to(_wide(x, weight)).unflatten(-1, (groups, -1))
     y = F.layer_norm(split, split.shape[-1:], None, None, eps).flatten(-2)
@@ -94,6 +98,8 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
     """
     if backend.triton(x, "group_rms"):
         return backend.load().group_rms(x, eps, groups)
+    if native := backend.native_kernels(x):
+        return native.divide(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
     if fused.worth(x, None):
         return _divide(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
     split = x.to(_wide(x, None)).unflatten(-1, (groups, -1))
@@ -111,6 +117,11 @@ def _divide(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *
     wide = _wide(x, weight)
     done = bias is None and wide is torch.promote_types(x.dtype, torch.float32)
     return affine(fused.divide(x if done else x.to(wide), weight, eps, length=length), None, bias).to(x.dtype)
+
+
+def _narrow(*parameters: Tensor | None) -> bool:
+    """Whether parameters need no more than float32, which is what our kernels for CPUs compute in."""
+    return all(p is None or p.dtype is not torch.float64 for p in parameters)
 
 
 def _wide(x: Tensor, weight: Tensor | None) -> torch.dtype:
