@@ -4,10 +4,11 @@
     python benchmarks/counts.py --check   # makes it anew and shows what differs; a test does
 
 x is float32 [1024, 64], without and with a mask that leaves out a quarter of the rows. Operations, bytes and FLOPs are
-those of eager mode on a CPU. An operation counts when it computes: views and allocations do not. Bytes are those of its
-tensor arguments and results, so `moves` (bytes / bytes of x) is what it reads and writes if no cache helps; `flops` are
-of an element of x. `launches` are those of a GPU: our kernels, counted under Triton's interpreter, and the operations
-around them, each of which is a launch at least.
+those of eager mode on a CPU: ATen's and our C++ kernels (it needs a C++ compiler); `borrowed_operations` and
+`borrowed_moves` where there is no compiler, through PyTorch's own kernels. An operation counts when it computes: views
+and allocations do not. Bytes are those of its tensor arguments and results, so `moves` (bytes / bytes of x) is what it
+reads and writes if no cache helps; `flops` are of an element of x. `launches` are those of a GPU: our kernels, counted
+under Triton's interpreter, and the operations around them, each of which is a launch at least.
 """
 
 import csv
@@ -31,7 +32,7 @@ from normkit.norms.measure import settle
 from normkit.ops.clock import Counter
 
 RESULT = Path(__file__).parent / "results" / "counts.csv"
-FIELDS = ("norm", "mask", "pass", "operations", "moves", "flops", "launches")
+FIELDS = ("norm", "mask", "pass", "operations", "moves", "flops", "borrowed_operations", "borrowed_moves", "launches")
 SPECS = (*normkit.NORMS, "power(groups=0)")
 
 
@@ -76,12 +77,15 @@ def table() -> Iterator[tuple]:
         norm = nn.LayerNorm(64) if spec == "nn.LayerNorm" else settle(normkit.make(spec, 64))
         for masked in (False, True) if isinstance(norm, StatNorm) else (False,):
             masks = [torch.arange(len(t)) % 4 > 0 if masked else None for t in (x, small)]
-            counted = passes(norm.train(), x, masks[0], Counter)
-            with normkit.kernels("triton"):
-                launched = passes(norm, small, masks[1], Launches)
-            for name, cpu, gpu in zip(("forward", "backward"), counted, launched, strict=True):
-                moves, flops = cpu.bytes / x.nbytes, cpu.flops / x.numel()
-                yield (spec, "masked" if masked else "", name, cpu.operations, round(moves, 1), round(flops, 1),
+            counted = []
+            for choice, given, mask, counter in (
+                ("native", x, masks[0], Counter), ("fused", x, masks[0], Counter), ("triton", small, masks[1], Launches)
+            ):  # fmt: skip
+                with normkit.kernels(choice):
+                    counted.append(passes(norm.train(), given, mask, counter))
+            for name, ours, borrowed, gpu in zip(("forward", "backward"), *counted, strict=True):
+                yield (spec, "masked" if masked else "", name, ours.operations, round(ours.bytes / x.nbytes, 1),
+                       round(ours.flops / x.numel(), 1), borrowed.operations, round(borrowed.bytes / x.nbytes, 1),
                        gpu.operations)  # fmt: skip
 
 

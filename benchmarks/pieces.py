@@ -1,13 +1,12 @@
-"""Can a norm cost what LayerNorm costs, out of the calls that PyTorch has? Bare calls on a CPU, forward and backward.
+"""Out of what can a norm be made that costs what LayerNorm costs? Bare calls on a CPU, forward and backward.
 
     python benchmarks/pieces.py [--threads 2] [--rounds 30] [--shapes 4096x512 ...] [--dtypes float32] [--no-inductor]
 
-For each norm the fewest ATen calls on activations that compute it: no module, no autograd, no checks, no vectors. What
-they take over LayerNorm's two calls, by turns, is what `benchmarks/ops.py` cannot fall below. Beside it PyTorch's own
-batch normalization, the two norms that one pass would do as Inductor compiles them (it needs a C++ compiler), and
-copies of 5 and of 8 activations: the physical limits. `moves` are activations that the calls read and write, where only
-a row stays in the cache: kernels of columns read x twice for moments, (dy, x) twice for gradients. Writes
-benchmarks/results/pieces_cpu.csv.
+For each norm, without module, autograd, checks and small vectors: our kernels in C++, and the fewest ATen calls on
+activations that compute it. What they take over LayerNorm's two calls, by turns, `benchmarks/ops.py` cannot fall below.
+Beside it PyTorch's own batch normalization, the two norms that one pass would do as Inductor compiles them, and copies
+of 5 and of 8 activations: the physical limits. `moves` are activations that the calls read and write, where only a row,
+to our kernels a block of rows, stays in the cache. Writes benchmarks/results/pieces_cpu.csv. Needs a C++ compiler.
 """
 
 import platform
@@ -18,7 +17,7 @@ import sweep
 import torch
 from torch import Tensor
 
-from normkit.ops import fused
+from normkit.ops import fused, native
 from normkit.ops.clock import ratio, rounds_of
 
 EPS = 1e-5
@@ -95,6 +94,25 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
         dx = aten.native_layer_norm_backward(up, x.float(), (c,), zero, r, w, None, [True, True, False])[0]
         dx.add_(r * up.mv(w)[:, None]).to(kind)
 
+    zeros = torch.zeros(c)
+
+    def ours(*, center: bool = False, stale: bool = False, groups: int = 0) -> None:
+        mean, to_dx = a if center else None, (w, b, a)
+        if stale:
+            native.standardize(x, mean, w, b, sums=True, groups=groups, eps=EPS)
+            native.gradient(dy, x, mean, to_dx=to_dx, groups=groups, eps=EPS)
+        else:
+            native.moments(x, None, center)
+            native.standardize(x, mean, w, b)
+            native.gradient(dy, x, mean)
+            native.gradient(dy, x, mean, to_dx=to_dx, sums=False)
+
+    leaf, one, many = x.clone().requires_grad_(), torch.ones(1, requires_grad=True), w.clone().requires_grad_()
+
+    def ours_rows(weight: Tensor, *, length: bool) -> None:  # with the autograd that there is around it
+        with torch.enable_grad():
+            torch.autograd.grad(native.divide(leaf, weight, None, EPS, length=length), [leaf, weight], dy)
+
     def copies(times: int) -> Callable[[], None]:  # of 2 moves each
         return lambda: [place.copy_(x) for _ in range(times)] and None
 
@@ -104,6 +122,12 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
         ("train", "layer", "calls", 5, "1.0", layer),
         ("train", "any: 5 activations", "copy", 5, "", lambda: (copies(2)(), place[: n // 2].copy_(half))),
         ("train", "any: 8 activations", "copy", 8, "", copies(4)),
+        ("train", "rms", "C++", 5, "1.0", lambda: ours_rows(many, length=False)),
+        ("train", "scale", "C++", 5, "1.0", lambda: ours_rows(one, length=True)),
+        ("train", "power(groups=0)", "C++", 5, "1.0", lambda: ours(stale=True)),
+        ("train", "power", "C++", 5, "1.0", lambda: ours(stale=True, groups=1)),
+        ("train", "pnv, un, mabn", "C++", 8, "pnv 1.2; un, mabn 1.5", ours),
+        ("train", "batch, renorm", "C++", 8, "1.2; renorm 1.5", lambda: ours(center=True)),
         ("train", "batch", "PyTorch's own", 9, "1.2", batch_torch),
         ("train", "batch, renorm", "calls", 9, "1.2; renorm 1.5", batch),
         ("train", "power(groups=0), pnv, un, mabn", "calls", 11 if wide else 13, "1.0; pnv 1.2; un, mabn 1.5", columns),
@@ -121,6 +145,8 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
         *found,
         ("inference", "layer", "calls", 2, "", lambda: torch.native_layer_norm(x, (c,), *own, EPS)),
         ("inference", "any: 2 activations", "copy", 2, "", copies(1)),
+        ("inference", "batch, renorm, power(groups=0), pnv, un, mabn", "C++", 2, "0.8",
+         lambda: native.standardize(x, None, w, zeros)),
         ("inference", "batch, renorm, power(groups=0), pnv, un, mabn", "calls", 2, "0.8",
          lambda: fused.standardize(x, None, a, w, b, 0.0)),
     ]  # fmt: skip

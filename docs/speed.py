@@ -39,10 +39,15 @@ def counts(rows: list[dict]) -> str:
         sides = [found.get((norm, mask, side)) for side in ("forward", "backward")]
         return " + ".join(row[what] for row in sides if row)
 
-    kinds = ("operations", "moves", "flops", "launches")
-    head = ["norm", "operations", "moves", "FLOPs of an element", "launches on a GPU", "moves with a mask"]
-    norms = dict.fromkeys(row["norm"] for row in rows)
-    return table(head, [[f"`{n}`", *(both(n, kind) for kind in kinds), both(n, "moves", "masked")] for n in norms])
+    kinds = {
+        "operations": "operations", "moves": "moves", "flops": "FLOPs of an element",
+        "borrowed_operations": "operations without a compiler", "borrowed_moves": "moves without",
+        "launches": "launches on a GPU",
+    }  # fmt: skip
+    masked = {"moves": "moves with a mask", "borrowed_moves": "and without a compiler"}
+    body = [[f"`{n}`", *(both(n, kind) for kind in kinds), *(both(n, kind, "masked") for kind in masked)]
+            for n in dict.fromkeys(row["norm"] for row in rows)]  # fmt: skip
+    return table(["norm", *kinds.values(), *masked.values()], body)
 
 
 def blocks(rows: list[dict]) -> str:

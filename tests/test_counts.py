@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from normkit.ops import native
+
 ROOT = Path(__file__).parents[1]
 FOUR = 4  # launches that a norm may have, forward and backward together
 
@@ -29,6 +31,7 @@ def total(rows, column, mask=""):
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="counted with torch 2.13")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton's interpreter counts launches")
+@pytest.mark.skipif(bool(native.obstacle()), reason=f"the kernels for CPUs are counted: {native.obstacle()}")
 def test_the_file_holds_what_is_counted():
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "COV_"))}
     ended = subprocess.run(
@@ -42,8 +45,17 @@ def test_the_file_holds_what_is_counted():
     assert ended.returncode == 0, f"run python benchmarks/counts.py and look at the diff\n{ended.stdout}{ended.stderr}"
 
 
-def test_norms_by_batch_statistics_move_less_than_twice_what_layer_norm_moves(rows):
-    moved = total(rows, "moves")
+def test_norms_of_rows_and_power_move_what_layer_norm_moves_and_the_others_eight(rows):
+    for mask in ("", "masked"):
+        moved = {**total(rows, "moves"), **total(rows, "moves", mask)}
+        for name in ("rms", "scale", "power(groups=0)", "power"):
+            assert moved[name] <= moved["nn.LayerNorm"] + 0.2, name
+        for name in ("batch", "pnv", "mabn", "un", "renorm"):
+            assert moved[name] <= 8.5, name  # 3 + 5, and small vectors
+
+
+def test_without_a_compiler_they_move_less_than_twice_what_layer_norm_moves(rows):
+    moved = total(rows, "borrowed_moves")
     for name in ("rms", "scale", "batch", "pnv", "mabn", "un", "renorm", "power(groups=0)"):
         assert moved[name] <= 1.9 * moved["nn.LayerNorm"], name
 

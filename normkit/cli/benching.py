@@ -101,7 +101,8 @@ def _explained(rows: list[dict]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     note = (
-        "moves: memory that operations touch, in activations. fused: PyTorch's own kernels; reference: plain operations"
+        "moves: memory that operations touch, in activations. native: kernels in C++; fused: PyTorch's own; "
+        "reference: plain operations"
     )
     return "\n".join([*text, "", note])
 

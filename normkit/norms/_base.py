@@ -281,12 +281,13 @@ class StatNorm(Norm):
         mask = self.check(x, mask)
         if not self.training:
             return channels.multiply_add(self.rest(x), *self._affine())
-        joined = type(self).rest is StatNorm.rest and channels.layer_scales(x, self._wide(x))
+        wide = torch.promote_types(x.dtype, self.running.dtype)
+        joined = type(self).rest is StatNorm.rest and channels.layer_scales(x, wide)
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
-            plan, y = self._replay(x, mask, groups), None
+            plan, y = self._replay(x, mask, wide, groups), None
             if plan is None:
-                plan, y = self._advance(x.detach(), mask, groups)
+                plan, y = self._advance(x.detach(), mask, wide, groups)
             plan = _shield(plan) if torch.compiler.is_compiling() else plan
         record = self._remember(plan)
         y = channels.Standardize.apply(
@@ -301,12 +302,8 @@ class StatNorm(Norm):
         """What is done to each token first, in training and at inference: layer-scale, or nothing."""
         return rows.group_rms(x, self.eps, self.groups) if self.groups else x
 
-    def _wide(self, x: Tensor) -> torch.dtype:
-        return torch.promote_types(x.dtype, self.running.dtype)
-
-    def _advance(self, x: Tensor, mask: Tensor | None, groups: int) -> tuple[_Plan, Tensor | None]:
+    def _advance(self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int) -> tuple[_Plan, Tensor | None]:
         """Look at the batch, let the method decide, move the state once; the output where one look was enough."""
-        wide = self._wide(x)
         foretold, y = self.foretold() if channels.one_pass(x, wide) else None, None
         if channels.rules_too(x, wide) and x.numel() and (mirror := mirrored(self)):
             y, plan, memo = channels.train(self, mirror, x, mask, foretold)
@@ -395,7 +392,7 @@ class StatNorm(Norm):
             self._ungraphed.append(record)
         return record
 
-    def _replay(self, x: Tensor, mask: Tensor | None, groups: int) -> _Plan | None:
+    def _replay(self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int) -> _Plan | None:
         if torch.compiler.is_compiling() or not inside_backward():
             return None
         alive = [record for ref in self._records if (record := ref()) is not None]
@@ -403,7 +400,7 @@ class StatNorm(Norm):
         if len(plans) < 2:
             return plans[0] if plans else None
         # several forwards are waiting: the one with this batch's statistics, found without asking the device
-        batch = channels.moments(x.detach(), mask, self.center, self._wide(x), groups, self.eps)[0]
+        batch = channels.moments(x.detach(), mask, self.center, wide, groups, self.eps)[0]
         distance = torch.stack([(plan.batch - batch).abs().sum() for plan in plans])
         best = distance.nan_to_num(nan=0.0).argmin().view(1)
         columns = zip(*(plan.tensors() for plan in plans), strict=True)

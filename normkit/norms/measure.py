@@ -120,7 +120,7 @@ def moves(spec: str, mode: str = "train") -> int:
 
 
 def explain(spec: str, rows: int, dim: int, dtype: str = "float32", device: str = "cpu") -> list[dict]:
-    """What ran in a forward and in a backward, how many ATen operations that was and how much memory they touched.
+    """What ran in a forward and in a backward, how many operations that was and how much memory they touched.
 
     A norm with a warm-up has a row for it and one for the time after. `touched` is in activations, whether they came
     from a cache or not; vectors count as what they are.

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from normkit.ops import native
+
 SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
 VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
 FREE = VIEWS | {"empty", "empty_like", "lift_fresh", "promote_types"}
@@ -63,7 +65,9 @@ def ratio(seconds: list[float], base: list[float]) -> tuple[float, float, float]
 
 
 class Counter(TorchDispatchMode):
-    """Counts ATen operations that compute, views and allocations left out, the bytes of what they touch, and FLOPs.
+    """Counts operations that compute, the bytes of what they touch, and FLOPs.
+
+    Operations are ATen's, views and allocations left out, and our kernels for CPUs.
 
     >>> x = torch.ones(3)
     >>> with Counter() as count:
@@ -74,14 +78,30 @@ class Counter(TorchDispatchMode):
 
     operations = bytes = flops = 0
 
+    def __enter__(self):
+        native.listeners.append(self._hear)
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        native.listeners.remove(self._hear)
+        return super().__exit__(*raised)
+
+    def _hear(self, name: str, given: dict) -> None:
+        self._touch(given)
+        self.flops += native.flops(name, given) * given["x"].numel()
+
+    def _touch(self, touched: object) -> list[Tensor]:
+        tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
+        self.operations += 1
+        self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+        return tensors
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name not in FREE:
-            self.operations += 1
             touched = out if name.startswith("new_") or name.endswith("_like") else (args, kwargs, out)
-            tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
-            self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+            tensors = self._touch(touched)
             if touched is not out and name not in MOVERS:
                 each = FLOPS.get(name, 1)
                 if name == "native_batch_norm_backward" and out[0] is None:

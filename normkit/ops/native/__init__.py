@@ -5,6 +5,7 @@ to other uses (`ops/fused.py`). Tensors are float32 or bfloat16, vectors `[C]` f
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from normkit.ops import fused
 from normkit.ops.native.build import library, obstacle
 
-__all__ = ["DTYPES", "divide", "gradient", "library", "moments", "obstacle", "standardize"]
+__all__ = ["DTYPES", "divide", "flops", "gradient", "library", "listeners", "moments", "obstacle", "standardize"]
 
 DTYPES = (torch.float32, torch.bfloat16)
+listeners: list[Callable[[str, dict], object]] = []  # told the name and the arguments of every kernel that is called
 
 
 def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -38,7 +40,10 @@ def standardize(
 def _forward(x, mask, y, mean, scale, shift, stat, count, groups, eps) -> None:
     n, channels = _sizes(x)
     center = stat is not None and len(stat) == 2
-    _call("column_forward", x, mask, y, mean, scale, shift, stat, count, n, channels, groups, eps, center)
+    _call(
+        "column_forward", x=x, mask=mask, y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count, n=n,
+        channels=channels, groups=groups, eps=eps, center=center,
+    )  # fmt: skip
 
 
 def gradient(
@@ -52,7 +57,11 @@ def gradient(
     """
     n, channels = _sizes(x)
     dx, out = None if to_dx is None else torch.empty_like(x), _vectors(4 if real else 2, x) if sums else None
-    _call("column_backward", dy, x, mask, dx, mean, *(to_dx or (None,) * 3), out, n, channels, groups, eps, real)
+    slant, slope, level = to_dx or (None, None, None)
+    _call(
+        "column_backward", dy=dy, x=x, mask=mask, dx=dx, mean=mean, slant=slant, slope=slope, level=level, sums=out,
+        n=n, channels=channels, groups=groups, eps=eps, real=real,
+    )  # fmt: skip
     return dx, out
 
 
@@ -66,11 +75,12 @@ class Divide(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, length):
-        x, channels = x.contiguous(), x.shape[-1]
-        y, given, level = torch.empty_like(x), _whole(weight, channels), _whole(bias, channels)
+        x = x.contiguous()
+        (n, channels), y = _sizes(x), torch.empty_like(x)
+        given, level = _whole(weight, channels), _whole(bias, channels)
         if given is None and level is not None:
             given = torch.ones_like(level)
-        _call("row_forward", x, y, given, level, *_sizes(x), eps, length)
+        _call("row_forward", x=x, y=y, weight=given, bias=level, n=n, channels=channels, eps=eps, length=length)
         ctx.save_for_backward(x, weight, bias)
         ctx.eps, ctx.length = eps, length
         return y
@@ -81,9 +91,12 @@ class Divide(torch.autograd.Function):
         if torch.is_grad_enabled():
             dx, dweight = fused.differentiable(x, weight, ctx.eps, ctx.length, dy)
             return dx, dweight, None if bias is None else dy.sum(range(dy.dim() - 1)).to(bias.dtype), None, None
-        dy, dx, channels = dy.contiguous(), torch.empty_like(x), x.shape[-1]
+        (n, channels), dx = _sizes(x), torch.empty_like(x)
         sums = _vectors(2, x) if any(ctx.needs_input_grad[1:3]) else None
-        _call("row_backward", dy, x, dx, _whole(weight, channels), sums, *_sizes(x), ctx.eps, ctx.length)
+        _call(
+            "row_backward", dy=dy.contiguous(), x=x, dx=dx, weight=_whole(weight, channels), sums=sums, n=n,
+            channels=channels, eps=ctx.eps, length=ctx.length,
+        )  # fmt: skip
         if sums is None:
             return dx, None, None, None, None
         dweight = None if weight is None else (sums[1].sum() if weight.numel() < channels else sums[1])
@@ -104,11 +117,13 @@ def _whole(parameter: Tensor | None, channels: int) -> Tensor | None:
     return None if parameter is None else parameter.detach().to(torch.float32).expand(channels).contiguous()
 
 
-def _call(name: str, *given: Any) -> None:
-    """A kernel for the type of the first tensor: tensors by address, None as no address, the rest as C has it."""
+def _call(name: str, **given: Any) -> None:
+    """A kernel, with its arguments in order: tensors by address, None as no address, the rest as C has it."""
     kernels, words = library(), []
     assert kernels is not None
-    for value in given:
+    for listener in listeners:
+        listener(name, given)
+    for value in given.values():
         if isinstance(value, Tensor):
             assert value.is_contiguous()
             words.append(ctypes.c_void_p(value.data_ptr()))
@@ -118,5 +133,18 @@ def _call(name: str, *given: Any) -> None:
             words.append(ctypes.c_float(value))
         else:
             words.append(ctypes.c_int(value) if isinstance(value, bool) else ctypes.c_int64(value))
-    kind = str(given[0].dtype).removeprefix("torch.")
+    kind = str(given["x"].dtype).removeprefix("torch.")
     getattr(kernels, f"{name}_{kind}")(*words, ctypes.c_int(torch.get_num_threads()))
+
+
+def flops(name: str, given: dict[str, Any]) -> int:
+    """Additions, multiplications, comparisons and roots of an element of x in a kernel with these arguments."""
+    there = {key: value is not None for key, value in given.items()}
+    if name == "row_forward":  # sum of squares, times the factor, weight and bias
+        return 2 + 1 + there["weight"] + there["bias"]
+    if name == "row_backward":  # sum of squares, sums of dy and dy z, g, its sum with z, dx
+        return 2 + 4 * there["sums"] + there["weight"] + 2 + 3
+    mean, groups = there["mean"], bool(given["groups"])
+    if name == "column_forward":  # y, moments, layer-scale
+        return there["y"] * (2 + mean) + there["stat"] * (4 if given["center"] else 2) + 3 * groups
+    return there["sums"] * (3 + mean) + there["dx"] * (3 + 2 * mean + 5 * groups) + 3 * groups
