@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options
+from normkit.ops.backend import kernels
 
 DIM = 8
 SHORT = {
@@ -78,3 +79,32 @@ def trained(spec: str, steps: int = 4, dtype: torch.dtype = torch.float64, seed:
     for i in range(steps):
         train_step(norm, batch(i, 6, DIM, dtype=dtype, scale=1 + 0.1 * i), batch(50 + i, 6, DIM, dtype=dtype))
     return norm
+
+
+# rules that kernels know (`mirror`), and settings of which they know none
+MIRRORED = [
+    "batch", "batch(running_var='biased', affine=False)", "pnv(bias=False)", "repbn", "un(window=2, warmup=2)",
+    "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)",
+    "un(window=3, window_bkw=2, warmup_grad='ema')", "un(window=1, eps=0.0)", "power(groups=0, warmup=2)",
+    "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
+]  # fmt: skip
+PLAIN = [
+    "batch(steps_per_update=2)", "power(groups=0, warmup=2, accumulate='ema')", "mabn(window=2, warmup=2, form='unp')",
+    "un(window=2, warmup=2, outlier_filtration=True)", "un(window=2, warmup=2, steps_per_update=2)",
+]  # fmt: skip
+
+
+def several_steps(norm, draw, masked, choice):
+    """Everything that is seen in a few steps, in which one batch has no number, one no real row, one no usable dy."""
+    seen = []
+    for turn in range(6):
+        x, dy = draw(3, 4, norm.dim), draw(3, 4, norm.dim)
+        x, dy = x * (float("nan") if turn == 2 else 1 + turn / 4), dy * (float("nan") if turn == 3 else 1)
+        keep = torch.rand(3, 4, device=x.device) > (2 if turn == 4 else 0.3)
+        norm.zero_grad()
+        with kernels(choice):
+            y = norm(x.requires_grad_(), keep if masked else None)
+            y.backward(dy)
+        seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters())]
+        seen += [b.clone() for b in norm.buffers()]
+    return seen

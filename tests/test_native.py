@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+from norm_cases import MIRRORED, PLAIN, several_steps
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.ops import backend, channels, native, rows
@@ -200,6 +202,39 @@ def test_whole_norms_train_as_on_plain_operations(spec, masked):
         found.append([*seen, *norm.buffers()])
     for ours, plain in zip(*found[::-1], strict=True):
         assert_close(ours, plain, rtol=2e-4, atol=2e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", MIRRORED + PLAIN)
+def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
+    found = []
+    for choice in ("reference", "native"):
+        torch.manual_seed(0)
+        norm = normkit.make(spec, 40)
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        found.append(several_steps(norm, normal, masked, choice))
+    for ours, plain in zip(*found[::-1], strict=True):
+        assert_close(ours, plain, atol=3e-5, rtol=3e-5, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["power(groups=2, warmup=1)", "un(window=2, warmup=1)", "batch"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_forwards_of_one_graph_and_recomputed_ones_have_their_own_statistics(spec, recomputed):
+    found = []
+    for choice, again in (("reference", False), ("native", recomputed)):
+        torch.manual_seed(0)
+        norm, seen = normkit.make(spec, 24), []
+        with normkit.kernels(choice):
+            for _ in range(3):
+                one, two = (normal(5, 24).requires_grad_() for _ in range(2))
+                parts = [checkpoint(norm, x, use_reentrant=False) if again else norm(x) for x in (one, two)]
+                (parts[0] + 2 * parts[1]).backward(normal(5, 24))
+                seen += [one.grad, two.grad]
+        found.append([*seen, *(p.grad for p in norm.parameters()), *norm.buffers()])
+    assert_close(*found[::-1], rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels

@@ -4,6 +4,7 @@ interprets kernels on the CPU; on a CUDA device it runs it once more without the
 
 import pytest
 import torch
+from norm_cases import MIRRORED, PLAIN, several_steps
 from torch.utils.checkpoint import checkpoint
 
 import normkit
@@ -334,34 +335,6 @@ def test_after_its_warm_up_power_reads_x_once_and_dy_once(spec, masked):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
-MIRRORED = [
-    "batch", "batch(running_var='biased', affine=False)", "pnv(bias=False)", "repbn", "un(window=2, warmup=2)",
-    "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)",
-    "un(window=3, window_bkw=2, warmup_grad='ema')", "un(window=1, eps=0.0)", "power(groups=0, warmup=2)",
-    "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
-]  # fmt: skip
-PLAIN = [
-    "batch(steps_per_update=2)", "power(groups=0, warmup=2, accumulate='ema')", "mabn(window=2, warmup=2, form='unp')",
-    "un(window=2, warmup=2, outlier_filtration=True)", "un(window=2, warmup=2, steps_per_update=2)",
-]  # fmt: skip
-
-
-def several_steps(norm, width, masked, choice):
-    """Everything that is seen in a few steps, in which one batch has no number, one no real row, one no usable dy."""
-    seen = []
-    for turn in range(6):
-        x, dy = draw(3, 4, width), draw(3, 4, width)
-        x, dy = x * (float("nan") if turn == 2 else 1 + turn / 4), dy * (float("nan") if turn == 3 else 1)
-        keep = torch.rand(3, 4, device=DEVICE) > (2 if turn == 4 else 0.3)
-        norm.zero_grad()
-        with normkit.kernels(choice):
-            y = norm(x.requires_grad_(), keep if masked else None)
-            y.backward(dy)
-        seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters())]
-        seen += [b.clone() for b in norm.buffers()]
-    return seen
-
-
 @pytest.mark.parametrize(("spec", "masked"), [(s, i % 2 == 0) for i, s in enumerate(MIRRORED + PLAIN)])
 def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
     found, width = [], 40  # two programs, one of which has channels to spare
@@ -371,7 +344,7 @@ def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
         assert (mirrored(norm) is not None) == (spec in MIRRORED)
         for parameter in norm.parameters():
             torch.nn.init.normal_(parameter)
-        found.append(several_steps(norm, width, masked, choice))
+        found.append(several_steps(norm, draw, masked, choice))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from normkit.norms._require import is_int, is_number, require, require_count
 from normkit.ops import channels, rows
 from normkit.ops.glimpse import Glimpse
 from normkit.ops.mirror import Mirror, mirrored
@@ -37,8 +38,8 @@ class Norm(nn.Module):
 
     def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = True, bias: bool = True):
         super().__init__()
-        require(_is_int(dim) and 0 < dim < 2**31, "dim", dim, "a whole number above 0")
-        require(_is_number(eps) and 0 <= eps <= 1, "eps", eps, "a number from 0 to 1")
+        require(is_int(dim) and 0 < dim < 2**31, "dim", dim, "a whole number above 0")
+        require(is_number(eps) and 0 <= eps <= 1, "eps", eps, "a number from 0 to 1")
         require(isinstance(affine, bool), "affine", affine, "True or False")
         require(isinstance(bias, bool), "bias", bias, "True or False")
         self.dim, self.eps, self.affine = dim, eps, affine
@@ -282,12 +283,13 @@ class StatNorm(Norm):
         if not self.training:
             return channels.multiply_add(self.rest(x), *self._affine())
         wide = torch.promote_types(x.dtype, self.running.dtype)
-        joined = type(self).rest is StatNorm.rest and channels.layer_scales(x, wide)
+        kernels = channels.own(x, wide)
+        joined = kernels is not None and kernels.LAYER_SCALE and type(self).rest is StatNorm.rest
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
             plan, y = self._replay(x, mask, wide, groups), None
             if plan is None:
-                plan, y = self._advance(x.detach(), mask, wide, groups)
+                plan, y = self._advance(x.detach(), mask, wide, groups, kernels is not None)
             plan = _shield(plan) if torch.compiler.is_compiling() else plan
         record = self._remember(plan)
         y = channels.Standardize.apply(
@@ -302,11 +304,13 @@ class StatNorm(Norm):
         """What is done to each token first, in training and at inference: layer-scale, or nothing."""
         return rows.group_rms(x, self.eps, self.groups) if self.groups else x
 
-    def _advance(self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int) -> tuple[_Plan, Tensor | None]:
+    def _advance(
+        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: bool
+    ) -> tuple[_Plan, Tensor | None]:
         """Look at the batch, let the method decide, move the state once; the output where one look was enough."""
-        foretold, y = self.foretold() if channels.one_pass(x, wide) else None, None
-        if channels.rules_too(x, wide) and x.numel() and (mirror := mirrored(self)):
-            y, plan, memo = channels.train(self, mirror, x, mask, foretold)
+        foretold, y = self.foretold() if kernels else None, None
+        if kernels and x.numel() and (mirror := mirrored(self)):
+            y, plan, memo = channels.train(self, mirror, x, mask, foretold, groups)
             return _Plan(*plan, None, None, memo), y
         if foretold is None:
             local, count = channels.moments(x, mask, self.center, wide, groups, self.eps)
@@ -452,35 +456,6 @@ def option_defaults(kind: type[Norm]) -> dict[str, Any]:
             found.update({p.name: p.default for p in inspect.signature(cls.__init__).parameters.values()
                           if p.kind is p.KEYWORD_ONLY})  # fmt: skip
     return found
-
-
-def require(ok: bool, name: str, value: object, allowed: str) -> None:
-    """Raise a ValueError that says what was given and what is allowed, unless `ok`."""
-    if not ok:
-        raise ValueError(f"{name} must be {allowed}; got {value!r}")
-
-
-def require_count(name: str, value: object, least: int = 1) -> None:
-    """`value` is a whole number, at least `least`, that fits a counter on the device."""
-    require(_is_int(value) and least <= value < 2**62, name, value, f"a whole number >= {least}")  # type: ignore[operator]
-
-
-def require_fraction(name: str, value: object) -> None:
-    """`value` is a weight of the old value: at least 0, below 1."""
-    require(_is_number(value) and 0 <= value < 1, name, value, "a number >= 0 and < 1")  # type: ignore[operator]
-
-
-def require_positive(name: str, value: object) -> None:
-    """`value` is a number above 0 that float32 holds with room to spare."""
-    require(_is_number(value) and 0 < value <= 1e9, name, value, "a number above 0, at most 1e9")  # type: ignore[operator]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def usable(batch: Tensor, count: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from normkit.norms._base import Stat, StatNorm, require, require_fraction
+from normkit.norms._base import Stat, StatNorm
+from normkit.norms._require import require, require_fraction
 from normkit.ops.mirror import Mirror
 
 

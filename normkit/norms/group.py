@@ -4,7 +4,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from normkit.norms._base import RowNorm, require, require_count
+from normkit.norms._base import RowNorm
+from normkit.norms._require import require, require_count
 from normkit.ops import rows
 
 

@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from normkit.norms._base import Stat, StatNorm, push, require, require_count, require_fraction, require_positive
+from normkit.norms._base import Stat, StatNorm, push
+from normkit.norms._require import require, require_count, require_fraction, require_positive
 from normkit.ops.mirror import Mirror
 
 

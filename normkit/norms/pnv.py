@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from normkit.norms._base import Stat, StatNorm, require_fraction
+from normkit.norms._base import Stat, StatNorm
+from normkit.norms._require import require_fraction
 from normkit.ops.mirror import Mirror
 
 

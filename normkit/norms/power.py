@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.norms._base import Split, Stat, StatNorm, require, require_count, require_fraction
+from normkit.norms._base import Split, Stat, StatNorm
+from normkit.norms._require import require, require_count, require_fraction
 from normkit.ops import rows
 from normkit.ops.mirror import Mirror
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from normkit.norms._base import Stat, StatNorm, require, require_count, require_fraction, require_positive
+from normkit.norms._base import Stat, StatNorm
+from normkit.norms._require import require, require_count, require_fraction, require_positive
 from normkit.ops.mirror import Mirror
 
 

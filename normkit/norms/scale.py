@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from normkit.norms._base import RowNorm, Split, require
+from normkit.norms._base import RowNorm, Split
+from normkit.norms._require import require
 from normkit.ops import rows
 
 

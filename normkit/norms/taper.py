@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.norms._base import Norm, Split, inside_backward, require, require_count, require_fraction, usable
+from normkit.norms._base import Norm, Split, inside_backward, usable
+from normkit.norms._require import require, require_count, require_fraction
 from normkit.ops import channels
 
 

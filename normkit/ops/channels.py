@@ -3,10 +3,11 @@
 `k` rows of statistics describe a batch: `[2, C]` (mean, variance) where the mean is removed, else `[1, C]` (quadratic
 mean). What the statistics *are* is the business of `normkit.norms`; nothing here knows a method's name. Where
 `groups` are given, every row counts after layer-scale: each of its runs of `C / groups` channels divided by its root
-mean square, which kernels for CPUs do on their way (`layer_scales` says where).
+mean square, which some kernels do on their way (`own` says where).
 """
 
 import functools
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -134,11 +135,13 @@ class Standardize(torch.autograd.Function):
         rule = ctx.rule
         on_gpu = kernels(x, stat.dtype, "standardize_grad")
         plain = gain is None and back is None and x.numel() > 0 and not torch.compiler.is_compiling()
-        if on_gpu and plain and (mirror := mirrored(rule)):
-            memo = tuple(memo)
-            dx, dweight, dbias = backend.load().differentiate(
+        native = _native(dy, x, stat.dtype, ctx.groups)
+        if (on_gpu or native) and plain and (mirror := mirrored(rule)):
+            memo, (own, more) = tuple(memo), (backend.load(), ()) if on_gpu else (native, (ctx.groups,))
+            assert own is not None
+            dx, dweight, dbias = own.differentiate(
                 rule, mirror, dy, x, weight, mask, stat, count, step, post, shift, memo,
-                rule.foretold_grad(memo) if ctx.stale else None, ctx.has_bias,
+                rule.foretold_grad(memo) if ctx.stale else None, ctx.has_bias, *more,
             )  # fmt: skip
             return None, None, dx, dweight, dbias, *[None] * (9 + len(memo))
         op = backend.load().standardize_grad if on_gpu else functools.partial(standardize_grad, groups=ctx.groups)
@@ -147,7 +150,7 @@ class Standardize(torch.autograd.Function):
         real = mask is not None and rule.pad_grad == "real"
         dx = None
         alone = rule.own_gradient and rule.center and mask is None and not rule.sync
-        if alone and _alike(dy, x, stat.dtype) and not backend.native_kernels(x, stat.dtype):
+        if alone and not native and _alike(dy, x, stat.dtype):
             dx, sums = fused.own_gradient(dy, x, stat[0], torch.rsqrt(stat[1] + rule.eps), factor)
         elif ctx.stale:
             dx, sums = op(factor, back, mask, rule.foretold_grad(tuple(memo)), real=real)
@@ -171,19 +174,14 @@ class Standardize(torch.autograd.Function):
         return None, None, dx, dweight, dbias, *[None] * (9 + len(memo))
 
 
-def one_pass(x: Tensor, wide: torch.dtype) -> bool:
-    """Whether `standardize_and_moments` runs: PyTorch has no such kernel, and compiled graphs do without."""
-    return rules_too(x, wide) or backend.native_kernels(x, wide) is not None
+def own(x: Tensor, wide: torch.dtype) -> ModuleType | None:
+    """Our kernels of columns, where they run eagerly on `x`: they can do what PyTorch has no kernels for.
 
-
-def rules_too(x: Tensor, wide: torch.dtype) -> bool:
-    """Whether kernels can apply a method's rules (`train`)."""
-    return wide is torch.float32 and not torch.compiler.is_compiling() and backend.runs(x, "standardize")
-
-
-def layer_scales(x: Tensor, wide: torch.dtype) -> bool:
-    """Whether `groups` may be given to what is computed from `x`."""
-    return not rules_too(x, wide) and backend.native_kernels(x, wide) is not None
+    That is `standardize_and_moments` on one reading, a method's rules (`train`) and, with LAYER_SCALE, `groups`.
+    """
+    if wide is torch.float32 and not torch.compiler.is_compiling() and backend.runs(x, "standardize"):
+        return backend.load()
+    return backend.native_kernels(x, wide)
 
 
 def standardize_and_moments(
@@ -199,10 +197,13 @@ def standardize_and_moments(
     return y, fresh[0], fresh[1]
 
 
-def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: Tensor | None) -> Decided:
-    """Sums over `x`, and what `rule` makes of them with its state moved, in two kernels; see `ops/triton/rules.py`."""
-    backend.triton(x, "moments" if foretold is None else "standardize_and_moments")
-    return backend.load().train(rule, mirror, x, mask, foretold)
+def train(
+    rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: Tensor | None, groups: int
+) -> Decided:  # fmt: skip
+    """Sums over `x`, and what `rule` makes of them with its state moved: `train` of the kernels that `own` finds."""
+    on_gpu = backend.triton(x, "moments" if foretold is None else "standardize_and_moments")
+    kernels, more = (backend.load(), ()) if on_gpu else (backend.load_native(), (groups,))
+    return kernels.train(rule, mirror, x, mask, foretold, *more)
 
 
 def kernels(x: Tensor, wide: torch.dtype, name: str) -> bool:
@@ -217,7 +218,7 @@ def standardize(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """`weight * (post * z + shift) + bias` with `z = (x - mean) / sqrt(var + eps)`; with `sums`, the moments of x too.
 
-    As the kernel of `ops.triton` with this name; `sums` and `groups` are for where `one_pass` holds.
+    As the kernel of `ops.triton` with this name; `sums` and `groups` are for where there are `own` kernels.
 
     >>> standardize(torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), 0.0, True)[0].tolist()
     [[2.0], [4.0]]
@@ -248,9 +249,7 @@ def standardize_grad(
     rows, then over real ones. As the kernel of `ops.triton` with this name.
     """
     wide, rows, dys = stat.dtype, x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
-    fast = _alike(dys, rows, wide)
-    native = backend.native_kernels(rows, wide) if fast else None
-    native = backend.load_native() if groups else native  # a backward pass goes the way that its forward pass went
+    fast, native = _alike(dys, rows, wide), _native(dys, rows, wide, groups)
     if not fast:
         rows, dys = rows.to(wide), dys.to(wide)
     inv = torch.rsqrt(stat[-1] + eps)
@@ -301,6 +300,13 @@ def _real(mask: Tensor, fast: bool, *tensors: Tensor) -> list[Tensor]:
 
 def _flat(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.reshape(-1).contiguous()
+
+
+def _native(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int) -> ModuleType | None:
+    """Our kernels for CPUs, where they run; with layer-scale a backward pass goes the way of its forward pass."""
+    if groups:
+        return backend.load_native()
+    return backend.native_kernels(x, wide) if _alike(dy, x, wide) else None
 
 
 def _alike(dy: Tensor, x: Tensor, wide: torch.dtype) -> bool:

@@ -1,13 +1,16 @@
 """What a kernel has to know of a norm to apply its two rules by itself, in the launch that adds up partial sums."""
 
+import functools
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class Mirror(NamedTuple):
-    """A method's rules as `ops/triton/rule_kernels.py` knows them; the rules in PyTorch stay the reference.
+    """A method's rules as `ops/triton/rule_kernels.py` and `ops/native/rules.h` know them.
 
+    The rules in PyTorch stay the reference.
     `forward` and `backward` name what is done there; the rest are a method's own buffers and numbers.
     """
 
@@ -36,9 +39,18 @@ def mirrored(norm: Any) -> Mirror | None:
 
     Buffers must be plain tensors too, for kernels write to their memory.
     """
-    if norm.sync or norm.steps_per_update > 1:
+    if norm.sync or norm.steps_per_update > 1 or not _tells_all(type(norm)):
         return None
-    rules = {"train_stat", "grad_stat", "average", "mirror"}
-    last = next(cls for cls in type(norm).__mro__ if rules & vars(cls).keys())
     plain = all(type(b) is Tensor and b.is_contiguous() for b in norm.buffers(recurse=False))
-    return norm.mirror() if plain and "mirror" in vars(last) else None
+    return norm.mirror() if plain else None
+
+
+@functools.cache
+def _tells_all(kind: type) -> bool:
+    rules = {"train_stat", "grad_stat", "average", "mirror"}
+    return "mirror" in vars(next(cls for cls in kind.__mro__ if rules & vars(cls).keys()))
+
+
+def moved(*buffers: Tensor | None) -> None:
+    """Tell autograd that kernels wrote to these."""
+    torch.autograd.graph.increment_version([b for b in buffers if b is not None])

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor
 
 from normkit.ops import fused
+from normkit.ops.mirror import Decided, Mirror, moved
 from normkit.ops.native.build import library, obstacle
 
-__all__ = ["DTYPES", "divide", "flops", "gradient", "library", "listeners", "moments", "obstacle", "standardize"]
+__all__ = [
+    "DTYPES", "LAYER_SCALE", "differentiate", "divide", "flops", "gradient", "library", "listeners", "moments",
+    "obstacle", "standardize", "train",
+]  # fmt: skip
 
+LAYER_SCALE = True  # kernels of columns take `groups`
 DTYPES = (torch.float32, torch.bfloat16)
+FORWARD = ("batch", "stale", "geometric", "arithmetic", "renorm")  # as rules.h numbers them
+BACKWARD = ("exact", "stale", "windowed")
+_functions: dict[str, Any] = {}
 listeners: list[Callable[[str, dict], object]] = []  # told the name and the arguments of every kernel that is called
 
 
@@ -42,7 +50,7 @@ def _forward(x, mask, y, mean, scale, shift, stat, count, groups, eps) -> None:
     center = stat is not None and len(stat) == 2
     _call(
         "column_forward", x=x, mask=mask, y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count, n=n,
-        channels=channels, groups=groups, eps=eps, center=center,
+        channels=channels, groups=groups, eps=float(eps), center=center,
     )  # fmt: skip
 
 
@@ -60,7 +68,7 @@ def gradient(
     slant, slope, level = to_dx or (None, None, None)
     _call(
         "column_backward", dy=dy, x=x, mask=mask, dx=dx, mean=mean, slant=slant, slope=slope, level=level, sums=out,
-        n=n, channels=channels, groups=groups, eps=eps, real=real,
+        n=n, channels=channels, groups=groups, eps=float(eps), real=real,
     )  # fmt: skip
     return dx, out
 
@@ -80,7 +88,7 @@ class Divide(torch.autograd.Function):
         given, level = _whole(weight, channels), _whole(bias, channels)
         if given is None and level is not None:
             given = torch.ones_like(level)
-        _call("row_forward", x=x, y=y, weight=given, bias=level, n=n, channels=channels, eps=eps, length=length)
+        _call("row_forward", x=x, y=y, weight=given, bias=level, n=n, channels=channels, eps=float(eps), length=length)
         ctx.save_for_backward(x, weight, bias)
         ctx.eps, ctx.length = eps, length
         return y
@@ -95,13 +103,67 @@ class Divide(torch.autograd.Function):
         sums = _vectors(2, x) if any(ctx.needs_input_grad[1:3]) else None
         _call(
             "row_backward", dy=dy.contiguous(), x=x, dx=dx, weight=_whole(weight, channels), sums=sums, n=n,
-            channels=channels, eps=ctx.eps, length=ctx.length,
+            channels=channels, eps=float(ctx.eps), length=ctx.length,
         )  # fmt: skip
         if sums is None:
             return dx, None, None, None, None
         dweight = None if weight is None else (sums[1].sum() if weight.numel() < channels else sums[1])
         dweight = None if weight is None or dweight is None else dweight.view(weight.shape).to(weight.dtype)
         return dx, dweight, None if bias is None else sums[0].to(bias.dtype), None, None
+
+
+def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: Tensor | None, groups: int) -> Decided:
+    """What `StatNorm` decides in a training forward, with its state moved: y (None unless foretold); the batch's
+    statistics, those to standardize with, the count, the step, `post` and `shift`; the memo.
+    """
+    (n, channels), k = _sizes(x), 1 + rule.center
+    x, mask, stale = x.contiguous(), _flat(mask), mirror.forward == "stale"
+    y = None if foretold is None else torch.empty_like(x)
+    weight, bias = (None, None) if foretold is None else (_whole(p, channels) for p in (rule.weight, rule.bias))
+    batch, value, count, step = _vectors(k, x), _vectors(k, x), torch.empty(()), torch.empty_like(rule.step)
+    post = torch.empty(channels) if mirror.forward in ("arithmetic", "renorm") else None
+    shift = torch.empty(channels) if mirror.forward == "renorm" else None
+    memo = (_vectors(1, x), _vectors(1, x)) if stale else ()
+    removed, gamma = memo or (None, None)
+    _call(
+        "train", x=x, mask=mask, y=y, weight=weight, bias=bias, n=n, channels=channels, groups=groups,
+        eps=float(rule.eps), center=rule.center, rule=FORWARD.index(mirror.forward), foretold=foretold is not None,
+        rate=float(mirror.rate), warmup=mirror.warmup, until_r=mirror.until[0], until_d=mirror.until[1],
+        bound_r=float(mirror.bounds[0]), bound_d=float(mirror.bounds[1]), floor=float(mirror.floor),
+        unbiased=mirror.unbiased, running=rule.running, step=rule.step, skipped=rule.skipped, window=mirror.window,
+        size=0 if mirror.window is None else len(mirror.window), smooth=mirror.smooth_grad if stale else None,
+        batch=batch, value=value, count=count, next=step, post=post, shift=shift, removed=removed, gamma=gamma,
+    )  # fmt: skip
+    moved(rule.running, rule.step, rule.skipped, mirror.window)
+    return y, (batch, value, count, step, post, shift), memo
+
+
+def differentiate(
+    rule: Any, mirror: Mirror, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None, stat: Tensor,
+    count: Tensor, step: Tensor, post: Tensor | None, shift: Tensor | None, memo: tuple[Tensor, ...],
+    foretold: Tensor | None, has_bias: bool, groups: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, weight and bias; the rule's state is moved."""
+    (n, channels), dx = _sizes(x), torch.empty_like(x, memory_format=torch.contiguous_format)
+    dweight, dbias = torch.empty(channels), torch.empty(channels)
+    removed, gamma = memo or (None, None)
+    _call(
+        "differentiate", dy=dy.contiguous(), x=x.contiguous(), mask=_flat(mask), dx=dx, weight=_whole(weight, channels),
+        n=n, channels=channels, groups=groups, eps=float(rule.eps), center=rule.center,
+        real=mask is not None and rule.pad_grad == "real", rule=BACKWARD.index(mirror.backward),
+        foretold=foretold is not None, rate=float(mirror.rate_grad), warmup=mirror.warmup,
+        exact_early=mirror.exact_early, clamp=mirror.clamp, value=stat.contiguous(), count=count, at=step, post=post,
+        shift=shift, removed=removed, gamma=gamma, skipped=rule.skipped_grad, window=mirror.window_grad,
+        size=0 if mirror.window_grad is None else len(mirror.window_grad), smooth=mirror.smooth_grad, dweight=dweight,
+        dbias=dbias,
+    )  # fmt: skip
+    moved(rule.skipped_grad, mirror.window_grad, mirror.smooth_grad)
+    kind = x.dtype if weight is None else weight.dtype
+    return dx, None if weight is None else dweight.to(kind), dbias.to(kind) if has_bias else None
+
+
+def _flat(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.reshape(-1).contiguous()
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
@@ -119,22 +181,23 @@ def _whole(parameter: Tensor | None, channels: int) -> Tensor | None:
 
 def _call(name: str, **given: Any) -> None:
     """A kernel, with its arguments in order: tensors by address, None as no address, the rest as C has it."""
-    kernels, words = library(), []
-    assert kernels is not None
     for listener in listeners:
         listener(name, given)
-    for value in given.values():
-        if isinstance(value, Tensor):
-            assert value.is_contiguous()
-            words.append(ctypes.c_void_p(value.data_ptr()))
-        elif value is None:
-            words.append(None)
-        elif isinstance(value, float):
-            words.append(ctypes.c_float(value))
-        else:
-            words.append(ctypes.c_int(value) if isinstance(value, bool) else ctypes.c_int64(value))
-    kind = str(given["x"].dtype).removeprefix("torch.")
-    getattr(kernels, f"{name}_{kind}")(*words, ctypes.c_int(torch.get_num_threads()))
+    kernel = f"{name}_{str(given['x'].dtype).removeprefix('torch.')}"
+    function = _functions.get(kernel) or _function(kernel, given)
+    assert all(value.is_contiguous() for value in given.values() if isinstance(value, Tensor))
+    words = [value.data_ptr() if isinstance(value, Tensor) else value for value in given.values()]
+    function(*words, torch.get_num_threads())
+
+
+def _function(kernel: str, given: dict[str, Any]) -> Any:
+    kernels, kinds = library(), {bool: ctypes.c_int, int: ctypes.c_int64, float: ctypes.c_float}
+    assert kernels is not None
+    types = [kinds.get(type(value), ctypes.c_void_p) for value in given.values()]
+    address = ctypes.cast(ctypes.c_void_p.in_dll(kernels, kernel), ctypes.c_void_p).value
+    assert address is not None
+    _functions[kernel] = made = ctypes.CFUNCTYPE(None, *types, ctypes.c_int)(address)  # type: ignore[call-overload]
+    return made
 
 
 def flops(name: str, given: dict[str, Any]) -> int:
@@ -144,7 +207,12 @@ def flops(name: str, given: dict[str, Any]) -> int:
         return 2 + 1 + there["weight"] + there["bias"]
     if name == "row_backward":  # sum of squares, sums of dy and dy z, g, its sum with z, dx
         return 2 + 4 * there["sums"] + there["weight"] + 2 + 3
-    mean, groups = there["mean"], bool(given["groups"])
+    groups = bool(given["groups"])
+    if name == "train":
+        return there["y"] * 2 + (4 if given["center"] else 2) + 3 * groups
+    if name == "differentiate":
+        return 3 + 3 + 3 * bool(given["center"]) + 8 * groups
+    mean = there["mean"]
     if name == "column_forward":  # y, moments, layer-scale
         return there["y"] * (2 + mean) + there["stat"] * (4 if given["center"] else 2) + 3 * groups
     return there["sums"] * (3 + mean) + there["dx"] * (3 + 2 * mean + 5 * groups) + 3 * groups

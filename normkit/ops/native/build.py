@@ -20,6 +20,7 @@ import torch
 from normkit.files import cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+INCLUDED = ("walks.h", "columns.h", "rows.h", "rules.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 PATIENCE = 300  # seconds; it takes 3
 
@@ -72,7 +73,8 @@ def _key(compiler: list[str]) -> str:
     """One library for each source, compiler and processor: a home folder may be that of many machines."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
     same = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
-    told = [SOURCE.read_text(encoding="utf8"), *FLAGS, *compiler, platform.machine(), *same]
+    sources = [path.read_text(encoding="utf8") for path in (SOURCE, *map(SOURCE.with_name, INCLUDED))]
+    told = [*sources, *FLAGS, *compiler, platform.machine(), *same]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
 
 

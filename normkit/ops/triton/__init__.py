@@ -4,7 +4,10 @@ from normkit.ops.triton.channels import moments, standardize, standardize_grad
 from normkit.ops.triton.rows import add_norm, group, group_rms, layer, rms, scale
 from normkit.ops.triton.rules import differentiate, train
 
+LAYER_SCALE = False  # kernels of columns do not take `groups`
+
 __all__ = [
+    "LAYER_SCALE",
     "add_norm",
     "differentiate",
     "group",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import normkit.ops.triton.channel_kernels as channel_kernels
 import normkit.ops.triton.rule_kernels as rule_kernels
-from normkit.ops.mirror import Decided, Mirror
+from normkit.ops.mirror import Decided, Mirror, moved
 from normkit.ops.triton.channels import flags
 from normkit.ops.triton.launch import Launch, cdiv, column_launch, power_of_2
 from normkit.ops.triton.rows import as_rows, on, partial, whole
@@ -50,7 +50,7 @@ def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: T
             *mirror.bounds, mirror.floor, RULE=mirror.forward, CENTER=center, UNBIASED=mirror.unbiased,
             **second_level(launch, channels),
         )  # fmt: skip
-    _moved(rule.running, rule.step, rule.skipped, mirror.window)
+    moved(rule.running, rule.step, rule.skipped, mirror.window)
     return y, (batch, value, count, step, post, shift), memo
 
 
@@ -88,7 +88,7 @@ def differentiate(
         )  # fmt: skip
         if removed is not None:
             walk(dx, removed, None, None)
-    _moved(rule.skipped_grad, mirror.window_grad, mirror.smooth_grad)
+    moved(rule.skipped_grad, mirror.window_grad, mirror.smooth_grad)
     return dx, dw, db
 
 
@@ -100,8 +100,3 @@ def second_level(launch: Launch, channels: int) -> dict[str, int]:
 def second_grid(channels: int) -> tuple[int]:
     """Its programs: 32 channels each."""
     return (cdiv(channels, min(power_of_2(channels), 32)),)
-
-
-def _moved(*buffers: Tensor | None) -> None:
-    """Tell autograd that kernels wrote to these."""
-    torch.autograd.graph.increment_version([b for b in buffers if b is not None])

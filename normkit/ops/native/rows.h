@@ -1,0 +1,81 @@
+// Rows divided by their root mean square or their length, and the gradient of that.
+
+#pragma once
+
+#include "walks.h"
+
+namespace {
+
+// What a row is multiplied by: 1 / sqrt(mean(x^2) + eps), or 1 / max(|x|, eps), a constant where `clamped`.
+struct Factor {
+    float value;
+    bool clamped;
+
+    Factor(const float* x, int64_t channels, float eps, int length) {
+        const float square = dot(x, x, channels), norm = std::sqrt(square);
+        clamped = length && norm < eps;
+        value = 1 / (length ? std::max(norm, eps) : std::sqrt(square / channels + eps));
+        if (norm != norm) value = norm;  // std::max would lose it
+    }
+};
+
+template <class T>
+void row_forward(const T* x, T* y, const float* weight, const float* bias, int64_t n, int64_t channels, float eps,
+                 int length, int threads) {
+    Cut(n).over(channels, threads, [&](int64_t, int64_t from, int64_t to) {
+        Rows<T> rows(x, channels);
+        Results<T> results(y, n, channels);
+        for (int64_t i = from; i < to; ++i) {
+            const float* u = rows[i];
+            const float r = Factor(u, channels, eps, length).value;
+            T* out = results.row(i);
+            if (weight && bias)
+                each(channels, [=](int64_t c) { put(out + c, u[c] * r * weight[c] + bias[c]); });
+            else if (weight)
+                each(channels, [=](int64_t c) { put(out + c, u[c] * r * weight[c]); });
+            else
+                each(channels, [=](int64_t c) { put(out + c, u[c] * r); });
+            results.done(i);
+        }
+    });
+}
+
+// With z = r x and g = weight dy: `dx = r (g - z mean(g z))`, for a length `r (g - z sum(g z))`; the sums of dy and of
+// dy z.
+template <class T>
+void row_backward(const T* dy, const T* x, T* dx, const float* weight, float* sums, int64_t n, int64_t channels,
+                  float eps, int length, int threads) {
+    const Cut cut(n);
+    const int64_t size = sums ? 2 * channels : 0;
+    Floats parts(cut.chunks * size);
+    cut.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
+        Rows<T> rows(x, channels), grads(dy, channels);
+        Results<T> results(dx, n, channels);
+        Floats beside(channels), block(size);
+        for (int64_t first = from; first < to; first += BLOCK) {
+            const int64_t last = std::min(to, first + BLOCK);
+            std::fill(block.begin(), block.end(), 0.0f);
+            for (int64_t i = first; i < last; ++i) {
+                const float *u = rows[i], *g = grads[i];
+                const Factor factor(u, channels, eps, length);
+                const float r = factor.value;
+                if (sums)
+                    each(channels, [=, sum = block.data(), with = block.data() + channels](int64_t c) {
+                        sum[c] += g[c];
+                        with[c] += g[c] * (u[c] * r);
+                    });
+                if (weight) {
+                    each(channels, [=, to = beside.data()](int64_t c) { to[c] = g[c] * weight[c]; });
+                    g = beside.data();
+                }
+                const float along = factor.clamped ? 0 : dot(g, u, channels) * r * r / (length ? 1 : channels);
+                each(channels, [=, out = results.row(i)](int64_t c) { put(out + c, r * (g[c] - u[c] * along)); });
+                results.done(i);
+            }
+            each(size, [from = block.data(), all = parts.data() + chunk * size](int64_t c) { all[c] += from[c]; });
+        }
+    });
+    if (sums) add_up(parts, cut.chunks, size, sums);
+}
+
+}  // namespace

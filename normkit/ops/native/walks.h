@@ -1,0 +1,166 @@
+// Walks over rows of float32 or bfloat16 numbers, handed to threads in chunks.
+//
+// Chunks follow from the shape alone, each adds up its own rows, and their sums are added in order: the same input
+// gives the same bits on any number of threads. A row is read as floats, in a buffer that stays in the first cache
+// where it must be converted. Arithmetic is float32, sums over chunks are double.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+namespace {
+
+using std::int64_t;
+using Floats = std::vector<float>;
+
+struct bf16 {
+    std::uint16_t bits;
+};
+
+inline float wide(float value) { return value; }
+
+inline float wide(bf16 value) {
+    const std::uint32_t bits = std::uint32_t(value.bits) << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+inline void put(float* to, float value) { *to = value; }
+
+inline void put(bf16* to, float value) {  // to nearest, ties to even; NaN stays NaN
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const std::uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to->bits = std::uint16_t(value == value ? rounded : 0x7fc0);
+}
+
+// `body(c)` for every channel, many at once: what one of them writes none of the others reads.
+template <class Body>
+inline void each(int64_t channels, Body body) {
+#pragma omp simd
+    for (int64_t c = 0; c < channels; ++c) body(c);
+}
+
+// The sum of `body(c)` over channels.
+template <class Body>
+inline float total(int64_t channels, Body body) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t c = 0; c < channels; ++c) sum += body(c);
+    return sum;
+}
+
+inline float dot(const float* a, const float* b, int64_t channels) {
+    return total(channels, [=](int64_t c) { return a[c] * b[c]; });
+}
+
+constexpr int64_t BLOCK = 32;       // rows: they stay in the second cache between two readings; the first level of sums
+constexpr int64_t CHUNKS = 128;     // at most, so as many threads at most
+constexpr int64_t SMALL = 1 << 15;  // elements that are not worth a second thread
+constexpr int64_t LARGE = 12 << 20; // bytes of results that no cache would hold for whoever reads them next
+
+struct Cut {
+    int64_t n, rows, chunks;
+
+    explicit Cut(int64_t n) : n(n) {
+        const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+        rows = BLOCK * std::max<int64_t>(1, (blocks + CHUNKS - 1) / CHUNKS);
+        chunks = (n + rows - 1) / rows;
+    }
+
+    // `walk(chunk, first row, row after the last)` for every chunk.
+    template <class Walk>
+    void over(int64_t channels, int threads, Walk walk) const {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (n * channels > SMALL)
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) walk(chunk, chunk * rows, std::min(n, (chunk + 1) * rows));
+    }
+};
+
+// Sums of chunks, `[chunks, size]`, into `out[size]`.
+void add_up(const Floats& parts, int64_t chunks, int64_t size, float* out) {
+    std::vector<double> sum(size);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const float* part = parts.data() + chunk * size;
+        each(size, [&, to = sum.data()](int64_t c) { to[c] += part[c]; });
+    }
+    for (int64_t c = 0; c < size; ++c) out[c] = float(sum[c]);
+}
+
+// Rows of results. Where they are many they go to memory past the caches, which saves reading what is overwritten.
+template <class T>
+class Results {
+    T* all;
+    int64_t channels;
+    bool past;
+    std::vector<T> line;
+
+   public:
+    Results(T* all, int64_t n, int64_t channels) : all(all), channels(channels), past(false) {
+#ifdef __SSE2__
+        const int64_t row = channels * sizeof(T);
+        past = n * row > LARGE && row % 16 == 0 && reinterpret_cast<std::uintptr_t>(all) % 16 == 0;
+#endif
+        if (past) line.resize(channels);
+    }
+
+    T* row(int64_t i) { return past ? line.data() : all + i * channels; }
+
+    void done(int64_t i) {
+#ifdef __SSE2__
+        if (!past) return;
+        const auto* from = reinterpret_cast<const __m128i*>(line.data());
+        auto* to = reinterpret_cast<__m128i*>(all + i * channels);
+        for (int64_t k = 0; k < int64_t(channels * sizeof(T) / 16); ++k)
+            _mm_stream_si128(to + k, _mm_loadu_si128(from + k));
+#endif
+    }
+
+    ~Results() {
+#ifdef __SSE2__
+        if (past) _mm_sfence();
+#endif
+    }
+};
+
+// Rows as floats, and what runs of their channels are multiplied by: 1 / sqrt(mean(x^2) + eps) for each of `groups`
+// (layer-scale), 1 for the whole row where there are none.
+template <class T>
+class Rows {
+    const T* all;
+    int64_t channels, groups;
+    float eps;
+    Floats room;
+
+   public:
+    int64_t runs, width;
+    Floats factor;  // of the runs of the row that was read last
+
+    Rows(const T* all, int64_t channels, int64_t groups = 0, float eps = 0)
+        : all(all), channels(channels), groups(groups), eps(eps), room(channels), runs(std::max<int64_t>(groups, 1)),
+          width(channels / runs), factor(runs, 1.0f) {}
+
+    const float* operator[](int64_t i) {
+        const float* x = wide_row(all + i * channels);
+        for (int64_t k = 0; k < groups; ++k)
+            factor[k] = 1 / std::sqrt(dot(x + k * width, x + k * width, width) / width + eps);
+        return x;
+    }
+
+   private:
+    const float* wide_row(const float* row) { return row; }
+
+    const float* wide_row(const bf16* row) {
+        each(channels, [=, to = room.data()](int64_t c) { to[c] = wide(row[c]); });
+        return room.data();
+    }
+};
+
+}  // namespace
