@@ -16,7 +16,7 @@ from normkit.ops.mirror import Decided, Mirror, moved
 from normkit.ops.native.build import library, obstacle
 
 __all__ = [
-    "DTYPES", "LAYER_SCALE", "differentiate", "divide", "flops", "gradient", "library", "listeners", "moments",
+    "DTYPES", "LAYER_SCALE", "call", "differentiate", "divide", "flops", "gradient", "library", "listeners", "moments",
     "obstacle", "standardize", "train",
 ]  # fmt: skip
 
@@ -48,7 +48,7 @@ def standardize(
 def _forward(x, mask, y, mean, scale, shift, stat, count, groups, eps) -> None:
     n, channels = _sizes(x)
     center = stat is not None and len(stat) == 2
-    _call(
+    call(
         "column_forward", x=x, mask=mask, y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count, n=n,
         channels=channels, groups=groups, eps=float(eps), center=center,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def gradient(
     n, channels = _sizes(x)
     dx, out = None if to_dx is None else torch.empty_like(x), _vectors(4 if real else 2, x) if sums else None
     slant, slope, level = to_dx or (None, None, None)
-    _call(
+    call(
         "column_backward", dy=dy, x=x, mask=mask, dx=dx, mean=mean, slant=slant, slope=slope, level=level, sums=out,
         n=n, channels=channels, groups=groups, eps=float(eps), real=real,
     )  # fmt: skip
@@ -88,7 +88,7 @@ class Divide(torch.autograd.Function):
         given, level = _whole(weight, channels), _whole(bias, channels)
         if given is None and level is not None:
             given = torch.ones_like(level)
-        _call("row_forward", x=x, y=y, weight=given, bias=level, n=n, channels=channels, eps=float(eps), length=length)
+        call("row_forward", x=x, y=y, weight=given, bias=level, n=n, channels=channels, eps=float(eps), length=length)
         ctx.save_for_backward(x, weight, bias)
         ctx.eps, ctx.length = eps, length
         return y
@@ -101,7 +101,7 @@ class Divide(torch.autograd.Function):
             return dx, dweight, None if bias is None else dy.sum(range(dy.dim() - 1)).to(bias.dtype), None, None
         (n, channels), dx = _sizes(x), torch.empty_like(x)
         sums = _vectors(2, x) if any(ctx.needs_input_grad[1:3]) else None
-        _call(
+        call(
             "row_backward", dy=dy.contiguous(), x=x, dx=dx, weight=_whole(weight, channels), sums=sums, n=n,
             channels=channels, eps=float(ctx.eps), length=ctx.length,
         )  # fmt: skip
@@ -125,7 +125,7 @@ def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: T
     shift = torch.empty(channels) if mirror.forward == "renorm" else None
     memo = (_vectors(1, x), _vectors(1, x)) if stale else ()
     removed, gamma = memo or (None, None)
-    _call(
+    call(
         "train", x=x, mask=mask, y=y, weight=weight, bias=bias, n=n, channels=channels, groups=groups,
         eps=float(rule.eps), center=rule.center, rule=FORWARD.index(mirror.forward), foretold=foretold is not None,
         rate=float(mirror.rate), warmup=mirror.warmup, until_r=mirror.until[0], until_d=mirror.until[1],
@@ -147,7 +147,7 @@ def differentiate(
     (n, channels), dx = _sizes(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     dweight, dbias = torch.empty(channels), torch.empty(channels)
     removed, gamma = memo or (None, None)
-    _call(
+    call(
         "differentiate", dy=dy.contiguous(), x=x.contiguous(), mask=_flat(mask), dx=dx, weight=_whole(weight, channels),
         n=n, channels=channels, groups=groups, eps=float(rule.eps), center=rule.center,
         real=mask is not None and rule.pad_grad == "real", rule=BACKWARD.index(mirror.backward),
@@ -179,7 +179,7 @@ def _whole(parameter: Tensor | None, channels: int) -> Tensor | None:
     return None if parameter is None else parameter.detach().to(torch.float32).expand(channels).contiguous()
 
 
-def _call(name: str, **given: Any) -> None:
+def call(name: str, **given: Any) -> None:
     """A kernel, with its arguments in order: tensors by address, None as no address, the rest as C has it."""
     for listener in listeners:
         listener(name, given)
