@@ -287,13 +287,13 @@ class StatNorm(Norm):
         joined = kernels is not None and kernels.LAYER_SCALE and type(self).rest is StatNorm.rest
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
-            plan, y = self._replay(x, mask, wide, groups), None
+            plan, y, stale = self._replay(x, mask, wide, groups), None, False
             if plan is None:
-                plan, y = self._advance(x.detach(), mask, wide, groups, kernels is not None)
+                plan, y, stale = self._advance(x.detach(), mask, wide, groups, kernels is not None)
             plan = _shield(plan) if torch.compiler.is_compiling() else plan
         record = self._remember(plan)
         y = channels.Standardize.apply(
-            self, groups, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
+            self, groups, stale, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
             plan.post, plan.shift, plan.gain, plan.back, y, *plan.memo,
         )  # fmt: skip
         if record is not None and y.grad_fn is not None:
@@ -306,12 +306,14 @@ class StatNorm(Norm):
 
     def _advance(
         self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: bool
-    ) -> tuple[_Plan, Tensor | None]:
-        """Look at the batch, let the method decide, move the state once; the output where one look was enough."""
+    ) -> tuple[_Plan, Tensor | None, bool]:
+        """Look at the batch, let the method decide, move the state once; the output, where kernels have written it, and
+        whether the statistics were foretold.
+        """
         foretold, y = self.foretold() if kernels else None, None
         if kernels and x.numel() and (mirror := mirrored(self)):
             y, plan, memo = channels.train(self, mirror, x, mask, foretold, groups)
-            return _Plan(*plan, None, None, memo), y
+            return _Plan(*plan, None, None, memo), y, foretold is not None
         if foretold is None:
             local, count = channels.moments(x, mask, self.center, wide, groups, self.eps)
         else:
@@ -334,7 +336,8 @@ class StatNorm(Norm):
             state = self.train_stat(joint, step, joint_count).state
         self._commit({**state, "step": step}, moved)
         self.skipped.add_(~ok)
-        return _Plan(local, stat.value, count, step, stat.post, stat.shift, stat.gain, stat.back, stat.memo), y
+        plan = _Plan(local, stat.value, count, step, stat.post, stat.shift, stat.gain, stat.back, stat.memo)
+        return plan, y, foretold is not None
 
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> Tensor:

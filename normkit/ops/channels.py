@@ -119,8 +119,8 @@ class Standardize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rule, groups, x, weight, bias, mask, stat, count, step, post, shift, gain, back, y, *memo):  # noqa: D102
-        ctx.rule, ctx.groups, ctx.has_bias, ctx.stale = rule, groups, bias is not None, y is not None
+    def forward(ctx, rule, groups, stale, x, weight, bias, mask, stat, count, step, post, shift, gain, back, y, *memo):  # noqa: D102
+        ctx.rule, ctx.groups, ctx.stale, ctx.has_bias = rule, groups, stale, bias is not None
         ctx.save_for_backward(x, weight, mask, stat, count, step, post, shift, gain, back, *memo)
         if y is not None:
             return y
@@ -143,7 +143,7 @@ class Standardize(torch.autograd.Function):
                 rule, mirror, dy, x, weight, mask, stat, count, step, post, shift, memo,
                 rule.foretold_grad(memo) if ctx.stale else None, ctx.has_bias, *more,
             )  # fmt: skip
-            return None, None, dx, dweight, dbias, *[None] * (9 + len(memo))
+            return None, None, None, dx, dweight, dbias, *[None] * (9 + len(memo))
         op = backend.load().standardize_grad if on_gpu else functools.partial(standardize_grad, groups=ctx.groups)
         op = functools.partial(op, dy, x, stat, rule.eps, rule.center)
         factor = _product(stat.dtype, weight, post, gain)
@@ -171,7 +171,7 @@ class Standardize(torch.autograd.Function):
             dx = op(factor, back, mask, removed, sums=False)[0] if dx is None else dx
         dweight = None if weight is None else dweight.to(weight.dtype)
         dbias = dbias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return None, None, dx, dweight, dbias, *[None] * (9 + len(memo))
+        return None, None, None, dx, dweight, dbias, *[None] * (9 + len(memo))
 
 
 def own(x: Tensor, wide: torch.dtype) -> ModuleType | None:

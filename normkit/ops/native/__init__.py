@@ -113,13 +113,12 @@ class Divide(torch.autograd.Function):
 
 
 def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: Tensor | None, groups: int) -> Decided:
-    """What `StatNorm` decides in a training forward, with its state moved: y (None unless foretold); the batch's
-    statistics, those to standardize with, the count, the step, `post` and `shift`; the memo.
+    """What `StatNorm` decides in a training forward, with its state moved: y; the batch's statistics, those to
+    standardize with, the count, the step, `post` and `shift`; the memo.
     """
     (n, channels), k = _sizes(x), 1 + rule.center
     x, mask, stale = x.contiguous(), _flat(mask), mirror.forward == "stale"
-    y = None if foretold is None else torch.empty_like(x)
-    weight, bias = (None, None) if foretold is None else (_whole(p, channels) for p in (rule.weight, rule.bias))
+    y, weight, bias = torch.empty_like(x), _whole(rule.weight, channels), _whole(rule.bias, channels)
     batch, value, count, step = _vectors(k, x), _vectors(k, x), torch.empty(()), torch.empty_like(rule.step)
     post = torch.empty(channels) if mirror.forward in ("arithmetic", "renorm") else None
     shift = torch.empty(channels) if mirror.forward == "renorm" else None
@@ -209,7 +208,7 @@ def flops(name: str, given: dict[str, Any]) -> int:
         return 2 + 4 * there["sums"] + there["weight"] + 2 + 3
     groups = bool(given["groups"])
     if name == "train":
-        return there["y"] * 2 + (4 if given["center"] else 2) + 3 * groups
+        return 2 + 3 * bool(given["center"]) + 2 + 3 * groups
     if name == "differentiate":
         return 3 + 3 + 3 * bool(given["center"]) + 8 * groups
     mean = there["mean"]
