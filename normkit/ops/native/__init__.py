@@ -175,7 +175,9 @@ def _vectors(k: int, x: Tensor) -> Tensor:
 
 def _whole(parameter: Tensor | None, channels: int) -> Tensor | None:
     """A parameter as float32 `[C]`, side by side."""
-    return None if parameter is None else parameter.detach().to(torch.float32).expand(channels).contiguous()
+    if parameter is None or (parameter.dtype is torch.float32 and parameter.shape == (channels,)):
+        return parameter if parameter is None else parameter.contiguous()
+    return parameter.detach().to(torch.float32).expand(channels).contiguous()
 
 
 def call(name: str, **given: Any) -> None:
