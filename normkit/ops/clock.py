@@ -88,6 +88,7 @@ class Counter(TorchDispatchMode):
 
     def _hear(self, name: str, given: dict) -> None:
         self._touch(given)
+        self.bytes += sum(t.nbytes for t in native.read_again(name, given))
         self.flops += native.flops(name, given) * given["x"].numel()
 
     def _touch(self, touched: object) -> list[Tensor]:

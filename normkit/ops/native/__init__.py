@@ -17,7 +17,7 @@ from normkit.ops.native.build import library, obstacle
 
 __all__ = [
     "DTYPES", "LAYER_SCALE", "call", "differentiate", "divide", "flops", "gradient", "library", "listeners", "moments",
-    "obstacle", "standardize", "train",
+    "obstacle", "read_again", "standardize", "train",
 ]  # fmt: skip
 
 LAYER_SCALE = True  # kernels of columns take `groups`
@@ -199,6 +199,13 @@ def _function(kernel: str, given: dict[str, Any]) -> Any:
     assert address is not None
     _functions[kernel] = made = ctypes.CFUNCTYPE(None, *types, ctypes.c_int)(address)  # type: ignore[call-overload]
     return made
+
+
+def read_again(name: str, given: dict[str, Any]) -> list[Tensor]:
+    """What a call reads a second time, having been through all rows: statistics come first where none are foretold."""
+    if name not in ("train", "differentiate") or given["foretold"]:
+        return []
+    return [given["x"]] if name == "train" else [given["x"], given["dy"]]
 
 
 def flops(name: str, given: dict[str, Any]) -> int:
