@@ -8,8 +8,11 @@ import sys
 import pytest
 import torch
 from norm_cases import MIRRORED, PLAIN, several_steps
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import normkit
 from normkit.ops import backend, channels, native, rows
@@ -261,6 +264,77 @@ def test_what_they_do_not_compute_is_left_to_others():
         rows.layer(x, None, None, 1e-5)
         rows.rms(x, None, None, 1e-5, inside=False)
     assert not [name for name in ran if name.startswith("native")]
+
+
+@needs_kernels
+def test_who_traces_or_counts_operations_sees_all_of_them():
+    x = torch.randn(4, 6)
+    with normkit.kernels("auto") as ran, FlopCounterMode(display=False):
+        rows.rms(x, None, None, 1e-5)
+    assert not [name for name in ran if name.startswith("native")]
+    norm = normkit.make("batch", 6).eval()
+    graph = make_fx(norm)(x)
+    assert_close(graph(x + 1), norm(x + 1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["rms", "scale", "batch"])
+def test_forward_mode_differentiation_goes_by_pytorch(spec):
+    norm, x, tangent = normkit.make(spec, 6).eval().requires_grad_(False), torch.randn(4, 6), torch.randn(4, 6)
+    with torch.no_grad(), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(norm(forward_ad.make_dual(x, tangent))).tangent
+    assert_close(found, torch.func.jvp(norm, (x,), (tangent,))[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["rms", "scale", "un(window=2, warmup=1)", "power(groups=2, warmup=1)", "renorm"])
+def test_what_pytorch_is_set_to_does_not_matter(spec):
+    def run():
+        torch.manual_seed(0)
+        x, dy = (
+            torch.randn(9, 6, dtype=torch.float32, device="cpu"),
+            torch.randn(9, 6, dtype=torch.float32, device="cpu"),
+        )
+        seen = []
+        for _ in range(3):
+            leaf = x.clone().requires_grad_()
+            y = norm(leaf)
+            seen += [y.detach(), *torch.autograd.grad(y, [leaf, *norm.parameters()], dy)]
+        return [*seen, *norm.buffers()]
+
+    norm = normkit.make(spec, 6)
+    expected, norm = run(), normkit.make(spec, 6)
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        found = run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@needs_kernels
+def test_inference_mode_and_negative_views():
+    x = torch.randn(9, 6)
+    norm = normkit.make("un(window=2, warmup=1)", 6)
+    with torch.inference_mode():
+        norm(x)
+    assert norm.step == 1
+    negative = torch._neg_view(x)
+    assert_close(rows.rms(negative, None, None, 1e-5), -rows.rms(x, None, None, 1e-5))
+    assert_close(native.moments(negative, None, True)[0], native.moments(-x, None, True)[0])
+
+
+@needs_kernels
+def test_what_c_would_misread_is_an_error():
+    x = torch.randn(4, 6)
+    with pytest.raises(ValueError, match=r"each of 4 rows.*\(3,\)"):
+        native.moments(x, torch.ones(3, dtype=torch.bool), True)
+    with pytest.raises(RuntimeError, match=r"scale is torch\.float64 on cpu"):
+        native.standardize(x, None, torch.ones(6, dtype=torch.float64), torch.zeros(6))
+    with pytest.raises(RuntimeError, match=r"weight is torch\.float32 on meta"):
+        rows.rms(x, torch.ones(6, device="meta"), None, 1e-5)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 CHOICES = ("auto", "triton", "native", "fused", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,10 +78,16 @@ def triton(x: Tensor, name: str, *, fused: bool = True, native: bool = True) -> 
 
 def native_kernels(x: Tensor, wide: torch.dtype = torch.float32) -> ModuleType | None:
     """Our kernels for CPUs where they run on `x`, to compute in `wide`."""
-    if _choice not in ("auto", "native") or wide is not torch.float32 or not borrows(x):
+    if _choice not in ("auto", "native") or wide is not torch.float32 or not borrows(x) or _watched():
         return None
     ours = load_native()
     return ours if x.dtype in ours.DTYPES and ours.library() is not None else None
+
+
+def _watched() -> bool:
+    """Whether somebody traces, counts or differentiates PyTorch's operations as they run: C++ kernels are none."""
+    mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
+    return not getattr(mode, "hears_kernels", mode is None) or forward_ad._current_level >= 0
 
 
 def borrows(x: Tensor) -> bool:

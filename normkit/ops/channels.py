@@ -35,7 +35,7 @@ def moments(
     if dtype is torch.float32 and backend.triton(x, "moments"):
         return backend.load().moments(x, mask, center)
     if native := backend.native_kernels(x, dtype):
-        return native.moments(x.contiguous(), _flat(mask), center, groups, eps)
+        return native.moments(x, mask, center, groups, eps)
     rows, fast = x.reshape(-1, x.shape[-1]), fused.joins(x, dtype)
     if fast and mask is not None:  # a copy of the real rows costs less than plain operations on all of them
         (rows,), mask = _real(mask, fast, rows), None
@@ -234,7 +234,7 @@ def standardize(
     scale = inv if scale is None else inv * scale
     level = torch.zeros_like(scale) if level is None else level
     if native:
-        return native.standardize(x.contiguous(), mean, scale, level, _flat(mask), sums=sums, groups=groups, eps=eps)
+        return native.standardize(x, mean, scale, level, mask, sums=sums, groups=groups, eps=eps)
     return multiply_add(x, scale, level if mean is None else level - mean * scale), None
 
 
@@ -262,7 +262,6 @@ def standardize_grad(
     real = real and mask is not None
     if native:
         to_dx = None if taken is None or slant is None else (slant, taken[-1] * inv, taken[0])
-        dys, rows, mask = dys.contiguous(), rows.contiguous(), _flat(mask)
         dx, out = native.gradient(
             dys, rows, mean, mask, to_dx=to_dx, sums=sums, real=real, groups=groups, eps=eps
         )  # fmt: skip
@@ -298,10 +297,6 @@ def _real(mask: Tensor, fast: bool, *tensors: Tensor) -> list[Tensor]:
     return [torch.where(mask.reshape(-1, 1), rows, 0) for rows in tensors]
 
 
-def _flat(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.reshape(-1).contiguous()
-
-
 def _native(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int) -> ModuleType | None:
     """Our kernels for CPUs, where they run; with layer-scale a backward pass goes the way of its forward pass."""
     if groups:
@@ -326,7 +321,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """
     alone = not torch.is_grad_enabled()
     if alone and (native := backend.native_kernels(x, scale.dtype)):
-        return native.standardize(x.contiguous(), None, scale.contiguous(), shift.to(scale.dtype).contiguous())[0]
+        return native.standardize(x, None, scale.contiguous(), shift.to(scale.dtype).contiguous())[0]
     if alone and fused.joins(x, scale.dtype):
         return fused.standardize(x, None, fused.constant(1.0, scale), scale, shift.to(scale.dtype), 0.0)
     if x.dtype == scale.dtype:  # no casts in an exported graph

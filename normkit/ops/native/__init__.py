@@ -22,6 +22,7 @@ __all__ = [
 
 LAYER_SCALE = True  # kernels of columns take `groups`
 DTYPES = (torch.float32, torch.bfloat16)
+ALLOWED = {*DTYPES, torch.int64, torch.bool}
 FORWARD = ("batch", "stale", "geometric", "arithmetic", "renorm")  # as rules.h numbers them
 BACKWARD = ("exact", "stale", "windowed")
 _functions: dict[str, Any] = {}
@@ -30,8 +31,8 @@ listeners: list[Callable[[str, dict], object]] = []  # told the name and the arg
 
 def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the real rows of `x`, after layer-scale where there are groups, and their number."""
-    stat, count = _vectors(1 + center, x), torch.empty((), dtype=torch.float32)
-    _forward(x, mask, None, None, None, None, stat, count, groups, eps)
+    stat, count = _room(x, 1 + center), x.new_empty((), dtype=torch.float32)
+    _forward(_plain(x), mask, None, None, None, None, stat, count, groups, eps)
     return stat, count
 
 
@@ -40,7 +41,8 @@ def standardize(
     groups: int = 0, eps: float = 0.0,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """`(x - mean) * scale + shift`; with `sums`, the quadratic means `[1, C]` of the real rows and their number."""
-    y, fresh = torch.empty_like(x), (_vectors(1, x), torch.empty((), dtype=torch.float32)) if sums else None
+    x = _plain(x)
+    y, fresh = torch.empty_like(x), (_room(x, 1), x.new_empty((), dtype=torch.float32)) if sums else None
     _forward(x, mask, y, mean, scale, shift, *(fresh or (None, None)), groups, eps)
     return y, fresh
 
@@ -49,8 +51,8 @@ def _forward(x, mask, y, mean, scale, shift, stat, count, groups, eps) -> None:
     n, channels = _sizes(x)
     center = stat is not None and len(stat) == 2
     call(
-        "column_forward", x=x, mask=mask, y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count, n=n,
-        channels=channels, groups=groups, eps=float(eps), center=center,
+        "column_forward", x=x, mask=_flat(mask, n), y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count,
+        n=n, channels=channels, groups=groups, eps=float(eps), center=center,
     )  # fmt: skip
 
 
@@ -63,12 +65,12 @@ def gradient(
 
     Given `to_dx = (slant, slope, level)`, dx is `slant * dy + slope * (x - mean) + level`, in the padding `slant * dy`.
     """
-    n, channels = _sizes(x)
-    dx, out = None if to_dx is None else torch.empty_like(x), _vectors(4 if real else 2, x) if sums else None
+    (n, channels), dy, x = _sizes(x), _plain(dy), _plain(x)
+    dx, out = None if to_dx is None else torch.empty_like(x), _room(x, 4 if real else 2) if sums else None
     slant, slope, level = to_dx or (None, None, None)
     call(
-        "column_backward", dy=dy, x=x, mask=mask, dx=dx, mean=mean, slant=slant, slope=slope, level=level, sums=out,
-        n=n, channels=channels, groups=groups, eps=float(eps), real=real,
+        "column_backward", dy=dy, x=x, mask=_flat(mask, n), dx=dx, mean=mean, slant=slant, slope=slope, level=level,
+        sums=out, n=n, channels=channels, groups=groups, eps=float(eps), real=real,
     )  # fmt: skip
     return dx, out
 
@@ -83,7 +85,7 @@ class Divide(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, length):
-        x = x.contiguous()
+        x = _plain(x)
         (n, channels), y = _sizes(x), torch.empty_like(x)
         given, level = _whole(weight, channels), _whole(bias, channels)
         if given is None and level is not None:
@@ -100,9 +102,9 @@ class Divide(torch.autograd.Function):
             dx, dweight = fused.differentiable(x, weight, ctx.eps, ctx.length, dy)
             return dx, dweight, None if bias is None else dy.sum(range(dy.dim() - 1)).to(bias.dtype), None, None
         (n, channels), dx = _sizes(x), torch.empty_like(x)
-        sums = _vectors(2, x) if any(ctx.needs_input_grad[1:3]) else None
+        sums = _room(x, 2) if any(ctx.needs_input_grad[1:3]) else None
         call(
-            "row_backward", dy=dy.contiguous(), x=x, dx=dx, weight=_whole(weight, channels), sums=sums, n=n,
+            "row_backward", dy=_plain(dy), x=x, dx=dx, weight=_whole(weight, channels), sums=sums, n=n,
             channels=channels, eps=float(ctx.eps), length=ctx.length,
         )  # fmt: skip
         if sums is None:
@@ -117,12 +119,13 @@ def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: T
     standardize with, the count, the step, `post` and `shift`; the memo.
     """
     (n, channels), k = _sizes(x), 1 + rule.center
-    x, mask, stale = x.contiguous(), _flat(mask), mirror.forward == "stale"
+    x, mask, stale = _plain(x), _flat(mask, n), mirror.forward == "stale"
     y, weight, bias = torch.empty_like(x), _whole(rule.weight, channels), _whole(rule.bias, channels)
-    batch, value, count, step = _vectors(k, x), _vectors(k, x), torch.empty(()), torch.empty_like(rule.step)
-    post = torch.empty(channels) if mirror.forward in ("arithmetic", "renorm") else None
-    shift = torch.empty(channels) if mirror.forward == "renorm" else None
-    memo = (_vectors(1, x), _vectors(1, x)) if stale else ()
+    batch, value, step = _room(x, k), _room(x, k), torch.empty_like(rule.step)
+    count = x.new_empty((), dtype=torch.float32)
+    post = _room(x) if mirror.forward in ("arithmetic", "renorm") else None
+    shift = _room(x) if mirror.forward == "renorm" else None
+    memo = (_room(x, 1), _room(x, 1)) if stale else ()
     removed, gamma = memo or (None, None)
     call(
         "train", x=x, mask=mask, y=y, weight=weight, bias=bias, n=n, channels=channels, groups=groups,
@@ -143,11 +146,11 @@ def differentiate(
     foretold: Tensor | None, has_bias: bool, groups: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias; the rule's state is moved."""
-    (n, channels), dx = _sizes(x), torch.empty_like(x, memory_format=torch.contiguous_format)
-    dweight, dbias = torch.empty(channels), torch.empty(channels)
+    (n, channels), dy, x = _sizes(x), _plain(dy), _plain(x)
+    dx, dweight, dbias = torch.empty_like(x), _room(x), _room(x)
     removed, gamma = memo or (None, None)
     call(
-        "differentiate", dy=dy.contiguous(), x=x.contiguous(), mask=_flat(mask), dx=dx, weight=_whole(weight, channels),
+        "differentiate", dy=dy, x=x, mask=_flat(mask, n), dx=dx, weight=_whole(weight, channels),
         n=n, channels=channels, groups=groups, eps=float(rule.eps), center=rule.center,
         real=mask is not None and rule.pad_grad == "real", rule=BACKWARD.index(mirror.backward),
         foretold=foretold is not None, rate=float(mirror.rate_grad), warmup=mirror.warmup,
@@ -161,16 +164,24 @@ def differentiate(
     return dx, None if weight is None else dweight.to(kind), dbias.to(kind) if has_bias else None
 
 
-def _flat(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.reshape(-1).contiguous()
+def _plain(x: Tensor) -> Tensor:
+    """The tensor with its numbers side by side, as they are."""
+    return x.resolve_neg().contiguous()
+
+
+def _flat(mask: Tensor | None, n: int) -> Tensor | None:
+    if mask is not None and mask.numel() != n:
+        raise ValueError(f"mask must say of each of {n} rows whether it is real; got {tuple(mask.shape)}")
+    return None if mask is None else mask.reshape(-1).to(torch.bool).contiguous()
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-def _vectors(k: int, x: Tensor) -> Tensor:
-    return torch.empty(k, x.shape[-1], dtype=torch.float32)
+def _room(x: Tensor, *rows: int) -> Tensor:
+    """Vectors `[*rows, C]` to be written."""
+    return x.new_empty((*rows, x.shape[-1]), dtype=torch.float32)
 
 
 def _whole(parameter: Tensor | None, channels: int) -> Tensor | None:
@@ -186,8 +197,14 @@ def call(name: str, **given: Any) -> None:
         listener(name, given)
     kernel = f"{name}_{str(given['x'].dtype).removeprefix('torch.')}"
     function = _functions.get(kernel) or _function(kernel, given)
-    assert all(value.is_contiguous() for value in given.values() if isinstance(value, Tensor))
-    words = [value.data_ptr() if isinstance(value, Tensor) else value for value in given.values()]
+    words = []
+    for key, value in given.items():
+        if isinstance(value, Tensor):
+            if not (value.is_cpu and value.dtype in ALLOWED and value.is_contiguous()):  # C would read past it
+                raise RuntimeError(f"{name} of {given['x'].dtype} on a CPU: {key} is {value.dtype} on {value.device}")
+            words.append(value.data_ptr())
+        else:
+            words.append(value)
     function(*words, torch.get_num_threads())
 
 
