@@ -281,7 +281,9 @@ class StatNorm(Norm):
         """Normalize `x[..., dim]`, by batch and history while training, by `running` otherwise."""
         mask = self.check(x, mask)
         if not self.training:
-            return channels.multiply_add(self.rest(x), *self._affine())
+            usual = type(self).rest is StatNorm.rest and type(self)._affine is StatNorm._affine
+            y = channels.infer(self, x) if usual else None
+            return channels.multiply_add(self.rest(x), *self._affine()) if y is None else y
         wide = torch.promote_types(x.dtype, self.running.dtype)
         kernels = channels.own(x, wide)
         joined = kernels is not None and kernels.LAYER_SCALE and type(self).rest is StatNorm.rest

@@ -16,8 +16,8 @@ from normkit.ops.mirror import Decided, Mirror, moved
 from normkit.ops.native.build import library, obstacle
 
 __all__ = [
-    "DTYPES", "LAYER_SCALE", "call", "differentiate", "divide", "flops", "gradient", "library", "listeners", "moments",
-    "obstacle", "read_again", "standardize", "train",
+    "DTYPES", "LAYER_SCALE", "call", "differentiate", "divide", "flops", "gradient", "infer", "library", "listeners",
+    "moments", "obstacle", "read_again", "standardize", "train",
 ]  # fmt: skip
 
 LAYER_SCALE = True  # kernels of columns take `groups`
@@ -112,6 +112,17 @@ class Divide(torch.autograd.Function):
         dweight = None if weight is None else (sums[1].sum() if weight.numel() < channels else sums[1])
         dweight = None if weight is None or dweight is None else dweight.view(weight.shape).to(weight.dtype)
         return dx, dweight, None if bias is None else sums[0].to(bias.dtype), None, None
+
+
+def infer(rule: Any, x: Tensor) -> Tensor:
+    """A norm by batch statistics at inference, layer-scale included."""
+    (n, channels), x = _sizes(x), _plain(x)
+    y, weight, bias = torch.empty_like(x), _whole(rule.weight, channels), _whole(rule.bias, channels)
+    call(
+        "infer", x=x, y=y, running=rule.running, weight=weight, bias=bias, n=n, channels=channels, groups=rule.groups,
+        eps=float(rule.eps), center=rule.center,
+    )  # fmt: skip
+    return y
 
 
 def train(rule: Any, mirror: Mirror, x: Tensor, mask: Tensor | None, foretold: Tensor | None, groups: int) -> Decided:
@@ -233,6 +244,8 @@ def flops(name: str, given: dict[str, Any]) -> int:
     if name == "row_backward":  # sum of squares, sums of dy and dy z, g, its sum with z, dx
         return 2 + 4 * there["sums"] + there["weight"] + 2 + 3
     groups = bool(given["groups"])
+    if name == "infer":
+        return 2 + bool(given["center"]) + 3 * groups
     if name == "train":
         return 2 + 3 * bool(given["center"]) + 2 + 3 * groups
     if name == "differentiate":

@@ -33,9 +33,31 @@ inline float grown(int64_t step, int64_t warmup, int64_t until) {
 
 inline float within(float value, float most) { return std::max(std::min(value, most), -most); }
 
+// What multiplies and is added to u - mean, given its `variance`: `weight (post z + shift) + bias`.
+inline void affine(const float* variance, const float* weight, const float* bias, const float* post, const float* shift,
+                   int64_t channels, float eps, Floats& scale, Floats& level) {
+    scale.resize(channels);
+    level.resize(channels);
+    for (int64_t c = 0; c < channels; ++c) {
+        const float w = weight ? weight[c] : 1;
+        scale[c] = w * (post ? post[c] : 1) / std::sqrt(variance[c] + eps);
+        level[c] = (bias ? bias[c] : 0) + (shift ? w * shift[c] : 0);
+    }
+}
+
+// The norm at inference, by its `running` statistics.
+template <class T>
+void infer(const T* x, T* y, const float* running, const float* weight, const float* bias, int64_t n, int64_t channels,
+           int64_t groups, float eps, int center, int threads) {
+    Floats scale, level;
+    affine(running + center * channels, weight, bias, nullptr, nullptr, channels, eps, scale, level);
+    column_forward<T>(x, nullptr, y, center ? running : nullptr, scale.data(), level.data(), nullptr, nullptr, n,
+                      channels, groups, eps, center, threads);
+}
+
 // Moves `running`, `step`, `skipped` and `window`. Finds y, the statistics of the batch (`batch`, usable or not) of
-// `count` rows, those to standardize with (`value`), `next` step, `post`, `shift` and the memo (`removed`, `gamma`). Where
-// the statistics are `foretold`, y is written on the same reading.
+// `count` rows, those to standardize with (`value`), `next` step, `post`, `shift` and the memo (`removed`, `gamma`).
+// Where the statistics are `foretold`, y is written on the same reading.
 template <class T>
 void train(const T* x, const std::uint8_t* mask, T* y, const float* weight, const float* bias, int64_t n,
            int64_t channels, int64_t groups, float eps, int center, int64_t rule, int foretold, float rate,
@@ -44,15 +66,8 @@ void train(const T* x, const std::uint8_t* mask, T* y, const float* weight, cons
            float* batch, float* value, float* count, int64_t* next, float* post, float* shift, float* removed,
            float* gamma, int threads) {
     float *mean_now = batch, *now = batch + center * channels, *before = running + center * channels;
-    Floats scale(channels), level(channels);
-    const auto prepare = [&](const float* variance) {
-        for (int64_t c = 0; c < channels; ++c) {
-            const float w = weight ? weight[c] : 1;
-            scale[c] = w * (post ? post[c] : 1) / std::sqrt(variance[c] + eps);
-            level[c] = (bias ? bias[c] : 0) + (shift ? w * shift[c] : 0);
-        }
-    };
-    if (foretold) prepare(before);
+    Floats scale, level;
+    if (foretold) affine(before, weight, bias, nullptr, nullptr, channels, eps, scale, level);
     column_forward<T>(x, mask, foretold ? y : nullptr, nullptr, scale.data(), level.data(), batch, count, n, channels,
                       groups, eps, center, threads);
     const bool ok = *count > 0 && finite(batch, (1 + center) * channels);
@@ -95,9 +110,9 @@ void train(const T* x, const std::uint8_t* mask, T* y, const float* weight, cons
     }
     *(ok ? step : skipped) = ok ? at : *skipped + 1;
     if (foretold) return;
-    prepare(value + center * channels);
-    column_forward<T>(x, nullptr, y, center ? value : nullptr, scale.data(), level.data(), nullptr, nullptr, n, channels,
-                      groups, eps, center, threads);
+    affine(value + center * channels, weight, bias, post, shift, channels, eps, scale, level);
+    column_forward<T>(x, nullptr, y, center ? value : nullptr, scale.data(), level.data(), nullptr, nullptr, n,
+                      channels, groups, eps, center, threads);
 }
 
 // Moves `skipped`, `window` and `smooth`. Finds dx and the gradients of weight and bias, given `value`, `count`, `at`
