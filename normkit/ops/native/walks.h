@@ -2,7 +2,7 @@
 //
 // Chunks follow from the shape alone, each adds up its own rows, and their sums are added in order: the same input
 // gives the same bits on any number of threads. A row is read as floats, in a buffer that stays in the first cache
-// where it must be converted. Arithmetic is float32, sums over chunks are double.
+// where it must be converted. Arithmetic is float32, plain sums over chunks are double.
 
 #pragma once
 
