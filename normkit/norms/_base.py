@@ -272,7 +272,7 @@ class StatNorm(Norm):
         raise NotImplementedError
 
     def mirror(self) -> Mirror | None:
-        """Both rules as GPU kernels know them; None where they do not."""
+        """Both rules as kernels know them; None where they do not."""
         return None
 
     # -- the frame --------------------------------------------------------------------------------------------------

@@ -96,7 +96,6 @@ class GradRule(Protocol):
 
     eps: float
     center: bool
-    groups: int
     sync: bool
     pad_grad: str
     own_gradient: bool  # what it removes is this batch's, and it keeps no record of that
