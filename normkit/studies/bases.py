@@ -14,6 +14,9 @@ MULTI30K: Bases = {
     "pocket": Base("multi30k.de-en", "mt_multi30k"),
     "gpu": Base("multi30k.de-en", "mt_multi30k", {"steps": 8000, "warmup": 800}),
 }
+MULTI30K_HOUR: Bases = {
+    "pocket": Base("multi30k.de-en.hour", "mt_multi30k", {"steps": 10_000, "warmup": 1000, "valid_every": 2000}),
+}
 
 IWSLT14: Bases = {
     "pocket": Base("iwslt14.de-en", "mt_iwslt14_pocket"),

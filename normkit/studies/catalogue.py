@@ -41,6 +41,7 @@ STUDIES: dict[str, Study] = {
     "un.figure5": unified.FIGURE5,
     "un.figure6": unified.FIGURE6,
     "core.multi30k": core.MULTI30K_CORE,
+    "core.multi30k-hour": core.MULTI30K_LONG,
     "core.iwslt14": core.IWSLT14_CORE,
     "core.ptb": core.PTB_CORE,
     "core.wikitext-2": core.WIKITEXT2_CORE,

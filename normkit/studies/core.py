@@ -1,6 +1,19 @@
 """Our own question, task by task: all norms at all places of one model, on the same data."""
 
-from normkit.studies.bases import CIFAR10, CIFAR10_SWIN, CMUDICT, IWSLT14_UN, MULTI30K, PTB, RESNET20, TED, WIKITEXT2
+import dataclasses
+
+from normkit.studies.bases import (
+    CIFAR10,
+    CIFAR10_SWIN,
+    CMUDICT,
+    IWSLT14_UN,
+    MULTI30K,
+    MULTI30K_HOUR,
+    PTB,
+    RESNET20,
+    TED,
+    WIKITEXT2,
+)
 from normkit.studies.study import Column, Row, Study, Times
 
 CORE = (
@@ -26,6 +39,13 @@ MULTI30K_CORE = Study(
         Column(title="greedy, batch statistics", metric="bleu batch", base=MULTI30K),
         Column(title="greedy, calibrated", metric="bleu calibrated", base=MULTI30K),
     ),
+)
+
+MULTI30K_LONG = Study(
+    id="core.multi30k-hour",
+    title="norms in translation, an hour of one CPU core each, Multi30k De-En",
+    rows=tuple(row for row in CORE if row.label in ("layer", "power(groups=1)", "un")),
+    columns=tuple(dataclasses.replace(column, base=MULTI30K_HOUR) for column in MULTI30K_CORE.columns),
 )
 
 IWSLT14_CORE = Study(
