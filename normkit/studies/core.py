@@ -57,6 +57,7 @@ IWSLT14_CORE = Study(
         Column(title="BLEU", metric="bleu", base=IWSLT14_UN),
         Column(title="BLEU greedy", metric="bleu running", base=IWSLT14_UN),
         Column(title="greedy, calibrated", metric="bleu calibrated", base=IWSLT14_UN),
+        Column(title="valid perplexity", metric="perplexity valid", base=IWSLT14_UN),
     ),
 )
 
@@ -106,9 +107,10 @@ GALICIAN_CORE = Study(
         for fixed in (False, True)
         for init in ("xavier", "small")
     ),
-    columns=(
-        Column(title="BLEU, warm-up", metric="bleu", base=TED["gl"]),
-        Column(title="BLEU, none", metric="bleu", base=TED["gl"], settings={"warmup": 0, "lr": Times(0.607)}),
+    columns=tuple(
+        Column(title=f"{title}, {start}", metric=metric, base=TED["gl"], settings=settings)
+        for title, metric in (("BLEU", "bleu"), ("valid perplexity", "perplexity valid"))
+        for start, settings in (("warm-up", {}), ("none", {"warmup": 0, "lr": Times(0.607)}))
     ),
     note="Without warm-up at 0.607 of the peak rate, as the paper.",
 )
