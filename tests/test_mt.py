@@ -250,6 +250,19 @@ def test_padding_up_to_a_static_length_changes_no_loss(corpus):
     torch.testing.assert_close(task.loss(table.batch(items, static=True)), task.loss(table.batch(items)))
 
 
+def test_validation_is_in_batches_no_larger_than_training_s_and_is_the_loss_of_every_symbol_once(corpus):
+    data = prepare(locate(str(corpus)), subwords=60, share=True)
+    torch.manual_seed(0)
+    task = MachineTranslation(changed(corpus, batch_tokens=90), Seq2Seq(TINY, 60, 60), data)
+    table = Table(*data.valid)
+    batches = task.validation()
+    assert len(batches) > 2
+    assert all(sum(int((t != PAD).sum()) for t in (b.tensors[0], b.tensors[2])) <= 90 or b.words == 1 for b in batches)
+    one_by_one = [table.batch([item]) for item in range(len(table))]
+    assert sum(batch.tokens for batch in batches) == sum(batch.tokens for batch in one_by_one)
+    assert task.mean_loss(batches) == pytest.approx(task.mean_loss(one_by_one), rel=1e-5)
+
+
 def test_perplexity_is_of_every_word_once(corpus, tmp_path):
     folder = write_text(tmp_path / "text")
     run = Run(name="text", task="lm", data=str(folder), model=dataclasses.replace(TINY, share=False), steps=10,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch.nn.functional as F
 
-from normkit.data.batches import rounded
+from normkit.data.batches import batches_of, rounded
 from normkit.data.ragged import Ragged
 from normkit.data.vocab import BOS, PAD
 from normkit.train.task import Batch
@@ -37,7 +37,7 @@ class Table:
         """A table of some pairs."""
         return Table(self.source, self.target, self.rows[np.asarray(items)])
 
-    def batch(self, items: Sequence[int], static: bool = False) -> Batch:
+    def batch(self, items: Sequence[int] | np.ndarray, static: bool = False) -> Batch:
         """Source, what the decoder is given, and what it should say; `static` rounds lengths up to one of few."""
         rows = self.rows[np.asarray(items)]
         length = rounded(int(self.both[np.asarray(items)].max())) if static else 0
@@ -50,9 +50,9 @@ class Table:
         order = np.argsort(self.both[:, 0], kind="stable").tolist()
         return [order[at : at + together] for at in range(0, len(order), together)]
 
-    def sorted_batches(self, together: int) -> list[Batch]:
-        """All items in batches, shortest first."""
-        return [self.batch(items) for items in self.sorted_items(together)]
+    def batches(self, tokens: int) -> list[Batch]:
+        """All pairs once, in batches of about one length of at most so many symbols: what fits in training fits here."""
+        return [self.batch(items) for items in batches_of(self.sizes, tokens, bucketing=True, by=self.both)]
 
 
 def spread(length: int, count: int) -> list[int]:

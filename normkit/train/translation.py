@@ -63,8 +63,8 @@ class Translation(Task):
         return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
 
     def validation(self) -> list[Batch]:
-        """Items spread evenly over the validation split, shortest first."""
-        return self._valid.take(spread(len(self._valid), VALID_WORDS)).sorted_batches(TOGETHER)
+        """Items spread evenly over the validation split."""
+        return self._valid.take(spread(len(self._valid), VALID_WORDS)).batches(self.settings.batch_tokens)
 
     def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
         """Greedy search with running statistics, those of each test batch, calibrated ones; then beam search.
@@ -94,7 +94,8 @@ class Translation(Task):
     def score_greedy(self) -> dict[str, float]:
         """Loss, and scores of greedy search, with the statistics that the model has."""
         self.model.eval()
-        return {"loss": self.mean_loss(self._test.sorted_batches(TOGETHER)), **self.rates(self.search_all(greedy))}
+        loss = self.mean_loss(self._test.batches(self.settings.batch_tokens))
+        return {"loss": loss, **self.rates(self.search_all(greedy))}
 
     def beam(self, model: Any, source: Tensor, limit: Tensor) -> Any:
         """Beam search as the run says."""
