@@ -51,7 +51,7 @@ class Table:
         return [order[at : at + together] for at in range(0, len(order), together)]
 
     def batches(self, tokens: int) -> list[Batch]:
-        """All pairs once, in batches of about one length of at most so many symbols: what fits in training fits here."""
+        """All pairs once, in batches of about one length, of at most so many symbols: as large as in training."""
         return [self.batch(items) for items in batches_of(self.sizes, tokens, bucketing=True, by=self.both)]
 
 
