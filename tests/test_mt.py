@@ -175,6 +175,14 @@ def test_only_words_of_the_targets_can_be_said(corpus):
     exact = torch.stack([row[word] for row, word in zip(log_p, target[target != PAD], strict=True)]).mean()
     even = log_p[:, sorted(said)].mean()
     torch.testing.assert_close(task.loss(batch, 0.1), -(0.9 * exact + 0.1 * even))
+    never = next(word for word in range(4, 60) if word not in said)
+    odd = target.clone()
+    odd[0, 0] = never  # as a word of the validation split may be
+    for smoothing in (0.0, 0.1):
+        without = batch._replace(tensors=(source, given, odd.where(odd != never, PAD)))
+        found = task.loss(batch._replace(tensors=(source, given, odd)), smoothing)
+        assert float(found.detach()) < 100
+        torch.testing.assert_close(found, task.loss(without, smoothing))
 
 
 def test_long_pairs_are_left_out_of_training_and_refused_in_the_test(corpus, tmp_path):

@@ -214,15 +214,17 @@ def mt_ted_gl() -> Run:
 
 
 def mt_ted_gl_pocket() -> Run:
-    """Galician to English on TED talks, 11,000 pairs, at the size of mt_multi30k: minutes on one CPU core.
+    """Galician to English on TED talks, 11,000 pairs, below the size of mt_multi30k: minutes on one CPU core.
 
     normkit train mt_ted_gl_pocket
+
+    In minutes nothing is learned by heart: dropout stays at 0.1, and there is none of words.
     """
     pocket = mt_multi30k()
-    model = dataclasses.replace(
-        pocket.model, init="small", mask_logits=True, dropout=0.3, hidden_dropout=0.1, word_dropout=0.1
+    model = dataclasses.replace(pocket.model, width=128, hidden=512, depth=2, init="small", mask_logits=True)
+    return dataclasses.replace(
+        pocket, name="mt_ted_gl_pocket", data="ted.gl", model=model, steps=2000, valid_every=1000, checkpoint_every=1000
     )
-    return dataclasses.replace(pocket, name="mt_ted_gl_pocket", data="ted.gl", model=model)
 
 
 def mt_iwslt15_vi() -> Run:

@@ -55,11 +55,14 @@ class Translation(Task):
         return iter(Batches(lambda epoch: self._order(table, epoch), table.batch, start))
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Cross-entropy of the target's symbols."""
+        """Cross-entropy of the target's symbols; with `mask_logits`, of those that can be said."""
         source, given, target = batch.tensors
         scores = self.model(source, given)
-        if smoothing and self.settings.model.mask_logits:
-            return _smoothed(scores.flatten(0, 1), target.flatten(), smoothing, self.model.get_buffer("allowed"))
+        if self.settings.model.mask_logits:
+            allowed = self.model.get_buffer("allowed")
+            target = target.where(allowed[target], PAD)  # one that no training target has would cost a billion
+            if smoothing:
+                return _smoothed(scores.flatten(0, 1), target.flatten(), smoothing, allowed)
         return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
 
     def validation(self) -> list[Batch]:
