@@ -1,6 +1,6 @@
 """The table of studies."""
 
-from normkit.studies import bucketing, core, power, tears, unified
+from normkit.studies import bucketing, core, power, tears, unified, warmup
 from normkit.studies.study import Study
 
 STUDIES: dict[str, Study] = {
@@ -49,6 +49,7 @@ STUDIES: dict[str, Study] = {
     "core.cmudict": core.CMUDICT_CORE,
     "core.cifar10": core.CIFAR10_CORE,
     "core.cifar10-224": core.CIFAR10_SPEED,
+    "warmup.multi30k": warmup.MULTI30K_WARMUP,
     "bucketing.multi30k": bucketing.MULTI30K_BUCKETING,
     "bucketing.cmudict": bucketing.CMUDICT_BUCKETING,
 }
