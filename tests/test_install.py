@@ -58,7 +58,7 @@ class Home:
 
     def run(self, program: str, *words: str) -> subprocess.CompletedProcess:
         """Run a program of the environment; that torch finds no NumPy is its own warning, not ours."""
-        command, quiet = [str(self.bin / program), *words], {**os.environ, "PYTHONWARNINGS": "ignore"}
+        command, quiet = [str(self.bin / program), *words], {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": ""}
         return subprocess.run(
             command, capture_output=True, text=True, check=False, cwd=self.folder, env=quiet, timeout=120
         )
