@@ -72,7 +72,7 @@ def _study(made: table.Table) -> str:
         for command in dict.fromkeys(run.get("command", "") for run in runs):
             same = [run for run in runs if run.get("command", "") == command]
             lines.append([row["label"], *_provenance([run for run in same if "commit" in run]), _code(command)])
-    return "\n".join([title, table.markdown(made | {"command": ""}), _rows(["row", *PROVENANCE, "command"], lines)])
+    return "\n".join([title, table.markdown(made, commands=False), _rows(["row", *PROVENANCE, "command"], lines)])
 
 
 PROVENANCE = ("n", "seeds", "device", "commit", "minutes")

@@ -35,7 +35,7 @@ def report(tmp_path_factory):
     made[folder / "scale"]["run"]["model"]["norm"] = EVIL
     cell = {"printed": "35.9", "n": 2, "mean": 31.22, "spread": 0.14}
     column = {"title": EVIL, "about": EVIL, "digits": 1}
-    study = dict.fromkeys(("study", "title", "source", "claim", "note", "scale", "command"), EVIL)
+    study = dict.fromkeys(("study", "title", "source", "claim", "note", "scale"), EVIL)
     study |= {"schema": 1, "columns": [column], "rows": [{"label": EVIL, "cells": [cell]}]}
     extras = page.Extras({"distance_var": "what it is"}, {folder / "un": [EVIL]}, {folder / "un": [EVIL]}, [study])
     return page.write(made, folder / "report.html", title=EVIL, command=EVIL, extras=extras)

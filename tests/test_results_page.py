@@ -57,7 +57,7 @@ def test_what_a_study_measured_is_kept_and_shown(script, tmp_path):
     for seed in range(2):
         put(layer, out, seed, command="normkit study one --seeds 2", scores={"running": {"accuracy": 90.0 + seed}})
     put(un, out, 0, status="diverged at step 3", scores={}, command="normkit study one")
-    table.write(table.collect(ONE, "pocket", out, "normkit study one"), out)
+    table.write(table.collect(ONE, "pocket", out), out)
     script.keep(out, kept)
     assert len(list(kept.rglob(results.FILE))) == 3
     page = script.page(kept)

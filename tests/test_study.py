@@ -225,9 +225,9 @@ def test_papers_studies_name_columns_that_are_measured():
 def test_ours_stands_beside_the_papers(tmp_path):
     ln, _, un, _ = expand(TOY, "pocket")
     for seed in range(3):
-        put(ln, tmp_path, seed)
-    put(un, tmp_path, 0, status="diverged at step 4", scores={})
-    made = table.collect(TOY, "pocket", tmp_path, "normkit study toy")
+        put(ln, tmp_path, seed, command="normkit study toy --seeds 3 --only LN")
+    put(un, tmp_path, 0, status="diverged at step 4", scores={}, command="normkit study toy")
+    made = table.collect(TOY, "pocket", tmp_path)
     cell = made["rows"][1]["cells"][0]
     values = [10.0 - 0.4 + seed for seed in range(3)]
     assert [run["value"] for run in cell["runs"]] == pytest.approx(values)
@@ -246,7 +246,8 @@ def test_ours_stands_beside_the_papers(tmp_path):
     assert "PER: of 1 pairs, ours order 1 as the paper, 0 against." in text
     assert "a processor" in text
     assert "012345678" in text
-    assert "normkit study toy" in text
+    assert "Commands: normkit study toy --seeds 3 --only LN; normkit study toy\n" in text
+    assert "Command" not in table.markdown(made, commands=False)
     table.write(made, tmp_path)
     folder = tmp_path / "pocket" / "tables"
     assert (folder / "toy.txt").read_text(encoding="utf8") == text

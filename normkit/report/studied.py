@@ -17,7 +17,6 @@ SHAPE: dict[str, Any] = {
     "claim": str,
     "note": str,
     "scale": str,
-    "command": str,
     "columns": [{"title": str, "about": str, "digits": int}],
     "rows": [
         {

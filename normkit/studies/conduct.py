@@ -100,20 +100,18 @@ def conduct(
     for folder, run in plan.todo.items():
         engine.submit(run.name, study_job, run, folder, command)
     try:
-        _collect(study, scale, out, engine, board, folders, command)
+        _collect(study, scale, out, engine, board, folders)
     except KeyboardInterrupt:
         interrupted = True
         board.say("stopping; what is finished is kept, the rest goes on from here next time (Ctrl-C again: at once)")
         engine.stop()
-        _collect(study, scale, out, engine, board, folders, command)
-    table = collect(study, scale, out, command)
+        _collect(study, scale, out, engine, board, folders)
+    table = collect(study, scale, out)
     write(table, out)
     return table, interrupted
 
 
-def _collect(
-    study: Study, scale: str, out: Path, engine: "Engine", board: Board, folders: dict[str, Path], command: str
-) -> None:
+def _collect(study: Study, scale: str, out: Path, engine: "Engine", board: Board, folders: dict[str, Path]) -> None:
     for title, outcome in engine.ended():
         if isinstance(outcome, BaseException):
             ending = f"failed: {' '.join(str(outcome).split()) or type(outcome).__name__}"
@@ -123,7 +121,7 @@ def _collect(
             ending = outcome["status"]
             (folders[title] / FAILURE).unlink(missing_ok=True)
         board.end(title, ending)
-        write(collect(study, scale, out, command), out)
+        write(collect(study, scale, out), out)
 
 
 def study_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any]:

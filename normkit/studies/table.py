@@ -25,7 +25,7 @@ Table = dict[str, Any]
 """What `collect` returns and JSON holds; `text` and `markdown` show it."""
 
 
-def collect(study: Study, scale: str, out: Path, command: str = "") -> Table:
+def collect(study: Study, scale: str, out: Path) -> Table:
     """The table of a study from the runs in `out`, whatever seeds there are.
 
     ValueError where a run was trained with other settings than this study's at this scale: scales are never mixed.
@@ -49,7 +49,6 @@ def collect(study: Study, scale: str, out: Path, command: str = "") -> Table:
         "claim": study.claim,
         "note": study.note,
         "scale": scale,
-        "command": command,
         "columns": [_column(study, place) for place in range(len(study.columns))],
         "rows": rows,
     }
@@ -167,13 +166,14 @@ def text(table: Table) -> str:
     return "\n".join([heading(table), "", *told[:2], rule, *told[2:], "", *notes]) + "\n"
 
 
-def markdown(table: Table) -> str:
-    """The same as Markdown."""
+def markdown(table: Table, commands: bool = True) -> str:
+    """The same as Markdown, with the commands that made it or without."""
     heads, lines = grid(table)
     head = [f"{title}: {whose}" if title else "" for title, whose in heads]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in (head, *lines)]
     rows = [f"| {' | '.join(line)} |" for line in (cells[0], ["---"] + ["---:"] * (len(head) - 1), *cells[1:])]
-    return "\n".join([f"**{heading(table)}**", "", *rows, "", *(f"- {line}" for line in remarks(table))]) + "\n"
+    notes = [f"- {line}" for line in remarks(table, commands)]
+    return "\n".join([f"**{heading(table)}**", "", *rows, "", *notes]) + "\n"
 
 
 def heading(table: Table) -> str:
@@ -182,7 +182,7 @@ def heading(table: Table) -> str:
     return f"{table['study']}: {table['title']}{source}"
 
 
-def remarks(table: Table) -> list[str]:
+def remarks(table: Table, commands: bool = True) -> list[str]:
     """What is to be known below a table: claim, order, what was not run, where and how ours was made."""
     runs = [run for row in table["rows"] for cell in row["cells"] for run in cell["runs"]]
     lines = [f"The paper sees: {table['claim']}"] if table["claim"] else []
@@ -204,8 +204,9 @@ def remarks(table: Table) -> list[str]:
         lines += [f"Device: {'; '.join(machines)}. Commit: {', '.join(commits)}."] if made else []
         failed = {run["folder"]: run["status"] for run in runs if run["status"].startswith("failed: ")}
         lines += [f"{folder} {printable(status)}" for folder, status in failed.items()]
-    if table["command"]:
-        lines.append(f"Command: {table['command']}")
+        if commands:
+            typed = list(dict.fromkeys(run["command"] for run in made if run["command"]))
+            lines += [f"Command{'s' * (len(typed) > 1)}: {'; '.join(typed)}"] if typed else []
     return lines
 
 
