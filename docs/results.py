@@ -32,17 +32,13 @@ def keep(out: Path, kept: Path) -> None:
     if not tables:
         sys.exit(f"{out} holds no tables: name the --out of a `normkit study`")
     for path in tables:
-        for ending in table.FILES:
-            source = path.with_name(f"{path.stem}.{ending}")
-            _copy(source, kept / "studies" / source.relative_to(out))
-        for run in _runs(json.loads(path.read_text(encoding="utf8"))):
+        made = json.loads(path.read_text(encoding="utf8"))
+        table.write(made, kept / "studies")
+        for run in _runs(made):
             if (out / run["folder"] / results.FILE).is_file():
-                _copy(out / run["folder"] / results.FILE, kept / "studies" / run["folder"] / results.FILE)
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+                target = kept / "studies" / run["folder"]
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(out / run["folder"] / results.FILE, target / results.FILE)
 
 
 def _runs(made: table.Table) -> list[dict]:
