@@ -25,6 +25,7 @@ CORE = (
     Row(label="un", settings={"model.norm": "un"}),
     Row(label="scale + FixNorm", settings={"model.norm": "scale", "model.fixnorm": True}),
 )
+FIXED = Row(label="layer + FixNorm", settings={"model.norm": "layer", "model.fixnorm": True})  # whose gain is it?
 OTHERS = tuple(
     Row(label=norm, settings={"model.norm": norm}) for norm in ("rms", "group", "renorm", "mabn", "nonorm", "dyt")
 )
@@ -32,7 +33,7 @@ OTHERS = tuple(
 MULTI30K_CORE = Study(
     id="core.multi30k",
     title="norms in translation, Multi30k De-En",
-    rows=(*CORE, *OTHERS),
+    rows=(*CORE, FIXED, *OTHERS),
     columns=(
         Column(title="BLEU", metric="bleu", base=MULTI30K),
         Column(title="BLEU greedy", metric="bleu running", base=MULTI30K),
