@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from packaging.version import Version
 
 import normkit
 from normkit.ops import backend
@@ -24,9 +24,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 def interpreter_fails():
     """Whether Triton's interpreter is of 3.6, which takes numbers out of arrays in a way that NumPy 2.4 refuses."""
-    versions = {name: re.findall(r"\d+", version(name))[:2] for name in ("triton", "numpy") if find_spec(name)}
-    triton, numpy = (tuple(map(int, versions.get(name, ()))) for name in ("triton", "numpy"))
-    return bool(triton) and triton < (3, 7) and numpy >= (2, 4)
+    if not find_spec("triton"):
+        return False
+    return Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4")
 
 
 needs_interpreter = pytest.mark.skipif(interpreter_fails(), reason="triton 3.6 interprets with numpy below 2.4")
@@ -105,7 +105,7 @@ def test_the_switch_refuses_what_cannot_be():
 
 
 @pytest.mark.skipif(backend.interpreted(), reason="the interpreter is on")
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_kernels_on_a_cpu_tensor_are_an_error_that_says_what_to_do():
     with pytest.raises(RuntimeError, match="cpu, and Triton needs a CUDA device"), normkit.kernels("triton"):
         backend.triton(torch.ones(2, 4), "layer")
