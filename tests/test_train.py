@@ -194,6 +194,7 @@ def test_a_new_run_clears_what_an_old_one_left(tmp_path):
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1; got 1.0"),
         ({"schedule": "linear"}, "schedule must be one of cosine"),
         ({"average": 9, "checkpoint_every": 1}, "average must be at most keep=5; got 9"),
+        ({"strategy": "fsdp2", "devices": 2}, "record_every must be 0 for strategy=fsdp2; got 25"),
         ({"average": 2}, "average must be 0 without checkpoint_every; got 2"),
     ],
 )

@@ -17,7 +17,7 @@ LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray sets aside for results; our
 class Cluster:
     """Jobs as Ray tasks; `with Cluster("local") as cluster: cluster.submit(title, job, run, ...)`.
 
-    Each asks for the threads of its run, and for a GPU unless the run is for the CPU. Where a worker is lost, Ray
+    Each asks for the threads of its run, and for its GPUs unless the run is for the CPU. Where a worker is lost, Ray
     starts the job again elsewhere; it goes on from its last checkpoint if all machines see the run's folder.
     """
 
@@ -46,7 +46,7 @@ class Cluster:
     def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
         """Let a worker do `job(title, *arguments)`; the first argument is the run."""
         run: Run = arguments[0]
-        wanted = {"CPU": run.threads or 1, "GPU": 0 if run.device == "cpu" else 1}
+        wanted = {"CPU": run.devices * (run.threads or 1), "GPU": 0 if run.device == "cpu" else run.devices}
         there = self._ray.cluster_resources()
         for kind, count in wanted.items():
             if count > there.get(kind, 0):

@@ -7,15 +7,15 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 
+from normkit.train.launched import first
 from normkit.train.progress import Progress
-from normkit.train.rank import rank
 
 
 class Board:
     """Shows how far each of several runs is; `with Board(console, titles, steps) as board: board.tell(title, tick)`."""
 
     def __init__(self, console: Console, titles: list[str], steps: int):
-        self.console = Console(quiet=True) if rank() else console  # of the processes of a run the first speaks
+        self.console = console if first() else Console(quiet=True)  # of the processes of a run the first speaks
         self.titles, self.steps = titles, steps
         self.started = time.monotonic()
         self._said: dict[str, float] = {}

@@ -7,6 +7,7 @@ import multiprocessing.connection
 import os
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from normkit.train.config import Run
+from normkit.train.launched import first
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -21,6 +23,8 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_THRESHOLD_": "2147483647",  # glibc would map every large tensor afresh
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "SLURM_JOB_NAME": "interactive",  # Lightning's word for: these processes are not SLURM's tasks
+    "SLURM_PROCID": "0",
 }
 
 _queue: Any = None  # of this worker process, set by _enter
@@ -102,8 +106,32 @@ def tell(title: str, message: Any) -> bool:
     """In a worker: tell the parent something; True where the parent wants the job to end. Elsewhere nobody hears."""
     if _queue is None:
         return False
-    _queue.put((title, message))
+    if first():
+        _queue.put((title, message))
     return _stop.is_set()
+
+
+def on_devices(count: int, job: Callable[..., None], *arguments: Any) -> None:
+    """In a worker: do `job(*arguments)` in `count` processes that train together; RuntimeError where one fails.
+
+    Left to itself, Lightning would start them by running the program again, which is all of the study.
+    """
+    from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        spawn(_one_of, (count, port, _queue, _stop, job, arguments), count)
+    except ProcessRaisedException as error:
+        raise RuntimeError(str(error).strip().splitlines()[-1]) from None
+
+
+def _one_of(local_rank: int, count: int, port: int, messages: Any, stop: Any, job: Any, arguments: Any) -> None:
+    together = {"LOCAL_RANK": local_rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in together.items()})
+    _enter(messages, stop)
+    job(*arguments)
 
 
 def _enter(messages: Any, stop: Any) -> None:

@@ -201,6 +201,8 @@ class Run:
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
         _require(self.strategy in ("ddp", "fsdp2"), "strategy", self.strategy, "ddp or fsdp2")
+        whole = self.strategy != "fsdp2" or self.devices * self.nodes == 1
+        _require(whole or not self.record_every, "record_every", self.record_every, "0 for strategy=fsdp2")
         _require(self.average_of in ("last", "best"), "average_of", self.average_of, "last or best")
         if self.patience or self.average_of == "best":
             _require(self.valid_every > 0, "valid_every", self.valid_every, "above 0 for patience and average_of=best")

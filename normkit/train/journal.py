@@ -14,10 +14,10 @@ from normkit.report import results
 from normkit.report.settings import PICTURES
 from normkit.train.checkpoints import checkpoint_path, checkpoints
 from normkit.train.config import Run
+from normkit.train.launched import first
 from normkit.train.lit import lightning
 from normkit.train.parallel import gathered
 from normkit.train.progress import Progress
-from normkit.train.rank import rank
 from normkit.train.schedules import ValidationDecay
 from normkit.watch import Recorder, Row, embedding_rows
 from normkit.watch.rows import Appender, cut_or_begin
@@ -31,7 +31,7 @@ class Journal(lightning.Callback):
     """
 
     def __init__(self, run: Run, folder: Path, on_progress: Callable[[Progress], object] | None = None):
-        self.run, self.folder, self.on_progress = run, folder, on_progress
+        self.run, self.folder, self.on_progress = run, folder, on_progress or (lambda _: False)
         self.look = max(1, run.steps // 200)
         self.status = "done"
         self.curve: list[dict[str, float]] = []
@@ -52,6 +52,11 @@ class Journal(lightning.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock and the recording; take chance back to where a resumed run left it."""
+        if len(set(steps := gathered(self.step))) > 1:
+            raise ValueError(
+                f"the run's processes would go on from different steps, {steps}: {self.folder} must be one folder that "
+                "all hosts see, or have the same checkpoints on each"
+            )
         self._record(pl_module.model)
         if self._rng is not None:
             _set_rng(self._rng)
@@ -165,14 +170,12 @@ class Journal(lightning.Callback):
         if trainer.is_global_zero:
             parameters = sum(parameter.numel() for parameter in trainer.lightning_module.model.parameters())
             results.note(self.folder, parameters, self.curve, self.valid)
-        if self.on_progress is None:
-            return
         seconds, tokens = self.seconds + time.perf_counter() - self._started, self.tokens
         rate = (tokens - self._first[1]) / max(seconds - self._first[0], 1e-9)
         left = (self.run.steps - self.step) * tokens / self.step / rate
         unit = "images" if self.run.task in PICTURES else "tokens"
         told = Progress("training", self.step, self.run.steps, mean, rate * trainer.world_size, left, unit)
-        asked = self.on_progress(told)
+        asked = any(gathered(bool(self.on_progress(told))))  # all processes must stop at once
         if asked and self.status == "done" and self.step < self.run.steps:
             self.status = f"interrupted at step {self.step}"
             trainer.should_stop = True
@@ -189,7 +192,7 @@ class Journal(lightning.Callback):
         The first process writes; the others look along, for what is reduced over all of them (`sync=True`).
         """
         path = self.folder / "rows.csv"
-        if not rank():
+        if first():
             cut_or_begin(path, self._recorded.get("bytes"))
         if self.run.record_every:
             forwards, before = self.run.record_every * self.run.accumulate, self.step * self.run.accumulate
@@ -201,7 +204,8 @@ class Journal(lightning.Callback):
         if self._recorder is None:
             return {}
         self._recorder.rows.flush()
-        return {"bytes": (self.folder / "rows.csv").stat().st_size, "memory": self._recorder.state()}
+        size = (self.folder / "rows.csv").stat().st_size if first() else None  # other hosts may not have the folder
+        return {"bytes": size, "memory": self._recorder.state()}
 
     def record_end(self, model: torch.nn.Module, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Add to rows.csv what is looked at once: singular values of embeddings, what evaluation loses."""

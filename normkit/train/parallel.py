@@ -13,7 +13,7 @@ from torch import nn
 
 from normkit.models.blocks import Layer
 from normkit.train.config import Run
-from normkit.train.rank import rank
+from normkit.train.launched import first
 
 
 def strategy(run: Run) -> Any:
@@ -27,6 +27,19 @@ def strategy(run: Run) -> Any:
             data_parallel_size=run.devices * run.nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
+
+
+def cluster() -> list[Any]:
+    """Lightning's plugin for SLURM, where it is what started this process, without its own way to begin again.
+
+    That would keep a checkpoint of its own in the run's folder, and a later run there would go on from it unasked.
+    """
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+    if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
+        return []
+    return [SLURMEnvironment(auto_requeue=False)]
 
 
 def together() -> bool:
@@ -58,6 +71,6 @@ def whole(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state, made = get_model_state_dict(model, options=options), make()
-    if not rank():
+    if first():
         made.load_state_dict(state, strict=False)
     return made

@@ -19,9 +19,9 @@ from normkit.names import pick
 from normkit.report import results
 from normkit.train.build import BUILDERS, Vocabularies
 from normkit.train.config import Run
+from normkit.train.launched import check_launched, first
 from normkit.train.parallel import together
 from normkit.train.progress import Progress
-from normkit.train.rank import rank
 from normkit.train.source import source
 from normkit.train.speed import utilization
 from normkit.train.weights import fits, load_weights, mean_weights, save_weights
@@ -56,12 +56,14 @@ def train(
     returns something true the run ends with status "interrupted at step N". A run whose loss is not finite ends with
     status "diverged at step N" and has no scores. `command` is kept in the result: what a person types to repeat it.
 
-    ValueError where a name is not in its table, the folder holds another run, or a checkpoint cannot be read.
+    ValueError where a name is not in its table, the folder holds another run, a checkpoint cannot be read, or
+    torchrun or SLURM started other processes than the run is for.
     """
     from normkit.train.checkpoints import checkpoints
     from normkit.train.journal import Journal
     from normkit.train.tasks import TASKS
 
+    check_launched(run.devices, run.nodes)
     folder = Path(folder)
     make_task = pick(TASKS, run.task, "task")
     journal = Journal(run, folder, on_progress)
@@ -84,7 +86,7 @@ def train(
     _fit(task, journal, last[0] if last else None)
     if together():
         torch.distributed.destroy_process_group()  # else metrics and norms would wait for those that have ended
-    if rank():
+    if not first():
         raise SystemExit(0)  # the first process scores and writes
 
     if journal.status == "done" and run.average:
@@ -174,7 +176,7 @@ def read_run(folder: Path) -> Run:
 
 def _claim(folder: Path, run: Run, resume: bool) -> None:
     """Make the folder this run's; ValueError where a resumed run's settings differ from those that it had."""
-    if rank():
+    if not first():
         return
     if resume and (folder / "run.json").exists():
         before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
@@ -191,7 +193,7 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
     """Run Lightning's loop to the end of the run, to its divergence, or to where it was asked to stop."""
     from normkit.train.checkpoints import AtomicCheckpoints, model_state, read_checkpoint
     from normkit.train.lit import lightning
-    from normkit.train.parallel import strategy, whole
+    from normkit.train.parallel import cluster, strategy, whole
 
     run = task.settings
     if checkpoint is not None:
@@ -211,7 +213,7 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
             accumulate_grad_batches=run.accumulate,
             gradient_clip_val=run.clip or None,
             callbacks=[journal],
-            plugins=[AtomicCheckpoints()],
+            plugins=[AtomicCheckpoints(), *cluster()],
             default_root_dir=journal.folder,
             logger=False,
             enable_checkpointing=False,
@@ -241,7 +243,7 @@ def _advice(run: Run, folder: Path) -> Iterator[None]:
 
 
 def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
-    if rank():
+    if not first():
         return
     plain = {name: vocab.plain() for name, vocab in vocabularies.items()}
     write_whole(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
