@@ -258,6 +258,22 @@ def test_padding_up_to_a_static_length_changes_no_loss(corpus):
     torch.testing.assert_close(task.loss(table.batch(items, static=True)), task.loss(table.batch(items)))
 
 
+@pytest.mark.slow
+def test_bfloat16_in_compiled_graphs_trains_the_same_model(corpus, tmp_path):
+    """As a run for speed does: one graph a shape, statistics of norms in float32."""
+    model = dataclasses.replace(TINY, norm="un(warmup=2)", dropout=0.0)
+    run = changed(corpus, model=model, static=True, steps=5, valid_every=5, checkpoint_every=0, test_items=5)
+    slow = train(run, tmp_path / "float32")
+    fast = train(dataclasses.replace(run, precision="bf16-mixed", compile=True), tmp_path / "compiled")
+    assert fast["speed"]["tflops"] > 0
+    for ours, theirs in zip(fast["curve"] + fast["valid"], slow["curve"] + slow["valid"], strict=True):
+        losses = [each.get("train_loss", each.get("loss")) for each in (ours, theirs)]
+        assert losses[0] == pytest.approx(losses[1], rel=2**-7), ours  # bfloat16 has 8 bits
+        assert losses[0] != losses[1], "it was not in bfloat16"
+    buffers = dict(load(tmp_path / "compiled").model.encoder.final_norm.named_buffers())
+    assert {buffer.dtype for buffer in buffers.values() if buffer.is_floating_point()} == {torch.float32}
+
+
 def test_validation_is_in_batches_no_larger_than_training_s_and_is_the_loss_of_every_symbol_once(corpus):
     data = prepare(locate(str(corpus)), subwords=60, share=True)
     torch.manual_seed(0)
