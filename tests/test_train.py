@@ -27,6 +27,7 @@ from normkit.train.run import load, save, train
 from normkit.train.score import error_rates
 from normkit.train.tasks import TASKS
 from normkit.train.weights import load_weights, mean_weights, save_weights
+from normkit.train.where import where
 
 EMBEDDED = [name for name, recipe in RECIPES.items() if recipe().data in SOURCES]
 TINY = Model(width=16, hidden=24, depth=1, heads=2)
@@ -375,3 +376,11 @@ def test_a_run_says_what_is_recorded_of_its_norms(tmp_path):
     recorded = {row.split(",")[-2] for row in rows[1:]}
     assert "rms" in recorded
     assert not {name for name in recorded if name.startswith(("distance", "stray"))}
+
+
+def test_a_result_names_what_trained_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert where()["device"] == "a GPU"
+    assert where(count=8)["device"] == "8 x a GPU"
+    assert where("cpu")["device"] not in ("a GPU", "")

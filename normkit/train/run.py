@@ -110,7 +110,7 @@ def train(
         "run": dataclasses.asdict(run),
         "command": command,
         "status": status,
-        "where": where(),
+        "where": where(run.device, run.devices * run.nodes),
         "data": task.facts(),
         "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
         "curve": journal.curve,

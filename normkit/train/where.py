@@ -11,13 +11,14 @@ import torch
 import normkit
 
 
-def where() -> dict[str, object]:
+def where(device: str = "auto", count: int = 1) -> dict[str, object]:
     """Commit, versions and machine of this process, as result files keep them.
 
-    `commit` and `dirty` are None where the package does not lie in a git checkout of its own.
+    The machine is named after its GPU where it has one, unless `device` is "cpu"; `count` devices are
+    "8 x NAME". `commit` and `dirty` are None where the package does not lie in a git checkout of its own.
     """
     commit, dirty = _checkout(Path(normkit.__file__).parent)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    name = torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else _processor()
     return {
         "commit": commit,
         "dirty": dirty,
@@ -26,7 +27,7 @@ def where() -> dict[str, object]:
         "lightning": _version("lightning"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": device,
+        "device": name if count == 1 else f"{count} x {name}",
         "threads": torch.get_num_threads(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
