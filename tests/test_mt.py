@@ -1,7 +1,6 @@
 """Translation of text: BLEU, runs on made corpora, stopping rules, static batches, several processes."""
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from normkit.report import results
 from normkit.studies.recipes import RECIPES
 from normkit.studies.use import translate_lines
 from normkit.train.bleu import bleu
-from normkit.train.checkpoints import checkpoints
+from normkit.train.checkpoints import checkpoint_path, checkpoints
 from normkit.train.compare import compared, interval, paired, read_outputs
 from normkit.train.config import Run
 from normkit.train.mt import MachineTranslation
@@ -354,29 +353,41 @@ def test_a_search_that_needs_too_much_memory_takes_fewer_sentences(corpus, tmp_p
         train(changed(corpus, steps=5), tmp_path / "full")
 
 
+def by_torchrun(run, folder):
+    """Train in two processes what is left of a run; its result, and its weights as they are written."""
+    program = (
+        "from normkit.train.config import Run; from normkit.train.run import train\n"
+        f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return results.read(folder), (folder / "model.safetensors").read_bytes()
+
+
 @pytest.mark.slow
 def test_two_processes_train_one_model(corpus, tmp_path):
-    """By torchrun, as on several hosts; with synchronised statistics; the model whole in each, or in parts."""
+    """With synchronised statistics; the model whole in each, or in parts; interrupted, to the same weights."""
     losses = {}
     for strategy in ("ddp", "fsdp2"):
-        model = dataclasses.replace(TINY, norm="un(sync=True, warmup=4)")
+        folder = tmp_path / strategy
+        model = dataclasses.replace(TINY, norm="un(sync=True, warmup=4)", word_dropout=0.2)  # draws a number a word
         run = changed(corpus, model=model, devices=2, strategy=strategy, device="cpu", steps=6, valid_every=3,
                       checkpoint_every=3, record_every=2 * (strategy == "ddp"), test_items=5)  # fmt: skip
-        script = tmp_path / f"{strategy}.py"
-        script.write_text(
-            "from normkit.train.config import Run; from normkit.train.run import train\n"
-            f"train(Run.from_json({run.to_json()!r}), {str(tmp_path / strategy)!r})\n"
-        )
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        result = json.loads((tmp_path / strategy / "result.json").read_text())
+        result, weights = by_torchrun(run, folder)
         assert result["status"] == "done"
         assert result["scores"]["beam"]["n"] == 5
-        assert int(load(tmp_path / strategy).model.encoder.final_norm.step) == 6
+        assert int(load(folder).model.encoder.final_norm.step) == 6
         losses[strategy] = [(look["step"], look["loss"]) for look in result["valid"]]
         losses[strategy].append((0, result["scores"]["running"]["loss"]))
+        checkpoint_path(folder, 6).unlink()
+        again, same = by_torchrun(run, folder)
+        assert again["curve"] == result["curve"], "each process goes on with its own chance"
+        assert same == weights
     assert [step for step, _ in losses["ddp"]] == [3, 6, 0]
     for (_, one), (_, two) in zip(*losses.values(), strict=True):
         assert one == pytest.approx(two, rel=1e-4)

@@ -42,7 +42,7 @@ class Journal(lightning.Callback):
         self._losses: list[Tensor] = []
         self._count = 0
         self._lr = 0.0
-        self._rng: dict[str, Any] | None = None
+        self._rng: list[dict[str, Any]] = []  # of each process
         self._started = 0.0
         self._first = (0.0, 0)
         self._recorder: Recorder | None = None
@@ -58,8 +58,8 @@ class Journal(lightning.Callback):
                 "all hosts see, or have the same checkpoints on each"
             )
         self._record(pl_module.model)
-        if self._rng is not None:
-            _set_rng(self._rng)
+        if self._rng:
+            _set_rng(self._rng[trainer.global_rank])
         self._started = time.perf_counter()
         self._first = (self.seconds, self.tokens)
 
@@ -117,7 +117,7 @@ class Journal(lightning.Callback):
             "words": self.words,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "rng": _rng(),
+            "rng": gathered(_rng()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -52,7 +52,8 @@ def train(
     """Train as `run` says into `folder`, score the model on the test split, and return what result.json then holds.
 
     With `resume` the run goes on from its last checkpoint, to the same weights, bit for bit on a CPU, as without an
-    interruption; from the start where there is none. `on_progress` is told of a `Progress` now and then; where it
+    interruption; from the start where there is none. Statistics that several processes keep each for itself go on as
+    the first's; `sync=True` keeps them in common. `on_progress` is told of a `Progress` now and then; where it
     returns something true the run ends with status "interrupted at step N". A run whose loss is not finite ends with
     status "diverged at step N" and has no scores. `command` is kept in the result: what a person types to repeat it.
 
