@@ -84,6 +84,13 @@ def test_a_run_is_for_as_many_processes_as_were_started(variables, fits, given, 
         assert first()
 
 
+def test_a_run_on_one_device_is_not_one_of_several(monkeypatch, tmp_path):
+    monkeypatch.setenv("NODE_RANK", "1")
+    with pytest.raises(ValueError, match=r"NODE_RANK=1 says .* one of several, but the run is for 1 on"):
+        train(tiny(), tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "else it would train, say nothing and write nothing"
+
+
 def start(run, folder, variables, *more):
     """A process that trains into `folder`, and what it says of itself."""
     script = (
