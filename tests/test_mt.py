@@ -1,6 +1,7 @@
 """Translation of text: BLEU, runs on made corpora, stopping rules, static batches, several processes."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -258,8 +259,10 @@ def test_padding_up_to_a_static_length_changes_no_loss(corpus):
 
 
 @pytest.mark.slow
-def test_bfloat16_in_compiled_graphs_trains_the_same_model(corpus, tmp_path):
+def test_bfloat16_in_compiled_graphs_trains_the_same_model(corpus, tmp_path, monkeypatch):
     """As a run for speed does: one graph a shape, statistics of norms in float32."""
+    graphs = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")  # Inductor needs a C++ compiler
+    monkeypatch.setattr(torch.nn.Module, "compile", graphs)
     model = dataclasses.replace(TINY, norm="un(warmup=2)", dropout=0.0)
     run = changed(corpus, model=model, static=True, steps=5, valid_every=5, checkpoint_every=0, test_items=5)
     slow = train(run, tmp_path / "float32")
