@@ -12,7 +12,7 @@ from normkit.report import results
 from normkit.studies.progress import Board
 from normkit.studies.study import Study, expand, seeded, unique
 from normkit.studies.table import FAILURE, Table, check, collect, write
-from normkit.studies.workers import Workers, on_devices, tell
+from normkit.studies.workers import Workers, on_devices, train_job
 from normkit.train.config import Run
 
 if TYPE_CHECKING:
@@ -126,17 +126,8 @@ def _collect(study: Study, scale: str, out: Path, engine: "Engine", board: Board
 
 def study_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any]:
     """A worker's job: train, or go on where it stopped, telling the parent; its checkpoints go when it is finished."""
-    if run.devices > 1:
-        on_devices(run.devices, _train, title, run, folder, command)
-    else:
-        _train(title, run, folder, command)
+    on_devices(run.devices, train_job, title, run, folder, command, True)
     result = results.read(folder)
     if not result["status"].startswith("interrupted"):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return result
-
-
-def _train(title: str, run: Run, folder: Path, command: str) -> None:
-    from normkit.train.run import train
-
-    train(run, folder, resume=True, on_progress=lambda progress: tell(title, progress), command=command)

@@ -85,11 +85,11 @@ class Workers:
                 self.on_tell(*self._messages.get_nowait())
 
 
-def train_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any]:
-    """A worker's job: train, telling the parent."""
+def train_job(title: str, run: Run, folder: Path, command: str, resume: bool = False) -> dict[str, Any]:
+    """A worker's job: train, or with `resume` go on where it stopped, telling the parent."""
     from normkit.train.run import train
 
-    return train(run, folder, on_progress=lambda progress: tell(title, progress), command=command)
+    return train(run, folder, resume, lambda progress: tell(title, progress), command)
 
 
 class _NeverStarted(Exception):
@@ -111,11 +111,15 @@ def tell(title: str, message: Any) -> bool:
     return _stop.is_set()
 
 
-def on_devices(count: int, job: Callable[..., None], *arguments: Any) -> None:
-    """In a worker: do `job(*arguments)` in `count` processes that train together; RuntimeError where one fails.
+def on_devices(count: int, job: Callable[..., object], *arguments: Any) -> None:
+    """In a worker: do `job(*arguments)`, in `count` processes that train together where it is more than one.
 
     Left to itself, Lightning would start them by running the program again, which is all of the study.
+    RuntimeError where one of them fails.
     """
+    if count == 1:
+        job(*arguments)
+        return
     from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
     with socket.socket() as free:
