@@ -25,6 +25,7 @@ from normkit.norms import (
     options,
 )
 from normkit.ops.backend import kernels
+from normkit.ops.channels import keep_statistics
 from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, settle, to_rms
 from normkit.watch import diagnose, record
 
@@ -59,6 +60,7 @@ __all__ = [
     "find",
     "fix_embedding",
     "fold",
+    "keep_statistics",
     "kernels",
     "make",
     "options",

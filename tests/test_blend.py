@@ -165,6 +165,20 @@ def test_it_compiles_whole():
     assert compiled._orig_mod[2].step == 4
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_backward_has_the_share_of_its_own_step():
+    eager = blend(nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)), "un(warmup=2)", steps=5)
+    twin = copy.deepcopy(eager)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for k in range(5):
+        grads = []
+        for model in (eager, compiled):
+            x = rows(seed=k).requires_grad_()
+            (model(x) * rows(seed=9)).sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"blend\(\) found no norm"):
         blend(nn.Sequential(nn.Linear(3, 3)), "un", steps=3)

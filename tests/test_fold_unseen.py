@@ -7,8 +7,9 @@ from fold_cases import DIM, check
 from torch import Tensor, nn
 
 from normkit.norms import make
-from normkit.transforms import to_rms
-from normkit.transforms.prove import error
+from normkit.transforms import convert, fold, to_rms
+from normkit.transforms.absorb import Affine
+from normkit.transforms.prove import error, variants
 
 
 class Two(nn.Module):
@@ -23,11 +24,16 @@ class Two(nn.Module):
 
 
 def both_agree(model: Two, example: tuple, later: tuple, actions: str) -> str:
-    """Fold by an example, compare on another input; why the norm became what it is."""
+    """As `both_agree_on`; why the norm became what it is."""
+    return both_agree_on(model, example, later, actions)[1].rows[0].why
+
+
+def both_agree_on(model: nn.Module, example: tuple, later: tuple, actions: str | None = None):
+    """Fold by an example, compare on another input; the folded model and the report."""
     folded, report = check(model, *example, actions=actions)
     with torch.no_grad():
         assert error(folded(*later), model(*later)) < 1e-5
-    return report.rows[0].why
+    return folded, report
 
 
 @pytest.mark.parametrize(("spec", "action"), [("batch", "multiply-add"), ("layer", "kept")])
@@ -89,3 +95,113 @@ def test_padding_of_pictures_that_are_not_square():
 
     example, later = torch.randn(2, DIM, 12, 20), torch.randn(2, DIM, 13, 21)
     both_agree(Pictures(windows), (example,), (later,), "add")
+
+
+def test_padding_that_only_sizes_not_tried_show():
+    """Swin's call of `pad` is made where nothing is padded, too; none of the sizes tried needs any in every stage."""
+    from normkit.models.torchvision_ops import load_torchvision
+
+    swin = load_torchvision().models.SwinTransformer([4, 4], 6, [1, 1], [1, 1], [7, 7], num_classes=5)
+    model = convert(swin, "un")
+    _, report = both_agree_on(model, (torch.randn(1, 3, 56, 56),), (torch.randn(1, 3, 72, 72),))
+    norm1 = [row.action for row in report if row.name.endswith("norm1")]
+    assert norm1 == ["add", "add"]
+
+
+class Rows(nn.Module):
+    """A norm, then zeros that fill an axis up to a multiple of four where it is not one, then a layer."""
+
+    def __init__(self, axis: int, channels: int):
+        super().__init__()
+        self.norm, self.read, self.axis, self.channels = make("batch", DIM), nn.Linear(DIM, 4), axis, channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(torch.tanh(x.movedim(self.channels, -1)))
+        y = y.movedim(self.axis, -2)
+        if y.shape[-2] % 4:
+            y = F.pad(y, (0, 0, 0, -y.shape[-2] % 4))
+        return self.read(y).softmax(-2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "channels"),
+    [
+        ((2, 8, DIM), 1, -1),
+        ((2, DIM, 8), 1, 1),
+        ((2, 8, 8, DIM), 2, -1),
+        ((2, DIM, 8, 12), 1, 1),
+        ((2, 4, 4, 8, DIM), 3, -1),
+    ],
+    ids=str,
+)
+def test_every_axis_that_may_be_a_length_is_varied(shape, axis, channels):
+    later = [n + 3 * (i > 0 and n != DIM) for i, n in enumerate(shape)]
+    both_agree_on(Rows(axis, channels), (torch.randn(shape),), (torch.randn(later),), "add")
+
+
+def test_sound_is_as_long_as_it_is():
+    class Frames(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = Rows(1, -1)
+
+        def forward(self, sound: Tensor) -> Tensor:
+            return self.rows(F.pad(sound, (0, -sound.shape[1] % DIM)).unflatten(1, (-1, DIM)))
+
+    both_agree_on(Frames(), (torch.randn(2, 8 * DIM),), (torch.randn(2, 9 * DIM),), "add")
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_branch_that_only_a_mask_that_masks_takes(idle):
+    def masked(y, a, b, mask):
+        return a(y) if bool((mask == idle).all()) else a(torch.where((mask == idle)[..., None], y, 0.0))
+
+    x, mask = torch.randn(2, 5, DIM), torch.full((2, 5), idle)
+    later = mask.clone()
+    later[1, 3:] = not idle
+    both_agree(Two(masked), (x, mask), (x, later), "multiply-add")
+
+
+def test_inputs_that_are_one_number_all_over_prove_something():
+    class Ids(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.two = (
+                nn.Embedding(9, DIM),
+                Two(lambda y, a, b: a(y) if y.var(0).sum() < 1e-9 else b(y * y)),
+            )
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.two(self.embed(ids))
+
+    both_agree_on(Ids(), (torch.zeros(2, 5, dtype=torch.long),), (torch.randint(9, (2, 5)),), "multiply-add")
+    calls = variants(nn.Linear(DIM, 2), (torch.zeros(2, DIM),), {})
+    assert all(call[0][0].std() > 0.5 for call in calls.values())
+
+
+def test_experts_of_hugging_face_models_fold():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=2, head_dim=8,
+    )  # fmt: skip
+    model = convert(transformers.MixtralForCausalLM(config), "un").eval()
+    _, report = fold(model, torch.randint(40, (2, 9)), outputs=lambda out: out.logits, use_cache=False)
+    assert report.count("folded", "multiply-add") == 3
+
+
+def test_a_folded_weight_that_its_type_cannot_hold_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), make("un(eps=1e-12)", 4), nn.Linear(4, 4)).eval()
+    with torch.no_grad():
+        model[1].running.fill_(1e-8)
+        model[0].weight.mul_(1e-4), model[0].bias.zero_(), model[2].weight.mul_(30)
+    x = torch.randn(3, 4)
+    fold(model, x)
+    with pytest.raises(RuntimeError, match=r"Fold it in float32: model.float\(\)"):
+        fold(model.half(), x.half())
+
+
+def test_a_norm_that_is_the_whole_model():
+    folded, report = fold(make("un", 4).eval(), torch.randn(3, 4))
+    assert isinstance(folded, Affine)
+    assert [row.action for row in report] == ["multiply-add"]

@@ -33,7 +33,8 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     - "native": our C++ kernels for float32 and bfloat16 tensors on a CPU, compiled on first use where Linux has a C++
       compiler. Asked for by name, they run or there is a RuntimeError.
     - "fused": PyTorch's own fused kernels on a CPU.
-    - "reference": plain PyTorch everywhere. It can be differentiated twice; norms by batch statistics cannot otherwise.
+    - "reference": plain PyTorch everywhere. Norms of each token can be differentiated twice; norms by batch statistics
+      cannot while they train, by whatever kernels: that is a RuntimeError.
 
     `NORMKIT_KERNELS` in the environment is the choice outside of such blocks.
 

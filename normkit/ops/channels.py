@@ -7,12 +7,15 @@ mean square, which some kernels do on their way (`own` says where).
 """
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from normkit.ops import backend, fused
 from normkit.ops.mirror import Decided, Mirror, mirrored
@@ -109,6 +112,22 @@ class GradRule(Protocol):
         ...
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As `once_differentiable`, which says nothing where the gradient itself is a constant: a penalty on it, say."""
+    inner = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def outer(ctx: Any, *dys: Tensor) -> Any:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "norms by batch statistics cannot be differentiated twice (create_graph=True) while training; "
+                "put them into evaluation mode, or take a norm of each token by itself"
+            )
+        return inner(ctx, *dys)
+
+    return outer
+
+
 class Standardize(torch.autograd.Function):
     """`y = weight * (post * z + shift) + bias` with `z = (x - mean) / sqrt(var + eps)`, the statistics given.
 
@@ -128,7 +147,7 @@ class Standardize(torch.autograd.Function):
         return standardize(x, stat, rule.eps, rule.center, weight, bias, post, shift, groups=groups)[0]
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, mask, stat, count, step, post, shift, gain, back, *memo = ctx.saved_tensors
         rule = ctx.rule
@@ -350,9 +369,29 @@ def snapshot(tensors: list[Tensor]) -> list[Tensor]:
     """Copies that a compiled backward must keep instead of recomputing them.
 
     A compiled graph would otherwise recompute small tensors in the backward pass from the buffers that they were
-    made of, which the forward pass has overwritten by then (seen with torch 2.13: window slots off by one).
+    made of, which the forward pass has overwritten by then (seen with torch 2.13: window slots off by one). Activation
+    checkpointing recomputes this op, too, unless it is told not to: RuntimeError where that happens.
     """
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "torch.compile recomputes a norm with statistics in the backward pass, and these have moved on by then; "
+            "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=normkit.keep_statistics)"
+        )
     return [t.clone() for t in tensors]
+
+
+def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """`context_fn` of activation checkpointing inside `torch.compile`: keeps what norms decided, a few numbers a norm.
+
+    Without it compiled norms with statistics raise a RuntimeError in the backward pass. Eager ones do not need it.
+
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> def block(x):
+    ...     return checkpoint(torch.tanh, x, use_reentrant=False, context_fn=keep_statistics)
+    >>> torch.compile(block, backend="aot_eager")(torch.zeros(1))
+    tensor([0.])
+    """
+    return create_selective_checkpoint_contexts([torch.ops.normkit.snapshot.default])
 
 
 @snapshot.register_fake

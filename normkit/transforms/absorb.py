@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import LayerNorm, Norm, RMSNorm
+from normkit.transforms.convert import put
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.foreign import equivalent, read
 from normkit.transforms.layout import channels_first
@@ -52,7 +53,7 @@ def absorb(model: nn.Module, trace: Trace, plan: Plan) -> nn.Module:
     edit.write()
     for name, fate in plan.fates.items():
         if fate.action != "kept":
-            _replace(model, name, fate.action, norms[name], trace.norms[name], *splits[name])
+            model = _replace(model, name, fate.action, norms[name], trace.norms[name], *splits[name])
     leave_fast_path(model)
     if not any(isinstance(module, Norm) for module in model.modules()):
         remove_routes(model)
@@ -173,7 +174,7 @@ class Edit:
 
 def _replace(
     model, name: str, action: str, old: nn.Module, channel_dim: int, rest: nn.Module, scale: Tensor, shift: Tensor
-) -> None:
+) -> nn.Module:
     like = next((t for t in [*old.parameters(), *old.buffers()] if t.dtype.is_floating_point), None)
     like = next(model.parameters()) if like is None else like
     if action in ("folded", "folded back"):
@@ -184,7 +185,7 @@ def _replace(
         new = Affine(None, (shift / scale).to(like), channel_dim)
     else:
         new = _plain(rest, channel_dim).to(like.device)
-    model.set_submodule(name, new.train(old.training))
+    return put(model, name, new.train(old.training))
 
 
 def _plain(rest: nn.Module, channel_dim: int) -> nn.Module:

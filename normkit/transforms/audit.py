@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from normkit.transforms.calls import example_call, tensors
 from normkit.transforms.convert import find, unreadable
 from normkit.transforms.plan import Fate, Plan, Planner
-from normkit.transforms.prove import error, in_float64, variants, widened
+from normkit.transforms.prove import SAME_SIZES, error, in_float64, variants, widened
 from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
 from normkit.transforms.trace import Trace
 from normkit.transforms.tracer import Tracer, tracing
@@ -89,14 +89,14 @@ class Survey:
             raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
         self.outputs = outputs
         self.original, self.untie = model, untie
-        self.model = self.copy().double()
+        self.model = self.double()
         own_storage(self.model)
         shown, (args, kwargs) = (args, kwargs), widened((args, kwargs))
         with in_float64():
-            first = example_call(self.model, args, kwargs, verb, shown)
+            first = example_call(self.model, args, kwargs, verb, shown, "a float64 copy of the model")
             self._check_outputs(first, self.model(*args, **kwargs), verb)
             self.calls: Calls = {"the example": (args, kwargs), **variants(self.model, args, kwargs, other)}
-            self.trace = Trace(self.model, names)
+            self.trace = Trace(self.model, names, resizable=any(label not in SAME_SIZES for label in self.calls))
             self.trace.entangled = shared_memory(model)
             for call in self.calls.values():
                 self._follow(*call)
@@ -106,6 +106,14 @@ class Survey:
         model = copy.deepcopy(self.original)
         if self.untie:
             untie_embeddings(model)
+        return model
+
+    def double(self) -> nn.Module:
+        """A copy in float64; experts of Hugging Face models one by one, for grouped products know no float64."""
+        model = self.copy().double()
+        for module in model.modules():
+            if callable(choose := getattr(module, "set_experts_implementation", None)):
+                choose("eager")
         return model
 
     def expected(self) -> list[dict[str, Tensor]]:
@@ -138,7 +146,8 @@ class Survey:
             for path, tensor in passed.items():
                 if tensor.dtype.is_floating_point and tensor.dim() > 2:
                     dim = 1 if tensor.dim() == 4 else -1
-                    tracer.mark(tensor, self.trace.source(("input", path), "input", path, tensor.shape[dim]), dim)
+                    size = tensor.shape[dim]  # another one in another call, where this axis is no channels'
+                    tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
             out = self.model(*args, **kwargs)
             given = tensors(self.outputs(out) if self.outputs else out)
         self._read_outputs(tracer, given)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm, Split, make, parse
+from normkit.ops import channels
 from normkit.transforms.convert import HOOKS, chosen_sites, find, put, replacement
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.foreign import equivalent, read, write
@@ -63,6 +64,8 @@ class Blend(Norm):
         if self.training and not recomputed:
             self.step.add_(1)
         share = self.share().to(x.dtype)
+        if torch.compiler.is_compiling():
+            (share,) = channels.snapshot([share])  # a compiled backward would take that of the next step
         y = self.new(x, mask).lerp(self.old(x, mask), share)
         if self.weight is not None:
             y = y * self.weight.to(y.dtype)

@@ -22,10 +22,12 @@ def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] 
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def example_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: str, shown: tuple) -> Any:
+def example_call(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: str, shown: tuple, what: str = "the model"
+) -> Any:
     """The model's output on an example; ValueError, saying what the model takes, where the example does not fit it.
 
-    `shown` is the example as the user passed it, `(args, kwargs)`, for the message.
+    For the message: `shown` is the example as the user passed it, `(args, kwargs)`, `what` is run, the model or a copy.
     """
     try:
         return model(*args, **kwargs)
@@ -33,7 +35,7 @@ def example_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: st
         given = ", ".join([describe(a) for a in shown[0]] + [f"{key}={describe(v)}" for key, v in shown[1].items()])
         takes = ", ".join(map(str, inspect.signature(model.forward).parameters.values()))
         raise ValueError(
-            f"{verb}() could not run the model on the example ({given}): {type(error).__name__}: {error}. "
+            f"{verb}() could not run {what} on the example ({given}): {type(error).__name__}: {error}. "
             f"Its forward takes ({takes}); pass the example as you would call the model"
         ) from error
 

@@ -58,7 +58,7 @@ def fold(
     unless `untie=True` gives it a copy of the embedding.
 
     The original is not changed. ValueError for a model in training mode, an example that does not fit, a forward that
-    is random; TypeError for wrapped or quantized models.
+    is random; TypeError for wrapped or quantized models; RuntimeError where folded weights overflow in half precision.
 
     >>> import normkit
     >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
@@ -78,13 +78,18 @@ def fold(
     folded = absorb(survey.copy(), survey.trace, plan)
     with torch.no_grad():
         native = error(folded(*example, **kwexample), model(*example, **kwexample), outputs)
+    if not native < float("inf"):
+        raise RuntimeError(
+            f"fold() proved this in float64 (error {worst:.1e}), but with the model's own numbers the folded one puts "
+            "out others that are not finite: a folded weight exceeds what its type holds. Fold it in float32: model.float()"
+        )
     return folded, Report(tuple(plan.fates.values()), tuple(survey.calls), worst, native)
 
 
 def _each_alone(survey: Survey, plan: Plan, expected: list[dict[str, Tensor]]) -> tuple[Plan, float]:
     """Should not be needed: leave out the norms whose folding, tried alone, is not exact."""
     refused: dict[str, str] = {}
-    survey.model = survey.copy().double()
+    survey.model = survey.double()
     for name in [name for name, fate in plan.fates.items() if fate.action != "kept"]:
         alone = survey.plan({other: "" for other in plan.fates if other != name})
         worst = survey.worst(absorb(copy.deepcopy(survey.model), survey.trace, alone), expected)

@@ -80,10 +80,14 @@ class Source:
 
 
 class Trace:
-    """What one or several forwards of a model showed; `norms` are names of norms with their axis of channels."""
+    """What one or several forwards of a model showed; `norms` are names of norms with their axis of channels.
 
-    def __init__(self, model: nn.Module, norms: dict[str, int]):
+    `resizable`: the model takes inputs of other sizes, so that padding by nothing may be padding by something.
+    """
+
+    def __init__(self, model: nn.Module, norms: dict[str, int], resizable: bool = False):
         self.norms = norms
+        self.resizable = resizable
         self.sources: dict[Any, Source] = {}
         self.inputs: dict[str, Tensor | None] = {}  # norm: pairs (code, channel); None where its origin is unknown
         self.codes_in: dict[Product, Tensor] = {}  # [groups, in]: which channel each input of a product is

@@ -77,7 +77,7 @@ def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out
         return False
     written = packet is aten.add_
     shadows = [None if s is None else s.expand(out.shape) for s in shadows]
-    dim = next((d for s in shadows if s is not None for d in (-1, 1) if _is_channel_axis(s, d)), None)
+    dim = next((d for s in shadows if s is not None for d in (-1, 1) if is_channel_axis(s, d)), None)
     if dim is None:
         return False
     return _combine(tracer, [a, b], shadows, [1.0, 1.0], out, dim, written)
@@ -97,7 +97,7 @@ def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     shadow = tracer.shadow(a) if isinstance(a, Tensor) else None
     if shadow is None or shadow.shape != out.shape or factor == 0 or out.dim() < 2:
         return False
-    dim = next((d for d in (-1, 1) if _is_channel_axis(shadow, d)), None)
+    dim = next((d for d in (-1, 1) if is_channel_axis(shadow, d)), None)
     if dim is None:
         return False
     return _combine(tracer, [a], [shadow], [factor], out, dim, packet in (aten.mul_, aten.div_))
@@ -172,7 +172,7 @@ def _add_bias(tracer: "Tracer", x: Tensor, bias: Tensor, out: Tensor) -> bool:
     return True
 
 
-def _is_channel_axis(shadow: Tensor, dim: int) -> bool:
+def is_channel_axis(shadow: Tensor, dim: int) -> bool:
     """Whether every channel that is followed stands at one index of an axis, be it in some rows only."""
     if _only_along(shadow, dim):
         return True

@@ -8,6 +8,7 @@ which channel it multiplies. Any other operation is a reader that folding has to
 assumption about axes.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normkit.transforms.trace import FOREIGN, ZERO, Place, Product, Source, Trace, View, channel_pairs
-from normkit.transforms.trace_rules import RULES
+from normkit.transforms.trace_rules import RULES, is_channel_axis
 
 aten = torch.ops.aten
 
@@ -143,6 +144,8 @@ class Tracer(TorchDispatchMode):
                 value = args[2]
                 args = (*args[:2], ZERO if not isinstance(value, Tensor) and value == 0 else FOREIGN)
             moved = func(*args, **kwargs)
+            if packet is aten.constant_pad_nd and self.trace.resizable and not any(args[1]):
+                moved = _padded_somewhere(moved, len(args[1]) // 2)
         outs, moveds = ([out], [moved]) if isinstance(out, Tensor) else (list(out), list(moved))
         for tensor, shadow in zip(outs, moveds, strict=True):
             self.shadows[tensor] = shadow
@@ -232,6 +235,19 @@ class Tracer(TorchDispatchMode):
     def _table(self, tensor: Tensor) -> Product:
         size = tensor.numel()
         return Product(View(self.trace.names[id(tensor)], (1, 1, 1, size), (0, 0, 0, 1), 0), "", "table")
+
+
+def _padded_somewhere(shadow: Tensor, axes: int) -> Tensor:
+    """A shadow padded by nothing along its last axes, as if by zeros: at another size there will be some."""
+    order = sorted(range(shadow.dim()), key=lambda axis: (axis != shadow.dim() - 1, axis != 1))
+    channels = next((axis for axis in order if is_channel_axis(shadow, axis)), None)
+    places = [n for axis, n in enumerate(shadow.shape) if axis != channels]
+    padded = {*range(shadow.dim() - axes, shadow.dim())} - {channels}
+    if channels is None or not padded or math.prod(places) < 2:
+        return shadow
+    shadow = shadow.clone()
+    shadow[tuple(slice(None) if axis == channels else -1 for axis in range(shadow.dim()))] = ZERO
+    return shadow
 
 
 def _both_ways(mask: Tensor) -> Tensor:
