@@ -81,7 +81,8 @@ def fold(
     if not native < float("inf"):
         raise RuntimeError(
             f"fold() proved this in float64 (error {worst:.1e}), but with the model's own numbers the folded one puts "
-            "out others that are not finite: a folded weight exceeds what its type holds. Fold it in float32: model.float()"
+            "out others that are not finite: a folded weight exceeds what its type holds. "
+            "Fold it in float32: model.float()"
         )
     return folded, Report(tuple(plan.fates.values()), tuple(survey.calls), worst, native)
 
