@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -230,6 +231,8 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["audit", "nowhere"], ["is no folder of a run"]),
         (["report"], ["no results given"]),
         (["compare"], ["no run given"]),
+        (["figure", "pn.figure9"], ["no figure named 'pn.figure9'"]),
+        (["study", "pn.table1", "--show", "--only", "foo"], ["no row of pn.table1 named 'foo'"]),
         (["compare", "nowhere"], ["there is no file or folder nowhere"]),
         (["report", "nowhere"], ["there is no file or folder nowhere"]),
         (["report", "."], ["no result.json in ."]),
@@ -245,7 +248,7 @@ def test_a_full_disk_names_the_file_and_says_what_to_do(typed, tmp_path, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    words = ("train", "vit_digits", "--steps", "2", "--out", tmp_path / "run")
+    words = ("train", "vit_digits", "--steps", "2", "--warmup", "1", "--out", tmp_path / "run")
     assert refused(typed(*words), "No space left on device: ", "run.json; what was written before is kept", "--resume")
 
 
@@ -253,6 +256,24 @@ def test_words_that_the_model_cannot_read(typed, runs):
     assert refused(typed("pronounce", "straße", "--run", runs / "un"), "does not know 'ß' in 'straße'")
     assert refused(typed("pronounce", "a" * 70, "--run", runs / "un"), "longer than the model's max_length=64")
     assert refused(typed("pronounce", "", "--run", runs / "un"), "an empty word")
+
+
+def test_folding_over_another_run_or_model_is_refused(typed, runs, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(runs / "layer", other)
+    kept = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    assert refused(typed("fold", runs / "un", "--out", other), "a run that was trained", "name another folder")
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == kept
+
+
+def test_a_warm_up_that_never_ends_is_said(typed, tmp_path):
+    sizes = ["--model.width", 16, "--model.hidden", 16, "--model.heads", 2, "--model.depth", 1]
+    _, _, err = typed("train", "vit_digits", "--steps", 3, *sizes, "--out", tmp_path / "run")
+    assert "the warm-up of 150 steps does not end within 3" in " ".join(err.split())
+
+
+def test_a_study_without_a_name_lists_all(typed):
+    assert typed("study") == typed("study", "--list")
 
 
 def test_folding_a_run_onto_itself_is_refused(typed, runs):

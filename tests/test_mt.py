@@ -111,14 +111,16 @@ def test_runs_are_compared_over_seeds_and_on_the_same_sentences(corpus, tmp_path
     one, two = tmp_path / "a", tmp_path / "b"
     assert main(["compare", str(one), str(two), str(two / "seed-0")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        f"{one}: bleu 31.00 (± 2.48, 95 % interval of 3 seeds)",
-        f"{two}: bleu 32.00 (± 2.48, 95 % interval of 3 seeds)",
-        f"{two / 'seed-0'}: bleu 31.00 (one seed)",
+    assert lines[:5] == [
+        f"{one}: bleu by beam search 31.00 (± 2.48, 95 % interval of 3 seeds)",
+        f"{two}: bleu by beam search 32.00 (± 2.48, 95 % interval of 3 seeds)",
+        f"{two / 'seed-0'}: bleu by beam search 31.00 (one seed)",
+        f"{two} less {one}: 1.00 (95 % interval -1.27 to 3.27): cannot be told apart",
+        f"{two / 'seed-0'} less {one}: 0.00; whether that is chance takes two seeds of each (--seed)",
     ]
-    assert len(lines) == 7
-    assert "seed 0" in lines[3]
-    assert "against 100.00, p = 0.00" in lines[3]
+    assert len(lines) == 9
+    assert "seed 0" in lines[5]
+    assert "against 100.00, p = 0.00" in lines[5]
     with pytest.raises(ValueError, match="has runs of several settings"):
         compared([tmp_path])
     (two / "seed-0" / "outputs" / "reference.txt").write_text("other\n")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from normkit.cli.line import parse_arguments, write
 
+KINDS = ("ratios", "blocks", "pieces")  # of files with ratios to LayerNorm
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "pnv", "batch", "un")
 
 
@@ -111,12 +112,19 @@ def _show(found: dict[str, list[dict]], out: Path | None, measured: bool) -> Non
     from normkit.files import write_whole
     from normkit.report import speed
 
-    tables = [speed.table(found[kind]) for kind in ("ratios", "blocks") if kind in found]
+    tables = []
+    for kind in KINDS:
+        for shape in dict.fromkeys(row["shape"] for row in found.get(kind, [])):
+            rows = [row for row in found[kind] if row["shape"] == shape]
+            where = {
+                key: ", ".join(dict.fromkeys(str(row.get(key, "?")) for row in rows)) for key in ("device", "threads")
+            }
+            tables.append(f"{kind}, device {where['device']}, threads {where['threads']}\n{speed.table(rows)}")
     write("\n\n".join(tables) if tables else "no ratios there; --out FOLDER draws what is")
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    made = [speed.ratios(found[kind], out / f"{kind}.svg") for kind in ("ratios", "blocks") if kind in found]
+    made = [speed.ratios(found[kind], out / f"{kind}.svg") for kind in KINDS if kind in found]
     if "bandwidth" in found:
         made.append(speed.bandwidth(found["bandwidth"], out / "bandwidth.svg"))
     if measured:

@@ -49,6 +49,8 @@ def fold(arguments: list[str]) -> int:
         raise ValueError(f"--out {out} is the model itself, which is kept; name another folder")
     from normkit.transforms.pretrained import fold_dir, is_pretrained_dir
 
+    if holds := _trained(out, is_pretrained_dir(out)):
+        raise ValueError(f"--out {out} holds {holds}, which folding would overwrite; name another folder")
     if is_pretrained_dir(folder):
         report = fold_dir(folder, out)
     else:
@@ -59,3 +61,12 @@ def fold(arguments: list[str]) -> int:
         save(out, folded)
     write(f"{report}\nsaved to {out}")
     return 0
+
+
+def _trained(folder: Path, pretrained: bool) -> str:
+    """What a folder holds that is no former fold: a run with its result, somebody's model; empty where nothing is."""
+    from normkit.report import results
+
+    if (folder / results.FILE).is_file() or (folder / "checkpoints").is_dir():
+        return "a run that was trained"
+    return "a model of Hugging Face" if pretrained and not (folder / "load.py").is_file() else ""

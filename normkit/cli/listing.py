@@ -22,14 +22,18 @@ def list_(arguments: list[str]) -> int:
     lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", ""]
     everywhere = options("layer")
     for name, kind in NORMS.items():
-        kept = "folds away at inference" if make(name, 16).offline else "stays at inference"
-        what = f"statistics of batches, {kept}" if issubclass(kind, StatNorm) else "each token by itself"
+        offline, stat, own = make(name, 16).offline, issubclass(kind, StatNorm), options(name)
+        kept = "stays at inference"
+        if offline or (stat and "groups" in own) or "until" in own:
+            kept = f"folds away {'at inference' if offline else 'with groups=0' if stat else 'after its schedule'}"
+        what = f"{'statistics of batches' if stat else 'each token by itself'}, {kept}"
         own = ", ".join(
             f"{key}={value!r}" for key, value in options(name).items() if (key, value) not in everywhere.items()
         )
         lines.append(f"  {name:<8} {kind.__name__}: {what}")
         lines += textwrap.wrap(own, 110, initial_indent=" " * 11, subsequent_indent=" " * 11)
-    lines.append(f"  all of them: {', '.join(f'{key}={value!r}' for key, value in everywhere.items())}")
+    common = ", ".join(f"{key}={value!r}" for key, value in everywhere.items())
+    lines.append(f"  all of them, unless they say otherwise: {common}")
     lines += ["", "Recipes (normkit train RECIPE)", ""]
     lines += [f"  {name:<13} {str(recipe.__doc__).splitlines()[0]}" for name, recipe in RECIPES.items()]
     lines += ["", "Sources of data, none needs a download", ""]

@@ -52,12 +52,14 @@ def figure(arguments: list[str]) -> int:
         """
         return locals()
 
+    from normkit.names import pick
     from normkit.report import figures, results
 
     if not arguments:
         write(f"Figures (normkit figure NAME PATHS --out FILE.svg)\n\n{figures.listing()}")
         return 0
     given = parse_arguments(parse, arguments, "figure")
+    pick(figures.FIGURES, given["name"], "figure")
     if not given["paths"]:
         raise ValueError(f"no results given; try `normkit figure {given['name']} runs/demo`")
     found = results.find(given["paths"], unfinished=True)

@@ -112,6 +112,11 @@ def _train(run: Any, folder: Path, resume: bool, command: str) -> int:
     from normkit.train.run import train as train_run
 
     console, asked = Console(), threading.Event()
+    if run.warmup >= run.steps > 0:
+        complain(
+            f"the warm-up of {run.warmup:,} steps does not end within {run.steps:,}, for learning rate and statistics; "
+            f"--warmup {max(1, run.steps // 10)} would be a tenth"
+        )
     before = signal.signal(signal.SIGINT, lambda *_: _interrupt_once(asked))
     try:
         with Board(console, [run.name], run.steps) as board:

@@ -1,5 +1,6 @@
 """Commands that run studies: `study`."""
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,7 @@ def study(arguments: list[str]) -> int:
 
     words = [
         part
-        for word, following in zip(arguments, [*arguments[1:], "-"], strict=True)
+        for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-")
         for part in ([word, "local"] if word == "--ray" and following.startswith("-") else [word])
     ]
     given = parse_arguments(parse, words, "study")
@@ -67,6 +68,7 @@ def _study(given: dict[str, Any], command: str) -> int:
     study, scale, out = STUDIES[given["study"]], given["scale"], given["out"]
     if given["processes"] < 1:
         raise ValueError(f"processes must be at least 1; got {given['processes']}")
+    conduct.expand(study, scale, given["only"])  # names that are in no row
     if given["show"]:
         write(table.text(table.collect(study, scale, out)))
         if scale not in study.scales:

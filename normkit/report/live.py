@@ -3,6 +3,7 @@
 Nothing in a run folder is executed or named by an address: there is one page, at /, made anew when its files change.
 """
 
+import contextlib
 import hashlib
 import html
 from collections.abc import Callable
@@ -135,9 +136,10 @@ def server(
             for name, value in given.items():
                 if value:
                     self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # the reader has gone
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing of requests."""

@@ -10,6 +10,7 @@ from normkit.report import canvas
 Rows = Sequence[dict[str, Any]]
 NEEDED = {  # kind of file -> columns that it is known by
     "ratios": {"provider", "norm", "pass", "shape", "dtype", "ms", "low", "ratio", "high"},
+    "pieces": {"norm", "pass", "how", "shape", "dtype", "ms", "low", "ratio", "high"},
     "blocks": {"norm", "shape", "dtype", "ms", "low", "ratio", "high"},
     "bandwidth": {"rows", "channels", "dtype", "side", "run", "ms", "of_ceiling"},
 }
@@ -50,9 +51,9 @@ def places(rows: Rows) -> list[tuple[str, str, str]]:
 
 
 def name(row: dict[str, Any]) -> str:
-    """What a row is of: the norm, and who computed it where that is not normkit."""
-    provider = row.get("provider", "normkit")
-    return row["norm"] if provider == "normkit" or row["norm"].startswith("nn.") else f"{row['norm']} ({provider})"
+    """What a row is of: the norm, and how, or by whom where that is not normkit, it was computed."""
+    how = row.get("how") or row.get("provider", "normkit")
+    return row["norm"] if how == "normkit" or row["norm"].startswith("nn.") else f"{row['norm']} ({how})"
 
 
 def table(rows: Rows) -> str:

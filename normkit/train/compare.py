@@ -13,6 +13,7 @@ from normkit.train.bleu import counted, metric
 
 SCORES = (("beam", "bleu"), ("beam", "per"), ("running", "perplexity"), ("running", "accuracy"), ("running", "box_ap"))
 """Kind and name of what runs are compared by: the first that they have."""
+SEARCHES = {"beam": "beam search", "running": "running statistics"}
 
 
 class Difference(NamedTuple):
@@ -68,9 +69,12 @@ def compared(folders: Sequence[Path]) -> list[str]:
     kind, name = common[0]
     lines = []
     for folder, each in zip(folders, seeds, strict=True):
-        mean, half = interval([result["scores"][kind][name] for _, result in each.values()])
+        mean, half = interval(_values(each, kind, name))
         spread = "one seed" if len(each) == 1 else f"± {half:.2f}, 95 % interval of {len(each)} seeds"
-        lines.append(f"{folder}: {name} {mean:.2f} ({spread})")
+        lines.append(f"{folder}: {name} by {SEARCHES.get(kind, kind)} {mean:.2f} ({spread})")
+    for folder, each in zip(folders[1:], seeds[1:], strict=True):
+        said = apart(_values(each, kind, name), _values(seeds[0], kind, name))
+        lines.append(f"{folder} less {folders[0]}: {said}")
     for folder, each in zip(folders[1:], seeds[1:], strict=True):
         for seed in sorted(each.keys() & seeds[0].keys()) if name == "bleu" else []:
             (one, result), (two, _) = seeds[0][seed], each[seed]
@@ -85,6 +89,30 @@ def compared(folders: Sequence[Path]) -> list[str]:
                 f"{folder} and {folders[0]}, seed {seed}: {said} (paired bootstrap, {len(references):,} lines)"
             )
     return lines
+
+
+def apart(first: Sequence[float], second: Sequence[float]) -> str:
+    """The difference of two means over seeds with its 95 % interval (Welch's t), in words.
+
+    >>> apart([31.0, 32.0, 33.0], [31.5, 32.0, 33.5])
+    '-0.33 (95 % interval -2.65 to 1.98): cannot be told apart'
+    >>> apart([31.0], [33.0])
+    '-2.00; whether that is chance takes two seeds of each (--seed)'
+    """
+    difference = statistics.fmean(first) - statistics.fmean(second)
+    if min(len(first), len(second)) == 1:
+        return f"{difference:.2f}; whether that is chance takes two seeds of each (--seed)"
+    if statistics.variance(first) == statistics.variance(second) == 0:
+        return f"{difference:.2f}, the same in all seeds"
+    from scipy import stats
+
+    low, high = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+    verdict = "cannot be told apart" if low <= 0 <= high else "more than chance"
+    return f"{difference:.2f} (95 % interval {low:.2f} to {high:.2f}): {verdict}"
+
+
+def _values(seeds: dict[int, tuple[Path, dict[str, Any]]], kind: str, name: str) -> list[float]:
+    return [result["scores"][kind][name] for _, result in seeds.values()]
 
 
 def _seeds(folder: Path) -> dict[int, tuple[Path, dict[str, Any]]]:

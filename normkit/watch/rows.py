@@ -152,7 +152,9 @@ def read(path: str | Path) -> list[Row]:
     if path.is_dir():
         inside = [path / name for name in ("rows.csv", "rows.parquet") if (path / name).is_file()]
         if not inside:
-            raise ValueError(f"{path} has no rows.csv and no rows.parquet; record some with normkit.record")
+            runs = sorted(str(run.parent) for name in ("rows.csv", "rows.parquet") for run in path.glob(f"*/{name}"))
+            some = f"; there are some in {', '.join(runs[:5])}" if runs else "; record some with normkit.record"
+            raise ValueError(f"{path} has no rows.csv and no rows.parquet{some}")
         path = inside[0]
     if not path.is_file():
         raise ValueError(f"there is no file of rows at {path}")
