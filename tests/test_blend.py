@@ -52,6 +52,16 @@ def test_before_training_the_model_is_what_it_was():
     assert sum(p.numel() for p in both.parameters()) == sum(p.numel() for p in case.model.parameters())
 
 
+@pytest.mark.parametrize("old", ["scale", "scale(unit_init=True)", "scale(affine=False)"])
+def test_one_length_is_shared_as_gains(old):
+    model, x = randomize(nn.Sequential(make(old, DIM))).eval(), rows()
+    both = blend(model, "rms", steps=2)
+    for _ in range(3):  # the two compute the same, so the share does not matter
+        torch.testing.assert_close(both.eval()(x), model(x), rtol=1e-4, atol=1e-5)
+        both.train()(x)
+    torch.testing.assert_close(settle(both)(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_reach_the_shared_gain_through_both_norms():
     both = blend(model_of(nn.LayerNorm(DIM)), "batch", steps=4).double().train()
     x, dy = rows().double(), torch.randn(20, 3).double()

@@ -50,6 +50,10 @@ class Norm(nn.Module):
         """Shape of `weight`: one number a channel."""
         return (self.dim,)
 
+    def gains(self) -> Tensor | None:
+        """What multiplies the channels of a token of mean square 1, `[dim]`: `weight`, unless kept otherwise."""
+        return self.weight
+
     def reset_parameters(self) -> None:
         """Set parameters and state to their initial values."""
         if self.weight is not None:

@@ -54,6 +54,11 @@ class ScaleNorm(RowNorm):
         """g, the length that tokens get."""
         return self.weight * self.dim**0.5 if self.weight is not None and self.unit_init else self.weight
 
+    def gains(self) -> nn.Parameter:
+        """The length as RMSNorm's gains, `g / sqrt(dim)` for every channel."""
+        gains = self.split().scale.detach() / self.dim**0.5
+        return nn.Parameter(gains, self.weight is not None and self.weight.requires_grad)
+
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         return rows.scale(x, self.length(), self.bias, self.eps)
 

@@ -189,12 +189,15 @@ def _blended(old: nn.Module, spec: str, steps: int, schedule: Schedule, like: Te
 
 def _without_affine(norm: Norm, like: Tensor | None) -> Norm:
     name, given = parse(norm.spec)
-    bare = make(write(name, {**given, "affine": False}), norm.dim)
+    # ScaleNorm alone gives rows of length 1; as it starts, of mean square 1, as the shared gain expects
+    plain = {"affine": True, "bias": False, "learn": False} if name == "scale" else {"affine": False}
+    bare = make(write(name, {**given, **plain}), norm.dim)
     if like is not None:
         bare = bare.to(like.device, like.dtype)
     with torch.no_grad():
         for key, buffer in norm.named_buffers(recurse=False):
             getattr(bare, key).copy_(buffer)
         for key, parameter in bare.named_parameters(recurse=False):
-            parameter.copy_(getattr(norm, key))
+            if key != "weight":
+                parameter.copy_(getattr(norm, key))
     return bare

@@ -104,11 +104,8 @@ def write(name: str, given: dict[str, object]) -> str:
 
 
 def _ours(norm: Norm) -> Found:
-    weight, bias = norm.weight, norm.bias
-    if weight is not None and weight.shape != (norm.dim,):
-        weight = norm.split().scale  # ScaleNorm's one length
     running = norm.running if isinstance(norm, StatNorm) else None
-    return Found(norm.dim, norm.eps, weight, bias, norm.spec, getattr(norm, "channel_dim", -1), running)
+    return Found(norm.dim, norm.eps, norm.gains(), norm.bias, norm.spec, getattr(norm, "channel_dim", -1), running)
 
 
 def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found], ...]) -> Found:
