@@ -8,6 +8,8 @@ from norm_cases import DIM, SPECS, STAT_SPECS, batch, random_norm, train_step, t
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from normkit.norms import make
+
 every = pytest.mark.parametrize("spec", SPECS)
 every_stat = pytest.mark.parametrize("spec", STAT_SPECS)
 TWO = torch.tensor([[True, True, True, False], [True, False, False, False]])
@@ -107,6 +109,22 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_alone(spec):
     for name, value in before.items():
         if name not in moves:
             assert_close(after[name], value, rtol=0, atol=0)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_state_is_float32_or_wider_whatever_the_default_type(spec, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        norm = make(spec, DIM)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in norm.parameters()} <= {dtype}
+    state = {b.dtype for b in norm.buffers() if b.is_floating_point()}
+    assert state <= {torch.promote_types(dtype, torch.float32)}
+    twin = make(spec, DIM).to(dtype)
+    x, dy = batch(0, 6, DIM, dtype=dtype), batch(1, 6, DIM, dtype=dtype)
+    assert_close(train_step(norm, x, dy), train_step(twin, x, dy), rtol=1e-6, atol=1e-6)  # sqrt(dim) of ScaleNorm
 
 
 @every_stat

@@ -68,6 +68,12 @@ class Norm(nn.Module):
         """The norm at inference as `Split(rest, scale, shift)`; `scale` and `shift` are `[dim]`."""
         raise NotImplementedError
 
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """State is float32 or wider from the start, whatever the default type is."""
+        if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor = tensor.float()
+        super().register_buffer(name, tensor, persistent)
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Norm":
         """State stays float32 or wider through `.half()`, `.bfloat16()` and `.to(dtype)`."""
         before = dict(self.named_buffers(recurse=False))
