@@ -1,11 +1,15 @@
 """What a norm hands on when another takes its place: gains, statistics and what it has learned besides."""
 
+import copy
+
 import pytest
 import torch
+from norm_cases import DIM, SPECS, batch, train_step, trained
 from torch import nn
+from torch.testing import assert_close
 
-from normkit.norms import make
-from normkit.transforms import convert
+from normkit.norms import NORMS, PowerNorm, make, options, parse
+from normkit.transforms import calibrate, convert
 
 
 @pytest.mark.parametrize("old", ["scale", "scale(unit_init=True)", "scale(learn=False)", "scale(affine=False)"])
@@ -18,3 +22,87 @@ def test_one_length_becomes_gains_and_stays_a_length(old, to):
     converted = convert(model, to)
     torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
     assert converted[0].weight.requires_grad == (old in ("scale", "scale(unit_init=True)"))
+
+
+def rows(n=64):
+    return torch.randn(n, DIM) * torch.linspace(0.5, 4, DIM) + 1
+
+
+@pytest.mark.parametrize("old", [*NORMS, "power(groups=0)"])
+@pytest.mark.parametrize("to", [*NORMS, "power(groups=0)"])
+def test_statistics_go_only_to_norms_that_measure_the_same(old, to):
+    """What arrives is right, as after calibration, or the start."""
+    model = nn.Sequential(make(old, DIM))
+    batches = [rows()]
+    model = calibrate(model, batches) if hasattr(model[0], "running") else model
+    new = convert(model, to)[0]
+    if hasattr(new, "running"):
+        scaled = [isinstance(norm, PowerNorm) and norm.groups > 0 for norm in (model[0], new)]
+        x = batches[0].double()
+        x = x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt() if scaled[1] else x
+        mean, square = x.mean(0), x.square().mean(0)
+        right = torch.stack([mean, square - mean**2]) if new.center else square[None]
+        if hasattr(model[0], "running") and new.center and not model[0].center:
+            right = torch.stack([0 * mean, square])  # of a quadratic mean: the same divisor
+        start = make(to, DIM).running
+        goes = hasattr(model[0], "running") and scaled[0] == scaled[1]
+        torch.testing.assert_close(new.running, right.float() if goes else start, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_another_form_of_a_norm_keeps_what_it_was(spec):
+    """Options, whatever is learned, and state: only what the spec gives is new."""
+    norm = trained(spec)
+    twin = copy.deepcopy(norm)
+    twin.eps = 1e-6
+    new = convert(norm, f"{parse(spec)[0]}(eps=1e-6)")
+    assert new is not norm
+    assert new.spec == twin.spec
+    assert new.state_dict().keys() == twin.state_dict().keys()
+    for training in (False, True, True):
+        x, dy = batch(7, 6, DIM), batch(8, 6, DIM)
+        assert_close(train_step(new.train(training), x, dy), train_step(twin.train(training), x, dy))
+
+
+def test_what_the_spec_asks_for_is_new():
+    model = nn.Sequential(make("dyt(alpha=1.0)", DIM))
+    nn.init.constant_(model[0].a, 2.0)
+    assert convert(model, "dyt(bias=False)")[0].a == 2
+    assert convert(model, "dyt(bias=False)")[0].alpha == 1.0
+    assert convert(model, "dyt(alpha=0.25)")[0].a == 0.25
+    assert convert(model, "dyt(bias=False)", inplace=True)[0].a is model[0].a, "an optimizer may hold it"
+    un = nn.Sequential(trained("un(window=2, warmup=2)").float())
+    assert convert(un, "un(window=3)")[0].step == 0, "a window of another size starts empty, and with it the count"
+    assert_close(convert(un, "un(window=3)")[0].running, un[0].running)
+    assert convert(un, "un(steps_per_update=2)")[0].step == un[0].step
+
+
+def test_derf_takes_the_width_that_dyt_has_learned():
+    model = nn.Sequential(make("dyt", DIM))
+    nn.init.constant_(model[0].a, 2.0)
+    new = convert(model, "derf")[0]
+    assert (new.a.item(), new.s.item()) == (2.0, 0.0)
+    x = rows()
+    torch.testing.assert_close(new(x), torch.erf(2 * x))
+    assert convert(convert(model, "derf"), "dyt")[0].a == 2
+
+
+def test_after_its_taper_a_norm_hands_on_the_gain_that_acts():
+    norm = trained("taper(warmup=2, until=4)", steps=6)
+    new = convert(norm, "rms")
+    assert_close(new.weight, (norm.anchor + norm.drift).detach(), check_dtype=False)
+    assert convert(trained("taper(warmup=9, until=12)"), "rms").weight.ne(1).all()
+
+
+@pytest.mark.parametrize(("momentum", "alpha"), [(0.1, 0.9), (0.01, 0.99), (0.07, 0.93), (1.0, 0.0), (None, 0.9)])
+def test_momentum_becomes_its_complement(momentum, alpha):
+    model = nn.Sequential(nn.BatchNorm1d(DIM, momentum=momentum)).eval()
+    assert convert(model, "batch")[0].alpha == alpha
+    assert convert(model, "repbn")[0].alpha == alpha
+    assert convert(model, "batch(alpha=0.5)")[0].alpha == 0.5
+    assert convert(model, "un")[0].alpha == options("un")["alpha"]
+    if momentum is not None:
+        ours, x = convert(model, "batch"), rows()
+        model.train(), ours.train()
+        assert_close(ours(x), model(x), rtol=1e-4, atol=1e-5)
+        assert_close(ours[0].running[1], model[0].running_var)

@@ -72,6 +72,12 @@ class TaperNorm(Norm):
             self.anchor.fill_(1.0)
         self.tapered = False
 
+    def gains(self) -> nn.Parameter | None:
+        """The gain that acts: `weight`, and when the warm-up is over the one that is learned by itself."""
+        if self.weight is None or self.drift is None or self.step.is_meta or int(self.step) <= self.warmup:
+            return self.weight
+        return nn.Parameter((self.anchor + self.drift).detach(), self.weight.requires_grad)
+
     def reset_warmup(self) -> None:
         """Start anew as an RMSNorm, with the gain that it has now."""
         with torch.no_grad():

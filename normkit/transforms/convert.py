@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from normkit.norms import Norm, StatNorm, make, options, parse
+from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.foreign import CannotRead, Found, looks_like_a_norm, read, statistics, write
 from normkit.transforms.layout import channels_first
@@ -81,7 +81,9 @@ def convert(
     Rules are tried in order and the first that matches a norm's name wins; a norm that none matches stays as it is.
     Patterns are those of `fnmatch`: `{"encoder.*": "un", "*.final_norm": "layer"}`. `where(name, module)` may say no.
     `weight` and `bias` are the same parameters under the same names, eps carries over unless the spec gives one, and so
-    do frozen statistics, hooks, device, dtype, training mode and sharing. A norm without bias gets one without.
+    do hooks, device, dtype, training mode, sharing, and frozen statistics where both norms measure the same (not
+    x before a layer-scale and after it). Another form of the same norm, `"dyt(bias=False)"` for `dyt` say, keeps the
+    other options, all that was learned, and the state. A norm without bias gets one without.
 
     `mask_from` names the argument of the model's forward that marks real tokens, so that statistics never see padding:
     see `normkit.transforms.masks`. ValueError where nothing was converted or a pattern matches no norm; TypeError for
@@ -146,8 +148,7 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     tensors = [t for t in (found.weight, found.bias, found.running, *old.buffers(), like) if t is not None]
     if tensors:
         new.to(tensors[0].device, tensors[0].dtype)
-    if isinstance(new, StatNorm) and found.running is not None:
-        new.running.copy_(statistics(found.running, new.center))
+    _inherit(new, old, found)
     for hooks in HOOKS:
         setattr(new, hooks, getattr(old, hooks))
     if found.channel_dim != -1 and not isinstance(old, Norm):
@@ -167,7 +168,8 @@ def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 def _carried(found: Found, name: str) -> dict[str, object]:
     """What the new norm takes over from the old one's make-up, where its spec does not say otherwise."""
-    carried: dict[str, object] = {"eps": found.eps}
+    kind, had = parse(found.kind)
+    carried: dict[str, object] = {**(had if _akin(kind, name) else {}), "eps": found.eps}
     if options(name)["affine"]:  # nonorm stays without, unless told
         affine = found.weight is not None or found.bias is not None
         carried.update(affine=affine, bias=affine and found.bias is not None)
@@ -186,6 +188,29 @@ def _carry(new: Norm, key: str, value: torch.Tensor | None) -> None:
     else:  # ScaleNorm has one length: the mean of the old gains times its own
         length = mine.to(value.device, value.dtype) * value.mean()
         setattr(new, key, nn.Parameter(length, mine.requires_grad and value.requires_grad))
+
+
+def _akin(one: str, other: str) -> bool:
+    """Whether one norm is a form of the other, so that options and state mean the same in both."""
+    return issubclass(NORMS[one], NORMS[other]) or issubclass(NORMS[other], NORMS[one])
+
+
+def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
+    """Give the new norm what the old one learned besides weight and bias, and its state where that means the same."""
+    same = getattr(old, "groups", 0) == getattr(new, "groups", 0)  # layer-scale comes before what is measured
+    if isinstance(new, StatNorm) and found.running is not None and same:
+        new.running.copy_(statistics(found.running, new.center))
+    if not isinstance(old, Norm) or not _akin(parse(found.kind)[0], parse(new.spec)[0]):
+        return
+    with torch.device("cpu"):  # values, also where models are built on meta
+        then, now = (dict(make(norm.spec, norm.dim).named_parameters()) for norm in (old, new))
+    for key in then.keys() & now.keys():  # but what the spec asks to start otherwise
+        if then[key].requires_grad == now[key].requires_grad and torch.equal(then[key], now[key]):
+            setattr(new, key, getattr(old, key))
+    state = {key: (mine, getattr(old, key)) for key, mine in new.named_buffers(recurse=False) if hasattr(old, key)}
+    if same and all(mine.shape == theirs.shape for mine, theirs in state.values()):  # no count without its window
+        for mine, theirs in state.values():
+            mine.copy_(theirs)
 
 
 def _readable(module: nn.Module) -> bool:

@@ -196,7 +196,8 @@ def _batch(module: Any) -> Found:
     if module.running_mean is None:
         raise CannotRead("BatchNorm without running statistics normalizes by the batch at inference too")
     running = torch.stack([module.running_mean, module.running_var])
-    return Found(module.num_features, module.eps, module.weight, module.bias, "batch", 1, running)
+    given = {"alpha": round(1 - module.momentum, 12)} if module.momentum else {}  # None, an average over all: alpha=0.9
+    return Found(module.num_features, module.eps, module.weight, module.bias, write("batch", given), 1, running)
 
 
 def _group(module: Any) -> Found:
