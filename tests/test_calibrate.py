@@ -131,6 +131,14 @@ def test_bad_input_is_named_and_leaves_the_model_alone():
         calibrate(chain("un"), iter(rows(3)), passes=2)
     with pytest.raises(ValueError, match="passes must be a whole number of at least 1"):
         calibrate(chain("un"), rows(3), passes=0)
+    with pytest.raises(ValueError, match="passes must be a whole number of at least 1; got True"):
+        calibrate(chain("un"), rows(3), passes=True)
+
+
+@pytest.mark.parametrize("batches", [torch.ones(5, 6), "train", {"x": torch.ones(5, 6)}, nn.Linear(2, 2)])
+def test_one_batch_is_no_batches(batches):
+    with pytest.raises(TypeError, match=rf"got one {type(batches).__name__}\. Give a list of it, \[x\], or a loader"):
+        calibrate(chain("un"), batches)
     with pytest.raises(ValueError, match="all its tokens were padding"):
         calibrate(make("un", 6), [(torch.randn(2, 3, 6), torch.zeros(2, 3, dtype=torch.bool))])
     model = nn.Sequential(make("un", 6))

@@ -1,7 +1,7 @@
 """Statistics of a model's norms from data, without training: exact moments, no moving average."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,10 +50,11 @@ def calibrate(
     [[3.0]]
     """
     refuse_wrapped(model, "calibrate")
-    if not isinstance(passes, int) or passes < 1:
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise ValueError(f"passes must be a whole number of at least 1; got {passes!r}")
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"calibrate() takes batches to go through, such as a list; got {type(batches).__name__}")
+    if not isinstance(batches, Iterable) or isinstance(batches, Tensor | str | bytes | Mapping):
+        kind = type(batches).__name__  # going through a single batch would make a batch of each of its rows
+        raise TypeError(f"calibrate() takes batches to go through; got one {kind}. Give a list of it, [x], or a loader")
     if passes > 1 and iter(batches) is batches:
         raise ValueError(
             f"passes={passes} goes through the batches {passes} times; give a list or a loader, not a generator"
