@@ -83,7 +83,8 @@ def convert(
     `weight` and `bias` are the same parameters under the same names, eps carries over unless the spec gives one, and so
     do hooks, device, dtype, training mode, sharing, and frozen statistics where both norms measure the same (not
     x before a layer-scale and after it). Another form of the same norm, `"dyt(bias=False)"` for `dyt` say, keeps the
-    other options, all that was learned, and the state. A norm without bias gets one without.
+    other options, all that was learned, and the state. A norm without bias gets one without. A norm that stores
+    `weight - 1` (Gemma's) becomes one that stores `weight`: load its checkpoints before it is converted, not after.
 
     `mask_from` names the argument of the model's forward that marks real tokens, so that statistics never see padding:
     see `normkit.transforms.masks`. ValueError where nothing was converted or a pattern matches no norm; TypeError for
@@ -141,6 +142,12 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     name, given = parse(spec)
     if isinstance(old, Norm) and parse(old.spec)[0] == name and all(old.option(k) == v for k, v in given.items()):
         return old
+    computed = not isinstance(old, Norm) and found.weight is not old.weight
+    if computed and found.weight is not None and found.weight.is_meta:
+        raise ValueError(
+            f"the gain of a {type(old).__name__} is not what its checkpoints keep (1 + weight), and on meta there is "
+            "nothing to compute it from; load the weights, then convert"
+        )
     given = {**_carried(found, name), **given}
     new = make(write(name, given), found.dim)
     for key in ("weight", "bias"):

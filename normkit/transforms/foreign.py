@@ -110,11 +110,13 @@ def _ours(norm: Norm) -> Found:
 
 def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found], ...]) -> Found:
     reasons = []
+    with torch.device("cpu"):  # also where models are built on meta
+        probe = _runnable(module)
     for reader in readers:
         try:
-            found = reader(module)
-            _check(module, found)
-            return found
+            with torch.device("cpu"):
+                _check(probe, reader(probe))
+            return reader(module)
         except CannotRead as error:
             reasons.append(str(error))
         except Exception as error:
@@ -125,11 +127,21 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
 
 
 @torch.no_grad()
+def _runnable(module: nn.Module) -> nn.Module:
+    """The module itself; where it has only shapes (meta), a copy on the CPU with random numbers above 0."""
+    if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
+        return module
+    probe = copy.deepcopy(module).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for t in [*probe.parameters(), *probe.buffers()]:
+        t.copy_(torch.rand(t.shape, generator=generator) + 0.5)
+    return probe
+
+
+@torch.no_grad()
 def _check(module: nn.Module, found: Found) -> None:
     """Run the module beside our reading of it, on rows of ordinary and of tiny size (these tell eps apart)."""
     tensors = [*module.parameters(), *module.buffers()]
-    if any(t.device.type == "meta" for t in tensors):
-        return
     device = tensors[0].device if tensors else torch.device("cpu")
     theirs: Any
     theirs, mine = copy.deepcopy(module).double().eval(), equivalent(found).double()

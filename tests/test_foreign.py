@@ -1,0 +1,67 @@
+"""Reading norms of other libraries where that takes more than an attribute."""
+
+import pytest
+import torch
+from torch import nn
+
+from normkit.transforms import convert, find
+
+
+class GemmaRMSNorm(nn.Module):
+    """As in transformers: `weight` is the gain less 1."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.eps, self.weight = 1e-6, nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.weight.shape, 1 + self.weight, self.eps)
+
+
+class ConvNextLayerNorm(nn.LayerNorm):
+    """As in transformers: one class, two layouts."""
+
+    def __init__(self, dim, data_format):
+        super().__init__(dim)
+        self.data_format = data_format
+
+    def forward(self, x):
+        if self.data_format == "channels_last":
+            return super().forward(x)
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def norms():
+    return nn.ModuleDict({
+        "gemma": GemmaRMSNorm(6), "rms": nn.RMSNorm(6), "last": ConvNextLayerNorm(6, "channels_last"),
+        "first": ConvNextLayerNorm(6, "channels_first"), "plain": nn.LayerNorm(6, eps=1e-3), "batch": nn.BatchNorm1d(6),
+        "group": nn.GroupNorm(2, 6),
+    })  # fmt: skip
+
+
+def test_norms_on_meta_are_read_as_those_with_numbers():
+    with torch.device("meta"):
+        there = norms()
+        assert len(find(there)) == len(there)
+    here, found = find(norms()), find(there)
+    assert {name: (f.kind, f.channel_dim, f.eps) for name, f in found.items()} == {
+        name: (f.kind, f.channel_dim, f.eps) for name, f in here.items()
+    }
+    assert here["first"].channel_dim == 1
+    assert here["last"].channel_dim == -1
+    assert all(f.weight.is_meta for f in found.values())
+    assert found["rms"].weight is there["rms"].weight
+    assert found["gemma"].weight is not there["gemma"].weight, "the gain that acts is 1 + weight"
+
+
+def test_a_gain_that_is_not_stored_needs_the_numbers():
+    with torch.device("meta"):
+        model = norms()
+    with pytest.raises(ValueError, match=r"the gain of a GemmaRMSNorm .* load the weights, then convert"):
+        convert(model, "un")
+    converted = convert(model, {"[!g]*": "un"})
+    real = norms()
+    assert converted.load_state_dict(real.state_dict(), strict=False, assign=True).unexpected_keys == [
+        "batch.running_mean", "batch.running_var", "batch.num_batches_tracked"
+    ]  # fmt: skip
+    assert torch.equal(converted["plain"].weight, real["plain"].weight)
