@@ -315,7 +315,7 @@ def test_masks_arrive_under_checkpointing():
     assert not torch.allclose(blind.block[0].weight.grad, other.block[0].weight.grad, rtol=1e-2)
 
 
-def test_a_mask_is_forgotten_with_the_next_call():
+def test_a_mask_is_forgotten_when_its_call_is_over():
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -330,6 +330,13 @@ def test_a_mask_is_forgotten_with_the_next_call():
     masked = model.norm.running.clone()
     torch.testing.assert_close(masked[0], x[padding().bool()].mean(0))
     model(x)
+    torch.testing.assert_close(model.norm.running[0], x.mean((0, 1)))
+    model(x, attention_mask=padding())
+    model.norm(x)  # a part that is called by itself
+    torch.testing.assert_close(model.norm.running[0], x.mean((0, 1)))
+    with pytest.raises(ValueError, match="takes x"):
+        model(x[..., :2], attention_mask=padding())
+    model.norm(x)
     torch.testing.assert_close(model.norm.running[0], x.mean((0, 1)))
 
 

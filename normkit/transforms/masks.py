@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm
+from normkit.norms._base import inside_backward
 
 MaskFrom = str | Mapping[str, str] | None
 
@@ -25,8 +26,9 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     - `[batch, (heads,) queries, keys]`: bool says who may be looked at, numbers are added to the scores; a token that
       any query may look at is real.
 
-    The mask stays until the model's next forward, because recomputation (activation checkpointing) runs after it. A
-    norm whose input is laid out otherwise than the mask, a pooled token say, gets none.
+    The mask is that of one forward: parts of the model that are called by themselves get none, but what a backward pass
+    recomputes (activation checkpointing) gets that of the last forward. A norm whose input is laid out otherwise than
+    the mask, a pooled token say, gets none.
     """
     parameters = inspect.signature(model.forward).parameters
     names = list(parameters)
@@ -49,14 +51,17 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     if unused := set(rules.values()) - given - {f"decoder_{mask_from}"}:
         raise ValueError(f"no norm takes its mask from {', '.join(sorted(unused))}; check the patterns of mask_from")
     model.register_forward_pre_hook(route, with_kwargs=True)
+    model.register_forward_hook(Forget(route), always_call=True)
 
 
 def remove_routes(model: nn.Module) -> None:
     """Take away what `route_mask` put in."""
     for module in model.modules():
-        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Route | GiveMask)]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Route | GiveMask | Forget)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 class Route:
@@ -65,9 +70,11 @@ class Route:
     def __init__(self, arguments: dict[str, int | None], time_first: bool):
         self.arguments, self.time_first = arguments, time_first
         self.masks: dict[str, Tensor | None] = {}
+        self.over = True  # no forward is under way
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Read the masks of this call."""
+        self.over = False
         for name, index in self.arguments.items():
             given = kwargs.get(name)
             if given is None and index is not None and index < len(args):
@@ -75,7 +82,18 @@ class Route:
             self.masks[name] = None if given is None else real_tokens(given, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "masks": {}}
+        return {**self.__dict__, "masks": {}, "over": True}
+
+
+class Forget:
+    """Forward hook of a model: its masks are for nobody but what its backward pass recomputes."""
+
+    def __init__(self, route: Route):
+        self.route = route
+
+    def __call__(self, model: nn.Module, args: tuple, output: object) -> None:
+        """The forward is over."""
+        self.route.over = True
 
 
 class GiveMask:
@@ -89,6 +107,8 @@ class GiveMask:
         mask = self.route.masks.get(self.argument)
         if mask is None or len(args) > 1 or kwargs.get("mask") is not None:
             return None
+        if self.route.over and not torch.compiler.is_compiling() and not inside_backward():
+            return None  # compiled parts cannot ask whether they are recomputed
         x = args[0] if args else kwargs["x"]
         return args, {**kwargs, "mask": fit(mask, x.shape[:-1], self.route.time_first)}
 
