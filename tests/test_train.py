@@ -184,6 +184,26 @@ def test_a_new_run_clears_what_an_old_one_left(tmp_path):
     assert results.read(tmp_path)["run"]["steps"] == 5
 
 
+@pytest.mark.parametrize("wrong", ["device", "data", "norm", "asked to stop"])
+def test_a_run_that_cannot_start_leaves_what_another_one_left(wrong, tmp_path, monkeypatch):
+    there = tmp_path / "run"
+    train(dataclasses.replace(SMALL, checkpoint_every=4), there)
+    before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    misaligned = tmp_path / "data"
+    misaligned.mkdir()
+    for split in ("train", "valid", "test"):
+        (misaligned / f"{split}.source").write_text("a b\n")
+        (misaligned / f"{split}.target").write_text("A\nB\n")
+    changes = {"device": {"device": "cuda"}, "data": {"data": str(misaligned)}}
+    changes["norm"] = {"model": dataclasses.replace(TINY, norm="laier")}
+    says = {"device": "for 1 GPUs, PyTorch finds 0 here; .*--device cpu", "data": "misaligned", "norm": "named 'laier'"}
+    run = dataclasses.replace(SMALL, seed=1, **changes.get(wrong, {}))
+    with pytest.raises(ValueError, match=says.get(wrong, "")) if wrong in says else pytest.raises(KeyboardInterrupt):
+        train(run, there, on_progress=lambda progress: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +216,10 @@ def test_a_new_run_clears_what_an_old_one_left(tmp_path):
         ({"schedule": "linear"}, "schedule must be one of cosine"),
         ({"average": 9, "checkpoint_every": 1}, "average must be at most keep=5; got 9"),
         ({"strategy": "fsdp2", "devices": 2}, "record_every must be 0 for strategy=fsdp2; got 25"),
+        ({"precision": "foo"}, "precision must be one of 32-true, bf16-mixed, 16-mixed; got 'foo'"),
+        ({"betas": (2, 3)}, r"betas must be two numbers, each at least 0 and below 1; got \(2, 3\)"),
+        ({"threads": -1}, "threads must be at least 1, or None; got -1"),
+        ({"device": "gpu"}, "device must be auto, cpu or cuda; got 'gpu'"),
         ({"average": 2}, "average must be 0 without checkpoint_every; got 2"),
     ],
 )

@@ -9,6 +9,7 @@ from normkit.watch.quantities import choose
 
 PICTURES_ALONE = {"ema": ("images",), "body_lr": ("images",), "weights": ("images", "detection")}
 """Settings that other tasks do not know, and so refuse."""
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SCHEDULES = ("cosine", "inverse_sqrt", "constant", "validation_decay", "steps")
 
 
@@ -122,8 +123,8 @@ class Run:
     """Training ends when the learning rate, warmed up, falls below this."""
     patience: int = 0
     """Training ends after so many looks at the validation split without a better one; 0 goes on to the last step."""
-    precision: str = "32-true"
-    """Lightning's name of the arithmetic: 32-true, bf16-mixed, 16-mixed."""
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    """The arithmetic, by Lightning's name."""
     compile: bool = False
     """Compile the model's forward and backward while it trains."""
     static: bool = False
@@ -195,6 +196,11 @@ class Run:
             ours = self.task in tasks or given == self.__dataclass_fields__[field].default
             _require(ours, field, given, f"left out for task {self.task}; it is of {' and '.join(tasks)}")
         _require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
+        averages = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _require(averages, "betas", self.betas, "two numbers, each at least 0 and below 1")
+        _require(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+        _require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
+        _require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1, or None")
         rising = all(a < b for a, b in zip((0, *self.milestones), self.milestones, strict=False))
         _require(rising, "milestones", self.milestones, "steps, each later than the one before")
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "at least 0 and below 1")

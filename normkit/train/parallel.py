@@ -16,6 +16,15 @@ from normkit.train.config import Run
 from normkit.train.launched import first
 
 
+def check_gpus(run: Run) -> None:
+    """ValueError where a run is for more GPUs than there are."""
+    there = torch.cuda.device_count()
+    if run.devices > there and (run.device == "cuda" or (run.device == "auto" and there)):
+        raise ValueError(
+            f"the run is for {run.devices} GPUs, PyTorch finds {there} here; lower --devices or --device cpu"
+        )
+
+
 def strategy(run: Run) -> Any:
     """Lightning's strategy for a run."""
     from lightning.pytorch import strategies

@@ -20,7 +20,7 @@ from normkit.report import results
 from normkit.train.build import BUILDERS, Vocabularies
 from normkit.train.config import Run
 from normkit.train.launched import check_launched, first
-from normkit.train.parallel import together
+from normkit.train.parallel import check_gpus, together
 from normkit.train.progress import Progress
 from normkit.train.source import source
 from normkit.train.speed import utilization
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from normkit.train.task import Task
 
 SCHEMA = 1
+LEFT = ("checkpoints/*.ckpt", "result.json", "progress.json")
+"""What another run in the folder must not leave there."""
 
 
 class Loaded(NamedTuple):
@@ -51,20 +53,21 @@ def train(
 ) -> dict[str, Any]:
     """Train as `run` says into `folder`, score the model on the test split, and return what result.json then holds.
 
-    With `resume` the run goes on from its last checkpoint, to the same weights, bit for bit on a CPU, as without an
+    What another run left in the folder is replaced, but not before the data has been read and the model built. With
+    `resume` the run goes on from its last checkpoint, to the same weights, bit for bit on a CPU, as without an
     interruption; from the start where there is none. Statistics that several processes keep each for itself go on as
     the first's; `sync=True` keeps them in common. `on_progress` is told of a `Progress` now and then; where it
     returns something true the run ends with status "interrupted at step N". A run whose loss is not finite ends with
     status "diverged at step N" and has no scores. `command` is kept in the result: what a person types to repeat it.
 
-    ValueError where a name is not in its table, the folder holds another run, a checkpoint cannot be read, or
-    torchrun or SLURM started other processes than the run is for.
+    ValueError where a name is not in its table, the run to resume is another one, a checkpoint cannot be read, GPUs
+    are not there, or torchrun or SLURM started other processes than the run is for.
     """
-    from normkit.train.checkpoints import checkpoints
     from normkit.train.journal import Journal
     from normkit.train.tasks import TASKS
 
     check_launched(run.devices, run.nodes)
+    check_gpus(run)
     folder = Path(folder)
     make_task = pick(TASKS, run.task, "task")
     journal = Journal(run, folder, on_progress)
@@ -74,7 +77,8 @@ def train(
             raise _Interrupted
 
     make_data = source(run, tell)
-    _claim(folder, run, resume)
+    if resume:
+        _check_same(folder, run)
     if run.threads:
         torch.set_num_threads(run.threads)
     try:
@@ -83,8 +87,7 @@ def train(
         raise KeyboardInterrupt from None
     torch.manual_seed(run.seed)
     task = make_task(run, BUILDERS[run.task].model(run.model, data.vocabularies), data)
-    last = checkpoints(folder)[-1:] if resume else []
-    _fit(task, journal, last[0] if last else None)
+    _fit(task, journal, resume)
     if together():
         torch.distributed.destroy_process_group()  # else metrics and norms would wait for those that have ended
     if not first():
@@ -175,34 +178,43 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _claim(folder: Path, run: Run, resume: bool) -> None:
-    """Make the folder this run's; ValueError where a resumed run's settings differ from those that it had."""
+def _check_same(folder: Path, run: Run) -> None:
+    """ValueError where the run in a folder, if there is one, has other settings."""
+    if not (folder / "run.json").exists():
+        return
+    before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
+    changed = [name for name in now if now[name] != before[name]]
+    if changed:
+        raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
+
+
+def _claim(journal: "Journal", vocabularies: Vocabularies, resume: bool) -> None:
+    """Make the folder this run's: what another one left goes."""
+    run, folder = journal.run, journal.folder
     if not first():
         return
-    if resume and (folder / "run.json").exists():
-        before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
-        changed = [name for name in now if now[name] != before[name]]
-        if changed:
-            raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
-    elif not resume:
-        for path in [*(folder / "checkpoints").glob("*.ckpt"), folder / "result.json", folder / "progress.json"]:
-            path.unlink(missing_ok=True)
+    left = [] if resume else [path for pattern in LEFT for path in folder.glob(pattern)]
+    if left:
+        journal.on_progress(Progress("replacing what another run left", 0, run.steps))
+    for path in left:
+        path.unlink()
     write_whole(folder / "run.json", run.to_json().encode())
+    _save_vocabularies(folder, vocabularies)
 
 
-def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
+def _fit(task: "Task", journal: "Journal", resume: bool) -> None:
     """Run Lightning's loop to the end of the run, to its divergence, or to where it was asked to stop."""
-    from normkit.train.checkpoints import AtomicCheckpoints, model_state, read_checkpoint
+    from normkit.train.checkpoints import AtomicCheckpoints, checkpoints, model_state, read_checkpoint
     from normkit.train.lit import lightning
     from normkit.train.parallel import cluster, strategy, whole
 
     run = task.settings
+    checkpoint = next(reversed(checkpoints(journal.folder)), None) if resume else None
     if checkpoint is not None:
         _same_vocabularies(journal.folder, task.data.vocabularies)
         saved = read_checkpoint(checkpoint)
         fits(model_state(saved), task.model.state_dict(), checkpoint)
         task.start = saved["global_step"] * run.accumulate
-    _save_vocabularies(journal.folder, task.data.vocabularies)
     with _quiet():
         trainer = lightning.Trainer(
             max_steps=run.steps,
@@ -223,6 +235,7 @@ def _fit(task: "Task", journal: "Journal", checkpoint: Path | None) -> None:
         )
         if run.compile:
             task.model.compile(dynamic=not run.static and run.task != "lm")
+        _claim(journal, task.data.vocabularies, resume)  # now that all is checked that can be
         with _advice(run, journal.folder):
             trainer.fit(task, ckpt_path=checkpoint, weights_only=True)
         task.model._compiled_call_impl = None
@@ -244,8 +257,6 @@ def _advice(run: Run, folder: Path) -> Iterator[None]:
 
 
 def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
-    if not first():
-        return
     plain = {name: vocab.plain() for name, vocab in vocabularies.items()}
     write_whole(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
 
