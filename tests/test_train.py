@@ -184,6 +184,25 @@ def test_a_new_run_clears_what_an_old_one_left(tmp_path):
     assert results.read(tmp_path)["run"]["steps"] == 5
 
 
+def test_of_the_run_before_a_new_one_keeps_nothing_even_when_it_is_killed(tmp_path):
+    train(dataclasses.replace(SMALL, checkpoint_every=4), tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "beam.txt").write_text("what the run before said\n")
+    (tmp_path / "mine.txt").write_text("nobody else's")
+
+    def die(progress):
+        if progress.stage == "training":
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(dataclasses.replace(SMALL, seed=1), tmp_path, on_progress=die)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "mine.txt", "progress.json", "rows.csv", "run.json", "vocab.json"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing; the run may not have ended yet"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("wrong", ["device", "data", "norm", "asked to stop"])
 def test_a_run_that_cannot_start_leaves_what_another_one_left(wrong, tmp_path, monkeypatch):
     there = tmp_path / "run"

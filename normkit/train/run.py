@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from normkit.train.task import Task
 
 SCHEMA = 1
-LEFT = ("checkpoints/*.ckpt", "result.json", "progress.json")
-"""What another run in the folder must not leave there."""
+LEFT = ("checkpoints/*.ckpt", "outputs/*.txt", "model.safetensors", "result.json", "progress.json", "rows.csv")
+"""What a run makes; of another one in its folder none may stay, or its weights would pass for this one's."""
 
 
 class Loaded(NamedTuple):
