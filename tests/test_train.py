@@ -18,6 +18,7 @@ from normkit.data.scenes import SCENE_SETS
 from normkit.models.config import Model
 from normkit.names import pick
 from normkit.report import results
+from normkit.report.verdict import sentences
 from normkit.studies.recipes import RECIPES
 from normkit.train.build import BUILDERS
 from normkit.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
@@ -170,6 +171,18 @@ def test_average_of_the_last_checkpoints(tmp_path):
         expected = states[-1][name] if not value.is_floating_point() else mean
         torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-7)
     assert int(model.encoder.final_norm.step) == 12
+    assert results.read(tmp_path)["averaged"] == 3
+
+
+def test_a_run_without_a_checkpoint_to_average_keeps_its_last_weights(tmp_path):
+    plain = train(dataclasses.replace(SMALL, checkpoint_every=40), tmp_path / "plain")
+    result = train(dataclasses.replace(SMALL, checkpoint_every=40, average=2), tmp_path / "average")
+    assert result["averaged"] == 0
+    assert result["scores"] == plain["scores"]
+    weights = [load(tmp_path / name).model.state_dict() for name in ("plain", "average")]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    (told,) = [line for line in sentences({tmp_path / "average": result}) if "average" in line]
+    assert "there was no checkpoint to average, so its last weights are scored" in told
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):

@@ -27,6 +27,7 @@ SHAPE: dict[str, Any] = {  # "*" stands for any name
     "command": str,
     "status": str,
     "where": {},
+    "averaged": Maybe(int),  # checkpoints
     "parameters": int,
     "curve": [{"step": int, "train_loss": NUMBER}],
     "valid": [{"step": int, "loss": NUMBER}],

@@ -176,6 +176,8 @@ def _repair(running: Score, calibrated: Score, cost: float, metric: Metric) -> s
 def _ending(result: Result, name: str) -> list[str]:
     """What became of a run that did not end as planned."""
     if result["scores"]:
+        if result["run"].get("average") and result.get("averaged") == 0:
+            return [f"{name}: there was no checkpoint to average, so its last weights are scored."]
         return [] if result["status"] == "done" else [f"{name}: {result['status']}."]
     return [f"{name}: {result['status']}, no score."]
 

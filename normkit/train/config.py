@@ -146,7 +146,7 @@ class Run:
     keep: int = 5
     """Checkpoints kept."""
     average: int = 0
-    """Average the weights of this many checkpoints at the end; 0 takes the last weights."""
+    """Average the weights of this many checkpoints at the end, or of those there are; of none, the last."""
     average_of: Literal["last", "best"] = "last"
     """Which checkpoints are kept and averaged: the last, or the best of the validation split."""
     ema: float = 0.0

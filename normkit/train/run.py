@@ -93,8 +93,9 @@ def train(
     if not first():
         raise SystemExit(0)  # the first process scores and writes
 
-    if journal.status == "done" and run.average:
-        _average(task.model, journal.kept(run.average))
+    averaged = journal.kept(run.average) if journal.status == "done" and run.average else []
+    if averaged:  # a run may end before its first checkpoint: then the last weights stay
+        _average(task.model, averaged)
     task.settle()
     if journal.status == "done" and not journal.valid:
         journal.valid.append({"step": journal.step, **task.look()})
@@ -116,6 +117,7 @@ def train(
         "status": status,
         "where": where(run.device, run.devices * run.nodes),
         "data": task.facts(),
+        "averaged": len(averaged),
         "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
         "curve": journal.curve,
         "valid": journal.valid,
