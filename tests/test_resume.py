@@ -112,6 +112,15 @@ def test_asked_to_stop_and_resumed(whole, tmp_path):
     same(everything(tmp_path), everything(whole))
 
 
+def test_a_run_goes_on_elsewhere(whole, tmp_path):
+    train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 17)
+    moved = dataclasses.replace(RUN, name="moved", device="cpu", workers=1)
+    assert train(moved, tmp_path, resume=True)["run"] == dataclasses.asdict(moved)
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="holds a run with another batch_tokens, precision; resume with its own"):
+        train(dataclasses.replace(moved, batch_tokens=12, precision="bf16-mixed"), tmp_path, resume=True)
+
+
 def test_a_process_that_is_killed(whole, tmp_path):
     """SIGKILL while it trains; what resumes is another process."""
     code = (

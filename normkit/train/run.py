@@ -35,6 +35,9 @@ SCHEMA = 1
 LEFT = ("checkpoints/*.ckpt", "outputs/*.txt", "model.safetensors", "result.json", "progress.json", "rows.csv")
 """What a run makes; of another one in its folder none may stay, or its weights would pass for this one's."""
 
+FREE = ("name", "device", "threads", "workers")
+"""What may change when a run is resumed: where it is made, not what it is."""
+
 
 class Loaded(NamedTuple):
     """What a run folder holds: the settings, the trained model in evaluation mode, the vocabularies by name."""
@@ -185,7 +188,7 @@ def _check_same(folder: Path, run: Run) -> None:
     if not (folder / "run.json").exists():
         return
     before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
-    changed = [name for name in now if now[name] != before[name]]
+    changed = [name for name in now if name not in FREE and now[name] != before[name]]
     if changed:
         raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
 
@@ -253,8 +256,9 @@ def _advice(run: Run, folder: Path) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(
             f"the GPU's memory is too small for batches of {run.batch_tokens} tokens "
-            f"({str(error).splitlines()[0]}); halve batch_tokens and double accumulate for the same steps, or take "
-            f"precision=bf16-mixed; checkpoints in {folder} are kept, --resume goes on from there"
+            f"({str(error).splitlines()[0]}); what is in {folder} is kept: --resume goes on from its last checkpoint "
+            "on a larger GPU, or with --device cpu. A run of the same steps that needs less has half of batch_tokens "
+            "and double accumulate, or precision=bf16-mixed, and another folder (--out)"
         ) from None
 
 
