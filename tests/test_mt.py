@@ -187,6 +187,22 @@ def test_only_words_of_the_targets_can_be_said(corpus):
         torch.testing.assert_close(found, task.loss(without, smoothing))
 
 
+@torch.no_grad()
+def test_words_that_cannot_be_said_stay_so_in_half_precision():
+    model = Seq2Seq(dataclasses.replace(TINY, mask_logits=True), 60, 60)
+    model.allow(range(30))
+    tokens = torch.randint(4, 30, (2, 5))
+    full = model(tokens, tokens).log_softmax(-1)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            scores = model(tokens, tokens)
+        assert scores.dtype == dtype
+        log_p = scores.float().log_softmax(-1)
+        torch.testing.assert_close(log_p[..., :30], full[..., :30], rtol=0, atol=0.1)
+        assert float(log_p[..., 30:].exp().sum()) == 0
+        assert scores.isfinite().all()
+
+
 def test_long_pairs_are_left_out_of_training_and_refused_in_the_test(corpus, tmp_path):
     folder = write_corpus(tmp_path / "long")
     for side in ("source", "target"):

@@ -252,6 +252,9 @@ def test_a_run_that_cannot_start_leaves_what_another_one_left(wrong, tmp_path, m
         ({"betas": (2, 3)}, r"betas must be two numbers, each at least 0 and below 1; got \(2, 3\)"),
         ({"threads": -1}, "threads must be at least 1, or None; got -1"),
         ({"device": "gpu"}, "device must be auto, cpu or cuda; got 'gpu'"),
+        ({"valid_bleu": True}, "valid_bleu must be left out for task g2p; it is of mt; got True"),
+        ({"task": "lm", "beam": 5}, "beam must be left out for task lm; it is of g2p and mt; got 5"),
+        ({"model": dataclasses.replace(TINY, mask_logits=True)}, "model.mask_logits must be left out for task g2p"),
         ({"average": 2}, "average must be 0 without checkpoint_every; got 2"),
     ],
 )

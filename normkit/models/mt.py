@@ -9,7 +9,7 @@ from normkit.models.blocks import Cache, Embedding, Output, Stack, place_norms
 from normkit.models.config import Model
 from normkit.models.initialize import initialize
 
-LEAST = -1e9  # score of a word that cannot be said; finite, or label smoothing would be infinite
+LEAST = -1e9  # score of a word that cannot be said, in half precision the lowest; finite, or smoothing would not be
 
 
 class Seq2Seq(nn.Module):
@@ -68,7 +68,8 @@ class Seq2Seq(nn.Module):
             mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
             x = self.decoder(x, target != self.pad, mask=None if length == 1 else mask, **more)
         scores = self.output(x, self.target_embedding.table)
-        return scores.masked_fill(~self.allowed, LEAST) if self.config.mask_logits else scores
+        least = max(LEAST, torch.finfo(scores.dtype).min)
+        return scores.masked_fill(~self.allowed, least) if self.config.mask_logits else scores
 
     def allow(self, words: Iterable[int]) -> None:
         """Let these words alone be said, by a model with `mask_logits`; padding keeps the lowest score."""

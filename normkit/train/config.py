@@ -7,7 +7,9 @@ from typing import Any, Literal
 from normkit.models.config import Model
 from normkit.watch.quantities import choose
 
-PICTURES_ALONE = {"ema": ("images",), "body_lr": ("images",), "weights": ("images", "detection")}
+SEARCHED = ("g2p", "mt")
+ALONE = {"ema": ("images",), "body_lr": ("images",), "weights": ("images", "detection"), "valid_bleu": ("mt",),
+         "beam": SEARCHED, "length_penalty": SEARCHED, "length_offset": SEARCHED}  # fmt: skip
 """Settings that other tasks do not know, and so refuse."""
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SCHEDULES = ("cosine", "inverse_sqrt", "constant", "validation_decay", "steps")
@@ -191,10 +193,12 @@ class Run:
             _require(0 <= getattr(self, field) < 1, field, getattr(self, field), "at least 0 and below 1")
         _require(self.optimizer in ("adamw", "sgd"), "optimizer", self.optimizer, "adamw or sgd")
         _require(self.broken in ("skip", "refuse"), "broken", self.broken, "skip or refuse")
-        for field, tasks in PICTURES_ALONE.items():
+        for field, tasks in ALONE.items():
             given = getattr(self, field)
             ours = self.task in tasks or given == self.__dataclass_fields__[field].default
             _require(ours, field, given, f"left out for task {self.task}; it is of {' and '.join(tasks)}")
+        said = self.task == "mt" or not self.model.mask_logits
+        _require(said, "model.mask_logits", True, f"left out for task {self.task}; it is of mt")
         _require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
         averages = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _require(averages, "betas", self.betas, "two numbers, each at least 0 and below 1")
