@@ -170,6 +170,41 @@ def test_interrupted_work_goes_on_to_the_same_arrays(tmp_path, monkeypatch):
     assert whole.facts == resumed.facts
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("train.source.numbers", None), ("valid.target.sizes", None), ("vocab.json", b"{}"), ("vocab.json", b"\xff"),
+     ("train.json", b"{}"), ("test.json", b"[]")],
+)  # fmt: skip
+def test_a_damaged_cache_is_made_anew(name, content, tmp_path, cache):
+    located = locate(str(write_corpus(tmp_path / "mine")))
+    whole = prepare(located, subwords=60)
+    wanted = {split: [list(side) for side in getattr(whole, split)] for split in preparing.SPLITS}
+    (path,) = cache.glob(f"mine-*/{name}")
+    path.write_bytes(path.read_bytes()[:-6] if content is None else content)
+    again = prepare(located, subwords=60)
+    for split, sides in wanted.items():
+        assert [list(side) for side in getattr(again, split)] == sides
+    assert again.facts == whole.facts
+
+
+def test_a_damaged_note_of_a_file_is_made_anew(tmp_path, cache):
+    located = locate(str(write_corpus(tmp_path / "mine")))
+    facts = prepare(located, subwords=60).facts
+    for note in (cache / "digests").iterdir():
+        note.write_text("{}")
+    assert prepare(located, subwords=60).facts == facts
+
+
+def test_a_whole_cache_is_only_read(tmp_path, cache, monkeypatch):
+    located = locate(str(write_corpus(tmp_path / "mine")))
+    facts = prepare(located, subwords=60).facts
+    (folder,) = cache.glob("mine-*")
+    (folder / "lock").unlink()
+    before = {path: path.stat().st_mtime_ns for path in [cache, *cache.rglob("*")]}
+    assert prepare(located, subwords=60).facts == facts
+    assert {path: path.stat().st_mtime_ns for path in [cache, *cache.rglob("*")]} == before
+
+
 def test_running_text_has_every_word_and_line_end(tmp_path):
     folder = write_text(tmp_path / "mine")
     data = prepare(locate(str(folder)))
@@ -216,6 +251,35 @@ def test_files_of_a_corpus_must_be_those_of_the_table(tmp_path, monkeypatch):
              for name, known in files.items()}  # fmt: skip
     monkeypatch.setitem(CORPORA, "ptb", dataclasses.replace(CORPORA["ptb"], known=lines))
     with pytest.raises(ValueError, match=r"is not that file of ptb: its MD5 is .*not f26c4b92"):
+        prepare(locate(str(folder)))
+
+
+def write_sides(folder, counts, sides=("de", "en")):
+    folder.mkdir()
+    for split, count in counts.items():
+        for side, lines in zip(sides, zip(*sentences(count, count), strict=True), strict=True):
+            (folder / f"{split}.{side}").write_text("".join(f"{line}\n" for line in lines), encoding="utf8")
+    return folder
+
+
+def test_a_folder_is_a_corpus_only_where_its_lines_or_its_name_say_so(tmp_path, monkeypatch):
+    """IWSLT14 de-en and WMT14 en-de have files of the same names, and their sides the other way round."""
+    counts = {"iwslt14.de-en": {"train": 40, "valid": 9, "test": 8}, "wmt14.en-de": {"valid": 7, "test": 6}}
+    for name, lines in counts.items():
+        known = {f"{split}.{side}": Known(count) for split, count in lines.items() for side in ("de", "en")}
+        monkeypatch.setitem(CORPORA, name, dataclasses.replace(CORPORA[name], known=known))
+    wmt = locate(str(write_sides(tmp_path / "some", {"train": 50, "valid": 7, "test": 6})))
+    assert (wmt.name, [path.suffix for path in wmt.files["train"]]) == ("wmt14.en-de", [".en", ".de"])
+    iwslt = locate(str(write_sides(tmp_path / "other", {"train": 40, "valid": 9, "test": 8})))
+    assert (iwslt.name, [path.suffix for path in iwslt.files["train"]]) == ("iwslt14.de-en", [".de", ".en"])
+    folder = write_sides(tmp_path / "mine", {"train": 40, "valid": 9, "test": 7})
+    with pytest.raises(ValueError, match=r"lacks train\.source.*named as those of iwslt14\.de-en, but not its lines"):
+        locate(str(folder))
+    for path in write_corpus(tmp_path / "own").iterdir():
+        path.rename(folder / path.name)
+    assert locate(str(folder)).name == "mine"
+    folder = write_sides(tmp_path / "iwslt14_de_en", {"train": 39, "valid": 9, "test": 8})
+    with pytest.raises(ValueError, match=r"train\.de has 39 lines, iwslt14\.de-en has 40; it was cut short"):
         prepare(locate(str(folder)))
 
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from normkit.data.lines import find_file
+from normkit.data.lines import find_file, read_lines
 from normkit.names import unknown
 
 VARIABLE = "NORMKIT_DATA"
@@ -268,10 +268,10 @@ CORPORA: dict[str, Corpus] = {corpus.name: corpus for corpus in _ROWS}
 def locate(name: str) -> Located:
     """Find the files of a corpus, by its name or as a folder.
 
-    A folder is that of a corpus of the table where it has all of its files, else one of `train.source`, `train.target`,
-    `valid.source` ..., of `train.tsv` ... whose columns are source and target, or, of running text, of `train.txt`,
-    `valid.txt`, `test.txt`. ValueError where there is no such name, or where files are missing: it says which, where
-    they were looked for, and where one gets them.
+    A folder is that of a corpus of the table where it has all of its files and its name, or as many lines; else one of
+    `train.source`, `train.target`, `valid.source` ..., of `train.tsv` ... whose columns are source and target, or, of
+    running text, of `train.txt`, `valid.txt`, `test.txt`. ValueError where there is no such name, or where files are
+    missing: it says which, where they were looked for, and where one gets them.
     """
     if name in CORPORA:
         roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
@@ -289,10 +289,13 @@ def locate(name: str) -> Located:
 
 
 def _own(folder: Path) -> Located:
-    for corpus in CORPORA.values():
-        found = _in_folder(corpus, folder)
-        if isinstance(found, Located) and set(corpus.files["train"]) & set(corpus.known):
-            return found
+    """Text in a folder: a corpus of the table where its name or its numbers of lines say so, else one's own."""
+    tries = [_in_folder(corpus, folder) for corpus in CORPORA.values()]
+    alike = [found for found in tries if isinstance(found, Located)]
+    named = [one for one in alike if folder.resolve().name in (one.corpus.folder, one.corpus.name)]
+    known = named or [one for one in alike if _as_long(one, folder)]
+    if known:
+        return known[0]
     pairs = {split: _sides(f"{split}.{{}}", "source", "target") for split in SPLITS}
     tables = {split: (f"{split}.tsv", f"{split}.tsv") for split in SPLITS}
     texts = {split: (f"{split}.txt",) for split in SPLITS}
@@ -304,10 +307,19 @@ def _own(folder: Path) -> Located:
         if isinstance(found, Located):
             return found
     lacking = [file for split in SPLITS for file in pairs[split] if find_file(folder / file) is None]
+    other = f"; it has files named as those of {alike[0].corpus.name}, but not its lines" if alike else ""
     raise ValueError(
         f"{folder} lacks {', '.join(lacking)}; needs a source and a target of {', '.join(SPLITS)} (or as columns of "
-        "train.tsv ...; of running text, train.txt ...)"
+        f"train.tsv ...; of running text, train.txt ...){other}"
     )
+
+
+def _as_long(located: Located, folder: Path) -> bool:
+    """Whether files have the corpus' numbers of lines, those of which they are known; small files are read first."""
+    files = sorted({path for split in located.files.values() for path in split}, key=lambda path: path.stat().st_size)
+    names = {path: str(path.relative_to(folder).as_posix()).removesuffix(".xz").removesuffix(".gz") for path in files}
+    wanted = {path: located.corpus.known[name].lines for path, name in names.items() if name in located.corpus.known}
+    return all(sum(1 for _ in read_lines(path)) == lines for path, lines in wanted.items())
 
 
 def _in_folder(corpus: Corpus, folder: Path) -> Located | list[str]:

@@ -2,7 +2,8 @@
 
 They lie in a cache (`NORMKIT_CACHE`, else `~/.cache/normkit`) under a name made of what the files contain and of the
 settings. The text is read as a stream, in pieces, and each finished piece is noted: work that was interrupted, by a
-full disk too, goes on where it was. Processes that want the same arrays wait for the first of them.
+full disk too, goes on where it was. What is damaged is made anew. Processes that want the same arrays wait for the
+first of them; where nothing is left to do the cache is read alone.
 """
 
 import contextlib
@@ -76,10 +77,13 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, tell: T
         digests = [_check(corpus, split, path, cache, tell) for split in SPLITS for path in located.files[split]]
         key = json.dumps([FORMAT, corpus.kind, corpus.columns, corpus.tokenized, size, share, digests])
         folder = cache / f"{corpus.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder, tell):
-            vocabularies = _vocabularies(located, size, share, folder, tell)
-            facts = {split: _encode(located, split, vocabularies, folder, tell) for split in SPLITS}
+        vocabularies = _kept(corpus, share, folder)
+        facts = {split: _noted(folder, split, vocabularies) for split in SPLITS} if vocabularies else {}
+        if not facts or not all(done["whole"] for done in facts.values()):  # else a cache may be there to read alone
+            folder.mkdir(parents=True, exist_ok=True)
+            with _alone(folder, tell):
+                vocabularies = _vocabularies(located, size, share, folder, tell)
+                facts = {split: _encode(located, split, vocabularies, folder, tell) for split in SPLITS}
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise OSError(
@@ -122,7 +126,7 @@ def _check(corpus: Corpus, split: str, path: Path, cache: Path, tell: Tell) -> s
     mark = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:24]
     note = cache / "digests" / f"{mark}.json"
     seen = _read(note)
-    if seen is None:
+    if not isinstance(seen, dict) or not {"md5", "lines"} <= seen.keys():
         md5, lines = hashlib.md5(usedforsecurity=False), 0
         for _ in _followed(read_lines(path), f"checking {path.name}", tell):  # says what is wrong, and where
             lines += 1
@@ -148,21 +152,35 @@ def _check(corpus: Corpus, split: str, path: Path, cache: Path, tell: Tell) -> s
     return seen["md5"]
 
 
+def _kept(corpus: Corpus, share: bool, folder: Path) -> dict[str, Vocab] | None:
+    """The vocabularies that were learned before; None where they were not, or their file is damaged."""
+    plain = _read(folder / "vocab.json")
+    try:
+        made = {side: vocabulary(plain[side]) for side in _sides(corpus)}
+    except (KeyError, TypeError, ValueError):
+        return None
+    return dict.fromkeys(made, next(iter(made.values()))) if share else made
+
+
+def _sides(corpus: Corpus) -> tuple[str, ...]:
+    return ("words",) if corpus.kind == "text" else ("source", "target")
+
+
 def _vocabularies(located: Located, size: int, share: bool, folder: Path, tell: Tell) -> dict[str, Vocab]:
-    path, corpus = folder / "vocab.json", located.corpus
-    sides = ("words",) if corpus.kind == "text" else ("source", "target")
-    plain = _read(path)
-    if plain is None:
-        groups = [tuple(range(len(sides)))] if share else [(side,) for side in range(len(sides))]
-        plain = {}
-        for group in groups:
-            pairs = _followed(_lines(located, "train"), "learning subwords" if size else "counting words", tell)
-            lines = (pair[side] for pair in pairs for side in group)
-            made = Subwords.learn(lines, size, punctuation=not corpus.tokenized) if size else _words(lines)
-            plain |= {sides[side]: made.plain() for side in group}
-        _write(path, plain)
-    made = {side: vocabulary(plain[side]) for side in sides}
-    return dict.fromkeys(sides, made[sides[0]]) if share else made
+    corpus, sides = located.corpus, _sides(located.corpus)
+    if kept := _kept(corpus, share, folder):
+        return kept
+    for split in SPLITS:
+        (folder / f"{split}.json").unlink(missing_ok=True)  # what was encoded was so by other numbers
+    plain, made = {}, {}
+    for group in [sides] if share else [(side,) for side in sides]:
+        pairs = _followed(_lines(located, "train"), "learning subwords" if size else "counting words", tell)
+        lines = (pair[sides.index(side)] for pair in pairs for side in group)
+        learned = Subwords.learn(lines, size, punctuation=not corpus.tokenized) if size else _words(lines)
+        plain |= {side: learned.plain() for side in group}
+        made |= dict.fromkeys(group, learned)
+    _write(folder / "vocab.json", plain)
+    return made
 
 
 def _words(lines: Iterator[str]) -> Vocab:
@@ -175,15 +193,12 @@ def _words(lines: Iterator[str]) -> Vocab:
 def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder: Path, tell: Tell) -> dict[str, Any]:
     """Write the arrays of a split, from where they are, and say what is in them."""
     note, sides = folder / f"{split}.json", list(vocabularies)
-    done = _read(note) or {"lines": 0, "whole": False, **{side: {"symbols": 0, "unknown": 0} for side in sides}}
+    done = _noted(folder, split, vocabularies)
     if done["whole"]:
         return done
-    files = {side: (_path(folder, split, side), _path(folder, split, side, "sizes")) for side in sides}
-    for side in sides:
-        sizes = _kind(side, vocabularies).itemsize * done[side]["symbols"], 4 * done["lines"]
-        for path, size in zip(files[side], sizes, strict=True):
-            path.touch()
-            os.truncate(path, size)  # what was written after the last note
+    for path, size in _bytes(folder, split, vocabularies, done).items():
+        path.touch()
+        os.truncate(path, size)  # what was written after the last note
     lines = itertools.islice(_lines(located, split), done["lines"], None)
     while piece := list(itertools.islice(lines, PIECE)):
         tell(f"encoding {split}, line {done['lines']:,}")
@@ -194,8 +209,8 @@ def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder
             )
             begin = [BOS] if side == "words" and not done["lines"] else []  # running text is one sequence
             flat = np.array([*begin, *(number for row in rows for number in (*row, EOS))], _kind(side, vocabularies))
-            _append(files[side][0], flat)
-            _append(files[side][1], np.array([len(row) + 1 for row in rows], np.int32))
+            _append(_path(folder, split, side), flat)
+            _append(_path(folder, split, side, "sizes"), np.array([len(row) + 1 for row in rows], np.int32))
             done[side]["symbols"] += len(flat)
             done[side]["unknown"] += int((flat == UNK).sum())
         done["lines"] += len(piece)
@@ -213,6 +228,26 @@ def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder
     done["whole"] = True
     _write(note, done)
     return done
+
+
+def _noted(folder: Path, split: str, vocabularies: dict[str, Vocab]) -> dict[str, Any]:
+    """What is noted of the arrays of a split; that nothing is done, where they are not as long as noted."""
+    nothing = {"lines": 0, "whole": False, **{side: {"symbols": 0, "unknown": 0} for side in vocabularies}}
+    try:
+        done = {**nothing, **_read(folder / f"{split}.json")}
+        more = [path.stat().st_size - size for path, size in _bytes(folder, split, vocabularies, done).items()]
+    except (OSError, TypeError, KeyError):
+        return nothing
+    return done if not any(more) or (min(more) >= 0 and not done["whole"]) else nothing
+
+
+def _bytes(folder: Path, split: str, vocabularies: dict[str, Vocab], done: dict[str, Any]) -> dict[Path, int]:
+    """How long the arrays of a split are by a note."""
+    sizes = {}
+    for side in vocabularies:
+        sizes[_path(folder, split, side)] = _kind(side, vocabularies).itemsize * done[side]["symbols"]
+        sizes[_path(folder, split, side, "sizes")] = 4 * done["lines"]
+    return sizes
 
 
 def _open(folder: Path, split: str, side: str, vocabularies: dict[str, Vocab]) -> Ragged:
@@ -246,7 +281,7 @@ def _read(path: Path) -> Any:
     """What a note says; None where there is none, or only a part of one."""
     try:
         return json.loads(path.read_text(encoding="utf8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return None
 
 
