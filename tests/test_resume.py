@@ -186,6 +186,14 @@ def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
         train(RUN, tmp_path, resume=True)
 
 
+def test_a_damaged_vocabulary_is_named(tmp_path):
+    train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 7)
+    (tmp_path / "vocab.json").write_text('{"classes": ["0", ')
+    with pytest.raises(ValueError, match=r"vocab\.json cannot be read: Expecting value"):
+        train(RUN, tmp_path, resume=True)
+    assert checkpoints(tmp_path), "nothing is lost"
+
+
 def test_something_else_is_no_checkpoint(tmp_path):
     path = tmp_path / "x.ckpt"
     torch.save({"weights": torch.ones(2)}, path)

@@ -1,6 +1,7 @@
 """Commands that use a trained model: `pronounce` and `translate`."""
 
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,19 @@ def translate(arguments: list[str]) -> int:
     folder = parse_arguments(parse, arguments, "translate")
     from normkit.studies.use import translate_lines
 
-    try:
-        for line in translate_lines(folder, sys.stdin, complain):
-            write(line)
-            sys.stdout.flush()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not UTF-8: {error.reason}; convert it, as with `iconv -t utf8`") from None
+    for line in translate_lines(folder, _lines(sys.stdin.buffer), complain):
+        write(line)
+        sys.stdout.flush()
     return 0
+
+
+def _lines(binary: Iterable[bytes]) -> Iterator[str]:
+    """Lines of UTF-8, whatever the terminal's encoding is; ValueError, with its number, for one that is not."""
+    for number, line in enumerate(binary, 1):
+        try:
+            yield line.decode("utf8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"line {number} of standard input is not UTF-8: {error.reason} at byte {error.start}; convert it, as "
+                "with `iconv -f latin1 -t utf8`"
+            ) from None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from normkit.data.subwords import vocabulary
+from normkit.data.vocab import Vocab
 from normkit.files import write_whole
 from normkit.names import pick
 from normkit.report import results
@@ -148,12 +149,7 @@ class _Interrupted(Exception):
 def load(folder: str | Path) -> Loaded:
     """What a run folder holds; ValueError, naming what is missing or wrong, where it is not one."""
     folder = Path(folder)
-    run = read_run(folder)
-    try:
-        texts = json.loads((folder / "vocab.json").read_text(encoding="utf8"))
-        vocabularies = {name: vocabulary(plain) for name, plain in texts.items()}
-    except (OSError, AttributeError, ValueError) as error:
-        raise ValueError(f"{folder / 'vocab.json'} cannot be read: {error}") from None
+    run, vocabularies = read_run(folder), _read_vocabularies(folder)
     model = pick(BUILDERS, run.task, "task").model(run.model, vocabularies)
     load_weights(model, folder / "model.safetensors")
     return Loaded(run, model.eval(), vocabularies)
@@ -267,11 +263,19 @@ def _save_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
     write_whole(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
 
 
+def _read_vocabularies(folder: Path) -> dict[str, Vocab]:
+    try:
+        texts = json.loads((folder / "vocab.json").read_text(encoding="utf8"))
+        return {name: vocabulary(plain) for name, plain in texts.items()}
+    except (OSError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder / 'vocab.json'} cannot be read: {error}") from None
+
+
 def _same_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
     """ValueError where the data has other words than the run had that is resumed."""
-    before = json.loads((folder / "vocab.json").read_text(encoding="utf8"))
+    before = _read_vocabularies(folder)
     for name, vocab in vocabularies.items():
-        old, new = vocabulary(before.get(name, [])).symbols, vocab.symbols
+        old, new = before[name].symbols if name in before else [], vocab.symbols
         if old != new:
             raise ValueError(
                 f"the run in {folder} has {len(old):,} {name} words, the data now {len(new):,} or others; resume with "
