@@ -65,3 +65,34 @@ def test_a_gain_that_is_not_stored_needs_the_numbers():
         "batch.running_mean", "batch.running_var", "batch.num_batches_tracked"
     ]  # fmt: skip
     assert torch.equal(converted["plain"].weight, real["plain"].weight)
+
+
+def written_out(eps):
+    """A class whose forward holds the number itself, which copies and moves cannot change."""
+
+    class LayerNorm(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.rand(dim) + 0.5), nn.Parameter(torch.randn(dim))
+
+        def forward(self, x):
+            return nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, eps)
+
+    return LayerNorm(6)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-8, 1e-12])
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_an_eps_that_no_attribute_keeps_is_found_by_running(eps, size):
+    """nanoGPT's LayerNorm."""
+    model, x = nn.Sequential(written_out(eps)), torch.randn(5, 6).double() * size
+    assert find(model)["0"].eps == eps
+    converted = convert(model, "layer")
+    torch.testing.assert_close(converted.double()(x), model.double()(x), rtol=1e-6, atol=1e-6)
+    with torch.device("meta"):
+        assert find(nn.Sequential(written_out(eps)))["0"].eps == eps
+
+
+def test_an_eps_that_is_none_of_the_usual_is_not_guessed():
+    with pytest.raises(ValueError, match=r"its output differs with any eps of 1e-05, .*, and it keeps none"):
+        convert(nn.Sequential(written_out(3e-3)), "un")

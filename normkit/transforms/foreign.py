@@ -2,14 +2,17 @@
 
 import copy
 import fnmatch
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm, make, options, parse
+
+WRITTEN_OUT = (1e-5, 1e-6, 1e-12, 1e-8)  # values of eps that are found in a forward's text
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +118,8 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
     for reader in readers:
         try:
             with torch.device("cpu"):
-                _check(probe, reader(probe))
-            return reader(module)
+                eps = _check(probe, reader(probe))
+            return replace(reader(module), eps=eps)
         except CannotRead as error:
             reasons.append(str(error))
         except Exception as error:
@@ -138,8 +141,18 @@ def _runnable(module: nn.Module) -> nn.Module:
     return probe
 
 
+def _check(module: nn.Module, found: Found) -> float:
+    """The eps with which our reading computes what the module does; the usual ones are tried where it keeps none."""
+    tried = WRITTEN_OUT if math.isnan(found.eps) else (found.eps,)
+    for eps in tried:
+        if _agrees(module, replace(found, eps=eps)):
+            return eps
+    without = f" with any eps of {', '.join(map(str, tried))}, and it keeps none" if len(tried) > 1 else ""
+    raise CannotRead(f"read as {found.kind}, its output differs{without}")
+
+
 @torch.no_grad()
-def _check(module: nn.Module, found: Found) -> None:
+def _agrees(module: nn.Module, found: Found) -> bool:
     """Run the module beside our reading of it, on rows of ordinary and of tiny size (these tell eps apart)."""
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -151,10 +164,11 @@ def _check(module: nn.Module, found: Found) -> None:
     if type(module).__name__ == "BatchNorm1d":
         shape = (2, 3, found.dim)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
-    for size in (1.0, 1e-2):
+    for size in (1.0, 1e-2, 1e-4):
         y = theirs.forward((x * size).movedim(-1, found.channel_dim)).movedim(found.channel_dim, -1)
         if not torch.allclose(y.double(), mine(x * size), rtol=1e-4, atol=1e-5 * float(y.abs().max())):
-            raise CannotRead(f"read as {found.kind}, its output differs")
+            return False
+    return True
 
 
 # -- one function a formula; each says where the numbers are kept ----------------------------------------------------
@@ -166,7 +180,7 @@ def _eps(module: Any) -> float:
             eps = getattr(module, name)
             weight = getattr(module, "weight", None)
             return torch.finfo(torch.float32 if weight is None else weight.dtype).eps if eps is None else float(eps)
-    raise CannotRead("it keeps no eps")
+    return math.nan  # written out in its forward
 
 
 def _dim(module: Any) -> int:
