@@ -263,6 +263,16 @@ def test_settings_that_cannot_be_are_refused(changes, message):
         dataclasses.replace(SMALL, **changes)
 
 
+@pytest.mark.parametrize("how", [{"strategy": "fsdp2", "record_every": 0}, {"norm": "batch(sync=True)"}])
+def test_layers_are_not_dropped_where_processes_wait_for_each_other(how):
+    norm, how = how.get("norm", "batch"), {name: value for name, value in how.items() if name != "norm"}
+    model = dataclasses.replace(TINY, norm_at={"*.final": norm}, layer_drop=0.2)
+    dataclasses.replace(SMALL, model=model, **how)
+    dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm=norm), devices=2, **how)
+    with pytest.raises(ValueError, match=r"model\.layer_drop must be 0 for fsdp2 and sync=True: .*; got 0\.2"):
+        dataclasses.replace(SMALL, model=model, devices=2, **how)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -5,6 +5,7 @@ import json
 from typing import Any, Literal
 
 from normkit.models.config import Model
+from normkit.norms import parse
 from normkit.watch.quantities import choose
 
 SEARCHED = ("g2p", "mt")
@@ -179,8 +180,8 @@ class Run:
         object.__setattr__(self, "milestones", tuple(self.milestones))
         choose(self.quantities)
         least = {"steps": 1, "batch_tokens": 1, "accumulate": 1, "warmup": 0, "valid_every": 0, "checkpoint_every": 0,
-                 "keep": 1, "average": 0, "record_every": 0, "test_items": 0, "subwords": 0, "context": 1,
-                 "patience": 0, "beam": 1, "devices": 1, "nodes": 1, "workers": 0}  # fmt: skip
+                 "keep": 1, "average": 0, "record_every": 0, "test_items": 0, "subwords": 0,
+                 "context": 1, "patience": 0, "beam": 1, "devices": 1, "nodes": 1, "workers": 0}  # fmt: skip
         for field, minimum in least.items():
             _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")
         _require(self.lr > 0, "lr", self.lr, "above 0")
@@ -211,7 +212,13 @@ class Run:
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
         _require(self.strategy in ("ddp", "fsdp2"), "strategy", self.strategy, "ddp or fsdp2")
-        whole = self.strategy != "fsdp2" or self.devices * self.nodes == 1
+        several = self.devices * self.nodes > 1
+        if several and self.model.layer_drop and self.task not in ("images", "detection"):  # these drop by picture
+            specs = (self.model.norm, *self.model.norm_at.values())
+            alone = self.strategy == "ddp" and not any(parse(spec)[1].get("sync") for spec in specs)
+            allowed = "0 for fsdp2 and sync=True: processes that drop different layers would wait for each other"
+            _require(alone, "model.layer_drop", self.model.layer_drop, allowed)
+        whole = self.strategy != "fsdp2" or not several
         _require(whole or not self.record_every, "record_every", self.record_every, "0 for strategy=fsdp2")
         _require(self.average_of in ("last", "best"), "average_of", self.average_of, "last or best")
         if self.patience or self.average_of == "best":
