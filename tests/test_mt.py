@@ -106,7 +106,8 @@ def test_runs_are_compared_over_seeds_and_on_the_same_sentences(corpus, tmp_path
             for kind, lines in (("reference", references), ("beam", found)):
                 (folder / "outputs" / f"{kind}.txt").write_text("\n".join(lines) + "\n", encoding="utf8")
             scores = {"beam": {"bleu": score + shift}, "running": {"loss": 1.0}}
-            run = {**made["run"], "seed": seed, "model": {**made["run"]["model"], "norm": name}}
+            older = {field: value for field, value in made["run"].items() if seed or field != "valid_items"}
+            run = {**older, "seed": seed, "model": {**made["run"]["model"], "norm": name}}
             results.write(folder, {**made, "run": run, "scores": scores})
     one, two = tmp_path / "a", tmp_path / "b"
     assert main(["compare", str(one), str(two), str(two / "seed-0")]) == 0
@@ -307,6 +308,21 @@ def test_validation_is_in_batches_no_larger_than_training_s_and_is_the_loss_of_e
     assert task.mean_loss(batches) == pytest.approx(task.mean_loss(one_by_one), rel=1e-5)
 
 
+def test_validation_is_of_as_many_items_as_the_run_says_and_bleu_of_all(corpus, monkeypatch):
+    data = prepare(locate(str(corpus)), subwords=60, share=True)
+    torch.manual_seed(0)
+    for said, items in ((500, 20), (0, 20), (7, 7)):
+        task = MachineTranslation(changed(corpus, valid_items=said, valid_bleu=True), Seq2Seq(TINY, 60, 60), data)
+        assert sum(len(batch.tensors[0]) for batch in task.validation()) == items
+        seen = []
+        monkeypatch.setattr("normkit.train.mt.bleu", lambda found, *_, **__: seen.extend(found) or {"bleu": 1.0})
+        assert task.look()["bleu"] == 1
+        assert len(seen) == 20
+    papers = [name for name, recipe in RECIPES.items() if recipe().task == "mt" and recipe().patience]
+    assert len(papers) == 5
+    assert all(RECIPES[name]().valid_items == 0 for name in papers), "stopping early rests on it"
+
+
 def test_perplexity_is_of_every_word_once(corpus, tmp_path):
     folder = write_text(tmp_path / "text")
     run = Run(name="text", task="lm", data=str(folder), model=dataclasses.replace(TINY, share=False), steps=10,
@@ -344,6 +360,13 @@ def test_data_must_fit_the_task(tmp_path, corpus):
         train(changed("ptb", task="g2p"), tmp_path)
     with pytest.raises(ValueError, match="is text, where task mt needs parallel"):
         train(changed(write_text(tmp_path / "text")), tmp_path / "run")
+
+
+def test_a_missing_package_for_scores_is_named_before_training(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics.bleu", None)
+    with pytest.raises(ModuleNotFoundError, match="sacrebleu"):
+        train(changed(corpus), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def full(*_):

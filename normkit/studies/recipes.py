@@ -136,6 +136,7 @@ def mt_iwslt14() -> Run:
         length_penalty=1.0,
         length_offset=0.0,
         record_every=500,
+        valid_items=0,
         test_items=0,
     )
 
@@ -209,6 +210,7 @@ def mt_ted_gl() -> Run:
         average=1,
         average_of="best",
         record_every=500,
+        valid_items=0,
         test_items=0,
     )
 
@@ -279,6 +281,7 @@ def mt_wmt14_de() -> Run:
         precision="bf16-mixed",
         record_every=1000,
         length_offset=0.0,
+        valid_items=0,
         test_items=0,
     )
 

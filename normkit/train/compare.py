@@ -1,5 +1,6 @@
 """Whether a difference is more than chance: two systems on the same sentences, one system over several seeds."""
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from normkit.data.corpora import CORPORA, Corpus, locate
 from normkit.report import results
 from normkit.report.settings import flat
 from normkit.train.bleu import counted, metric
+from normkit.train.config import Run
 
 SCORES = (("beam", "bleu"), ("beam", "per"), ("running", "perplexity"), ("running", "accuracy"), ("running", "box_ap"))
 """Kind and name of what runs are compared by: the first that they have."""
@@ -119,7 +121,8 @@ def _seeds(folder: Path) -> dict[int, tuple[Path, dict[str, Any]]]:
     """The runs of a folder by their seeds; ValueError where they differ in more."""
     there = results.find([folder])
     found = {result["run"]["seed"]: (path, result) for path, result in there.items()}
-    settings = [flat({**result["run"], "seed": 0, "name": ""}) for _, result in found.values()]
+    defaults = flat(json.loads(Run(name="", task="", data="", steps=1).to_json()))  # of what older runs lack
+    settings = [{**defaults, **flat({**result["run"], "seed": 0, "name": ""})} for _, result in found.values()]
     if settings.count(settings[0]) < len(settings) or len(found) < len(there):
         raise ValueError(f"{folder} has runs of several settings; name the folder of one, or of its seeds")
     return found

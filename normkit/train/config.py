@@ -170,6 +170,9 @@ class Run:
     """Exponent of beam search's length penalty, ((offset + length) / (offset + 1)) ** length_penalty."""
     length_offset: float = 5.0
     """That offset: 5 as Wu et al. 2016, 0 as fairseq."""
+    valid_items: int = 500
+    """Items that the loss of the validation split is of where sequences are translated, evenly spread over it; 0 takes
+    all. BLEU of such a look is of all."""
     test_items: int = 2000
     """Test items that sequences are searched for, evenly spread over the test split; 0 takes all."""
     threads: int | None = None
@@ -180,7 +183,7 @@ class Run:
         object.__setattr__(self, "milestones", tuple(self.milestones))
         choose(self.quantities)
         least = {"steps": 1, "batch_tokens": 1, "accumulate": 1, "warmup": 0, "valid_every": 0, "checkpoint_every": 0,
-                 "keep": 1, "average": 0, "record_every": 0, "test_items": 0, "subwords": 0,
+                 "keep": 1, "average": 0, "record_every": 0, "test_items": 0, "valid_items": 0, "subwords": 0,
                  "context": 1, "patience": 0, "beam": 1, "devices": 1, "nodes": 1, "workers": 0}  # fmt: skip
         for field, minimum in least.items():
             _require(getattr(self, field) >= minimum, field, getattr(self, field), f"at least {minimum}")

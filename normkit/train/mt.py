@@ -3,12 +3,11 @@
 import numpy as np
 
 from normkit.data.subwords import spell
-from normkit.train.bleu import bleu
+from normkit.train.bleu import bleu, metric
 from normkit.train.decode import greedy
 from normkit.train.table import Table
 from normkit.train.translation import Translation
 
-VALID_LINES = 1000  # of the validation split, for BLEU
 PART = 2**24  # subwords looked at together
 
 
@@ -17,6 +16,7 @@ class MachineTranslation(Translation):
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
+        metric(data.corpus)  # where its package is missing, that is known before training
         references = [lines[1] for lines in data.lines("test")]
         self.outputs["reference"] = [references[item] for item in self._asked]
         if model.config.mask_logits:
@@ -51,13 +51,12 @@ class MachineTranslation(Translation):
         return bleu(lines, self.outputs["reference"], self.data.corpus)
 
     def look(self) -> dict[str, float]:
-        """Loss of the validation split, and BLEU of greedy search where the run asks for it."""
+        """Loss of the validation split, and BLEU of greedy search in all of it where the run asks for that."""
         if not self.settings.valid_bleu:
             return super().look()
         self.model.eval()
-        count = min(len(self._valid), VALID_LINES)
-        found = self.search_all(greedy, self._valid.take(range(count)))
-        references = [lines[1] for lines, _ in zip(self.data.lines("valid"), range(count), strict=False)]
-        scores = bleu([spell(found[item]) for item in range(count)], references, self.data.corpus, samples=0)
+        found = self.search_all(greedy, self._valid)
+        references = [lines[1] for lines in self.data.lines("valid")]
+        scores = bleu([spell(found[item]) for item in range(len(found))], references, self.data.corpus, samples=0)
         self.model.train()
         return {**super().look(), "bleu": scores["bleu"]}

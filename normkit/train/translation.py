@@ -16,7 +16,6 @@ from normkit.train.table import Table, spread
 from normkit.train.task import Batch, Task
 from normkit.transforms import calibrate
 
-VALID_WORDS = 500
 CALIBRATION = 200  # training batches that calibration looks at
 TOGETHER = 250  # items decoded at once, where the batch does not matter
 
@@ -66,8 +65,9 @@ class Translation(Task):
         return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
 
     def validation(self) -> list[Batch]:
-        """Items spread evenly over the validation split."""
-        return self._valid.take(spread(len(self._valid), VALID_WORDS)).batches(self.settings.batch_tokens)
+        """Items spread evenly over the validation split, as many as the run says."""
+        count = self.settings.valid_items or len(self._valid)
+        return self._valid.take(spread(len(self._valid), count)).batches(self.settings.batch_tokens)
 
     def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
         """Greedy search with running statistics, those of each test batch, calibrated ones; then beam search.
