@@ -403,6 +403,10 @@ def test_a_pattern_without_a_norm_and_a_wrong_spec_are_refused():
         convert(Pair(), "bach")
     with pytest.raises(TypeError, match="a spec such as 'un', or rules"):
         convert(Pair(), ["un"])
+    with pytest.raises(TypeError, match=r"rules go from a pattern of names, .* to a spec; got 1"):
+        convert(Pair(), {1: "un"})
+    with pytest.raises(TypeError, match="where is a function of a norm's name and the norm; got 'encoder'"):
+        convert(Pair(), "un", where="encoder")
 
 
 def test_modules_that_only_sound_like_norms_are_not_believed():

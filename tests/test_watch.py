@@ -349,6 +349,24 @@ def test_bad_requests_say_what_is_allowed():
             pass
 
 
+def test_requests_of_another_kind_are_refused_before_anything_runs(tmp_path):
+    for model, options, error, words in (
+        ("m", {}, TypeError, r"record\(\) takes an nn\.Module; got str"),
+        (nn.LayerNorm(3), {"every": "5"}, TypeError, "every must be a whole number; got '5'"),
+        (nn.LayerNorm(3), {"every": True}, TypeError, "every must be a whole number; got True"),
+        (nn.LayerNorm(3), {"channel": 0.5}, TypeError, "channel must be a whole number; got 0.5"),
+        (nn.LayerNorm(3), {"to": tmp_path / "no" / "x.csv"}, ValueError, "there is no folder .*no for x.csv; make it"),
+        (nn.Linear(4, 4), {}, ValueError, "found no norm: classes seen: Linear"),
+    ):
+        with pytest.raises(error, match=words), normkit.record(model, **options):
+            pass
+        if isinstance(model, nn.Module):
+            assert not model._forward_hooks
+            assert not model._forward_pre_hooks
+    with normkit.record(nn.Linear(4, 4), every=1, quantities=["gradient_norm"]):
+        pass
+
+
 class DTensor(nn.Parameter):
     """Called as what FSDP2 makes of parameters."""
 

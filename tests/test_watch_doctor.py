@@ -315,6 +315,12 @@ def test_no_rows():
         diagnose([])
 
 
+@pytest.mark.parametrize("given", [nn.Sequential(nn.LayerNorm(3)), nn.LayerNorm(3), "rows.csv", [1, 2]])
+def test_what_is_no_rows_is_refused(given):
+    with pytest.raises(TypeError, match=r"what is judged is rows, as normkit\.record gives them; got"):
+        diagnose(given)
+
+
 def test_a_finding_is_a_value():
     found = diagnose([Row(1, "a", "batch", "tokens", 4.0)])[0]
     assert dataclasses.replace(found) == found

@@ -117,8 +117,12 @@ def chosen_sites(
     if not isinstance(to, str | Mapping):
         raise TypeError(f"{verb}() takes a spec such as 'un', or rules pattern -> spec; got {type(to).__name__}")
     rules = {"*": to} if isinstance(to, str) else dict(to)
-    for spec in rules.values():
+    for pattern, spec in rules.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"rules go from a pattern of names, such as 'encoder.*', to a spec; got {pattern!r}")
         parse(spec)
+    if where is not None and not callable(where):
+        raise TypeError(f"where is a function of a norm's name and the norm; got {where!r}. By name: {{pattern: spec}}")
     places = {name: module for name, module in outermost(model, shared=True).items() if _readable(module)}
     if isinstance(to, Mapping):
         _refuse_idle_patterns(rules, list(places))

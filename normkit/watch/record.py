@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import normkit.watch.compiled as compiled
 from normkit.norms import Norm
 from normkit.norms._base import inside_backward
+from normkit.norms._require import is_int
 from normkit.watch.looks import Look, Memory, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
 from normkit.watch.rows import Row, Rows
@@ -75,6 +76,11 @@ class Recorder:
         channel: int = 0,
         alpha: float = 0.9,
     ):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"record() takes an nn.Module; got {type(model).__name__}")
+        for option, number in (("every", every), ("start", start), ("channel", channel)):
+            if not is_int(number):
+                raise TypeError(f"{option} must be a whole number; got {number!r}")
         if every < 1:
             raise ValueError(f"every must be at least 1; got {every}")
         if not 0 <= alpha < 1:
@@ -87,6 +93,12 @@ class Recorder:
         self.needs = frozenset().union(*(quantity.needs for quantity in self.chosen.values()))
         self.due = self.active = False
         self.writes, found = _part(model)
+        if self.needs - {"gradient"} and not sites(model):
+            kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            raise ValueError(
+                f"record() found no norm: classes seen: {kinds}. What is of the whole model can be asked for by name, "
+                'quantities=["gradient_norm"]'
+            )
         self.rows = Rows(keep, to if self.writes else None)
         self.rows.refresh = self.settle
         self.sites = {site.name: site for site in found}

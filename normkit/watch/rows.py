@@ -95,6 +95,8 @@ class Appender:
     def __init__(self, path: Path):
         if path.suffix != ".csv":
             raise ValueError(f"a file that grows is a .csv; got {path.name}. Rows.save writes .parquet at the end")
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path.name}; make it first")
         self.path = path
 
     def __call__(self, rows: list[Row]) -> None:

@@ -36,8 +36,12 @@ Table = dict[str, dict[str, Series]]  # quantity -> site -> values
 
 def tabulate(rows: Iterable[Row] | Table) -> Table:
     """Rows by quantity and site, in the order of the steps; a table as it is. ValueError where there are none."""
+    if not isinstance(rows, Iterable):
+        raise TypeError(f"what is judged is rows, as normkit.record gives them; got {type(rows).__name__}")
     table: Table = rows if isinstance(rows, dict) else {}  # type: ignore[assignment]
     for row in () if isinstance(rows, dict) else rows:
+        if not isinstance(row, Row):
+            raise TypeError(f"what is judged is rows, as normkit.record gives them; got a {type(row).__name__}")
         sites = table.setdefault(row.quantity, {})
         series = sites.get(row.site) or sites.setdefault(row.site, Series(row.norm, [], []))
         series.steps.append(row.step)
