@@ -234,6 +234,11 @@ def seeded(cell: Cell, out: Path, seed: int) -> tuple[Path, Run]:
     )
 
 
+def seeds(folder: Path) -> dict[int, Path]:
+    """The folders of a cell's seeds; a copy that somebody keeps beside them (seed-0-old) is none."""
+    return {int(path.name[5:]): path for path in folder.glob("seed-*") if re.fullmatch(r"seed-(0|[1-9]\d*)", path.name)}
+
+
 def differences(found: Settings, wanted: Run) -> list[str]:
     """Settings of a result's run that are not those of `wanted`, a line each; where it was run does not count."""
     have, want = flat(dict(found)), flat(dataclasses.asdict(wanted))

@@ -14,7 +14,7 @@ from normkit.files import write_whole
 from normkit.report import results
 from normkit.report.settings import printable
 from normkit.studies.metrics import METRICS
-from normkit.studies.study import Cell, Column, Study, differences, expand, seeded
+from normkit.studies.study import Cell, Column, Study, differences, expand, seeded, seeds
 
 SCHEMA = 1
 FAILURE = "failed.txt"  # what a run folder has in place of a result, where training raised an error
@@ -63,8 +63,7 @@ def _column(study: Study, place: int) -> dict[str, Any]:
 def _runs(cell: Cell, column: Column, out: Path) -> list[dict[str, Any]]:
     """What each seed's folder says."""
     found = []
-    for folder in sorted((out / cell.folder).glob("seed-*"), key=lambda path: int(path.name.split("-")[1])):
-        seed = int(folder.name.split("-")[1])
+    for seed, folder in sorted(seeds(out / cell.folder).items()):
         record: dict[str, Any] = {"seed": seed, "folder": folder.relative_to(out).as_posix(), "value": None}
         if (folder / results.FILE).is_file():
             result = results.read(folder)
