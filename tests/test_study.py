@@ -180,6 +180,11 @@ def test_the_papers_settings_at_paper_scale():
         assert cell.run.lr == pytest.approx((512 * warmup) ** -0.5), "Eq. 7 with lambda 1"
     synced = {cell.run.data: cell.run for cell in expand(STUDIES["pn.table1"], "paper", ["Pre-Norm BN"])}["wmt14.en-de"]
     assert (synced.model.norm, synced.accumulate * synced.devices) == ("batch(sync=True)", 128)
+    for scale, schedule in (("pocket", "cosine"), ("gpu", "validation_decay"), ("paper", "validation_decay")):
+        cells = expand(STUDIES["core.ted-gl"], scale)
+        ends = [cell.run for cell in cells if STUDIES["core.ted-gl"].columns[cell.column].title.endswith("none")]
+        assert {(run.warmup, run.schedule) for run in ends} == {(0, schedule)}
+    assert {run.lr for run in ends} == {3e-4}
     fixed = expand(STUDIES["tears.table7"], "paper", ["ScaleNorm (g = √d) + FixNorm"])[0].run
     assert (fixed.model.norm_at, fixed.stop_lr) == ({"decoder.final_norm": "scale"}, 1e-6)
     (text,) = [cell.run for cell in expand(STUDIES["pn.table2"], "paper", ["power"]) if cell.run.data == "wikitext-103"]

@@ -246,6 +246,10 @@ def test_a_run_that_cannot_start_leaves_what_another_one_left(wrong, tmp_path, m
         ({"lr": -1.0}, "lr must be above 0; got -1.0"),
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1; got 1.0"),
         ({"schedule": "linear"}, "schedule must be one of cosine"),
+        (
+            {"schedule": "inverse_sqrt", "warmup": 0},
+            r"warmup must be at least 1 for schedule=inverse_sqrt \(.*\); got 0",
+        ),
         ({"average": 9, "checkpoint_every": 1}, "average must be at most keep=5; got 9"),
         ({"strategy": "fsdp2", "devices": 2}, "record_every must be 0 for strategy=fsdp2; got 25"),
         ({"precision": "foo"}, "precision must be one of 32-true, bf16-mixed, 16-mixed; got 'foo'"),

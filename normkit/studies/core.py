@@ -14,7 +14,8 @@ from normkit.studies.bases import (
     TED,
     WIKITEXT2,
 )
-from normkit.studies.study import Column, Row, Study, Times
+from normkit.studies.study import Column, Row, Settings, Study, Times
+from normkit.studies.tears import DECAY
 
 CORE = (
     Row(label="layer", settings={"model.norm": "layer"}),
@@ -95,6 +96,8 @@ WIKITEXT2_CORE = Study(
     ),
 )
 
+NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
+
 GALICIAN_CORE = Study(
     id="core.ted-gl",
     title="placement, norm, FixNorm, initial weights and warm-up on little data, TED gl-en (as Tears' Tables 2 to 5)",
@@ -109,9 +112,9 @@ GALICIAN_CORE = Study(
         for init in ("xavier", "small")
     ),
     columns=tuple(
-        Column(title=f"{title}, {start}", metric=metric, base=TED["gl"], settings=settings)
+        Column(title=f"{title}, {start}", metric=metric, base=TED["gl"], settings=settings, at=at)
         for title, metric in (("BLEU", "bleu"), ("valid perplexity", "perplexity valid"))
-        for start, settings in (("warm-up", {}), ("none", {"warmup": 0, "lr": Times(0.607)}))
+        for start, settings, at in (("warm-up", {}, {}), ("none", {"warmup": 0, "lr": Times(0.607)}, NO_WARMUP))
     ),
     note="Without warm-up at 0.607 of the peak rate, as the paper.",
 )

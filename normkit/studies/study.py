@@ -50,6 +50,8 @@ class Column:
     """By scale; a scale that is not there has not been run yet, for want of data or of a recipe."""
     settings: Settings = dataclasses.field(default_factory=dict)
     """What this column changes in its base."""
+    at: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
+    """Further settings at some scale."""
     options: Settings = dataclasses.field(default_factory=dict)
     """Options of the rows' norms in this column, of those norms that have them and do not say otherwise."""
 
@@ -135,7 +137,8 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
             if base is None or base.recipe not in RECIPES or row.settings is None:
                 continue
             start = override(RECIPES[base.recipe](), base.settings)
-            wanted = override(override(override(start, column.settings), row.settings), row.at.get(scale, {}))
+            wanted = override(start, {**column.settings, **column.at.get(scale, {})})
+            wanted = override(override(wanted, row.settings), row.at.get(scale, {}))
             wanted = override(wanted, {"model.norm": with_options(wanted.model.norm, column.options)})
             if set(wanted.model.norm_at.values()) == {wanted.model.norm}:  # one norm everywhere, said twice
                 wanted = override(wanted, {"model.norm_at": {}})

@@ -213,6 +213,8 @@ class Run:
         _require(rising, "milestones", self.milestones, "steps, each later than the one before")
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "at least 0 and below 1")
         _require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
+        rises = self.schedule != "inverse_sqrt" or self.warmup > 0
+        _require(rises, "warmup", self.warmup, "at least 1 for schedule=inverse_sqrt (constant and others need none)")
         _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
         _require(self.strategy in ("ddp", "fsdp2"), "strategy", self.strategy, "ddp or fsdp2")
         several = self.devices * self.nodes > 1

@@ -77,7 +77,7 @@ class Task(lightning.LightningModule):
         elif run.schedule == "steps":
             schedule = steps_down(optimizer, warmup, run.milestones, run.decay, run.warmup_start)
         elif run.schedule == "inverse_sqrt":
-            schedule = InverseSqrt(optimizer, max(run.warmup, 1), run.warmup_start)
+            schedule = InverseSqrt(optimizer, run.warmup, run.warmup_start)
         elif run.schedule == "constant":
             schedule = Constant(optimizer, run.warmup)
         else:
