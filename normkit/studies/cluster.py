@@ -6,10 +6,9 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from normkit.studies.workers import ENVIRONMENT, environment
+from normkit.studies.workers import ENVIRONMENT, RETRIES, environment
 from normkit.train.config import Run
 
-TRIES = 5  # how often a run whose worker was lost is started elsewhere
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray sets aside for results; ours are small
 
@@ -52,7 +51,7 @@ class Cluster:
             if count > there.get(kind, 0):
                 raise ValueError(f"{title} needs {count} {kind}; this Ray cluster has {there.get(kind, 0):g}")
         task = self._ray.remote(job).options(
-            num_cpus=wanted["CPU"], num_gpus=wanted["GPU"], max_retries=TRIES, retry_exceptions=False
+            num_cpus=wanted["CPU"], num_gpus=wanted["GPU"], max_retries=RETRIES, retry_exceptions=False
         )
         self._jobs[task.remote(title, *arguments)] = title
 

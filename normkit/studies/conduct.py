@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 from collections.abc import Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +114,7 @@ def _collect(study: Study, scale: str, out: Path, engine: "Engine", board: Board
     for title, outcome in engine.ended():
         if isinstance(outcome, BaseException):
             ending = f"failed: {' '.join(str(outcome).split()) or type(outcome).__name__}"
-            if not isinstance(outcome, BrokenProcessPool):  # a lost process takes others with it, which did not fail
-                write_whole(folders[title] / FAILURE, f"{ending[:300]}\n".encode())
+            write_whole(folders[title] / FAILURE, f"{ending[:300]}\n".encode())
         else:
             ending = outcome["status"]
             (folders[title] / FAILURE).unlink(missing_ok=True)

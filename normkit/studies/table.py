@@ -65,9 +65,12 @@ def _runs(cell: Cell, column: Column, out: Path) -> list[dict[str, Any]]:
     found = []
     for seed, folder in sorted(seeds(out / cell.folder).items()):
         record: dict[str, Any] = {"seed": seed, "folder": folder.relative_to(out).as_posix(), "value": None}
-        if (folder / results.FILE).is_file():
-            result = results.read(folder)
+        result = results.read(folder) if (folder / results.FILE).is_file() else None
+        if result is not None:
             check(folder, result["run"], seeded(cell, out, seed)[1])
+        if (folder / FAILURE).is_file() and (result is None or result["status"].startswith("interrupted")):
+            record["status"] = (folder / FAILURE).read_text(encoding="utf8").strip()
+        elif result is not None:
             metric, where = METRICS[column.metric], result["where"]
             done = result["status"] == "done"
             record |= {
@@ -78,8 +81,6 @@ def _runs(cell: Cell, column: Column, out: Path) -> list[dict[str, Any]]:
                 "command": result["command"],
                 **{name: where.get(name) for name in ("commit", "dirty", "device", "threads", "torch", "time")},
             }
-        elif (folder / FAILURE).is_file():
-            record["status"] = (folder / FAILURE).read_text(encoding="utf8").strip()
         else:
             continue
         found.append(record)

@@ -9,14 +9,19 @@ import queue
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 from normkit.train.config import Run
 from normkit.train.launched import first
+from normkit.train.progress import Progress
 
+RETRIES = 3  # how often a job whose process was lost is started again
+STARTED = "started"  # what a worker tells first of a job
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -36,14 +41,22 @@ class Workers:
 
     `ended()` yields title and outcome of each job as it ends, and hands what jobs tell meanwhile to `on_tell`. The
     outcome is what the job returned, or the exception that ended it. `stop()` asks all jobs to end.
+
+    A process that is killed, as where memory runs out, takes the others with it: all jobs that were running are started
+    again in new ones, `RETRIES` times at most, for whose process it was cannot be told.
     """
 
     def __init__(self, count: int, on_tell: Callable[[str, Any], None]):
-        self.on_tell = on_tell
-        context = multiprocessing.get_context("spawn")
-        self._messages, self._stop = context.Queue(), context.Event()
-        self._pool = ProcessPoolExecutor(count, context, _enter, (self._messages, self._stop))
-        self._jobs: dict[Future[Any], str] = {}
+        self.count, self.on_tell = count, on_tell
+        self._jobs: dict[Future[Any], tuple[Any, ...]] = {}
+        self._losses: Counter[str] = Counter()
+        self._stopped = False
+        self._open()
+
+    def _open(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a killed process may leave a lock of these locked
+        self._messages, self._stop, self._running = context.Queue(), context.Event(), set[str]()
+        self._pool = ProcessPoolExecutor(self.count, context, _enter, (self._messages, self._stop))
 
     def __enter__(self) -> "Workers":
         return self
@@ -60,10 +73,11 @@ class Workers:
     def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
         """Let a worker do `job(title, *arguments)`; a function of a module."""
         with environment(), _uninterrupted():  # processes start at the first submit, and inherit both
-            self._jobs[self._pool.submit(_run, job, title, *arguments)] = title
+            self._jobs[self._pool.submit(_run, job, title, *arguments)] = (title, job, *arguments)
 
     def stop(self) -> None:
         """Ask running jobs to end, and start no further ones."""
+        self._stopped = True
         self._stop.set()
         for job in self._jobs:
             job.cancel()
@@ -73,16 +87,37 @@ class Workers:
         while self._jobs:
             self._listen()
             done, _ = concurrent.futures.wait(self._jobs, 0.2, concurrent.futures.FIRST_COMPLETED)
-            for job in done:
-                title = self._jobs.pop(job)
+            if any(map(_lost, done)):
+                self._pool.shutdown()  # waits until all jobs and processes have ended
+                done = list(self._jobs)
                 self._listen()
-                if not job.cancelled() and not isinstance(job.exception(), _NeverStarted):
+                titles = {title for title, *_ in self._jobs.values()}
+                self._losses.update(titles & self._running or titles)
+                self._open()
+            for job in done:
+                title, *rest = self._jobs.pop(job)
+                self._listen()
+                self._running.discard(title)
+                if job.cancelled() or isinstance(job.exception(), _NeverStarted) or (_lost(job) and self._stopped):
+                    continue
+                if not _lost(job):
                     yield title, job.exception() or job.result()
+                elif self._losses[title] > RETRIES:
+                    count = self._losses[title]
+                    why = f"its process, or one beside it, was killed {count} times, as where memory runs out"
+                    yield title, RuntimeError(f"{why}; try fewer processes at a time")
+                else:
+                    self.on_tell(title, Progress("a process was killed, starting again", 0, 1))
+                    self.submit(title, *rest)
 
     def _listen(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self.on_tell(*self._messages.get_nowait())
+                title, message = self._messages.get_nowait()
+                if message == STARTED:
+                    self._running.add(title)
+                else:
+                    self.on_tell(title, message)
 
 
 def train_job(title: str, run: Run, folder: Path, command: str, resume: bool = False) -> dict[str, Any]:
@@ -99,7 +134,13 @@ class _NeverStarted(Exception):
 def _run(job: Callable[..., Any], title: str, *arguments: Any) -> Any:
     if _stop.is_set():
         raise _NeverStarted
+    _queue.put((title, STARTED))
     return job(title, *arguments)
+
+
+def _lost(job: Future[Any]) -> bool:
+    """Whether a job ended because a process did, its own or another one."""
+    return not job.cancelled() and isinstance(job.exception(), BrokenProcessPool)
 
 
 def tell(title: str, message: Any) -> bool:
@@ -139,10 +180,11 @@ def _one_of(local_rank: int, count: int, port: int, messages: Any, stop: Any, jo
 
 
 def _enter(messages: Any, stop: Any) -> None:
-    """What a worker process does first: leave Ctrl-C to its parent, and not outlive it."""
+    """What a worker process does first: leave Ctrl-C to its parent, end when told to, and not outlive it."""
     global _queue, _stop
     _queue, _stop = messages, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # Lightning would catch it, and the next job begin
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 

@@ -1,0 +1,101 @@
+"""Workers of studies that are killed: what was lost is done again, and fails for good where it kills each time."""
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+from rich.console import Console
+from test_study import ONE, put
+
+from normkit.cli import main
+from normkit.report import results
+from normkit.studies import conduct, table, workers
+from normkit.studies.catalogue import STUDIES
+from normkit.studies.progress import Board
+from normkit.studies.study import Base, Column, Row, Study, expand
+from normkit.studies.workers import Workers
+from normkit.train.run import train
+
+TINY = {"steps": 60, "batch_tokens": 16, "model.depth": 1, "checkpoint_every": 5, "keep": 2, "warmup": 2}
+STUDY = Study(
+    id="toy",
+    title="two norms side by side",
+    rows=(Row(label="LN", settings={}), Row(label="UN", settings={"model.norm": "un"})),
+    columns=(Column(title="accuracy", metric="accuracy", base={"pocket": Base("tiny", "vit_digits", TINY)}),),
+)
+
+
+def die(title, *_):
+    time.sleep(0.5)  # until its parent has heard that it began
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def slow_job(title, run, folder, command):
+    """A study's job that says which process did it, and slowly enough to be killed in the middle."""
+    with (folder / "pids").open("a", encoding="utf8") as file:
+        file.write(f"{os.getpid()}\n")
+    return train(run, folder, resume=True, on_progress=lambda tick: time.sleep(0.05), command=command)
+
+
+def kill_one(folder, killed, over):
+    """Wait for a checkpoint of a run in the middle, then kill the worker that trains it."""
+    while not over.wait(0.02):
+        found = sorted((folder / "checkpoints").glob("step-*.ckpt"))
+        if found and int(found[-1].stem.split("-")[1]) >= 10:
+            os.kill(int((folder / "pids").read_text(encoding="utf8").split()[0]), signal.SIGKILL)
+            killed.append(found[-1].name)
+            return
+
+
+@pytest.mark.slow
+def test_runs_go_on_from_their_checkpoints_where_a_process_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(conduct, "study_job", slow_job)
+    plan = conduct.plan(STUDY, "pocket", tmp_path)
+    layer, un = plan.todo
+    for folder in (layer, un):
+        folder.mkdir(parents=True)
+    killed, told, over = [], [], threading.Event()
+    killer = threading.Thread(target=kill_one, args=(un, killed, over))
+    killer.start()
+    with Workers(2, lambda title, tick: told.append(tick.stage)) as engine:
+        made, _ = conduct.conduct(STUDY, "pocket", tmp_path, plan, engine, Board(Console(quiet=True), [], 1))
+    over.set()
+    killer.join()
+    assert killed
+    assert "a process was killed, starting again" in told
+    assert [row["cells"][0]["n"] for row in made["rows"]] == [1, 1], "neither the run nor the one beside it is lost"
+    assert len(set((un / "pids").read_text(encoding="utf8").split())) == 2
+    straight = train(plan.todo[un], tmp_path / "straight")
+    assert results.read(un)["curve"] == straight["curve"], "it went on as if nothing had happened"
+    assert multiprocessing.active_children() == []
+
+
+def test_a_job_that_kills_its_process_each_time_fails_alone(monkeypatch):
+    monkeypatch.setattr(workers, "RETRIES", 1)
+    with Workers(1, lambda *_: None) as engine:
+        engine.submit("a", die)
+        engine.submit("b", str)
+        ended = dict(engine.ended())
+    assert str(ended["a"]).startswith("its process, or one beside it, was killed 2 times")
+    assert ended["b"] == "b"
+
+
+def test_a_run_whose_process_is_killed_is_a_failed_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(workers, "RETRIES", 0)
+    monkeypatch.setattr(conduct, "study_job", die)
+    monkeypatch.setitem(STUDIES, "one", ONE)
+    assert main(["study", "one", "--only", "LN", "--out", str(tmp_path)]) == 1
+    assert "failed: its process, or one beside it, was killed 1 times" in capsys.readouterr().out
+
+
+def test_a_run_that_was_interrupted_and_then_failed_has_failed(tmp_path):
+    folder = put(expand(ONE, "pocket")[0], tmp_path, status="interrupted at step 3", scores={})
+    (folder / table.FAILURE).write_text("failed: out of memory\n", encoding="utf8")
+    collect = functools.partial(table.collect, ONE, "pocket", tmp_path)
+    assert collect()["rows"][1]["cells"][0]["runs"][0]["status"] == "failed: out of memory"
+    put(expand(ONE, "pocket")[0], tmp_path)
+    assert collect()["rows"][1]["cells"][0]["runs"][0]["status"] == "done"
