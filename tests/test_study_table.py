@@ -2,9 +2,11 @@
 
 import shutil
 
+import pytest
 from test_study import TOY, put
 
-from normkit.studies import table
+from normkit.studies import conduct, table
+from normkit.studies.catalogue import STUDIES
 from normkit.studies.study import expand
 
 
@@ -16,3 +18,33 @@ def test_a_copy_beside_the_seeds_is_no_seed(tmp_path):
         shutil.copytree(folder, folder.with_name(copy))
     made = table.collect(TOY, "pocket", tmp_path)
     assert [run["seed"] for run in made["rows"][1]["cells"][0]["runs"]] == [0, 10]
+
+
+def test_a_table_says_what_data_ours_had_and_how_much_of_the_test(tmp_path):
+    per, shuffled, *_ = expand(TOY, "pocket")
+    part = {"name": "x (a third of it)", "splits": {"train": {"lines": 9}, "test": {"lines": 6750}}}
+    put(per, tmp_path, data=part, scores={"running": {"per": 10.0, "n": 1000}})
+    put(per, tmp_path, 1, data=part, status="diverged at step 3", scores={})
+    told = "Data of ours: x (a third of it), scored on 1,000 of 6,750 test items."
+    assert told in table.remarks(table.collect(TOY, "pocket", tmp_path))
+    put(shuffled, tmp_path, data={"name": "y", "splits": {"test": 50}}, scores={"running": {"per": 10.0, "n": 50}})
+    told = (
+        "Data of ours: x (a third of it), scored on 1,000 of 6,750 test items (PER); "
+        "y, scored on all 50 test items (PER, shuffled)."
+    )
+    assert told in table.remarks(table.collect(TOY, "pocket", tmp_path))
+
+
+def test_a_part_of_a_corpus_is_none_at_paper_scale(tmp_path, monkeypatch):
+    folder = tmp_path / "iwslt14_de_en"
+    folder.mkdir()
+    for split in ("train_partial", "valid", "test"):
+        for side in ("de", "en"):
+            (folder / f"{split}.{side}").touch()
+    monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
+    study = STUDIES["core.iwslt14"]
+    assert conduct.plan(study, "pocket", tmp_path / "out").missing == ()
+    with pytest.raises(
+        ValueError, match=r"in part alone \(53,561 of its 160,239 .*\), and scale paper is the original"
+    ):
+        conduct.plan(study, "paper", tmp_path / "out")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from normkit.data.corpora import CORPORA, locate
 from normkit.files import write_whole
 from normkit.report import results
 from normkit.studies.progress import Board
@@ -27,7 +28,7 @@ class Plan:
     todo: dict[Path, Run]
     finished: int
     missing: tuple[str, ...] = ()
-    """A line for each source of data that is not here, whose runs are left out."""
+    """A line for each source of data that is not here, at scale paper not as a whole, whose runs are left out."""
 
 
 def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> Plan:
@@ -44,21 +45,26 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
     runs = dict(seeded(cell, out, seed) for seed in range(seeds) for cell in cells)
     todo = {folder: run for folder, run in runs.items() if not finished(folder, run)}
     one_each = {run.data: run for run in todo.values()}
-    missing = {data: why for data, run in one_each.items() if (why := _absence(run))}
+    missing = {data: why for data, run in one_each.items() if (why := _absence(run, whole=scale == "paper"))}
     if missing and len(missing) == len({run.data for run in runs.values()}):
         raise ValueError("; ".join(missing.values()))
     kept = {folder: run for folder, run in todo.items() if run.data not in missing}
     return Plan(kept, len(runs) - len(todo), tuple(missing.values()))
 
 
-def _absence(run: Run) -> str:
-    """Why the data of a run cannot be read; empty where it can."""
+def _absence(run: Run, whole: bool) -> str:
+    """Why the data of a run cannot be read, or with `whole` is a part of the corpus; empty where all is well."""
     from normkit.train.source import source
 
     try:
         source(run, lambda _: None)
     except ValueError as error:
         return str(error)
+    if whole and run.data in CORPORA and (part := locate(run.data).partial):
+        return (
+            f"the corpus {run.data} is here in part alone ({part}), and scale paper is the original setting; "
+            f"get the rest from {CORPORA[run.data].origin}, or take another scale"
+        )
     return ""
 
 

@@ -79,12 +79,25 @@ def _runs(cell: Cell, column: Column, out: Path) -> list[dict[str, Any]]:
                 "error": metric.error(folder, result) if done else None,
                 "seconds": result["seconds"].get("train"),
                 "command": result["command"],
+                "data": _data(result),
                 **{name: where.get(name) for name in ("commit", "dirty", "device", "threads", "torch", "time")},
             }
         else:
             continue
         found.append(record)
     return found
+
+
+def _data(result: Mapping[str, Any]) -> str | None:
+    """What a run was trained on, a part of a corpus under its own name, and how much of the test it was scored on."""
+    facts = result.get("data") or {}
+    n = next((scores["n"] for scores in result["scores"].values() if scores.get("n")), None)
+    if n is None or "name" not in facts:
+        return None
+    test = facts.get("splits", {}).get("test")
+    whole = test["lines"] if isinstance(test, dict) else test
+    count = f"all {n:,}" if n == whole else f"{n:,} of {whole:,}" if whole else f"{n:,}"
+    return f"{facts['name']}, scored on {count} test {'words' if result['run']['task'] == 'lm' else 'items'}"
 
 
 def check(folder: Path, have: Mapping[str, Any], want: Any) -> None:
@@ -197,6 +210,7 @@ def remarks(table: Table, commands: bool = True) -> list[str]:
         which = "all columns" if len(missing) == len(table["columns"]) else ", ".join(missing)
         lines.append(f"{NOT_YET.capitalize()} at scale {table['scale']}: {which}.")
     if runs:
+        lines += _trained_on(table)
         lines.append(f"Ours: mean ± sample standard deviation (n runs of different seeds), scale {table['scale']}.")
         made = [run for run in runs if "device" in run]
         machines = sorted({f"{run['device']}, {run['threads']} thread(s)" for run in made})
@@ -208,6 +222,17 @@ def remarks(table: Table, commands: bool = True) -> list[str]:
             typed = list(dict.fromkeys(run["command"] for run in made if run["command"]))
             lines += [f"Command{'s' * (len(typed) > 1)}: {'; '.join(typed)}"] if typed else []
     return lines
+
+
+def _trained_on(table: Table) -> list[str]:
+    """A line that names the data of our runs, with the columns where they differ."""
+    columns: dict[str, list[str]] = {}
+    for place, column in enumerate(table["columns"]):
+        found = {run.get("data") for row in table["rows"] for run in row["cells"][place]["runs"]}
+        for data in sorted(found - {None}):
+            columns.setdefault(data, []).append(column["title"])
+    told = [f"{data} ({', '.join(titles)})" if len(columns) > 1 else data for data, titles in columns.items()]
+    return [f"Data of ours: {'; '.join(told)}."] if told else []
 
 
 def _commit(run: Mapping[str, Any]) -> str:
