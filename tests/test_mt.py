@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -321,6 +322,19 @@ def test_validation_is_of_as_many_items_as_the_run_says_and_bleu_of_all(corpus, 
     papers = [name for name, recipe in RECIPES.items() if recipe().task == "mt" and recipe().patience]
     assert len(papers) == 5
     assert all(RECIPES[name]().valid_items == 0 for name in papers), "stopping early rests on it"
+
+
+def test_smoothed_perplexity_is_that_of_the_training_loss_on_the_test(corpus):
+    data = prepare(locate(str(corpus)), subwords=60, share=True)
+    torch.manual_seed(0)
+    task = MachineTranslation(changed(corpus, label_smoothing=0.2), Seq2Seq(TINY, 60, 60), data)
+    table, costs = Table(*data.test), []
+    for item in range(len(table)):
+        source, given, target = table.batch([item]).tensors
+        log_p = task.model.eval()(source, given)[0].detach().double().log_softmax(-1)
+        costs += [-(0.8 * log_p[at, symbol] + 0.2 * log_p[at].mean()) for at, symbol in enumerate(target[0])]
+    wanted = math.exp(sum(costs) / len(costs))
+    assert task.score_greedy()["smoothed_perplexity"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_perplexity_is_of_every_word_once(corpus, tmp_path):

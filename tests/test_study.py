@@ -294,12 +294,13 @@ def test_statistics_are_read_off_recorded_rows(tmp_path):
     rows = [f"{step},a,batch,distance_mean,{value}" for step, value in ((1, 99), (50, 1), (60, 3), (100, 2))]
     rows += ["70,b,batch,distance_mean,500", "70,a,batch,distance_var,500"]
     (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *rows]) + "\n", encoding="utf8")
-    read = {name: METRICS[name].read(tmp_path, {"run": {"steps": 100}}) for name in METRICS if "distance_mean" in name}
+    run = {"run": {"steps": 5000}, "curve": [{"step": 100}]}  # stopped early
+    read = {name: METRICS[name].read(tmp_path, run) for name in METRICS if "distance_mean" in name}
     assert read == {"distance_mean": 2.0, "distance_mean max": 3.0, "distance_mean outliers": 1.5}
     values = [f"100,target_embedding.words,,singular_value[{i}],{1 / (1 + i)}" for i in range(0, 100, 3)]
     (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *values]) + "\n", encoding="utf8")
-    assert METRICS["singular value"].read(tmp_path, {"run": {"steps": 100}}) == pytest.approx(1 / 10)
-    assert METRICS["distance_mean"].read(tmp_path / "nowhere", {"run": {"steps": 100}}) is None
+    assert METRICS["singular value"].read(tmp_path, run) == pytest.approx(1 / 10)
+    assert METRICS["distance_mean"].read(tmp_path / "nowhere", run) is None
 
 
 # -- running ----------------------------------------------------------------------------------------------------------

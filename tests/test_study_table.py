@@ -1,5 +1,7 @@
 """Tables of studies: what they count, and what they say of it."""
 
+import math
+import pathlib
 import shutil
 
 import pytest
@@ -7,6 +9,7 @@ from test_study import TOY, put
 
 from normkit.studies import conduct, table
 from normkit.studies.catalogue import STUDIES
+from normkit.studies.metrics import METRICS
 from normkit.studies.study import expand
 
 
@@ -48,3 +51,19 @@ def test_a_part_of_a_corpus_is_none_at_paper_scale(tmp_path, monkeypatch):
         ValueError, match=r"in part alone \(53,561 of its 160,239 .*\), and scale paper is the original"
     ):
         conduct.plan(study, "paper", tmp_path / "out")
+
+
+def test_a_run_that_its_patience_stopped_is_measured_over_the_steps_that_it_took():
+    run = {
+        "run": {"steps": 5000},
+        "curve": [{"step": step, "train_loss": float(step == 90)} for step in range(10, 101, 10)],
+        "valid": [{"step": 25, "accuracy": 85.0}],
+        "seconds": {"train": 600.0},
+        "scores": {"running": {"smoothed_perplexity": 3.0}},
+    }
+    run["curve"][-1]["train_loss"] = 2.0
+    read = {
+        name: METRICS[name].read(pathlib.Path(), run)
+        for name in ("perplexity train", "minutes to 80%", "perplexity smoothed")
+    }
+    assert read == {"perplexity train": math.exp(2.0), "minutes to 80%": 2.5, "perplexity smoothed": 3.0}

@@ -58,9 +58,14 @@ def _minutes_to(name: str, wanted: float) -> Callable[[Path, Result], float | No
 
     def read(folder: Path, result: Result) -> float | None:
         good = [look["step"] for look in result["valid"] if look.get(name, 0.0) >= wanted]
-        return result["seconds"]["train"] / 60 * good[0] / result["run"]["steps"] if good else None
+        return result["seconds"]["train"] / 60 * good[0] / _reached(result) if good else None
 
     return read
+
+
+def _reached(result: Result) -> int:
+    """The last step: a run may stop before those that it was given, by its patience or its learning rate."""
+    return max((look["step"] for look in result["curve"]), default=result["run"]["steps"])
 
 
 def _valid_perplexity(folder: Path, result: Result) -> float | None:
@@ -69,7 +74,7 @@ def _valid_perplexity(folder: Path, result: Result) -> float | None:
 
 
 def _train_perplexity(folder: Path, result: Result) -> float | None:
-    last = [look["train_loss"] for look in result["curve"] if look["step"] > 0.95 * result["run"]["steps"]]
+    last = [look["train_loss"] for look in result["curve"] if look["step"] > 0.95 * _reached(result)]
     return math.exp(statistics.fmean(last)) if last else None
 
 
@@ -83,7 +88,7 @@ def recorded(
         if not path.is_file():
             return None
         rows = _rows(path, path.stat().st_mtime_ns).get(quantity, [])
-        late = [row for row in rows if row[0] > SETTLED * result["run"]["steps"]]
+        late = [row for row in rows if row[0] > SETTLED * _reached(result)]
         found = [value for _, site, value in late if everywhere or site == rows[0][1]]
         return summary(found) if found else None
 

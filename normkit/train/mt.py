@@ -1,5 +1,7 @@
 """Translation of text in subwords: scored by BLEU."""
 
+import math
+
 import numpy as np
 
 from normkit.data.subwords import spell
@@ -49,6 +51,11 @@ class MachineTranslation(Translation):
         lines = [spell(found[item]) for item in range(len(found))]
         self.outputs[self.kind] = lines
         return bleu(lines, self.outputs["reference"], self.data.corpus)
+
+    def score_greedy(self) -> dict[str, float]:
+        """Also the perplexity of the test split with label smoothing, beside the training's in Tears' Table 8."""
+        smoothed = self.mean_loss(self._test.batches(self.settings.batch_tokens), self.settings.label_smoothing)
+        return {**super().score_greedy(), "smoothed_perplexity": math.exp(min(smoothed, 700.0))}
 
     def look(self) -> dict[str, float]:
         """Loss of the validation split, and BLEU of greedy search in all of it where the run asks for that."""

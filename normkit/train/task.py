@@ -152,11 +152,11 @@ class Task(lightning.LightningModule):
         return Batch(tuple(tensor.to(self.device) for tensor in batch.tensors), batch.words, batch.tokens)
 
     @torch.no_grad()
-    def mean_loss(self, batches: list[Batch]) -> float:
-        """Mean loss of batches, without smoothing and dropout."""
+    def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:
+        """Mean loss of batches, without dropout."""
         was = self.model.training
         self.model.eval()
-        total = sum(float(self.loss(self.on_device(batch))) * batch.tokens for batch in batches)
+        total = sum(float(self.loss(self.on_device(batch), smoothing)) * batch.tokens for batch in batches)
         self.model.train(was)
         return total / sum(batch.tokens for batch in batches)
 
