@@ -184,7 +184,9 @@ Time of one forward pass on {device}, {threads} threads, as a ratio to LayerNorm
 the honest baseline, and to LayerNorm in the same runtime: median over {n} rounds of turns, with the 20th and 80th
 percentile. Where the range holds 1.00 there is no clear difference. Memory is the peak of a process above what it held
 with the model loaded. Made by `python benchmarks/models.py` from `results/inference.json`; normkit {commit}, torch
-{torch}. On a CPU, at these shapes, nearly all time is spent in the matrices: gains are small where there are any.
+{torch}. On a CPU, at these shapes, nearly all time is spent in the matrices.
+
+{verdict}
 
 {tables}
 """
@@ -208,7 +210,23 @@ def page(result: dict) -> str:
     where = result["where"]
     return PAGE.format(device=where["device"], threads=result["threads"], n=result["rows"][0]["n"],
                        commit=where["commit"][:7], torch=where["torch"],
-                       tables="\n".join(parts).rstrip())  # fmt: skip
+                       verdict=verdict(result["rows"]), tables="\n".join(parts).rstrip())  # fmt: skip
+
+
+def verdict(rows: list[dict]) -> str:
+    """What the tables say of UN folded: where its time differs clearly from LayerNorm's, and where its memory does."""
+    folded = [row for row in rows if row["norm"] == "folded"]
+    clear = [f"{row['model']}, {row['runtime']}: {row['to_layer']['median']:.2f}" for row in folded
+             if not row["to_layer"]["low"] <= 1 <= row["to_layer"]["high"]]  # fmt: skip
+    time = f"differs clearly in {'; '.join(clear)}" if clear else "there is no clear gain or loss in any row"
+    text = f"**UN folded, against LayerNorm in the same runtime:** {time}."
+    layer = {(row["model"], row["runtime"]): row["memory"]["peak_mb"] for row in rows
+             if row["norm"] == "layer" and row.get("memory")}  # fmt: skip
+    both = [(row, row["memory"]["peak_mb"], layer[row["model"], row["runtime"]]) for row in folded if row.get("memory")]
+    if both:
+        row, mine, base = max(both, key=lambda found: abs(found[1] - found[2]))
+        text += f" Memory differs most in {TITLES[row['model']]}, {row['runtime']}: {mine:.0f} MB against {base:.0f} MB."
+    return text
 
 
 def table(rows: list[dict]) -> str:
