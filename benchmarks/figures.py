@@ -1,6 +1,6 @@
 """Short trainings on real data whose recorded rows become the pictures of docs/figures.md, and the numbers there.
 
-    NORMKIT_DATA=../shared/data python benchmarks/figures.py --out runs/figures     # about 20 minutes of one CPU core
+    NORMKIT_DATA=~/data python benchmarks/figures.py --out runs/figures     # about 20 minutes of one CPU core
     python benchmarks/figures.py --out runs/figures --numbers > docs/pictures/numbers.txt
 
 Names of runs, or how these begin, choose some: `--only mt digits-un`.

@@ -1,6 +1,6 @@
 """What is left of the norms in exported files: operations of normalization, and what XNNPACK leaves outside.
 
-pip install "normkit[export,openvino,executorch]" && python benchmarks/runtimes.py
+pip install -e ".[export,openvino,executorch]" && python benchmarks/runtimes.py
 
 The tiny pre-norm ViT of this project (random weights, randomised gains, biases and statistics), with LayerNorm, with
 UN and folded, is exported to each runtime, run there and compared. Counts, no clocks. Writes results/runtimes.json and

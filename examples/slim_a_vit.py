@@ -1,6 +1,6 @@
 """Take the norms out of a Vision Transformer that we did not write, prove that nothing changed, run it in onnxruntime.
 
-    pip install "normkit[export]" transformers scikit-learn && python examples/slim_a_vit.py
+    pip install -e ".[export]" transformers scikit-learn && python examples/slim_a_vit.py
 
 About half a minute on a CPU: transformers' ViT with LayerNorm learns the 8 x 8 digits of scikit-learn; its norms are
 swapped for UN, which it gets used to in a few more steps; then they fold away.

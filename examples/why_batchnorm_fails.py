@@ -1,7 +1,7 @@
 """Why BatchNorm fails on text: batches of one length are unlike each other, and their running average is like none.
 
 No training: one pass of an encoder over real words in two kinds of batches, and how far each batch's statistics are
-from the running ones. Needs `pip install "normkit[data]"`.
+from the running ones. Needs `pip install -e ".[data]"`.
 """
 
 import statistics
