@@ -225,7 +225,9 @@ def verdict(rows: list[dict]) -> str:
     both = [(row, row["memory"]["peak_mb"], layer[row["model"], row["runtime"]]) for row in folded if row.get("memory")]
     if both:
         row, mine, base = max(both, key=lambda found: abs(found[1] - found[2]))
-        text += f" Memory differs most in {TITLES[row['model']]}, {row['runtime']}: {mine:.0f} MB against {base:.0f} MB."
+        text += (
+            f" Memory differs most in {TITLES[row['model']]}, {row['runtime']}: {mine:.0f} MB against {base:.0f} MB."
+        )
     return text
 
 
