@@ -8,8 +8,8 @@ from norm_cases import DIM, SPECS, batch, train_step, trained
 from torch import nn
 from torch.testing import assert_close
 
-from normkit.norms import NORMS, PowerNorm, make, options, parse
-from normkit.transforms import calibrate, convert
+from normkit.norms import NORMS, UN, PowerNorm, RowNorm, make, options, parse
+from normkit.transforms import calibrate, convert, find
 
 
 @pytest.mark.parametrize("old", ["scale", "scale(unit_init=True)", "scale(learn=False)", "scale(affine=False)"])
@@ -92,6 +92,26 @@ def test_after_its_taper_a_norm_hands_on_the_gain_that_acts():
     new = convert(norm, "rms")
     assert_close(new.weight, (norm.anchor + norm.drift).detach(), check_dtype=False)
     assert convert(trained("taper(warmup=9, until=12)"), "rms").weight.ne(1).all()
+
+
+def test_a_derived_class_goes_by_the_norm_that_it_is():
+    class Mine(UN):
+        def __init__(self, dim, *, window=2, note="x"):
+            super().__init__(dim, window=window)
+            self.note = note
+
+    class Own(RowNorm):
+        def normalize(self, x, mask):
+            return x
+
+    model = nn.Sequential(Mine(DIM), Own(DIM))
+    assert repr(model[0]) == f"Mine({DIM}, un(window=2))"
+    assert repr(model[1]) == f"Own({DIM}, Own)"
+    assert find(model)["0"].kind == "un(window=2)"
+    train_step(model[0], batch(0, 6, DIM).float(), batch(1, 6, DIM).float())
+    new = convert(model, {"0": "un(alpha=0.5)"})[0]
+    assert (new.spec, new.step) == ("un(window=2, alpha=0.5)", 1)
+    assert_close(new.running, model[0].running)
 
 
 @pytest.mark.parametrize(("momentum", "alpha"), [(0.1, 0.9), (0.01, 0.99), (0.07, 0.93), (1.0, 0.0), (None, 0.9)])

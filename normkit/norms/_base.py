@@ -87,15 +87,18 @@ class Norm(nn.Module):
     def spec(self) -> str:
         """The norm's name with the options that differ from their defaults, as `make` reads it.
 
+        A class derived from a norm of the table goes by that norm's name and options, any other by its own name.
+
         >>> import normkit
         >>> normkit.UN(8, window=2).spec
         'un(window=2)'
         """
         from normkit.norms import NORMS
 
-        name = next(name for name, kind in NORMS.items() if kind is type(self))
-        given = {key: self.option(key) for key in option_defaults(type(self))}
-        changed = {key: value for key, value in given.items() if value != option_defaults(type(self))[key]}
+        names = {kind: name for name, kind in NORMS.items()}
+        kind = next((kind for kind in type(self).__mro__ if kind in names), type(self))
+        name, defaults = names.get(kind, kind.__name__), option_defaults(kind)
+        changed = {key: self.option(key) for key in defaults if self.option(key) != defaults[key]}
         return name + (f"({', '.join(f'{key}={value!r}' for key, value in changed.items())})" if changed else "")
 
     def option(self, name: str) -> object:
