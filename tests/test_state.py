@@ -8,7 +8,7 @@ from norm_cases import DIM, SPECS, STAT_SPECS, batch, random_norm, train_step, t
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from normkit.norms import make
+from normkit.norms import NORMS, make, parse
 
 every = pytest.mark.parametrize("spec", SPECS)
 every_stat = pytest.mark.parametrize("spec", STAT_SPECS)
@@ -109,6 +109,21 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_alone(spec):
     for name, value in before.items():
         if name not in moves:
             assert_close(after[name], value, rtol=0, atol=0)
+
+
+@every_stat
+def test_a_run_goes_on_with_another_steps_per_update(spec):
+    single = trained(spec)
+    name, given = parse(spec)
+    double = NORMS[name](DIM, **given, steps_per_update=2).double()
+    train_step(double, batch(0, 6, DIM), batch(1, 6, DIM))
+    double.load_state_dict(single.state_dict())
+    assert not any(double.get_buffer(key).any() for key in ("pending", "pending_grad", "micro_step", "micro_step_grad"))
+    state = double.state_dict()
+    again = trained(spec, steps=1)
+    again.load_state_dict(state)
+    assert_close(again.state_dict(), single.state_dict(), rtol=0, atol=0)
+    assert "pending" in state, "what was given stays as it was"
 
 
 @every

@@ -447,6 +447,11 @@ class StatNorm(Norm):
         self._steps = Glimpse()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("pending", "pending_grad", "micro_step", "micro_step_grad"):  # steps_per_update may have changed
+            if name in self._buffers:
+                state_dict.setdefault(prefix + name, torch.zeros_like(self._buffers[name]))  # type: ignore[arg-type]
+            else:
+                state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._steps = Glimpse()
 
