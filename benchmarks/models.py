@@ -216,19 +216,18 @@ def page(result: dict) -> str:
 def verdict(rows: list[dict]) -> str:
     """What the tables say of UN folded: where its time differs clearly from LayerNorm's, and where its memory does."""
     folded = [row for row in rows if row["norm"] == "folded"]
-    clear = [f"{row['model']}, {row['runtime']}: {row['to_layer']['median']:.2f}" for row in folded
+    clear = [f"{TITLES[row['model']]}, {row['runtime']}: {row['to_layer']['median']:.2f}" for row in folded
              if not row["to_layer"]["low"] <= 1 <= row["to_layer"]["high"]]  # fmt: skip
     time = f"differs clearly in {'; '.join(clear)}" if clear else "there is no clear gain or loss in any row"
-    text = f"**UN folded, against LayerNorm in the same runtime:** {time}."
+    told = [f"**UN folded, against LayerNorm in the same runtime:** {time}."]
     layer = {(row["model"], row["runtime"]): row["memory"]["peak_mb"] for row in rows
              if row["norm"] == "layer" and row.get("memory")}  # fmt: skip
     both = [(row, row["memory"]["peak_mb"], layer[row["model"], row["runtime"]]) for row in folded if row.get("memory")]
     if both:
         row, mine, base = max(both, key=lambda found: abs(found[1] - found[2]))
-        text += (
-            f" Memory differs most in {TITLES[row['model']]}, {row['runtime']}: {mine:.0f} MB against {base:.0f} MB."
-        )
-    return text
+        where = f"{TITLES[row['model']]}, {row['runtime']}"
+        told.append(f"Memory differs most in {where}: {mine:.0f} MB against {base:.0f} MB.")
+    return "\n".join(told)
 
 
 def table(rows: list[dict]) -> str:
