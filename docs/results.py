@@ -14,6 +14,7 @@ from pathlib import Path
 from normkit.report import results, settings, summary
 from normkit.studies import table
 from normkit.studies.catalogue import STUDIES
+from normkit.studies.study import Study
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -56,7 +57,7 @@ def page(kept: Path) -> str:
         found = {path.parent: results.read(path) for path in sorted(folder.rglob(results.FILE))}
         if found:
             parts.append(_others(folder.name, found))
-    parts.append(_overview({(table["study"], table["scale"]) for table in measured}))
+    parts.append(_overview({(table["study"], table["scale"]) for table in measured}, kept / "studies"))
     return "\n".join(parts)
 
 
@@ -108,14 +109,31 @@ def _others(name: str, found: dict) -> str:
     return "\n".join(parts)
 
 
-def _overview(measured: set[tuple[str, str]]) -> str:
-    """All studies, and at which scales each was run."""
+SCALES = ("pocket", "gpu", "paper")
+
+
+def _overview(measured: set[tuple[str, str]], out: Path) -> str:
+    """All studies, and at which scales each was run, or partly by runs of other studies."""
     lines = []
     for name, study in STUDIES.items():
-        done = ", ".join(scale for scale in ("pocket", "gpu", "paper") if (name, scale) in measured)
-        lines.append([name, study.source or "our own question", study.title, done or table.NOT_YET])
-    head = "## All studies\n\n`normkit study NAME --show` shows any of them, with the paper's figures.\n"
+        said = [scale for scale in SCALES if (name, scale) in measured]
+        for scale in SCALES:
+            if scale not in said and (share := _shared(study, scale, out)):
+                said.append(f"{scale}, partly, by runs of other studies: {share} cells")
+        lines.append([name, study.source or "our own question", study.title, "; ".join(said) or table.NOT_YET])
+    head = (
+        "## All studies\n\n`normkit study NAME --show --out results/studies` shows any of them, with the paper's\n"
+        "figures and ours. Many studies share runs: where none was run for a study itself, runs of others may fill\n"
+        "some of its cells.\n"
+    )
     return "\n".join([head, _rows(["study", "source", "what", "run at"], lines)])
+
+
+def _shared(study: Study, scale: str, out: Path) -> str:
+    """How many cells of a study kept runs fill with a figure, of those that it has; nothing where there is none."""
+    cells = [cell for row in table.collect(study, scale, out)["rows"] for cell in row["cells"] if cell["ours"]]
+    filled = sum(bool(cell["n"]) for cell in cells)
+    return f"{filled} of {len(cells)}" if filled else ""
 
 
 def _rows(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

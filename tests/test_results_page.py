@@ -68,3 +68,16 @@ def test_what_a_study_measured_is_kept_and_shown(script, tmp_path):
     assert "`normkit study one --seeds 2` |" in page
     with pytest.raises(SystemExit, match="holds no tables"):
         script.keep(tmp_path / "nothing", kept)
+
+
+def test_a_study_that_shares_runs_with_others_says_so(script, tmp_path, monkeypatch):
+    """Kept runs that fill cells of a study without a table of its own; what only failed fills none."""
+    layer, un = expand(ONE, "pocket")
+    put(layer, tmp_path / "studies", 0, scores={"running": {"accuracy": 90.0}})
+    put(un, tmp_path / "studies", 0, status="diverged at step 3", scores={})
+    monkeypatch.setattr(script, "STUDIES", {"one": ONE})
+    cells = sum(cell["ours"] for row in table.collect(ONE, "pocket", tmp_path)["rows"] for cell in row["cells"])
+    assert f"| pocket, partly, by runs of other studies: 1 of {cells} cells |" in script.page(tmp_path)
+    table.write(table.collect(ONE, "pocket", tmp_path / "studies"), tmp_path / "studies")
+    assert "| pocket |" in script.page(tmp_path)
+    assert "partly" not in script.page(tmp_path)
