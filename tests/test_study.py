@@ -419,6 +419,7 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
         (["core.cmudict", "--scale", "big"], "no scale 'big'"),
         (["core.cmudict", "--seeds", "0"], "seeds must be at least 1; got 0"),
         (["core.cmudict", "--only", "laier"], "did you mean 'layer'"),
+        (["pn.table1", "--only", "Dynamic Conv"], "Dynamic Conv of pn.table1: the paper's figures alone are shown"),
         (["un.table8"], "un.table8 has no runs at scale pocket"),
         (["core.cmudict", "--processes", "0"], "processes must be at least 1"),
     ],

@@ -67,3 +67,16 @@ def test_a_run_that_its_patience_stopped_is_measured_over_the_steps_that_it_took
         for name in ("perplexity train", "minutes to 80%", "perplexity smoothed")
     }
     assert read == {"perplexity train": math.exp(2.0), "minutes to 80%": 2.5, "perplexity smoothed": 3.0}
+
+
+def test_rows_of_other_papers_are_run_where_models_have_what_they_need():
+    found = {}
+    for label in ("Transformer", "DS-Init", "Fixup-Init", "Transformer + LayerDrop"):
+        run = expand(STUDIES["pn.table1"], "paper", [label])[0].run.model
+        found[label] = (run.placement, run.norm, run.norm_at, run.init, run.layer_drop)
+    assert found == {
+        "Transformer": ("post", "layer", {}, "xavier", 0.0),
+        "DS-Init": ("post", "layer", {}, "ds", 0.0),
+        "Fixup-Init": ("pre", "nonorm(affine=True)", {}, "fixup", 0.0),
+        "Transformer + LayerDrop": ("post", "layer", {}, "xavier", 0.2),
+    }

@@ -39,6 +39,12 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1; got {seeds}")
     cells = unique(expand(study, scale, only))
+    printed = [row.label for row in study.rows if row.settings is None and row.label in only]
+    if not cells and printed:
+        raise ValueError(
+            f"{', '.join(printed)} of {study.id}: the paper's figures alone are shown, normkit has no such method or "
+            "training; --only takes rows that can be run"
+        )
     if not cells:
         there = ", ".join(study.scales) or "none: it shows the paper's figures alone"
         raise ValueError(f"{study.id} has no runs at scale {scale} here; scales with runs: {there}")
