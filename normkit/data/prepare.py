@@ -152,13 +152,13 @@ def _check(corpus: Corpus, split: str, path: Path, cache: Path, tell: Tell) -> s
     return seen["md5"]
 
 
-def _kept(corpus: Corpus, share: bool, folder: Path) -> dict[str, Vocab] | None:
-    """The vocabularies that were learned before; None where they were not, or their file is damaged."""
+def _kept(corpus: Corpus, share: bool, folder: Path) -> dict[str, Vocab]:
+    """The vocabularies that were learned before; none where they were not, or their file is damaged."""
     plain = _read(folder / "vocab.json")
     try:
         made = {side: vocabulary(plain[side]) for side in _sides(corpus)}
     except (KeyError, TypeError, ValueError):
-        return None
+        return {}
     return dict.fromkeys(made, next(iter(made.values()))) if share else made
 
 
