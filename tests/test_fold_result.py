@@ -122,7 +122,7 @@ def test_examples_that_do_not_fit_say_what_the_model_takes():
     model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4)).eval()
     with pytest.raises(ValueError, match=r"float32\[3, 5\].*Its forward takes \(input\)"):
         fold(model, torch.randn(3, 5))
-    with pytest.raises(ValueError, match="could not run the model on the example"):
+    with pytest.raises(ValueError, match="could not run a float64 copy of the model on the example"):
         fold(model)
 
 

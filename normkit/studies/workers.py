@@ -5,7 +5,6 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import queue
 import signal
 import socket
 import threading
@@ -55,7 +54,7 @@ class Workers:
 
     def _open(self) -> None:
         context = multiprocessing.get_context("spawn")  # a killed process may leave a lock of these locked
-        self._messages, self._stop, self._running = context.Queue(), context.Event(), set[str]()
+        self._messages, self._stop, self._running = context.SimpleQueue(), context.Event(), set[str]()  # told at once
         self._pool = ProcessPoolExecutor(self.count, context, _enter, (self._messages, self._stop))
 
     def __enter__(self) -> "Workers":
@@ -64,6 +63,8 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.stop()
         try:
+            for _ in self.ended():  # hears them out: a full pipe would hold them up
+                pass
             self._pool.shutdown(wait=True, cancel_futures=True)
         except KeyboardInterrupt:  # asked twice
             for process in multiprocessing.active_children():
@@ -111,13 +112,12 @@ class Workers:
                     self.submit(title, *rest)
 
     def _listen(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                title, message = self._messages.get_nowait()
-                if message == STARTED:
-                    self._running.add(title)
-                else:
-                    self.on_tell(title, message)
+        while not self._messages.empty():
+            title, message = self._messages.get()
+            if message == STARTED:
+                self._running.add(title)
+            else:
+                self.on_tell(title, message)
 
 
 def train_job(title: str, run: Run, folder: Path, command: str, resume: bool = False) -> dict[str, Any]:
