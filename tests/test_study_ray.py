@@ -1,13 +1,11 @@
 """Studies on a local Ray of two workers, one of which is killed: its run goes on from its checkpoint elsewhere."""
 
 import dataclasses
-import os
-import signal
-import sys
 import threading
-import time
 
+import killing
 import pytest
+from killing import kill_one, noted_job
 from rich.console import Console
 
 from normkit.report import results
@@ -29,27 +27,10 @@ STUDY = Study(
 )
 
 
-def noted_job(title, run, folder, command):
-    """A study's job that says which process did it, and slowly enough to be killed in the middle."""
-    with (folder / "pids").open("a", encoding="utf8") as file:
-        file.write(f"{os.getpid()}\n")
-    return train(run, folder, resume=True, on_progress=lambda tick: time.sleep(0.02), command=command)
-
-
-def kill_one(folder, killed, over):
-    """Wait for a checkpoint of a run in the middle, then kill the worker that trains it."""
-    while not over.wait(0.05):
-        found = sorted((folder / "checkpoints").glob("step-*.ckpt"))
-        if found and int(found[-1].stem.split("-")[1]) >= 10:
-            os.kill(int((folder / "pids").read_text(encoding="utf8").split()[0]), signal.SIGKILL)
-            killed.append(found[-1].name)
-            return
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find this file
+    ray.cloudpickle.register_pickle_by_value(killing)  # workers need not find this file
     monkeypatch.setattr(conduct, "study_job", noted_job)
     plan = conduct.plan(STUDY, "pocket", tmp_path)
     layer, un = plan.todo

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from killing import kill_one, noted_job
 from rich.console import Console
 from test_study import ONE, put
 
@@ -34,26 +35,9 @@ def die(title, *_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def slow_job(title, run, folder, command):
-    """A study's job that says which process did it, and slowly enough to be killed in the middle."""
-    with (folder / "pids").open("a", encoding="utf8") as file:
-        file.write(f"{os.getpid()}\n")
-    return train(run, folder, resume=True, on_progress=lambda tick: time.sleep(0.05), command=command)
-
-
-def kill_one(folder, killed, over):
-    """Wait for a checkpoint of a run in the middle, then kill the worker that trains it."""
-    while not over.wait(0.02):
-        found = sorted((folder / "checkpoints").glob("step-*.ckpt"))
-        if found and int(found[-1].stem.split("-")[1]) >= 10:
-            os.kill(int((folder / "pids").read_text(encoding="utf8").split()[0]), signal.SIGKILL)
-            killed.append(found[-1].name)
-            return
-
-
 @pytest.mark.slow
 def test_runs_go_on_from_their_checkpoints_where_a_process_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(conduct, "study_job", slow_job)
+    monkeypatch.setattr(conduct, "study_job", noted_job)
     plan = conduct.plan(STUDY, "pocket", tmp_path)
     layer, un = plan.todo
     for folder in (layer, un):

@@ -101,7 +101,7 @@ class Change:
         return t
 
 
-Plan = dict[str, Callable[[Tensor, bool], Tensor]]  # by label: how an input, data or not, is changed
+Tries = dict[str, Callable[[Tensor, bool], Tensor]]  # by label: how an input, data or not, is changed
 
 
 def variants(
@@ -117,7 +117,7 @@ def variants(
     given = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
     data = [t for t in given if not _is_flags(t)] or [t for t in given[:1] if t.dtype is not torch.bool]
     of_data = {id(t) for t in data}
-    plans: list[Plan] = [{"the same shapes": lambda t, is_data: t}]
+    plans: list[Tries] = [{"the same shapes": lambda t, is_data: t}]
     if given:
         sizes = [t.shape[0] for t in given]
         batch = max(set(sizes), key=sizes.count)
@@ -141,7 +141,7 @@ def variants(
     return found
 
 
-def _other_sizes(t: Tensor) -> Iterator[Plan]:
+def _other_sizes(t: Tensor) -> Iterator[Tries]:
     """What may be a length or a size, with others in its place; of each plan the first that the model does not refuse.
 
     A length less one, or less a fifth. For pictures a quarter and a half more, and a little more: as little as patches
@@ -155,7 +155,7 @@ def _other_sizes(t: Tensor) -> Iterator[Plan]:
             yield {f"{new} tokens" if axis == 1 else f"length {new}": Change(t, {axis: new}).of}
     if t.dim() not in (4, 5) or not numbers:
         return
-    last: Plan = {}
+    last: Tries = {}
     for axes in (range(2, t.dim()), range(1, t.dim() - 1)):  # channels first, channels last
         old = [t.shape[axis] for axis in axes]
         if min(old) > 3:
