@@ -8,8 +8,8 @@ from foreign_models import CASES, case_of, padding, randomize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normkit.norms import UN, LayerNorm, make
-from normkit.transforms import Blend, blend, calibrate, fold, settle
+from normkit.norms import NORMS, UN, LayerNorm, make
+from normkit.transforms import Blend, blend, calibrate, convert, fold, settle
 
 DIM = 6
 
@@ -52,8 +52,39 @@ def test_before_training_the_model_is_what_it_was():
     assert sum(p.numel() for p in both.parameters()) == sum(p.numel() for p in case.model.parameters())
 
 
+KINDS = [*(name if name != "group" else "group(groups=2)" for name in NORMS), "taper(warmup=2, until=4)",
+         "taper(warmup=2, until=9)", "layer(bias=False)", "rms(affine=False)", "scale(unit_init=True)"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "to"),
+    [*((old, "un") for old in KINDS), *((old, "scale") for old in KINDS), *(("torch", to) for to in KINDS)],
+)
+def test_every_norm_starts_as_the_old_one_and_settles_as_it_ended(old, to):
+    """Also what has been learned besides gain and bias, and gains that only one of the two has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(DIM) if old == "torch" else make(old, DIM), nn.Linear(DIM, 2))
+    tune(model, 6)
+    both, x = blend(model, to, steps=5), rows(seed=9)
+    torch.testing.assert_close(both.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    tune(both, 7)
+    done = settle(both).eval()
+    assert done[0].spec == convert(model, to)[0].spec
+    torch.testing.assert_close(done(x), both.eval()(x), rtol=1e-4, atol=1e-5)
+    kept = {key: value for key, value in both.state_dict().items() if not key.startswith("0.old.")}
+    assert {key.replace("0.new.", "0.") for key in kept} - {"0.step"} == set(done.state_dict()) - {"0.step"}
+
+
+def tune(model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for k in range(steps):
+        optimizer.zero_grad()
+        (model.train()(rows(seed=k) + 0.3) - rows(seed=k)[:, :2]).square().mean().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("old", ["scale", "scale(unit_init=True)", "scale(affine=False)"])
-def test_one_length_is_shared_as_gains(old):
+def test_one_length_becomes_gains(old):
     model, x = randomize(nn.Sequential(make(old, DIM))).eval(), rows()
     both = blend(model, "rms", steps=2)
     for _ in range(3):  # the two compute the same, so the share does not matter
@@ -197,8 +228,6 @@ def test_bad_input_is_named():
             blend(nn.LayerNorm(3), "un", steps=steps)
     with pytest.raises(ValueError, match='"linear" or "cosine"'):
         blend(nn.LayerNorm(3), "un", steps=3, schedule="step")
-    with pytest.raises(ValueError, match="no gain for each channel"):
-        blend(nn.LayerNorm(3), "scale", steps=3)
     with pytest.raises(ValueError, match=r"nothing that blends; the norms are 0"):
         settle(nn.Sequential(nn.LayerNorm(3)))
     with pytest.raises(ValueError, match=r"1 of 1 blends are not done: 0 has made 0 of 3"):

@@ -1,17 +1,18 @@
 """A norm that fades into another while the model trains, until the first is gone."""
 
+import collections
 import copy
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from normkit.norms import Norm, Split, make, parse
+from normkit.norms import Norm, Split
 from normkit.ops import channels
 from normkit.transforms.convert import HOOKS, chosen_sites, find, put, replacement
 from normkit.transforms.fastpath import leave_fast_path
-from normkit.transforms.foreign import equivalent, read, write
+from normkit.transforms.foreign import equivalent, read
 from normkit.transforms.masks import MaskFrom, route_mask
 from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
 
@@ -19,7 +20,10 @@ Schedule = Literal["linear", "cosine"]
 
 
 class Blend(Norm):
-    """`y = weight * (share * old(x) + (1 - share) * new(x)) + bias`, with one gain and bias for both.
+    """`y = share * old(x) + (1 - share) * new(x)`, with one gain and bias for both.
+
+    What cannot be the same for both, such as ScaleNorm's one length or the bias of a norm that fades into one without,
+    stays with the old norm and goes with it.
 
     In the k-th training forward `share` is `1 - k / steps`, so the last of `steps` forwards is all new. The count is
     the buffer `step`, so it goes into checkpoints and comes back from them; a recomputed forward (activation
@@ -36,6 +40,21 @@ class Blend(Norm):
         super().__init__(new.dim, eps=new.eps, affine=False)
         self.old, self.new, self.steps, self.schedule = old, new, steps, schedule
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
+        self.weight, self.bias = new.weight, new.bias
+        self.lent = [  # parameters stay this module's, under their old names
+            (norm, key)
+            for norm in (old, new)
+            for key in ("weight", "bias")
+            if getattr(self, key) is not None and getattr(norm, key) is getattr(self, key)
+        ]
+        for norm, key in self.lent:
+            delattr(norm, key)
+        self._lend()
+
+    def _lend(self) -> None:
+        """Let the two norms see the gain and bias, which may have been replaced since (by a wrapper or a loader)."""
+        for norm, key in self.lent:
+            object.__setattr__(norm, key, getattr(self, key))
 
     @property
     def offline(self) -> bool:  # type: ignore[override]
@@ -66,16 +85,13 @@ class Blend(Norm):
         share = self.share().to(x.dtype)
         if torch.compiler.is_compiling():
             (share,) = channels.snapshot([share])  # a compiled backward would take that of the next step
-        y = self.new(x, mask).lerp(self.old(x, mask), share)
-        if self.weight is not None:
-            y = y * self.weight.to(y.dtype)
-        return (y if self.bias is None else y + self.bias.to(y.dtype)).to(x.dtype)
+        self._lend()
+        return self.new(x, mask).lerp(self.old(x, mask), share)
 
     def settled(self) -> Norm:
         """The new norm with this one's gain, bias, hooks and mode."""
-        name, given = parse(self.new.spec)
-        new = make(write(name, {**given, "affine": self.weight is not None, "bias": self.bias is not None}), self.dim)
-        new._buffers.update(self.new._buffers)
+        kept = {id(tensor): tensor for tensor in (*self.parameters(), *self.new.buffers())}
+        new = copy.deepcopy(self.new, kept)
         new.weight, new.bias = self.weight, self.bias
         for hooks in HOOKS:
             setattr(new, hooks, getattr(self, hooks))
@@ -108,8 +124,9 @@ def blend(
     """Return the model with each norm blended into a new one over `steps` training forwards.
 
     Train it as usual: at first every norm is what it was, at the end it is the new one (progressive
-    re-parametrization, SLAB, arXiv:2405.11582). Parameters keep their names and are shared by both norms; the new one
-    gathers its statistics from the first step on. Then `settle(model)` leaves plain norms. Arguments as in `convert`.
+    re-parametrization, SLAB, arXiv:2405.11582). Gain and bias keep their names and are shared by both norms; the new
+    one gathers its statistics from the first step on. Then `settle(model)` leaves plain norms. Arguments as in
+    `convert`.
 
     >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=100)
     >>> model[0].share()
@@ -169,35 +186,23 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
 def _blended(old: nn.Module, spec: str, steps: int, schedule: Schedule, like: Tensor | None) -> Blend:
     """The blend of a norm of the model into a new one, with the old one's parameters, hooks and mode."""
     new = replacement(old, spec, like)
-    if new is old:
-        new = copy.deepcopy(new)
-    weight, bias = new.weight, new.bias
-    if weight is not None and weight.shape != (new.dim,):
-        raise ValueError(f"{spec} has no gain for each channel to share with the old norm; blend into another")
-    before = old if isinstance(old, Norm) else equivalent(read(old))
-    bare_old, bare_new = (_without_affine(norm, weight if like is None else like) for norm in (before, new))
-    both = Blend(bare_old, bare_new, steps=steps, schedule=schedule)
-    both.weight, both.bias = weight, bias
-    if weight is not None:
-        both.step = both.step.to(weight.device)
+    own = {id(p): p for p in (new.weight, new.bias) if p is not None}
+    if isinstance(old, Norm):
+        new, fading = (copy.deepcopy(norm, dict(own)) for norm in (new, old))
+    else:
+        found = read(old)
+        fading = equivalent(found)
+        fading = fading if like is None or found.weight is not None else fading.to(like.device, like.dtype)
+        for key in ("weight", "bias"):
+            mine, theirs = getattr(new, key), getattr(fading, key)
+            if mine is not None and theirs is not None and mine.shape == theirs.shape:
+                setattr(fading, key, mine)
+    both = Blend(fading, new, steps=steps, schedule=schedule)
+    both.step = both.step.to(next((t.device for t in (*new.parameters(), *new.buffers())), both.step.device))
     for hooks in HOOKS:
         setattr(both, hooks, getattr(new, hooks))
+        for norm in (fading, new):
+            setattr(norm, hooks, collections.OrderedDict())
     if getattr(new, "channel_dim", -1) != -1:
         both.channel_dim = 1  # type: ignore[assignment]
-    return cast(Blend, both.train(old.training))
-
-
-def _without_affine(norm: Norm, like: Tensor | None) -> Norm:
-    name, given = parse(norm.spec)
-    # ScaleNorm alone gives rows of length 1; as it starts, of mean square 1, as the shared gain expects
-    plain = {"affine": True, "bias": False, "learn": False} if name == "scale" else {"affine": False}
-    bare = make(write(name, {**given, **plain}), norm.dim)
-    if like is not None:
-        bare = bare.to(like.device, like.dtype)
-    with torch.no_grad():
-        for key, buffer in norm.named_buffers(recurse=False):
-            getattr(bare, key).copy_(buffer)
-        for key, parameter in bare.named_parameters(recurse=False):
-            if key != "weight":
-                parameter.copy_(getattr(norm, key))
-    return bare
+    return both.train(old.training)
