@@ -42,7 +42,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
                 norm.running.copy_(0.5 + noise(norm.running))
                 if norm.center:
                     norm.running[0] -= 1.0
-            elif isinstance(norm, nn.BatchNorm1d):
+            elif isinstance(norm, nn.modules.batchnorm._BatchNorm):
                 norm.running_mean.copy_(noise(norm.running_mean) - 0.5)
                 norm.running_var.copy_(0.5 + noise(norm.running_var))
         for module in model.modules():

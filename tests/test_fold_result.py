@@ -70,6 +70,27 @@ def test_a_batch_norm_of_pytorch_folds_as_it_is():
     assert [type(m).__name__ for m in folded] == ["Linear", "Identity", "ReLU", "Identity", "Linear"]
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(DIM, DIM, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2, self.relu = nn.BatchNorm2d(DIM), nn.BatchNorm2d(DIM), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x
+        return self.relu(y)
+
+
+@pytest.mark.parametrize("norm", ["as it is", "un"])
+def test_a_convolutional_network_folds_whole(norm):
+    model = nn.Sequential(nn.Conv2d(3, DIM, 3, bias=False), nn.BatchNorm2d(DIM), nn.ReLU(inplace=True), Residual(),
+                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(DIM, 2))  # fmt: skip
+    model = randomize(model) if norm == "as it is" else convert(randomize(model), norm)
+    _, report = check(model, torch.randn(2, 3, 9, 9), actions="folded back, folded back, folded back")
+    assert [row.position for row in report] == ["embedding", "inner", "post"]
+
+
 def test_the_report_prints_an_aligned_table():
     _, report = check(Tied(), tokens(2, 5))
     lines = str(report).splitlines()

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.norms import make
+from normkit.ops.backend import kernels
+from normkit.transforms.layout import channels_first
 
 every = pytest.mark.parametrize("spec", SPECS)
 every_stat = pytest.mark.parametrize("spec", STAT_SPECS)
@@ -43,6 +45,25 @@ def test_contiguity_of_the_input_does_not_matter(spec):
     strided = x.transpose(0, 2).contiguous().transpose(0, 2)
     assert not strided.is_contiguous()
     assert_close(train_step(random_norm(spec), strided, dy), train_step(random_norm(spec), x, dy))
+
+
+@every
+@pytest.mark.parametrize("kind", ["auto", "fused", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_after_it_may_change_its_output_in_place(spec, kind, dtype):
+    """As `nn.ReLU(inplace=True)` and `y += skip` do, also where the channels come first."""
+    found = []
+    for place, layout in ((False, channels_first), (True, channels_first), (True, lambda norm: norm)):
+        norm = layout(random_norm(spec, dtype=torch.float32).train())
+        x = batch(0, 2, DIM, DIM, DIM, dtype=dtype).requires_grad_()
+        for _ in range(3):
+            x.grad = None
+            with kernels(kind):
+                y = norm(x * 1)
+                (y.add_(1).relu_() if place else (y + 1).relu()).float().square().mean().backward()
+        found.append(x.grad)
+    assert_close(found[0], found[1], rtol=0, atol=0)
+    assert found[2].isfinite().all()
 
 
 @every

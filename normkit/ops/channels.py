@@ -141,6 +141,7 @@ class Standardize(torch.autograd.Function):
         ctx.rule, ctx.groups, ctx.stale, ctx.has_bias = rule, groups, stale, bias is not None
         ctx.save_for_backward(x, weight, mask, stat, count, step, post, shift, gain, back, *memo)
         if y is not None:
+            ctx.mark_dirty(y)  # else it would be a view of an argument, which nobody may then change in place
             return y
         if kernels(x, stat.dtype, "standardize"):
             return backend.load().standardize(x, stat, rule.eps, rule.center, weight, bias, post, shift)[0]

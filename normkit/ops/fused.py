@@ -72,7 +72,7 @@ def standardize(
     weight = constant(1.0, var) if weight is None else weight
     bias = constant(0.0, var) if bias is None else bias
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return torch.native_batch_norm(rows, weight, bias, mean, var, False, 0.0, eps)[0].view(x.shape)
+    return _shaped(torch.native_batch_norm(rows, weight, bias, mean, var, False, 0.0, eps)[0], x)
 
 
 def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,12 @@ def scale_rows(x: Tensor, factor: Tensor) -> Tensor:
     factor = factor.flatten()
     zero, one = torch.zeros_like(factor), torch.ones_like(factor)
     rows = x.reshape(1, -1, x.shape[-1]).contiguous()
-    return torch.native_batch_norm(rows, factor, zero, zero, one, False, 0.0, 0.0)[0].view(x.shape)
+    return _shaped(torch.native_batch_norm(rows, factor, zero, zero, one, False, 0.0, 0.0)[0], x)
+
+
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """In the shape of x, and no view: a layer after the norm may change it in place (`nn.ReLU(inplace=True)`)."""
+    return torch.ops.aten._unsafe_view(y, x.shape)
 
 
 def divide(x: Tensor, weight: Tensor | None, eps: float, *, length: bool = False) -> Tensor:

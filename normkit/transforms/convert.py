@@ -181,6 +181,8 @@ def _carried(found: Found, name: str) -> dict[str, object]:
     """What the new norm takes over from the old one's make-up, where its spec does not say otherwise."""
     kind, had = parse(found.kind)
     carried: dict[str, object] = {**(had if _akin(kind, name) else {}), "eps": found.eps}
+    if had.get("sync") and "sync" in options(name):
+        carried["sync"] = True
     if options(name)["affine"]:  # nonorm stays without, unless told
         affine = found.weight is not None or found.bias is not None
         carried.update(affine=affine, bias=affine and found.bias is not None)

@@ -160,9 +160,8 @@ def _agrees(module: nn.Module, found: Found) -> bool:
     theirs, mine = copy.deepcopy(module).double().eval(), equivalent(found).double()
     if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes the smallest number of its input's type
         theirs.eps = found.eps
-    shape = (2, 3, found.dim) if found.channel_dim == -1 else (2, 2, 3, found.dim)
-    if type(module).__name__ == "BatchNorm1d":
-        shape = (2, 3, found.dim)
+    axes = {"BatchNorm1d": 3, "BatchNorm3d": 5}.get(type(module).__name__, 3 if found.channel_dim == -1 else 4)
+    shape = (2, *(2, 3, 2)[: axes - 2], found.dim)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
     for size in (1.0, 1e-2, 1e-4):
         y = theirs.forward((x * size).movedim(-1, found.channel_dim)).movedim(found.channel_dim, -1)
@@ -222,8 +221,11 @@ def _batch(module: Any) -> Found:
     if module.running_mean is None:
         raise CannotRead("BatchNorm without running statistics normalizes by the batch at inference too")
     running = torch.stack([module.running_mean, module.running_var])
-    given = {"alpha": round(1 - module.momentum, 12)} if module.momentum else {}  # None, an average over all: alpha=0.9
-    return Found(module.num_features, module.eps, module.weight, module.bias, write("batch", given), 1, running)
+    momentum = getattr(module, "momentum", None)
+    given: dict[str, object] = {"sync": type(module).__name__ == "SyncBatchNorm"}
+    if momentum:  # None, an average over all: alpha=0.9
+        given["alpha"] = round(1 - momentum, 12)
+    return Found(running.shape[1], _eps(module), module.weight, module.bias, write("batch", given), 1, running)
 
 
 def _group(module: Any) -> Found:
@@ -242,7 +244,8 @@ READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the
     "RmsNormFp32": (_rms,),
     "RmsNorm2d": (_rms_channels_first,),
     "RmsNorm2dFp32": (_rms_channels_first,),
-    "BatchNorm1d": (_batch,),
+    **{name: (_batch,) for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")},
+    "*FrozenBatchNorm2d": (_batch,),  # torchvision, DETR; gain and bias are buffers, and stay frozen
     "GroupNorm": (_group,),
     "GroupNorm1": (_group,),
 }

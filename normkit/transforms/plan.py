@@ -231,7 +231,9 @@ class Planner:
         if stream and not adds:
             return "pre"
         leaves = self._leaves(before, set())
-        if leaves <= {"embedding", "table", "convolution"}:
+        given = [r.by for s in self.trace.sources.values() if s.kind == "input" for r in s.reads]
+        deep = leaves == {"convolution"} and not any(s.product in given for s in before)  # no patches, a CNN's layer
+        if leaves <= {"embedding", "table", "convolution"} and not deep:
             return "embedding"
         summed = [s for s in before if s.kind == "sum" and len(s.terms) > 1]
         if adds or any(t is not None and any(p.kind == "norm" for p, _ in self.trace.by_code(t[0][:, 0]))
