@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from foreign_models import randomize
 from torch import nn
 
+from normkit.models.torchvision_ops import load_torchvision
+from normkit.norms import BatchNorm
 from normkit.transforms import convert, find
 
 
@@ -96,3 +99,32 @@ def test_an_eps_that_no_attribute_keeps_is_found_by_running(eps, size):
 def test_an_eps_that_is_none_of_the_usual_is_not_guessed():
     with pytest.raises(ValueError, match=r"its output differs with any eps of 1e-05, .*, and it keeps none"):
         convert(nn.Sequential(written_out(3e-3)), "un")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_resnet_computes_the_same_with_our_batch_norm_and_learns_the_same_statistics(train):
+    model = randomize(load_torchvision().models.resnet18(num_classes=3)).train(train)
+    ours = convert(model, "batch").train(train)
+    assert sum(isinstance(m, BatchNorm) for m in ours.modules()) == 20
+    for seed in range(2):
+        x = torch.randn(3, 3, 40, 32, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(ours(x), model(x), rtol=1e-3, atol=1e-4)
+    running = torch.stack([model.layer2[0].bn2.running_mean, model.layer2[0].bn2.running_var])
+    torch.testing.assert_close(ours.layer2[0].bn2.running, running, rtol=1e-3, atol=1e-5)
+
+
+def test_frozen_batch_norms_are_read_and_stay_frozen():
+    frozen = load_torchvision().ops.FrozenBatchNorm2d(6)
+    for t in frozen.buffers():
+        t.uniform_(0.5, 2)
+    model, x = nn.Sequential(frozen), torch.randn(2, 6, 3, 3)
+    ours = convert(model, "batch")
+    torch.testing.assert_close(ours.eval()(x), model(x))
+    assert [p.requires_grad for p in ours.parameters()] == [False, False]
+
+
+def test_synchronised_norms_stay_synchronised():
+    model = nn.Sequential(nn.SyncBatchNorm(6))
+    assert convert(model, "un")[0].spec == "un(sync=True)"
+    assert convert(model, "un(sync=False)")[0].spec == "un"
+    assert convert(convert(model, "pnv"), "layer")[0].spec == "layer"

@@ -114,7 +114,8 @@ class Norm(nn.Module):
     def check(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         """The mask to use; ValueError or TypeError, saying what is allowed, where `x` or `mask` cannot be right."""
         if not isinstance(x, Tensor):
-            raise TypeError(f"{type(self).__name__} takes a tensor [..., {self.dim}], not {type(x).__name__}")
+            whole = "; to torch.fx, normkit.norms.Norm is a leaf module" if isinstance(x, torch.fx.Proxy) else ""
+            raise TypeError(f"{type(self).__name__} takes a tensor [..., {self.dim}], not {type(x).__name__}{whole}")
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"{type(self).__name__}(dim={self.dim}) takes x[..., {self.dim}], channels last; got shape "

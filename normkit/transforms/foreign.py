@@ -244,7 +244,7 @@ READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the
     "RmsNormFp32": (_rms,),
     "RmsNorm2d": (_rms_channels_first,),
     "RmsNorm2dFp32": (_rms_channels_first,),
-    **{name: (_batch,) for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")},
+    **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), (_batch,)),
     "*FrozenBatchNorm2d": (_batch,),  # torchvision, DETR; gain and bias are buffers, and stay frozen
     "GroupNorm": (_group,),
     "GroupNorm1": (_group,),
