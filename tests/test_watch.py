@@ -120,6 +120,32 @@ def test_channels_that_do_not_come_last(norm):
         assert len(only(rows, "distance_mean")) == 2
 
 
+@pytest.mark.parametrize("spec", ["batch", "un", "layer"])
+def test_converted_norms_of_pictures_are_seen_as_the_norm_sees_them(spec):
+    """Also where a picture is as wide as it has channels, when nothing tells the axes apart."""
+    norm = normkit.convert(nn.Sequential(nn.BatchNorm2d(6)), spec).double()
+    xs = [batch(seed, 5, 6, 4, 6) for seed in range(3)]
+    rows = train(copy.deepcopy(norm), xs)
+    expected = train(Moved(copy.deepcopy(norm[0])), xs)
+    compared = {row.quantity for row in rows}
+    assert {"distance_quadratic", "g_psi2", "tokens"} <= compared
+    for quantity in compared:
+        assert only(rows, quantity) == pytest.approx(only(expected, quantity), nan_ok=True), quantity
+
+
+class Moved(nn.Module):
+    """A norm, with its channels moved by this module and not by hooks."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+        for hooks in (norm._forward_pre_hooks, norm._forward_hooks):
+            hooks.clear()
+
+    def forward(self, x):
+        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
+
+
 def test_gradient_statistics_are_what_the_backward_pass_has():
     """Lemma 2: with PN-V the size of dL/dx is what the ratio says; with BatchNorm, g_mu and g_sigma2 as in Eq. 3."""
     for name in ("pnv", "batch"):

@@ -113,7 +113,8 @@ class Recorder:
             hook = _Hook(self, site, index)
             self._handles.append(site.module.register_forward_pre_hook(hook.before, with_kwargs=True))
             if self.needs & BACKWARD:
-                self._handles.append(site.module.register_forward_hook(hook.after, with_kwargs=True))
+                after = site.module.register_forward_hook(hook.after, with_kwargs=True, prepend=True)
+                self._handles.append(after)
 
     # -- the clock ----------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ def sites(model: nn.Module) -> list[Site]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Norm):
-            found.append(Site(_plain(name, model), module.spec, module, getattr(module, "channel_dim", -1)))
+            found.append(Site(_plain(name, model), module.spec, module, -1))  # hooks that move channels are outside
         elif looks_like_a_norm(module) or isinstance(getattr(module, "running_var", None), Tensor):
             found.append(Site(_plain(name, model), type(module).__name__, module, _axis(module)))
     return found
