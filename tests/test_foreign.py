@@ -7,7 +7,7 @@ from torch import nn
 
 from normkit.models.torchvision_ops import load_torchvision
 from normkit.norms import BatchNorm
-from normkit.transforms import convert, find
+from normkit.transforms import convert, find, unreadable
 
 
 class GemmaRMSNorm(nn.Module):
@@ -121,6 +121,32 @@ def test_frozen_batch_norms_are_read_and_stay_frozen():
     ours = convert(model, "batch")
     torch.testing.assert_close(ours.eval()(x), model(x))
     assert [p.requires_grad for p in ours.parameters()] == [False, False]
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As in timm: a norm with parts of its own."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+def test_norms_that_cannot_be_read_are_named_and_stay():
+    model = nn.Sequential(nn.BatchNorm2d(4), BatchNormAct2d(4), nn.InstanceNorm2d(4))
+    with pytest.warns(
+        UserWarning, match=r"cannot read: 1 \(no reader for .* BatchNormAct2d\), 2 \(.*InstanceNorm2d\)"
+    ) as seen:
+        converted = convert(model, "un")
+    assert seen[0].filename == __file__
+    assert [type(m).__name__ for m in converted] == ["UN", "BatchNormAct2d", "InstanceNorm2d"]
+    assert set(unreadable(model)) == {"1", "2"}
+    convert(model, {"0": "un"})  # what nobody asked for is not missed
+    convert(model, "un", where=lambda name, module: name == "0")
+    with pytest.raises(ValueError, match="BatchNormAct2d"):
+        convert(model[1:], "un")
 
 
 def test_synchronised_norms_stay_synchronised():

@@ -2,6 +2,7 @@
 
 import copy
 import fnmatch
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -88,7 +89,8 @@ def convert(
 
     `mask_from` names the argument of the model's forward that marks real tokens, so that statistics never see padding:
     see `normkit.transforms.masks`. ValueError where nothing was converted or a pattern matches no norm; TypeError for
-    wrapped, compiled or quantized models. `inplace=False` leaves the given model alone.
+    wrapped, compiled or quantized models; a warning names norms that should be converted and cannot be read, which stay
+    as they are. `inplace=False` leaves the given model alone.
 
     >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un(window=2)")[1]
     UN(4, un(window=2))
@@ -123,16 +125,22 @@ def chosen_sites(
         parse(spec)
     if where is not None and not callable(where):
         raise TypeError(f"where is a function of a norm's name and the norm; got {where!r}. By name: {{pattern: spec}}")
-    places = {name: module for name, module in outermost(model, shared=True).items() if _readable(module)}
+    every = outermost(model, shared=True)
+    places = {name: module for name, module in every.items() if _readable(module)}
     if isinstance(to, Mapping):
         _refuse_idle_patterns(rules, list(places))
-    chosen = {}
-    for name, module in places.items():
+    meant, chosen = {}, {}
+    for name, module in every.items():
         spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        if spec is not None and (where is None or where(name, module)):
-            chosen[name] = spec
+        known = name in places
+        if spec is not None and (known or looks_like_a_norm(module)) and (where is None or where(name, module)):
+            (chosen if known else meant)[name] = spec
     if not chosen:
         raise ValueError(_nothing_found(model, list(places), verb))
+    if meant:
+        why = unreadable(model)
+        left = _listed([f"{name} ({why[name]})" for name in meant if name in why], most=4)
+        warnings.warn(f"{verb}() leaves norms as they are that it cannot read: {left}", stacklevel=3)
     return chosen
 
 

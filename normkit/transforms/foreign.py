@@ -54,8 +54,9 @@ def read(module: nn.Module) -> Found:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether a class name says "norm" and the module has no parts: what an error names when nothing can be read."""
-    return "norm" in type(module).__name__.lower() and not any(module.children())
+    """Whether a class name says "norm" and the module is more than a holder of one: it is named where none is read."""
+    own = module._parameters or module._buffers
+    return "norm" in type(module).__name__.lower() and (bool(own) or not any(module.children()))
 
 
 def equivalent(found: Found) -> Norm:
