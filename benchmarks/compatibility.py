@@ -23,15 +23,15 @@ from normkit.models.mt import Seq2Seq
 from normkit.models.vision import TinyViT
 from normkit.transforms import convert, find, fold, to_rms
 
-SPECS = ("layer as it is", "un", "batch", "power(groups=0)", "power(groups=2)")
+SPECS = ("as it is", "un", "batch", "power(groups=0)", "power(groups=2)")
 TITLES = {
     "bert": "BERT (transformers)", "roberta": "RoBERTa (transformers)", "gpt2": "GPT-2 (transformers)",
     "t5": "T5 (transformers)", "bart": "BART (transformers)", "marian": "Marian (transformers)",
     "llama": "Llama (transformers)", "mistral": "Mistral (transformers)", "qwen": "Qwen 3 (transformers)",
     "gemma": "Gemma (transformers)", "gemma2": "Gemma 2 (transformers)", "hf_vit": "ViT (transformers)",
-    "hf_swin": "Swin (transformers)", "timm_vit": "ViT (timm)", "timm_deit": "DeiT (timm)", "timm_swin": "Swin (timm)",
-    "timm_convnext": "ConvNeXt (timm)", "torchvision_vit": "ViT (torchvision)",
-    "torchvision_swin": "Swin (torchvision)",
+    "hf_swin": "Swin (transformers)", "hf_resnet": "ResNet (transformers)", "timm_vit": "ViT (timm)",
+    "timm_deit": "DeiT (timm)", "timm_swin": "Swin (timm)", "timm_convnext": "ConvNeXt (timm)",
+    "torchvision_vit": "ViT (torchvision)", "torchvision_swin": "Swin (torchvision)",
     "torch_encoder_post": "nn.TransformerEncoder, post-norm", "torch_encoder_pre": "nn.TransformerEncoder, pre-norm",
     "own_mt_pre": "normkit translation, pre-norm", "own_mt_post": "normkit translation, post-norm",
     "own_lm": "normkit language model", "own_vit": "normkit ViT",

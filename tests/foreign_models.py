@@ -166,6 +166,13 @@ def hf_swin() -> Case:
     return Case(model, (), {"pixel_values": pixels(2, 3, 32, 32)}, None, lambda out: out.logits)
 
 
+def hf_resnet() -> Case:
+    """ResNet of transformers: BatchNorm2d between convolutions."""
+    model = _hf("ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1],
+                layer_type="basic")  # fmt: skip
+    return Case(model, (), {"pixel_values": pixels(2, 3, 24, 24)}, None, lambda out: out.logits)
+
+
 def timm_vit() -> Case:
     """Vision Transformer of timm."""
     timm = _timm()
@@ -244,8 +251,8 @@ def _timm() -> Any:
 
 CASES: dict[str, Callable[[], Case]] = {
     case.__name__: case
-    for case in (bert, roberta, gpt2, t5, bart, marian, llama, mistral, qwen, gemma, gemma2, hf_vit, hf_swin, timm_vit,
-                 timm_deit, timm_swin, timm_convnext, torchvision_vit, torchvision_swin, torch_encoder_post,
+    for case in (bert, roberta, gpt2, t5, bart, marian, llama, mistral, qwen, gemma, gemma2, hf_vit, hf_swin, hf_resnet,
+                 timm_vit, timm_deit, timm_swin, timm_convnext, torchvision_vit, torchvision_swin, torch_encoder_post,
                  torch_encoder_pre)
 }  # fmt: skip
 

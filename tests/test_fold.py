@@ -17,7 +17,8 @@ FOLDS = {  # norms that vanish when converted to an offline norm, of how many; f
     "t5": ("11 of 12", "12 of 12"), "bart": ("1 of 12", "2 of 12"), "marian": ("1 of 10", "2 of 10"),
     "llama": ("5 of 5", "5 of 5"), "mistral": ("5 of 5", "5 of 5"), "qwen": ("9 of 9", "9 of 9"),
     "gemma": ("4 of 5", "5 of 5"), "gemma2": ("8 of 9", "9 of 9"), "hf_vit": ("5 of 5", "5 of 5"),
-    "hf_swin": ("5 of 7", "5 of 7"), "timm_vit": ("13 of 13", "13 of 13"), "timm_deit": ("5 of 5", "5 of 5"),
+    "hf_swin": ("5 of 7", "5 of 7"), "hf_resnet": ("6 of 6", "6 of 6"), "timm_vit": ("13 of 13", "13 of 13"),
+    "timm_deit": ("5 of 5", "5 of 5"),
     "timm_swin": ("9 of 9", "9 of 9"), "timm_convnext": ("14 of 14", "14 of 14"),
     "torchvision_vit": ("5 of 5", "5 of 5"), "torchvision_swin": ("6 of 9", "6 of 9"),
     "torch_encoder_post": ("0 of 4", "0 of 4"), "torch_encoder_pre": ("4 of 5", "4 of 5"),
@@ -38,7 +39,7 @@ def test_offline_norms_fold_out_of_models_that_others_wrote(name, untie):
     assert len(report.tried) >= 2
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "hf_resnet"])  # its norms are offline ones
 def test_gains_and_biases_of_online_norms_fold_too(name):
     case = case_of(name)
     folded, report = fold(case.model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)

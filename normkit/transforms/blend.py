@@ -42,19 +42,19 @@ class Blend(Norm):
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self.weight, self.bias = new.weight, new.bias
         self.lent = [  # parameters stay this module's, under their old names
-            (norm, key)
-            for norm in (old, new)
+            (name, key)
+            for name, norm in (("old", old), ("new", new))
             for key in ("weight", "bias")
             if getattr(self, key) is not None and getattr(norm, key) is getattr(self, key)
         ]
-        for norm, key in self.lent:
-            delattr(norm, key)
+        for name, key in self.lent:
+            delattr(getattr(self, name), key)
         self._lend()
 
     def _lend(self) -> None:
         """Let the two norms see the gain and bias, which may have been replaced since (by a wrapper or a loader)."""
-        for norm, key in self.lent:
-            object.__setattr__(norm, key, getattr(self, key))
+        for name, key in self.lent:
+            object.__setattr__(getattr(self, name), key, getattr(self, key))
 
     @property
     def offline(self) -> bool:  # type: ignore[override]
