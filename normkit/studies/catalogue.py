@@ -50,6 +50,7 @@ STUDIES: dict[str, Study] = {
     "core.cifar10": core.CIFAR10_CORE,
     "core.cifar10-224": core.CIFAR10_SPEED,
     "warmup.multi30k": warmup.MULTI30K_WARMUP,
+    "warmup.iwslt14": warmup.IWSLT14_WARMUP,
     "bucketing.multi30k": bucketing.MULTI30K_BUCKETING,
     "bucketing.cmudict": bucketing.CMUDICT_BUCKETING,
 }
