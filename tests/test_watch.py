@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import normkit
+from normkit.transforms import unreadable
 from normkit.watch import QUANTITIES, Recorder
 from normkit.watch.sites import sites
 
@@ -118,6 +119,14 @@ def test_channels_that_do_not_come_last(norm):
     else:
         assert only(rows, "distance_mean")[0] == pytest.approx(float(flat[0].mean(0).norm() / 6)), "its own, still 0"
         assert len(only(rows, "distance_mean")) == 2
+
+
+def test_what_normalizes_a_weight_is_no_norm_of_activations():
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    model = nn.Sequential(normkit.fix_embedding(nn.Embedding(5, 6)), normkit.make("scale", 6), linear)
+    assert [site.name for site in sites(model)] == ["1"]
+    assert not unreadable(model)
+    assert type(normkit.convert(model, "rms")[1]) is normkit.RMSNorm, "without a warning"
 
 
 @pytest.mark.parametrize("spec", ["batch", "un", "layer"])

@@ -10,7 +10,15 @@ from torch import nn
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
 from normkit.transforms.fastpath import leave_fast_path
-from normkit.transforms.foreign import CannotRead, Found, looks_like_a_norm, read, statistics, write
+from normkit.transforms.foreign import (
+    CannotRead,
+    Found,
+    computes_a_weight,
+    looks_like_a_norm,
+    read,
+    statistics,
+    write,
+)
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import MaskFrom, route_mask
 from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
@@ -42,11 +50,14 @@ def find(model: nn.Module) -> dict[str, Found]:
 
 
 def outermost(model: nn.Module, shared: bool = False) -> dict[str, nn.Module]:
-    """A model's modules but for those inside a norm of ours; with `shared`, a shared one under each of its names."""
+    """A model's modules but for those inside a norm of ours and those that compute a weight.
+
+    With `shared`, a shared one is there under each of its names.
+    """
     modules: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules(remove_duplicate=not shared):
-        if not name.startswith(inside):
+        if not name.startswith(inside) and not computes_a_weight(name):
             modules[name] = module
             if isinstance(module, Norm):
                 inside = (*inside, f"{name}." if name else "")
@@ -60,7 +71,7 @@ def unreadable(model: nn.Module) -> dict[str, str]:
     {'0': 'no reader for the class name InstanceNorm1d'}
     """
     reasons = {}
-    for name, module in model.named_modules():
+    for name, module in outermost(model).items():
         if looks_like_a_norm(module):
             try:
                 read(module)

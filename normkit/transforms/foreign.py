@@ -55,8 +55,13 @@ def read(module: nn.Module) -> Found:
 
 def looks_like_a_norm(module: nn.Module) -> bool:
     """Whether a class name says "norm" and the module is more than a holder of one: it is named where none is read."""
-    own = module._parameters or module._buffers
+    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.dim() == 1]
     return "norm" in type(module).__name__.lower() and (bool(own) or not any(module.children()))
+
+
+def computes_a_weight(name: str) -> bool:
+    """Whether the module of this name is a parametrization, FixNorm or weight norm say: no activations pass it."""
+    return "parametrizations" in name.split(".")
 
 
 def equivalent(found: Found) -> Norm:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm
-from normkit.transforms.foreign import CannotRead, looks_like_a_norm, read
+from normkit.transforms.foreign import CannotRead, computes_a_weight, looks_like_a_norm, read
 from normkit.transforms.masks import fit, real_tokens
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")
@@ -56,7 +56,7 @@ class Site:
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """The norms of a model, ours and others', in its order; a norm inside a norm of ours is not looked at twice.
+    """The norms of a model, ours and others', in its order; FixNorm and its like, which see weights, are none.
 
     >>> [(site.name, site.norm) for site in sites(nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3)))]
     [('0', 'BatchNorm2d'), ('1', 'LayerNorm')]
@@ -65,6 +65,8 @@ def sites(model: nn.Module) -> list[Site]:
     for name, module in model.named_modules():
         if isinstance(module, Norm):
             found.append(Site(_plain(name, model), module.spec, module, -1))  # hooks that move channels are outside
+        elif computes_a_weight(name):
+            continue
         elif looks_like_a_norm(module) or isinstance(getattr(module, "running_var", None), Tensor):
             found.append(Site(_plain(name, model), type(module).__name__, module, _axis(module)))
     return found
