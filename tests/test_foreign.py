@@ -149,6 +149,15 @@ def test_norms_that_cannot_be_read_are_named_and_stay():
         convert(model[1:], "un")
 
 
+def test_layers_that_have_no_shape_yet_are_no_obstacle():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LayerNorm(4), nn.LazyBatchNorm1d())
+    assert set(unreadable(model)) == {"2"}
+    with pytest.warns(UserWarning, match=r"cannot read: 2 \(.*LazyBatchNorm1d\)"):
+        convert(model, "un", inplace=True)
+    assert model(torch.randn(3, 5)).shape == (3, 4)
+    assert convert(nn.Sequential(nn.LazyLinear(4), nn.LayerNorm(4)), "un")(torch.randn(3, 5)).shape == (3, 4)
+
+
 def test_synchronised_norms_stay_synchronised():
     model = nn.Sequential(nn.SyncBatchNorm(6))
     assert convert(model, "un")[0].spec == "un(sync=True)"

@@ -55,8 +55,10 @@ def read(module: nn.Module) -> Found:
 
 def looks_like_a_norm(module: nn.Module) -> bool:
     """Whether a class name says "norm" and the module is more than a holder of one: it is named where none is read."""
-    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.dim() == 1]
-    return "norm" in type(module).__name__.lower() and (bool(own) or not any(module.children()))
+    if "norm" not in type(module).__name__.lower():
+        return False
+    kept = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    return not any(module.children()) or any(not nn.parameter.is_lazy(t) and t.dim() == 1 for t in kept)
 
 
 def computes_a_weight(name: str) -> bool:
