@@ -25,14 +25,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from normkit.data.embedded import SOURCES
-from normkit.studies.recipes import RECIPES
-from normkit.train.build import BUILDERS
-from normkit.train.config import Run
-from normkit.train.run import load, train
-from normkit.train.tasks import TASKS
-from normkit.train.where import where
-from normkit.transforms import blend, calibrate, convert, fold, settle
+from normkit.lab.data.embedded import SOURCES
+from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.train.build import BUILDERS
+from normkit.lab.train.config import Run
+from normkit.lab.train.environment import where
+from normkit.lab.train.run import load, train
+from normkit.lab.train.tasks import TASKS
+from normkit.transforms import blend, calibrate, convert, settle
+from normkit.transforms.fold import fold
 
 CALIBRATION = 200
 LR = 1e-3  # a third of the recipe's peak

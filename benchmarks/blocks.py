@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import normkit
-from normkit.norms.measure import settle, training
-from normkit.ops.clock import ratio, rounds_of
+from normkit.lab.norm_speed import settle, training
+from normkit.lab.timing import ratio, rounds_of
 
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "power", "pnv", "batch", "un", "mabn", "renorm")
 FIELDS = ("device", "threads", "torch", "norm", "shape", "dtype", "rounds", "ms", "low", "ratio", "high")

@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from foreign_models import CASES, Case, missing, padding, pixels, randomize, tokens
+from third_party_models import CASES, Case, missing, padding, pixels, randomize, tokens
 
-from normkit.models.config import Model
-from normkit.models.lm import DecoderLM
-from normkit.models.mt import Seq2Seq
-from normkit.models.vision import TinyViT
-from normkit.transforms import convert, find, fold, to_rms
+from normkit.lab.models.config import Model
+from normkit.lab.models.lm import DecoderLM
+from normkit.lab.models.mt import Seq2Seq
+from normkit.lab.models.vit import TinyViT
+from normkit.transforms import convert, find, to_rms
+from normkit.transforms.fold import fold
 
 SPECS = ("as it is", "un", "batch", "power(groups=0)", "power(groups=2)")
 TITLES = {

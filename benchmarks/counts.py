@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 import normkit
+from normkit.lab.norm_speed import settle
+from normkit.lab.timing import Counter
 from normkit.norms import StatNorm
-from normkit.norms.measure import settle
-from normkit.ops.clock import Counter
 
 RESULT = Path(__file__).parent / "results" / "counts.csv"
 FIELDS = ("norm", "mask", "pass", "operations", "moves", "flops", "borrowed_operations", "borrowed_moves", "launches")

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from normkit.models.torchvision_ops import load_torchvision
-from normkit.train.detection import Detection
-from normkit.train.folded import fold_run
-from normkit.train.run import Loaded, load
-from normkit.train.source import source
-from normkit.train.table import spread
-from normkit.train.where import where
+from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.lab.train.detection import Detection
+from normkit.lab.train.environment import where
+from normkit.lab.train.fold_run import fold_run
+from normkit.lab.train.pairs import spread
+from normkit.lab.train.run import Loaded, load
+from normkit.lab.train.source import source
 
 COLORS = ["#ff3b30", "#34c759", "#0a84ff", "#ffd60a", "#bf5af2", "#ff9f0a", "#64d2ff", "#ff375f"]
 HEIGHT = 230  # of a scene in the picture

@@ -36,13 +36,13 @@ from peers import providers, versions
 from torch import Tensor
 
 import normkit
-from normkit.models.config import Model
-from normkit.models.mt import Seq2Seq
-from normkit.norms.measure import settle
-from normkit.ops import channels, rows
-from normkit.ops import triton as kernels
-from normkit.ops.triton import rows as row_ops
-from normkit.ops.triton.launch import column_launch, row_launch, tune
+from normkit.kernels import channels, rows
+from normkit.kernels import triton as kernels
+from normkit.kernels.triton import rows as row_ops
+from normkit.kernels.triton.launch import column_launch, row_launch, tune
+from normkit.lab.models.config import Model
+from normkit.lab.models.mt import Seq2Seq
+from normkit.lab.norm_speed import settle
 
 DEVICE = "cpu" if DRY else "cuda"
 EPS = 1e-5

@@ -67,7 +67,8 @@ def variant(name: str, norm: str):
     import torch
 
     from normkit.norms import StatNorm
-    from normkit.transforms import convert, fold
+    from normkit.transforms import convert
+    from normkit.transforms.fold import fold
 
     model, kwargs = make(name)
     if norm == "layer":
@@ -261,7 +262,7 @@ def main() -> None:
         return
     import torch
 
-    from normkit.train.where import where
+    from normkit.lab.train.environment import where
 
     torch.set_num_threads(given.threads)
     rows: list[dict] = []

@@ -2,14 +2,14 @@
 
     python benchmarks/ops.py [--threads 2] [--rounds 30] [--shapes 4096x512 ...] [--dtypes float32 ...] [--compiled]
 
-What is measured, and how, is `normkit.norms.measure`; this adds the targets and writes the file. Norms that warm up are
+What is measured, and how, is `normkit.lab.norm_speed`; this adds the targets and writes the file. Norms that warm up are
 measured after that. Run it on a quiet machine, with the settings of the Makefile (OMP_WAIT_POLICY, MALLOC_*).
 `--compiled` adds every norm compiled by Inductor (it needs a C++ compiler).
 """
 
 import sweep
 
-from normkit.norms.measure import FIELDS, measure
+from normkit.lab.norm_speed import FIELDS, measure
 
 TARGETS = {  # of the ratio to nn.LayerNorm
     "layer": 1.0, "rms": 1.0, "scale": 1.0, "power(groups=0)": 1.0, "power": 1.0, "pnv": 1.2, "batch": 1.2,

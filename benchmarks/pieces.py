@@ -17,8 +17,9 @@ import sweep
 import torch
 from torch import Tensor
 
-from normkit.ops import fused, native
-from normkit.ops.clock import ratio, rounds_of
+from normkit.kernels import cpu as native
+from normkit.kernels import fused
+from normkit.lab.timing import ratio, rounds_of
 
 EPS = 1e-5
 FIELDS = ("device", "threads", "torch", "pass", "norm", "how", "moves", "target", "shape", "dtype", "rounds", "ms",
@@ -96,9 +97,9 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
 
     zeros = torch.zeros(c)
 
-    def ours(*, center: bool = False, stale: bool = False, groups: int = 0) -> None:
+    def ours(*, center: bool = False, one_pass: bool = False, groups: int = 0) -> None:
         mean, to_dx = a if center else None, (w, b, a)
-        if stale:
+        if one_pass:
             native.standardize(x, mean, w, b, sums=True, groups=groups, eps=EPS)
             native.gradient(dy, x, mean, to_dx=to_dx, groups=groups, eps=EPS)
         else:
@@ -125,8 +126,8 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
         ("train", "any: 8 activations", "copy", 8, "", copies(4)),
         ("train", "rms", "C++", 5, "1.0", lambda: ours_rows(length=False)),
         ("train", "scale", "C++", 5, "1.0", lambda: ours_rows(length=True)),
-        ("train", "power(groups=0)", "C++", 5, "1.0", lambda: ours(stale=True)),
-        ("train", "power", "C++", 5, "1.0", lambda: ours(stale=True, groups=1)),
+        ("train", "power(groups=0)", "C++", 5, "1.0", lambda: ours(one_pass=True)),
+        ("train", "power", "C++", 5, "1.0", lambda: ours(one_pass=True, groups=1)),
         ("train", "pnv, un, mabn", "C++", 8, "pnv 1.2; un, mabn 1.5", ours),
         ("train", "batch, renorm", "C++", 8, "1.2; renorm 1.5", lambda: ours(center=True)),
         ("train", "batch", "PyTorch's own", 9, "1.2", batch_torch),

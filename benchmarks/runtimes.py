@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from normkit.models.config import Model
-from normkit.models.vision import TinyViT
+from normkit.lab.models.config import Model
+from normkit.lab.models.vit import TinyViT
+from normkit.lab.train.environment import where
 from normkit.norms import Norm, StatNorm
-from normkit.train.where import where
-from normkit.transforms import convert, export, fold
+from normkit.transforms import convert, export
+from normkit.transforms.fold import fold
 
 RUNTIMES = {"onnx": "onnxruntime", "pt2": "torch", "xml": "openvino", "pte": "executorch"}
 PAGE = """# Exported files

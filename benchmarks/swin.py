@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normkit.models.config import Model
-from normkit.models.detection import detector
-from normkit.models.torchvision_ops import load_torchvision, torchvision_operators
-from normkit.ops.clock import ratio, rounds_of
-from normkit.train.where import where
-from normkit.transforms import calibrate, convert, find, fold
+from normkit.lab.models.config import Model
+from normkit.lab.models.detection import detector
+from normkit.lab.models.torchvision_ops import load_torchvision, torchvision_operators
+from normkit.lab.timing import ratio, rounds_of
+from normkit.lab.train.environment import where
+from normkit.transforms import calibrate, convert, find
+from normkit.transforms.fold import fold
 
 ROOT = Path(__file__).parents[1]
 NORMS = ("layer", "rms", "un", "folded")

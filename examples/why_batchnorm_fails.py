@@ -9,10 +9,10 @@ import statistics
 import torch
 
 import normkit as nk
-from normkit.data.batches import batches_of, pad
-from normkit.data.embedded import cmudict
-from normkit.models.config import Model
-from normkit.models.mt import Seq2Seq
+from normkit.lab.data.batches import batches_of, pad
+from normkit.lab.data.embedded import cmudict
+from normkit.lab.models.config import Model
+from normkit.lab.models.mt import Seq2Seq
 
 words = [source for source, _ in cmudict().train][:20_000]
 lengths = [len(word) for word in words]

@@ -1,5 +1,7 @@
 """normkit: swap, train, watch and fold away the norms of any Transformer."""
 
+from normkit.kernels.channels import keep_statistics
+from normkit.kernels.dispatch import kernels
 from normkit.norms import (
     MABN,
     NORMS,
@@ -24,9 +26,8 @@ from normkit.norms import (
     make,
     options,
 )
-from normkit.ops.backend import kernels
-from normkit.ops.channels import keep_statistics
-from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, settle, to_rms
+from normkit.transforms import audit, blend, calibrate, convert, export, find, settle, to_rms
+from normkit.transforms.fold import fold
 from normkit.watch import diagnose, record
 
 __version__ = "0.1.0"

@@ -1,11 +1,11 @@
 """What the tests of folding share: norms far from the identity, a reader for one, and the check of every fold."""
 
 import torch
-from foreign_models import randomize
+from third_party_models import randomize
 from torch import Tensor, nn
 
 from normkit.norms import Norm, make
-from normkit.transforms import fold
+from normkit.transforms.fold import fold
 
 DIM = 6
 

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from normkit.train.run import train
+from normkit.lab.train.run import train
 
 
 def noted_job(title, run, folder, command):

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normkit.kernels.dispatch import kernels
 from normkit.norms import NORMS, Norm, StatNorm, make, options
-from normkit.ops.backend import kernels
 
 DIM = 8
 SHORT = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from normkit.cli import main
+from normkit.lab.norm_speed import explain, measure, moves, settle
+from normkit.lab.report import speed
+from normkit.lab.timing import Counter, ratio, rounds_of
 from normkit.norms import make
-from normkit.norms.measure import explain, measure, moves, settle
-from normkit.ops.clock import Counter, ratio, rounds_of
-from normkit.report import speed
 
 FEW = ("--shape", "16x8", "--rounds", "2", "--norms", "layer", "un(window=2)")
 GPU = [

@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from foreign_models import CASES, case_of, padding, randomize
+from third_party_models import CASES, case_of, padding, randomize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normkit.norms import NORMS, UN, LayerNorm, make
-from normkit.transforms import Blend, blend, calibrate, convert, fold, settle
+from normkit.transforms import Blend, blend, calibrate, convert, settle
+from normkit.transforms.fold import fold
 
 DIM = 6
 

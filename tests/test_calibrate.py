@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from foreign_models import CASES, case_of, padding, randomize
+from third_party_models import CASES, case_of, padding, randomize
 from torch import nn
 
 from normkit.norms import NORMS, StatNorm, make

@@ -13,13 +13,13 @@ import sys
 import pytest
 
 from normkit.cli import COMMANDS, main
-from normkit.data.embedded import SOURCES
-from normkit.models.config import Model
+from normkit.lab.data.embedded import SOURCES
+from normkit.lab.models.config import Model
+from normkit.lab.report import results
+from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.train.config import Images, Run
+from normkit.lab.train.run import load, train
 from normkit.norms import NORMS, options
-from normkit.report import results
-from normkit.studies.recipes import RECIPES
-from normkit.train.config import Images, Run
-from normkit.train.run import load, train
 
 RUN = Run(
     name="small",
@@ -182,7 +182,7 @@ def test_fold_saves_a_run_that_answers_alike(typed, runs, tmp_path):
 
 def test_audit_and_fold_of_a_hugging_face_folder(typed, tmp_path):
     pytest.importorskip("transformers")
-    from foreign_models import case_of
+    from third_party_models import case_of
 
     case_of("bert").model.save_pretrained(tmp_path / "bert")
     status, out, _ = typed("audit", tmp_path / "bert")

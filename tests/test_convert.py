@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from foreign_models import CASES, case_of, missing, padding, pixels, randomize, tokens
+from third_party_models import CASES, case_of, missing, padding, pixels, randomize, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from normkit.norms import UN, BatchNorm, LayerNorm, Norm, RMSNorm, StatNorm, make
 from normkit.transforms import convert, find, unreadable
-from normkit.transforms.foreign import CannotRead, equivalent, read
 from normkit.transforms.masks import real_tokens
+from normkit.transforms.third_party import CannotRead, equivalent, read
 
 
 def run(case, model=None, **changes):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from corpus_files import sentences, write_corpus, write_text
 
-from normkit.data import prepare as preparing
-from normkit.data.corpora import CORPORA, Known, locate
-from normkit.data.lines import read_columns, read_lines, read_pairs
-from normkit.data.prepare import prepare
-from normkit.data.subwords import Subwords, vocabulary
-from normkit.data.vocab import BOS, EOS, UNK
+from normkit.lab.data import prepare as preparing
+from normkit.lab.data.corpora import CORPORA, Known, locate
+from normkit.lab.data.lines import read_columns, read_lines, read_pairs
+from normkit.lab.data.prepare import prepare
+from normkit.lab.data.subwords import Subwords, vocabulary
+from normkit.lab.data.vocab import BOS, EOS, UNK
 
 SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets beside the checkout are not there")

@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
-from normkit.data import embedded
-from normkit.data.batches import Batches, batches_of, collate_pairs
-from normkit.data.embedded import SOURCES, split_of
-from normkit.data.text import folder, parallel, reader
-from normkit.data.vocab import EOS, PAD, UNK, Vocab
+from normkit.lab.data import embedded
+from normkit.lab.data.batches import Batches, batches_of, collate_pairs
+from normkit.lab.data.embedded import SOURCES, split_of
+from normkit.lab.data.text import folder, parallel, reader
+from normkit.lab.data.vocab import EOS, PAD, UNK, Vocab
 
 _RANDOM = random.Random(0)
 SIZES = [_RANDOM.randint(1, 20) for _ in range(400)]

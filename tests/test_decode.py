@@ -7,9 +7,9 @@ import torch
 from test_models import SMALL, SOURCE, seq2seq
 from torch.testing import assert_close
 
-from normkit.data.vocab import BOS, EOS, PAD
-from normkit.models.mt import Seq2Seq
-from normkit.train.decode import beam, greedy
+from normkit.lab.data.vocab import BOS, EOS, PAD
+from normkit.lab.models.mt import Seq2Seq
+from normkit.lab.train.decode import beam, greedy
 
 MANY = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0], [5, 2, 0, 0, 0], [9, 8, 7, 2, 0], [6, 6, 6, 6, 2]])
 

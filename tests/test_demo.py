@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from normkit.lab.report import results
+from normkit.lab.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
+from normkit.lab.studies.evaluate import ratio, take_turns
+from normkit.lab.studies.progress import Board
+from normkit.lab.studies.workers import Workers, tell
+from normkit.lab.train.progress import Progress
+from normkit.lab.train.run import load
 from normkit.norms import make
-from normkit.report import results
-from normkit.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
-from normkit.studies.finish import ratio, take_turns
-from normkit.studies.progress import Board
-from normkit.studies.workers import Workers, tell
-from normkit.train.progress import Progress
-from normkit.train.run import load
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,21 +7,21 @@ import pytest
 import safetensors.torch
 import scene_files
 import torch
-from foreign_models import randomize
+from third_party_models import randomize
 
 import normkit
-from normkit.data.scenes import find_scenes
-from normkit.models.config import Model
-from normkit.models.detection import DETECTORS, detector
+from normkit.lab.data.scenes import find_scenes
+from normkit.lab.models.config import Model
+from normkit.lab.models.detection import DETECTORS, detector
+from normkit.lab.studies.recipes_scenes import SCENE_RECIPES
+from normkit.lab.train.build import BUILDERS
+from normkit.lab.train.config import Run
+from normkit.lab.train.detection import Detection, start_backbone
+from normkit.lab.train.fold_run import fold_run
+from normkit.lab.train.precision import average_precision, found
+from normkit.lab.train.run import Loaded, load, save, train
+from normkit.lab.train.scenes import Augmentation, Item, Samples
 from normkit.norms import StatNorm
-from normkit.studies.recipes_scenes import SCENE_RECIPES
-from normkit.train.build import BUILDERS
-from normkit.train.config import Run
-from normkit.train.detection import Detection, start_backbone
-from normkit.train.folded import fold_run
-from normkit.train.precision import average_precision, found
-from normkit.train.run import Loaded, load, save, train
-from normkit.train.scenes import Augmentation, Item, Samples
 from normkit.transforms import find
 
 pytest.importorskip("torchvision")
@@ -37,7 +37,7 @@ RUN = Run(name="tiny", task="detection", data="", model=Model(arch="tiny", norm=
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
-    monkeypatch.setattr("normkit.train.detection.CALIBRATION", 3)
+    monkeypatch.setattr("normkit.lab.train.detection.CALIBRATION", 3)
     monkeypatch.setitem(DETECTORS, "tiny", TINY)
     monkeypatch.setitem(DETECTORS, "tiny_boxes", dataclasses.replace(TINY, masks=False))
 

@@ -76,7 +76,7 @@ def test_measured_figures_of_the_readme_are_those_of_the_files():
     spec.loader.exec_module(measured)
     text = (ROOT / "README.md").read_text(encoding="utf8")
     assert measured.PLACE.search(text)
-    assert text == measured.fill(text), "run `python docs/measured.py`"
+    assert text == measured.fill(text), "run `python scripts/measured.py`"
 
 
 def test_every_command_has_its_line():

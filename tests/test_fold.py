@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fold_cases import DIM, Read, Tied, check
-from foreign_models import CASES, case_of, randomize, tokens
+from third_party_models import CASES, case_of, randomize, tokens
 from torch import Tensor, nn
 
 from normkit.norms import NORMS, Norm, make
-from normkit.transforms import convert, fold
+from normkit.transforms import convert
+from normkit.transforms.fold import fold
 
 # -- foreign models ---------------------------------------------------------------------------------------------------
 

@@ -7,14 +7,15 @@ import sys
 import pytest
 import torch
 from fold_cases import DIM, Read, Tied, check, norm
-from foreign_models import CASES, pixels, randomize, tokens
 from safetensors.torch import load_file, save_file
+from third_party_models import CASES, pixels, randomize, tokens
 from torch import Tensor, nn
 
 from normkit.norms import StatNorm, make
-from normkit.transforms import calibrate, convert, fold
-from normkit.transforms.absorb import Affine
-from normkit.transforms.prove import Double, error, variants
+from normkit.transforms import calibrate, convert
+from normkit.transforms.fold import fold
+from normkit.transforms.fold.rewrite import Affine
+from normkit.transforms.fold.verify import Double, error, variants
 
 # -- the result -------------------------------------------------------------------------------------------------------
 
@@ -201,9 +202,9 @@ def test_the_proof_notices_a_wrong_fold():
 
 
 def test_a_wrong_rule_is_caught_by_the_proof_and_the_norm_stays(monkeypatch):
-    from normkit.transforms import plan
+    from normkit.transforms.fold import plan
 
-    monkeypatch.setattr(plan.Planner, "readers", lambda self, source: (
+    monkeypatch.setattr(plan.FoldPlanner, "readers", lambda self, source: (
         [r.by for r in source.reads if not isinstance(r.by, str)], False))  # fmt: skip
     model = randomize(Read(nn.Linear(DIM, 4), lambda m, y: m.reader(y) * y.square().mean())).eval()
     _, report = fold(model, torch.randn(3, DIM))

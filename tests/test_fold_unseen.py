@@ -7,9 +7,10 @@ from fold_cases import DIM, check
 from torch import Tensor, nn
 
 from normkit.norms import make
-from normkit.transforms import convert, fold, to_rms
-from normkit.transforms.absorb import Affine
-from normkit.transforms.prove import error, variants
+from normkit.transforms import convert, to_rms
+from normkit.transforms.fold import fold
+from normkit.transforms.fold.rewrite import Affine
+from normkit.transforms.fold.verify import error, variants
 
 
 class Two(nn.Module):
@@ -99,7 +100,7 @@ def test_padding_of_pictures_that_are_not_square():
 
 def test_padding_that_only_sizes_not_tried_show():
     """Swin's call of `pad` is made where nothing is padded, too; none of the sizes tried needs any in every stage."""
-    from normkit.models.torchvision_ops import load_torchvision
+    from normkit.lab.models.torchvision_ops import load_torchvision
 
     swin = load_torchvision().models.SwinTransformer([4, 4], 6, [1, 1], [1, 1], [7, 7], num_classes=5)
     model = convert(swin, "un")

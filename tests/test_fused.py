@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import normkit
-from normkit.ops import channels, fused, rows
+from normkit.kernels import channels, fused, rows
 
 DOUBLE = {"dtype": torch.float64}
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from normkit.models.config import Model
-from normkit.train.config import Run
-from normkit.train.run import train
+from normkit.lab.models.config import Model
+from normkit.lab.train.config import Run
+from normkit.lab.train.run import train
 
 TOLERANCE = 2e-3
 RUN = Run(

@@ -8,11 +8,11 @@ import image_files as made
 import numpy as np
 import pytest
 
-from normkit.data.cifar import BATCHES, _unpacked, read_cifar
-from normkit.data.image_sets import find_images
-from normkit.data.images import read_images
-from normkit.data.pictures import Broken, Files, Memory, decoded, picture_batches
-from normkit.data.shards import Rows, Tars
+from normkit.lab.data.cifar import BATCHES, _unpacked, read_cifar
+from normkit.lab.data.image_folder import Broken, Files, Memory, decoded, picture_batches
+from normkit.lab.data.image_sets import find_images
+from normkit.lab.data.images import read_images
+from normkit.lab.data.shards import Rows, Tars
 
 SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data" / "cifar10"
 
@@ -111,7 +111,7 @@ def test_all_forms_hold_the_same_pictures(tmp_path):
 def test_a_shard_is_listed_once(tmp_path, monkeypatch):
     path = made.write_tar(tmp_path / "train.tar", made.files(6))
     first = Tars([path], [])
-    monkeypatch.setattr("normkit.data.shards._scan", lambda path: pytest.fail("listed again"))
+    monkeypatch.setattr("normkit.lab.data.shards._scan", lambda path: pytest.fail("listed again"))
     assert contents(Tars([path], [])) == contents(first)
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from normkit.models.blocks import Embedding
-from normkit.models.config import INITS, Model
-from normkit.models.lm import DecoderLM
-from normkit.models.mt import Seq2Seq
+from normkit.lab.models.blocks import Embedding
+from normkit.lab.models.config import INITS, Model
+from normkit.lab.models.lm import DecoderLM
+from normkit.lab.models.mt import Seq2Seq
 
 CONFIG = Model(width=64, hidden=128, depth=4, heads=4)
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import normkit
+from normkit.kernels.dispatch import kernels
 from normkit.norms import make
-from normkit.ops.backend import kernels
 from normkit.transforms.layout import channels_first
 
 every = pytest.mark.parametrize("spec", SPECS)

@@ -7,11 +7,11 @@ import torch
 from norm_cases import short
 from torch.testing import assert_close
 
-from normkit.data.vocab import PAD
-from normkit.models.config import Model
-from normkit.models.lm import DecoderLM
-from normkit.models.mt import Seq2Seq
-from normkit.models.vision import TinyViT
+from normkit.lab.data.vocab import PAD
+from normkit.lab.models.config import Model
+from normkit.lab.models.lm import DecoderLM
+from normkit.lab.models.mt import Seq2Seq
+from normkit.lab.models.vit import TinyViT
 from normkit.norms import NORMS, Norm
 
 SMALL = Model(width=16, hidden=32, depth=2, heads=2)

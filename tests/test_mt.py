@@ -14,25 +14,25 @@ from corpus_files import sentences, write_corpus, write_text
 
 import normkit
 from normkit.cli import main
-from normkit.data.batches import rounded, static_batches
-from normkit.data.corpora import CORPORA, locate
-from normkit.data.prepare import prepare
-from normkit.data.subwords import Subwords
-from normkit.data.vocab import PAD
-from normkit.models.config import Model
-from normkit.models.lm import DecoderLM
-from normkit.models.mt import Seq2Seq
-from normkit.report import results
-from normkit.studies.recipes import RECIPES
-from normkit.studies.use import translate_lines
-from normkit.train.bleu import bleu
-from normkit.train.checkpoints import checkpoint_path, checkpoints
-from normkit.train.compare import compared, interval, paired, read_outputs
-from normkit.train.config import Run
-from normkit.train.mt import MachineTranslation
-from normkit.train.run import load, train
-from normkit.train.table import Table
-from normkit.train.tasks import TASKS
+from normkit.lab.data.batches import rounded, static_batches
+from normkit.lab.data.corpora import CORPORA, locate
+from normkit.lab.data.prepare import prepare
+from normkit.lab.data.subwords import Subwords
+from normkit.lab.data.vocab import PAD
+from normkit.lab.models.config import Model
+from normkit.lab.models.lm import DecoderLM
+from normkit.lab.models.mt import Seq2Seq
+from normkit.lab.report import results
+from normkit.lab.studies.inference import translate_lines
+from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.train.bleu import bleu
+from normkit.lab.train.checkpoints import checkpoint_path, checkpoints
+from normkit.lab.train.compare import compared, interval, paired, read_outputs
+from normkit.lab.train.config import Run
+from normkit.lab.train.mt import MachineTranslation
+from normkit.lab.train.pairs import Table
+from normkit.lab.train.run import load, train
+from normkit.lab.train.tasks import TASKS
 
 TINY = Model(width=16, hidden=24, depth=1, heads=2, share=True)
 RUN = Run(
@@ -316,7 +316,7 @@ def test_validation_is_of_as_many_items_as_the_run_says_and_bleu_of_all(corpus, 
         task = MachineTranslation(changed(corpus, valid_items=said, valid_bleu=True), Seq2Seq(TINY, 60, 60), data)
         assert sum(len(batch.tensors[0]) for batch in task.validation()) == items
         seen = []
-        monkeypatch.setattr("normkit.train.mt.bleu", lambda found, *_, **__: seen.extend(found) or {"bleu": 1.0})
+        monkeypatch.setattr("normkit.lab.train.mt.bleu", lambda found, *_, **__: seen.extend(found) or {"bleu": 1.0})
         assert task.look()["bleu"] == 1
         assert len(seen) == 20
     papers = [name for name, recipe in RECIPES.items() if recipe().task == "mt" and recipe().patience]
@@ -414,7 +414,7 @@ def test_a_search_that_needs_too_much_memory_takes_fewer_sentences(corpus, tmp_p
 def by_torchrun(run, folder):
     """Train in two processes what is left of a run; its result, and its weights as they are written."""
     program = (
-        "from normkit.train.config import Run; from normkit.train.run import train\n"
+        "from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]

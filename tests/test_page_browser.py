@@ -6,7 +6,7 @@ import shutil
 import made_results
 import pytest
 
-from normkit.report import page
+from normkit.lab.report import page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 

@@ -9,7 +9,7 @@ import pytest
 from made_results import result
 from test_page_browser import EVIL, browser  # noqa: F401  # a fixture
 
-from normkit.report import live, page, results, rows
+from normkit.lab.report import live, page, results, rows
 
 
 @pytest.fixture

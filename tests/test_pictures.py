@@ -6,21 +6,22 @@ import math
 import pytest
 import safetensors.torch
 import torch
-from foreign_models import randomize
 from norm_cases import short
+from third_party_models import randomize
 from torch import nn
 from torch.testing import assert_close
 
-from normkit.data.vocab import Vocab
-from normkit.models.config import Model
-from normkit.models.pictures import ARCHES, TIMM, classifier
-from normkit.models.resnet import ResNet20
-from normkit.models.t2t import Layer, Performer, T2TViT
+from normkit.lab.data.vocab import Vocab
+from normkit.lab.models.classifiers import ARCHES, TIMM, classifier
+from normkit.lab.models.config import Model
+from normkit.lab.models.resnet import ResNet20
+from normkit.lab.models.t2t import Layer, Performer, T2TViT
+from normkit.lab.train.config import Run
+from normkit.lab.train.fold_run import fold_run
+from normkit.lab.train.run import Loaded, load, save
 from normkit.norms import NORMS, LayerNorm, Norm, make
-from normkit.train.config import Run
-from normkit.train.folded import fold_run
-from normkit.train.run import Loaded, load, save
-from normkit.transforms import find, fold
+from normkit.transforms import find
+from normkit.transforms.fold import fold
 
 ISSUE = ("layer", "batch", "mabn", "pnv", "power(groups=0)", "un", "un(outlier_filtration=True)")
 FROZEN = ("batch", "mabn", "pnv", "power(groups=0)", "un")  # their statistics are constants at inference

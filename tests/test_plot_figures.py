@@ -10,8 +10,8 @@ import made_results
 import pytest
 from made_results import result
 
-from normkit.report import figures, lines, results, rows, studied
-from normkit.report.recorded import recorded, standing
+from normkit.lab.report import curves, figures, results, rows, study_tables
+from normkit.lab.report.recorded import recorded, standing
 
 QUANTITIES = sorted({name for row in figures.FIGURES.values() for name in row.needs.split()} - {"a", "score", "cka"})
 EVIL = "<script>alert(1)</script> $\\bad{$"
@@ -115,7 +115,7 @@ def test_hostile_names_are_drawn_as_text(tmp_path):
 def test_outliers_survive_thinning():
     values = [1.0] * 5000
     values[3217], values[1200] = 99.0, -5.0
-    steps, kept = lines.extremes(range(5000), values, 100)
+    steps, kept = curves.extremes(range(5000), values, 100)
     assert len(kept) <= 100
     assert {(3217, 99.0), (1200, -5.0)} <= set(zip(steps, kept, strict=True))
     assert steps == sorted(steps)
@@ -147,5 +147,5 @@ def test_what_is_no_table_of_a_study_is_named(tmp_path, text):
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json is no table of a study"):
-        studied.find([tmp_path])
-    assert studied.find([tmp_path / "tables" / "x.json"]) == []
+        study_tables.find([tmp_path])
+    assert study_tables.find([tmp_path / "tables" / "x.json"]) == []

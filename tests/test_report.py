@@ -14,10 +14,10 @@ import made_results
 import pytest
 from made_results import result, score
 
-from normkit.report import page, plot, results, summary
-from normkit.report import rows as recorded
-from normkit.report.settings import labels
-from normkit.report.verdict import sentences
+from normkit.lab.report import page, plot, results, summary
+from normkit.lab.report import rows as recorded
+from normkit.lab.report.settings import labels
+from normkit.lab.report.verdict import sentences
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
 

@@ -7,9 +7,9 @@ import pathlib
 import pytest
 from test_study import ONE, put
 
-from normkit.report import results
-from normkit.studies import table
-from normkit.studies.study import expand
+from normkit.lab.report import results
+from normkit.lab.studies import table
+from normkit.lab.studies.study import expand
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -24,7 +24,7 @@ def script():
 
 def test_the_page_agrees_with_the_files(script):
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
-    assert page == script.page(ROOT / "results"), "run python docs/results.py"
+    assert page == script.page(ROOT / "results"), "run python scripts/results_page.py"
 
 
 def test_every_kept_run_is_on_the_page_with_where_it_comes_from():

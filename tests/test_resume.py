@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from normkit.models.config import Model
-from normkit.report import results
-from normkit.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
-from normkit.train.config import Run
-from normkit.train.run import train
+from normkit.lab.models.config import Model
+from normkit.lab.report import results
+from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
+from normkit.lab.train.config import Run
+from normkit.lab.train.run import train
 
 RUN = Run(
     name="resumed",
@@ -126,8 +126,8 @@ def test_a_process_that_is_killed(whole, tmp_path):
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from normkit.train.config import Run\n"
-        "from normkit.train.run import train\n"
+        "from normkit.lab.train.config import Run\n"
+        "from normkit.lab.train.run import train\n"
         "folder = Path(sys.argv[1])\n"
         "run = Run.from_json(Path(sys.argv[2]).read_text())\n"
         "train(run, folder, resume=True, on_progress=lambda p: time.sleep(0.05))\n"

@@ -9,11 +9,11 @@ import scene_files
 import torch
 from conftest import SHARED
 
-from normkit.data.coco import read_scenes
-from normkit.data.outlines import drawable, filled, run_lengths, unpacked
-from normkit.data.packed import Files, pixels
-from normkit.data.scenes import SCENE_SETS, find_scenes
-from normkit.train.precision import average_precision
+from normkit.lab.data.coco import read_scenes
+from normkit.lab.data.image_files import Files, pixels
+from normkit.lab.data.scenes import SCENE_SETS, find_scenes
+from normkit.lab.data.segmentation import drawable, filled, run_lengths, unpacked
+from normkit.lab.train.precision import average_precision
 
 pytest.importorskip("PIL")
 pytest.importorskip("pycocotools")

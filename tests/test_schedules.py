@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from normkit.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine
+from normkit.lab.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine
 
 
 def optimizer(lr: float = 1.0) -> torch.optim.Optimizer:

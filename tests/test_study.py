@@ -10,14 +10,13 @@ from made_results import result
 from rich.console import Console
 
 from normkit.cli import main
-from normkit.norms import make, parse
-from normkit.report import results
-from normkit.studies import conduct, table
-from normkit.studies.catalogue import STUDIES
-from normkit.studies.metrics import METRICS
-from normkit.studies.progress import Board
-from normkit.studies.recipes import RECIPES
-from normkit.studies.study import (
+from normkit.lab.report import results
+from normkit.lab.studies import runner, table
+from normkit.lab.studies.catalogue import STUDIES
+from normkit.lab.studies.metrics import METRICS
+from normkit.lab.studies.progress import Board
+from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.studies.study import (
     SCALES,
     Base,
     Column,
@@ -30,7 +29,8 @@ from normkit.studies.study import (
     unique,
     warmed,
 )
-from normkit.studies.workers import Workers
+from normkit.lab.studies.workers import Workers
+from normkit.norms import make, parse
 
 TINY = {"steps": 6, "batch_tokens": 120, "test_items": 8, "valid_every": 3, "checkpoint_every": 2, "warmup": 2}
 BASE = {
@@ -267,7 +267,7 @@ def test_scales_are_never_mixed(tmp_path):
     folder = put(pocket, tmp_path)
     there = results.read(folder)
     results.write(folder, {**there, "run": dataclasses.asdict(seeded(paper, tmp_path, 0)[1])})
-    for use in (table.collect, conduct.plan):
+    for use in (table.collect, runner.plan):
         with pytest.raises(ValueError, match=r"other settings.*steps 9 where the study has 6.*--out"):
             use(TOY, "pocket", tmp_path)
     # nor do both scales' runs, each in its place, meet in a table
@@ -307,9 +307,9 @@ def test_statistics_are_read_off_recorded_rows(tmp_path):
 
 
 def run_study(study, out, engine=None, **more):
-    plan = conduct.plan(study, "pocket", out, **more)
+    plan = runner.plan(study, "pocket", out, **more)
     with engine or Workers(1, lambda *_: None) as workers:
-        return plan, *conduct.conduct(study, "pocket", out, plan, workers, board(), "normkit study toy")
+        return plan, *runner.runner(study, "pocket", out, plan, workers, board(), "normkit study toy")
 
 
 class Here:
@@ -358,18 +358,18 @@ def test_a_study_runs_fails_resumes_and_ends(tmp_path):
     plan, made, _ = run_study(study, tmp_path, again)
     assert (list(map(str, again.done)), plan.finished) == (["pocket/tiny/un/seed-0"], 2), "a divergence is a result"
     assert made["rows"][2]["cells"][0]["runs"][0]["status"] == "done"
-    assert conduct.plan(study, "pocket", tmp_path).todo == {}
-    assert [run.seed for run in conduct.plan(study, "pocket", tmp_path, seeds=2).todo.values()] == [1, 1, 1]
+    assert runner.plan(study, "pocket", tmp_path).todo == {}
+    assert [run.seed for run in runner.plan(study, "pocket", tmp_path, seeds=2).todo.values()] == [1, 1, 1]
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path):
-    from normkit.train.run import train
+    from normkit.lab.train.run import train
 
     study = dataclasses.replace(ONE, rows=ONE.rows[2:])
-    ((folder, run),) = conduct.plan(study, "pocket", tmp_path).todo.items()
+    ((folder, run),) = runner.plan(study, "pocket", tmp_path).todo.items()
     assert train(run, folder, on_progress=lambda tick: tick.step == 4)["status"] == "interrupted at step 4"
     interrupted = Here()
-    assert list(conduct.plan(study, "pocket", tmp_path).todo) == [folder]
+    assert list(runner.plan(study, "pocket", tmp_path).todo) == [folder]
     run_study(study, tmp_path, interrupted)
     straight = train(run, tmp_path / "straight")
     kept = results.read(folder)
@@ -438,14 +438,14 @@ def test_runs_whose_data_is_not_here_are_left_out(tmp_path, monkeypatch, capsys)
     assert "the corpus multi30k.de-en is not here" in told
     assert told.count("\n") == 1
     elsewhere = Column(title="BLEU", metric="bleu", base={"pocket": Base("m", "mt_multi30k")})
-    plan = conduct.plan(dataclasses.replace(ONE, columns=(*ONE.columns, elsewhere)), "pocket", tmp_path)
+    plan = runner.plan(dataclasses.replace(ONE, columns=(*ONE.columns, elsewhere)), "pocket", tmp_path)
     assert {run.data for run in plan.todo.values()} == {"digits"}
     assert "multi30k.de-en" in plan.missing[0]
 
 
 def test_a_study_writes_a_page_with_its_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(STUDIES, "one", ONE)
-    monkeypatch.setattr(conduct, "engine", lambda *_: Here())
+    monkeypatch.setattr(runner, "engine", lambda *_: Here())
     assert main(["study", "one", "--out", str(tmp_path)]) == 0
     page = tmp_path / "pocket" / "tables" / "one.html"
     assert f"report: {page}" in capsys.readouterr().out
@@ -464,20 +464,20 @@ def test_a_study_writes_a_page_with_its_table(tmp_path, monkeypatch, capsys):
 def test_ray_takes_an_address_or_none(arguments, address, tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setitem(STUDIES, "one", ONE)
-    monkeypatch.setattr(conduct, "engine", lambda plan, processes, ray, board: asked.append(ray) or Here(["/tiny/"]))
+    monkeypatch.setattr(runner, "engine", lambda plan, processes, ray, board: asked.append(ray) or Here(["/tiny/"]))
     assert main(["study", "one", "--out", str(tmp_path), *arguments]) == 1, "what failed is told to scripts too"
     assert asked == [address]
     assert "failed" in capsys.readouterr().out
 
 
 def test_a_scale_that_needs_a_gpu_says_so(tmp_path):
-    plan = conduct.plan(ONE, "paper", tmp_path)
+    plan = runner.plan(ONE, "paper", tmp_path)
     assert {run.device for run in plan.todo.values()} == {"cuda"}
     import torch
 
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="needs a GPU"):
-            conduct.engine(plan, 1, None, board())
+            runner.engine(plan, 1, None, board())
 
 
 def test_un_filters_outliers_in_pictures_unless_a_row_leaves_it_out():

@@ -8,12 +8,12 @@ import pytest
 from killing import kill_one, noted_job
 from rich.console import Console
 
-from normkit.report import results
-from normkit.studies import conduct
-from normkit.studies.cluster import Cluster
-from normkit.studies.progress import Board
-from normkit.studies.study import Base, Column, Row, Study
-from normkit.train.run import train
+from normkit.lab.report import results
+from normkit.lab.studies import runner
+from normkit.lab.studies.progress import Board
+from normkit.lab.studies.ray_workers import Cluster
+from normkit.lab.studies.study import Base, Column, Row, Study
+from normkit.lab.train.run import train
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'normkit[ray]'")
 
@@ -31,8 +31,8 @@ STUDY = Study(
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
     ray.cloudpickle.register_pickle_by_value(killing)  # workers need not find this file
-    monkeypatch.setattr(conduct, "study_job", noted_job)
-    plan = conduct.plan(STUDY, "pocket", tmp_path)
+    monkeypatch.setattr(runner, "study_job", noted_job)
+    plan = runner.plan(STUDY, "pocket", tmp_path)
     layer, un = plan.todo
     for folder in (layer, un):
         folder.mkdir(parents=True)
@@ -44,9 +44,7 @@ def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"needs 1 GPU; this Ray cluster has 0"):
             cluster.submit("on a GPU", noted_job, gpu, un, "")
         killer.start()
-        table, interrupted = conduct.conduct(
-            STUDY, "pocket", tmp_path, plan, cluster, Board(Console(quiet=True), [], 1)
-        )
+        table, interrupted = runner.runner(STUDY, "pocket", tmp_path, plan, cluster, Board(Console(quiet=True), [], 1))
     over.set()
     killer.join()
     assert killed, (un / "failed.txt").read_text(encoding="utf8") if (un / "failed.txt").is_file() else "never seen"

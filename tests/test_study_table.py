@@ -7,10 +7,10 @@ import shutil
 import pytest
 from test_study import TOY, put
 
-from normkit.studies import conduct, table
-from normkit.studies.catalogue import STUDIES
-from normkit.studies.metrics import METRICS
-from normkit.studies.study import expand
+from normkit.lab.studies import runner, table
+from normkit.lab.studies.catalogue import STUDIES
+from normkit.lab.studies.metrics import METRICS
+from normkit.lab.studies.study import expand
 
 
 def test_a_copy_beside_the_seeds_is_no_seed(tmp_path):
@@ -46,11 +46,11 @@ def test_a_part_of_a_corpus_is_none_at_paper_scale(tmp_path, monkeypatch):
             (folder / f"{split}.{side}").touch()
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
     study = STUDIES["core.iwslt14"]
-    assert conduct.plan(study, "pocket", tmp_path / "out").missing == ()
+    assert runner.plan(study, "pocket", tmp_path / "out").missing == ()
     with pytest.raises(
         ValueError, match=r"in part alone \(53,561 of its 160,239 .*\), and scale paper is the original"
     ):
-        conduct.plan(study, "paper", tmp_path / "out")
+        runner.plan(study, "paper", tmp_path / "out")
 
 
 def test_a_run_that_its_patience_stopped_is_measured_over_the_steps_that_it_took():

@@ -13,13 +13,13 @@ from rich.console import Console
 from test_study import ONE, put
 
 from normkit.cli import main
-from normkit.report import results
-from normkit.studies import conduct, table, workers
-from normkit.studies.catalogue import STUDIES
-from normkit.studies.progress import Board
-from normkit.studies.study import Base, Column, Row, Study, expand
-from normkit.studies.workers import Workers
-from normkit.train.run import train
+from normkit.lab.report import results
+from normkit.lab.studies import runner, table, workers
+from normkit.lab.studies.catalogue import STUDIES
+from normkit.lab.studies.progress import Board
+from normkit.lab.studies.study import Base, Column, Row, Study, expand
+from normkit.lab.studies.workers import Workers
+from normkit.lab.train.run import train
 
 TINY = {"steps": 60, "batch_tokens": 16, "model.depth": 1, "checkpoint_every": 5, "keep": 2, "warmup": 2}
 STUDY = Study(
@@ -37,8 +37,8 @@ def die(title, *_):
 
 @pytest.mark.slow
 def test_runs_go_on_from_their_checkpoints_where_a_process_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(conduct, "study_job", noted_job)
-    plan = conduct.plan(STUDY, "pocket", tmp_path)
+    monkeypatch.setattr(runner, "study_job", noted_job)
+    plan = runner.plan(STUDY, "pocket", tmp_path)
     layer, un = plan.todo
     for folder in (layer, un):
         folder.mkdir(parents=True)
@@ -46,7 +46,7 @@ def test_runs_go_on_from_their_checkpoints_where_a_process_is_killed(tmp_path, m
     killer = threading.Thread(target=kill_one, args=(un, killed, over))
     killer.start()
     with Workers(2, lambda title, tick: told.append(tick.stage)) as engine:
-        made, _ = conduct.conduct(STUDY, "pocket", tmp_path, plan, engine, Board(Console(quiet=True), [], 1))
+        made, _ = runner.runner(STUDY, "pocket", tmp_path, plan, engine, Board(Console(quiet=True), [], 1))
     over.set()
     killer.join()
     assert killed
@@ -70,7 +70,7 @@ def test_a_job_that_kills_its_process_each_time_fails_alone(monkeypatch):
 
 def test_a_run_whose_process_is_killed_is_a_failed_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(workers, "RETRIES", 0)
-    monkeypatch.setattr(conduct, "study_job", die)
+    monkeypatch.setattr(runner, "study_job", die)
     monkeypatch.setitem(STUDIES, "one", ONE)
     assert main(["study", "one", "--only", "LN", "--out", str(tmp_path)]) == 1
     assert "failed: its process, or one beside it, was killed 1 times" in capsys.readouterr().out

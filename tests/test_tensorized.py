@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from normkit.models.adaptive import Adaptive
-from normkit.models.config import Model
-from normkit.models.lm import DecoderLM
-from normkit.models.tensorized import MultiLinear
+from normkit.lab.models.adaptive import Adaptive
+from normkit.lab.models.config import Model
+from normkit.lab.models.lm import DecoderLM
+from normkit.lab.models.tensorized import MultiLinear
 
 CONFIG = Model(
     width=12, hidden=20, depth=2, heads=1, attention="multilinear", rank=5, placement="post", max_length=8, tie=True

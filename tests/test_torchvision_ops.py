@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from normkit.models.torchvision_ops import load_torchvision, nms, roi_align, torchvision_operators
+from normkit.lab.models.torchvision_ops import load_torchvision, nms, roi_align, torchvision_operators
 
 pytest.importorskip("PIL")
 if importlib.util.find_spec("torchvision") is None:
@@ -82,7 +82,7 @@ def test_nms_keeps_what_the_loop_keeps(count, threshold):
 def test_nms_in_blocks_is_the_same(monkeypatch):
     b, scores = boxes(100), torch.rand(100)
     whole = nms(b, scores, 0.4)
-    monkeypatch.setattr("normkit.models.torchvision_ops.BOX_ROWS", 7)
+    monkeypatch.setattr("normkit.lab.models.torchvision_ops.BOX_ROWS", 7)
     assert torch.equal(nms(b, scores, 0.4), whole)
 
 

@@ -11,24 +11,24 @@ import torch
 from torch import nn
 
 import normkit
-from normkit.data.corpora import CORPORA
-from normkit.data.embedded import SOURCES
-from normkit.data.image_sets import IMAGE_SETS
-from normkit.data.scenes import SCENE_SETS
-from normkit.models.config import Model
+from normkit.lab.data.corpora import CORPORA
+from normkit.lab.data.embedded import SOURCES
+from normkit.lab.data.image_sets import IMAGE_SETS
+from normkit.lab.data.scenes import SCENE_SETS
+from normkit.lab.models.config import Model
+from normkit.lab.report import results
+from normkit.lab.report.verdict import sentences
+from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.train.build import BUILDERS
+from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
+from normkit.lab.train.config import Run
+from normkit.lab.train.environment import where
+from normkit.lab.train.error_rates import error_rates
+from normkit.lab.train.fold_run import audit_run, fold_run
+from normkit.lab.train.run import load, save, train
+from normkit.lab.train.tasks import TASKS
+from normkit.lab.train.weights import load_weights, mean_weights, save_weights
 from normkit.names import pick
-from normkit.report import results
-from normkit.report.verdict import sentences
-from normkit.studies.recipes import RECIPES
-from normkit.train.build import BUILDERS
-from normkit.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
-from normkit.train.config import Run
-from normkit.train.folded import audit_run, fold_run
-from normkit.train.run import load, save, train
-from normkit.train.score import error_rates
-from normkit.train.tasks import TASKS
-from normkit.train.weights import load_weights, mean_weights, save_weights
-from normkit.train.where import where
 
 EMBEDDED = [name for name, recipe in RECIPES.items() if recipe().data in SOURCES]
 TINY = Model(width=16, hidden=24, depth=1, heads=2)

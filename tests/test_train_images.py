@@ -14,20 +14,20 @@ from torch import nn
 
 import normkit
 from normkit.cli import main
-from normkit.data.images import Album, read_images
-from normkit.data.pictures import Files, decoded
-from normkit.data.vocab import Vocab
-from normkit.models.config import Model
-from normkit.models.pictures import classifier
-from normkit.studies.recipes_images import IMAGE_RECIPES
-from normkit.train import images as task_images
-from normkit.train.config import Images, Run
-from normkit.train.ema import moving_average
-from normkit.train.images import ImageClassification, Loader
-from normkit.train.run import load, train
-from normkit.train.tuning import head_of, start_from
-from normkit.train.views import Views
-from normkit.train.weights import save_weights
+from normkit.lab.data.image_folder import Files, decoded
+from normkit.lab.data.images import Album, read_images
+from normkit.lab.data.vocab import Vocab
+from normkit.lab.models.classifiers import classifier
+from normkit.lab.models.config import Model
+from normkit.lab.studies.recipes_images import IMAGE_RECIPES
+from normkit.lab.train import images as task_images
+from normkit.lab.train.augment import Views
+from normkit.lab.train.config import Images, Run
+from normkit.lab.train.ema import moving_average
+from normkit.lab.train.finetune import head_of, start_from
+from normkit.lab.train.images import ImageClassification, Loader
+from normkit.lab.train.run import load, train
+from normkit.lab.train.weights import save_weights
 
 TINY = Model(arch="tiny_vit", image_size=16, patch=8, width=16, hidden=16, depth=1, heads=2)
 SMALL = Run(name="small", task="images", data="", model=TINY, steps=6, batch_tokens=8, warmup=2, lr=1e-2, threads=1)
@@ -45,7 +45,7 @@ def cheap(tmp_path, monkeypatch):
 
 
 def album(size=32, count=12):
-    from normkit.data.pictures import Memory
+    from normkit.lab.data.image_folder import Memory
 
     split = Memory(*made.pixels(count, size=size))
     return Album("made", split, split, split, {"classes": Vocab("abc")}, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))

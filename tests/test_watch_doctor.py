@@ -10,7 +10,7 @@ from torch import nn
 
 import normkit
 from normkit.cli import main
-from normkit.report import results
+from normkit.lab.report import results
 from normkit.watch import NOT_CHECKED, QUANTITIES, THRESHOLDS, Row, advise, checked, diagnose, train_eval_gap, write
 from normkit.watch.diagnose import CHECKS
 from normkit.watch.series import places

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from normkit import watch
-from normkit.train.callback import LOGGED, Watch, log_rows
-from normkit.train.lit import lightning
+from normkit.lab.train.lit import lightning
+from normkit.lab.train.watch_callback import LOGGED, Watch, log_rows
 from normkit.watch import Row
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on loaders

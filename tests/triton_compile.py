@@ -14,10 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from normkit.ops.triton import channel_kernels as channels
-from normkit.ops.triton import row_kernels as rows
-from normkit.ops.triton import rule_kernels as rules
-from normkit.ops.triton.launch import column_launch, row_launch
+from normkit.kernels.triton import channel_kernels as channels
+from normkit.kernels.triton import row_kernels as rows
+from normkit.kernels.triton import rule_kernels as rules
+from normkit.kernels.triton.launch import column_launch, row_launch
 
 INTEGERS = ("rows", "width", "groups", "channels", "programs", "x_stride", "r_stride", "dy_stride", "ds_stride")
 INTEGERS += ("wells", "size", "warmup", "until_r", "until_d")

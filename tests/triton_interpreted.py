@@ -8,14 +8,14 @@ from norm_cases import MIRRORED, PLAIN, several_steps
 from torch.utils.checkpoint import checkpoint
 
 import normkit
-from normkit.ops import backend, channels, rows
-from normkit.ops import triton as kernels
-from normkit.ops.mirror import mirrored
-from normkit.ops.triton import launch as launches
-from normkit.ops.triton import rows as row_ops
+from normkit.kernels import channels, dispatch, rows
+from normkit.kernels import triton as kernels
+from normkit.kernels.kernel_rule import find_kernel_rule
+from normkit.kernels.triton import launch as launches
+from normkit.kernels.triton import rows as row_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # triton 3.6's own
-REAL = not backend.interpreted()
+REAL = not dispatch.interpreted()
 DEVICE = "cuda" if REAL else "cpu"
 SHAPES = [(4099, 512), (777, 4096), (257, 8100), (65, 40000)] if REAL else [(7, 37), (64, 384), (1, 96), (33, 64)]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -251,12 +251,12 @@ def test_the_operator_has_the_gradient_of_the_eager_path():
 def test_the_switch_runs_what_it_says():
     x = draw(3, 16)
     with normkit.kernels("triton") as ran:
-        assert backend.triton(x, "layer")
+        assert dispatch.triton(x, "layer")
     assert dict(ran) == {"triton layer": 1}
     with pytest.raises(RuntimeError, match="float64"), normkit.kernels("triton"):
-        backend.triton(x.double(), "layer")
+        dispatch.triton(x.double(), "layer")
     with normkit.kernels("auto"):
-        assert backend.triton(x, "layer") == REAL
+        assert dispatch.triton(x, "layer") == REAL
 
 
 SPECS = [*normkit.NORMS, "power(groups=2, warmup=1, denominator='batch')", "un(window=2, warmup=1)"]
@@ -297,7 +297,7 @@ def test_a_compiled_graph_holds_the_operators(spec):
     for choice in ("reference", "triton"):
         with normkit.kernels(choice):
             norm = normkit.make(spec, 16).to(DEVICE)
-            run = torch.compile(norm, fullgraph=True, backend="aot_eager") if choice == "triton" else norm
+            run = torch.compile(norm, fullgraph=True, dispatch="aot_eager") if choice == "triton" else norm
             y = run(x)
             found.append([y.detach(), *torch.autograd.grad(y, (x, norm.weight), dy)])
     for a, b in zip(*found, strict=True):
@@ -342,7 +342,7 @@ def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
     for choice in ("reference", "triton"):
         torch.manual_seed(0)
         norm = normkit.make(spec, width).to(DEVICE)
-        assert (mirrored(norm) is not None) == (spec in MIRRORED)
+        assert (find_kernel_rule(norm) is not None) == (spec in MIRRORED)
         for parameter in norm.parameters():
             torch.nn.init.normal_(parameter)
         found.append(several_steps(norm, draw, masked, choice))
@@ -355,9 +355,9 @@ def test_a_subclass_with_a_rule_of_its_own_has_no_mirror():
         def average(self, batch):
             return super().average(batch) * 0.5
 
-    assert mirrored(normkit.PNV(4)) is not None
-    assert mirrored(Slower(4)) is None
-    assert mirrored(normkit.PNV(4, sync=True)) is None
+    assert find_kernel_rule(normkit.PNV(4)) is not None
+    assert find_kernel_rule(Slower(4)) is None
+    assert find_kernel_rule(normkit.PNV(4, sync=True)) is None
 
 
 def test_forwards_of_one_graph_and_recomputed_ones_have_their_own_statistics():

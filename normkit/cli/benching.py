@@ -53,7 +53,7 @@ def bench(arguments: list[str]) -> int:
             return 0
         found = {"ratios": measured}
     else:
-        from normkit.report import speed
+        from normkit.lab.report import speed
 
         found = speed.read(given["results"])
     _show(found, given["out"], given["results"] is None)
@@ -64,7 +64,7 @@ def _measured(given: dict[str, Any]) -> list[dict] | None:
     """Rows as measured; None where it was only explained."""
     import torch
 
-    from normkit.norms.measure import explain, measure
+    from normkit.lab.norm_speed import explain, measure
 
     rows, dim = _shape(given["shape"])
     for name in ("rounds", "threads"):
@@ -110,7 +110,7 @@ def _explained(rows: list[dict]) -> str:
 
 def _show(found: dict[str, list[dict]], out: Path | None, measured: bool) -> None:
     from normkit.files import write_whole
-    from normkit.report import speed
+    from normkit.lab.report import speed
 
     tables = []
     for kind in KINDS:

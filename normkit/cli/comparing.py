@@ -20,7 +20,7 @@ def compare(arguments: list[str]) -> int:
     runs = parse_arguments(parse, arguments, "compare")
     if not runs:
         raise ValueError("no run given; try `normkit compare runs/layer runs/un`")
-    from normkit.train.compare import compared
+    from normkit.lab.train.compare import compared
 
     write("\n".join(compared(runs)))
     return 0

@@ -51,7 +51,7 @@ def examine(rows: Any) -> tuple[list[str], list[str], list[str]]:
 
 def _ending(path: Path) -> Iterable[str]:
     """What became of a run that did not end well: rows between two looks may not show it."""
-    from normkit.report import results
+    from normkit.lab.report import results
 
     if not (path.is_dir() and (path / results.FILE).is_file()):
         return []

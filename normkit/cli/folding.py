@@ -18,13 +18,13 @@ def audit(arguments: list[str]) -> int:
         return model
 
     folder = parse_arguments(parse, arguments, "audit")
-    from normkit.transforms.pretrained import audit_dir, is_pretrained_dir
+    from normkit.transforms.huggingface import audit_dir, is_pretrained_dir
 
     if is_pretrained_dir(folder):
         write(str(audit_dir(folder)))
         return 0
-    from normkit.train.folded import audit_run
-    from normkit.train.run import load
+    from normkit.lab.train.fold_run import audit_run
+    from normkit.lab.train.run import load
 
     write(str(audit_run(load(folder))))
     return 0
@@ -47,15 +47,15 @@ def fold(arguments: list[str]) -> int:
     folder, out = parse_arguments(parse, arguments, "fold")
     if out.resolve() == folder.resolve():
         raise ValueError(f"--out {out} is the model itself, which is kept; name another folder")
-    from normkit.transforms.pretrained import fold_dir, is_pretrained_dir
+    from normkit.transforms.huggingface import fold_dir, is_pretrained_dir
 
     if holds := _trained(out, is_pretrained_dir(out)):
         raise ValueError(f"--out {out} holds {holds}, which folding would overwrite; name another folder")
     if is_pretrained_dir(folder):
         report = fold_dir(folder, out)
     else:
-        from normkit.train.folded import fold_run
-        from normkit.train.run import load, save
+        from normkit.lab.train.fold_run import fold_run
+        from normkit.lab.train.run import load, save
 
         folded, report = fold_run(load(folder))
         save(out, folded)
@@ -65,7 +65,7 @@ def fold(arguments: list[str]) -> int:
 
 def _trained(folder: Path, pretrained: bool) -> str:
     """What a folder holds that is no former fold: a run with its result, somebody's model; empty where nothing is."""
-    from normkit.report import results
+    from normkit.lab.report import results
 
     if (folder / results.FILE).is_file() or (folder / "checkpoints").is_dir():
         return "a run that was trained"

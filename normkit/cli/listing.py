@@ -14,10 +14,10 @@ def list_(arguments: list[str]) -> int:
 
     if arguments:  # where there are none, torch is all that this command needs
         parse_arguments(parse, arguments, "list")
-    from normkit.data.corpora import CORPORA
-    from normkit.data.embedded import SOURCES
-    from normkit.data.image_sets import IMAGE_SETS
-    from normkit.studies.recipes import RECIPES
+    from normkit.lab.data.corpora import CORPORA
+    from normkit.lab.data.embedded import SOURCES
+    from normkit.lab.data.image_sets import IMAGE_SETS
+    from normkit.lab.studies.recipes import RECIPES
 
     lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", ""]
     everywhere = options("layer")

@@ -29,7 +29,7 @@ def report(arguments: list[str]) -> int:
         raise ValueError("no results given; try `normkit report runs/demo`")
     from rich.console import Console
 
-    from normkit.report import results
+    from normkit.lab.report import results
 
     paths = given["paths"]
     first = paths[0] if paths[0].is_dir() else paths[0].parent
@@ -52,8 +52,8 @@ def figure(arguments: list[str]) -> int:
         """
         return locals()
 
+    from normkit.lab.report import figures, results
     from normkit.names import pick
-    from normkit.report import figures, results
 
     if not arguments:
         write(f"Figures (normkit figure NAME PATHS --out FILE.svg)\n\n{figures.listing()}")
@@ -82,7 +82,7 @@ def watch(arguments: list[str]) -> int:
         return run, port
 
     folder, port = parse_arguments(parse, arguments, "watch")
-    from normkit.report import live
+    from normkit.lab.report import live
 
     with live.server(folder, port, lambda found, reader: extras(found, (), reader)) as server:
         write(f"watching {folder} at http://{live.HERE}:{server.server_address[1]}/ (Ctrl-C ends)")
@@ -94,7 +94,7 @@ def watch(arguments: list[str]) -> int:
 
 def extras(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = (), reader: Any = None) -> Any:
     """What a page shows besides results: definitions of quantities, findings, tables of studies."""
-    from normkit.report import page, rows, studied
+    from normkit.lab.report import page, rows, study_tables
     from normkit.watch import QUANTITIES
     from normkit.watch.series import Series
 
@@ -109,14 +109,14 @@ def extras(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = ()
             nothing = "nothing wrong was found in what was checked" if unchecked else "nothing wrong was found"
             findings[folder], untold[folder] = [*(wrong or [nothing]), *advice], unchecked
     definitions = {name: f"{one.definition} ({one.source})" for name, one in QUANTITIES.items()}
-    return page.Extras(definitions, findings, untold, studied.find(paths))
+    return page.Extras(definitions, findings, untold, study_tables.find(paths))
 
 
 def show(console: Any, found: dict[Path, dict[str, Any]], out: Path, command: str, more: Any = None) -> None:
     """Print the table and what is seen in it; write them, the pictures and the page to a folder."""
     from rich.table import Table
 
-    from normkit.report import page, plot, settings, summary
+    from normkit.lab.report import page, plot, settings, summary
 
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.txt").write_text(summary.text(found), encoding="utf8")

@@ -13,7 +13,7 @@ from normkit.cli.reporting import show
 
 def demo(arguments: list[str]) -> int:
     """Train a Transformer with each of several norms, compare them, fold one; a few minutes on two CPU cores."""
-    from normkit.studies.demo import COMPARED, STEPS
+    from normkit.lab.studies.demo import COMPARED, STEPS
 
     def parse(
         norms: tuple[str, ...] = COMPARED,
@@ -53,8 +53,8 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
     """Train, compare, show; what is finished is shown also when it is stopped early."""
     from rich.console import Console
 
-    from normkit.studies.demo import FINISH, compare, entries, steps_for
-    from normkit.studies.progress import Board
+    from normkit.lab.studies.demo import FINISH, compare, entries, steps_for
+    from normkit.lab.studies.progress import Board
 
     console, started = Console(), time.monotonic()
     plan = entries(**settings)
@@ -79,10 +79,10 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
 
 def train(arguments: list[str]) -> int:
     """Train a recipe; every field of a run is a flag."""
+    from normkit.lab.studies.recipes import RECIPES
+    from normkit.lab.studies.study import warm
+    from normkit.lab.train.config import Run
     from normkit.names import pick
-    from normkit.studies.recipes import RECIPES
-    from normkit.studies.study import warm
-    from normkit.train.config import Run
 
     if not arguments or arguments[0].startswith("-"):
         lines = ["usage: normkit train RECIPE [--steps N] [--model.norm SPEC] [--FIELD VALUE ...]", ""]
@@ -108,8 +108,8 @@ def _train(run: Any, folder: Path, resume: bool, command: str) -> int:
     """Train one run; Ctrl-C ends it at the next step that is looked at, with a checkpoint where it keeps some."""
     from rich.console import Console
 
-    from normkit.studies.progress import Board
-    from normkit.train.run import train as train_run
+    from normkit.lab.studies.progress import Board
+    from normkit.lab.train.run import train as train_run
 
     console, asked = Console(), threading.Event()
     if run.warmup >= run.steps > 0:

@@ -46,8 +46,8 @@ def study(arguments: list[str]) -> int:
         for part in ([word, "local"] if word == "--ray" and following.startswith("-") else [word])
     ]
     given = parse_arguments(parse, words, "study")
+    from normkit.lab.studies.catalogue import STUDIES, listing
     from normkit.names import pick
-    from normkit.studies.catalogue import STUDIES, listing
 
     if given["list_"] or not given["study"]:
         write(listing())
@@ -60,35 +60,35 @@ def _study(given: dict[str, Any], command: str) -> int:
     from rich.console import Console
 
     from normkit.cli.reporting import extras
-    from normkit.report import page, results, studied
-    from normkit.studies import conduct, table
-    from normkit.studies.catalogue import STUDIES
-    from normkit.studies.progress import Board
+    from normkit.lab.report import page, results, study_tables
+    from normkit.lab.studies import runner, table
+    from normkit.lab.studies.catalogue import STUDIES
+    from normkit.lab.studies.progress import Board
 
     study, scale, out = STUDIES[given["study"]], given["scale"], given["out"]
     if given["processes"] < 1:
         raise ValueError(f"processes must be at least 1; got {given['processes']}")
-    conduct.expand(study, scale, given["only"])  # names that are in no row
+    runner.expand(study, scale, given["only"])  # names that are in no row
     if given["show"]:
         write(table.text(table.collect(study, scale, out)))
         if scale not in study.scales:
             write(f"It can be run at scale: {', '.join(study.scales) or 'none; the paper alone is shown'}.")
         return 0
-    plan = conduct.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
+    plan = runner.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
     console = Console()
     with Board(console, [run.name for run in plan.todo.values()], 1) as board:
         board.say(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
         for why in plan.missing:
             board.say(f"left out: {why}")
-        with conduct.engine(plan, given["processes"], given["ray"], board) as engine:
-            made, interrupted = conduct.conduct(study, scale, out, plan, engine, board, command)
+        with runner.engine(plan, given["processes"], given["ray"], board) as engine:
+            made, interrupted = runner.runner(study, scale, out, plan, engine, board, command)
     write(table.text(made))
     tables = out / scale / "tables"
     write(f"written to {tables / study.id}.txt, .md and .json")
     runs = {out / run["folder"] for row in made["rows"] for cell in row["cells"] for run in cell["runs"]}
     if there := sorted(folder for folder in runs if (folder / results.FILE).is_file()):
         found = results.find(there)
-        more = extras(found)._replace(studies=[studied.read(tables / f"{study.id}.json")])
+        more = extras(found)._replace(studies=[study_tables.read(tables / f"{study.id}.json")])
         written = page.write(found, tables / f"{study.id}.html", title=study.id, command=command, extras=more)
         write(f"report: {written}")
     failed = any(

@@ -24,7 +24,7 @@ def pronounce(arguments: list[str]) -> int:
     given = parse_arguments(parse, arguments, "pronounce")
     if not given["words"]:
         raise ValueError("no word given; try `normkit pronounce transformer`")
-    from normkit.studies.use import best, pronounce
+    from normkit.lab.studies.inference import best, pronounce
 
     folder = given["run"] or best(Path("runs/demo"))
     if given["run"] is None:
@@ -48,7 +48,7 @@ def translate(arguments: list[str]) -> int:
         return run
 
     folder = parse_arguments(parse, arguments, "translate")
-    from normkit.studies.use import translate_lines
+    from normkit.lab.studies.inference import translate_lines
 
     for line in translate_lines(folder, _lines(sys.stdin.buffer), complain):
         write(line)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from normkit.kernels import channels, rows
+from normkit.kernels.async_counter import AsyncCounter
+from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
 from normkit.norms._require import is_int, is_number, require, require_count
-from normkit.ops import channels, rows
-from normkit.ops.glimpse import Glimpse
-from normkit.ops.mirror import Mirror, mirrored
 
 
 class Split(NamedTuple):
@@ -162,11 +162,11 @@ class Stat(NamedTuple):
 
     value: Tensor  # [k, C], to standardize with
     state: dict[str, Tensor]  # what its buffers become
-    post: Tensor | None = None  # constant factor on the standardized x, forward and backward
+    output_scale: Tensor | None = None  # constant factor on the standardized x, forward and backward
     shift: Tensor | None = None  # constant added after `post`
-    gain: Tensor | None = None  # constant factor on the gradient, backward only
-    back: Tensor | None = None  # constant factor on dx
-    memo: tuple[Tensor, ...] = ()  # handed on to grad_stat
+    grad_scale: Tensor | None = None  # constant factor on the gradient, backward only
+    dx_scale: Tensor | None = None  # constant factor on dx
+    saved: tuple[Tensor, ...] = ()  # handed on to grad_stat
 
 
 class _Plan(NamedTuple):
@@ -176,14 +176,14 @@ class _Plan(NamedTuple):
     value: Tensor
     rows: Tensor
     step: Tensor
-    post: Tensor | None
+    output_scale: Tensor | None
     shift: Tensor | None
-    gain: Tensor | None
-    back: Tensor | None
-    memo: tuple[Tensor, ...]
+    grad_scale: Tensor | None
+    dx_scale: Tensor | None
+    saved: tuple[Tensor, ...]
 
     def tensors(self) -> list[Tensor | None]:
-        return [*self[:-1], *self.memo]
+        return [*self[:-1], *self.saved]
 
     @classmethod
     def of(cls, tensors: list[Tensor | None]) -> "_Plan":
@@ -253,7 +253,7 @@ class StatNorm(Norm):
         self.running[-1] = 1.0
         self._records: list[weakref.ref[_Record]] = []
         self._ungraphed: collections.deque[_Record] = collections.deque(maxlen=16)
-        self._steps = Glimpse()
+        self._steps = AsyncCounter()
 
     # -- the two rules of a method ----------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class StatNorm(Norm):
         """What to standardize with, given the statistics `[k, C]` of this batch of `count` rows, the `step`-th."""
         raise NotImplementedError
 
-    def grad_stat(self, batch: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradient statistics `[k, C]` to remove, given this batch's, and what the buffers become.
 
         Returning them unchanged is the exact gradient.
@@ -273,7 +273,7 @@ class StatNorm(Norm):
         """Whether what the backward pass removes is always this batch's, of which no record is kept."""
         return type(self).grad_stat is StatNorm.grad_stat
 
-    def foretold(self) -> Tensor | None:
+    def known_in_advance(self) -> Tensor | None:
         """What `train_stat` will say to standardize with, where the host knows it before it sees the batch.
 
         Output and statistics then take one reading of `x`, and the backward pass one of `dy` and `x`. None for most
@@ -281,11 +281,11 @@ class StatNorm(Norm):
         """
         return None
 
-    def foretold_grad(self, memo: tuple[Tensor, ...]) -> Tensor:
+    def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:
         """What `grad_stat` will say to remove, after a forward whose statistics were foretold."""
         raise NotImplementedError
 
-    def mirror(self) -> Mirror | None:
+    def kernel_rule(self) -> KernelRule | None:
         """Both rules as kernels know them; None where they do not."""
         return None
 
@@ -303,14 +303,14 @@ class StatNorm(Norm):
         joined = kernels is not None and kernels.LAYER_SCALE and type(self).rest is StatNorm.rest
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
-            plan, y, stale = self._replay(x, mask, wide, groups), None, False
+            plan, y, one_pass = self._replay(x, mask, wide, groups), None, False
             if plan is None:
-                plan, y, stale = self._advance(x.detach(), mask, wide, groups, kernels is not None)
+                plan, y, one_pass = self._advance(x.detach(), mask, wide, groups, kernels is not None)
             plan = _shield(plan) if torch.compiler.is_compiling() else plan
         record = self._remember(plan)
         y = channels.Standardize.apply(
-            self, groups, stale, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
-            plan.post, plan.shift, plan.gain, plan.back, y, *plan.memo,
+            self, groups, one_pass, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
+            plan.output_scale, plan.shift, plan.grad_scale, plan.dx_scale, y, *plan.saved,
         )  # fmt: skip
         if record is not None and y.grad_fn is not None:
             y.grad_fn.record = record  # type: ignore[attr-defined]
@@ -326,15 +326,15 @@ class StatNorm(Norm):
         """Look at the batch, let the method decide, move the state once; the output, where kernels have written it, and
         whether the statistics were foretold.
         """
-        foretold, y = self.foretold() if kernels else None, None
-        if kernels and x.numel() and (mirror := mirrored(self)):
-            y, plan, memo = channels.train(self, mirror, x, mask, foretold, groups)
-            return _Plan(*plan, None, None, memo), y, foretold is not None
-        if foretold is None:
+        known_in_advance, y = self.known_in_advance() if kernels else None, None
+        if kernels and x.numel() and (kernel_rule := find_kernel_rule(self)):
+            y, plan, saved = channels.train(self, kernel_rule, x, mask, known_in_advance, groups)
+            return _Plan(*plan, None, None, saved), y, known_in_advance is not None
+        if known_in_advance is None:
             local, count = channels.moments(x, mask, self.center, wide, groups, self.eps)
         else:
             y, local, count = channels.standardize_and_moments(
-                x, foretold, self.eps, self.center, self.weight, self.bias, mask, groups
+                x, known_in_advance, self.eps, self.center, self.weight, self.bias, mask, groups
             )
         batch = local
         if self.sync:
@@ -352,20 +352,22 @@ class StatNorm(Norm):
             state = self.train_stat(joint, step, joint_count).state
         self._commit({**state, "step": step}, moved)
         self.skipped.add_(~ok)
-        plan = _Plan(local, stat.value, count, step, stat.post, stat.shift, stat.gain, stat.back, stat.memo)
-        return plan, y, foretold is not None
+        plan = _Plan(
+            local, stat.value, count, step, stat.output_scale, stat.shift, stat.grad_scale, stat.dx_scale, stat.saved
+        )
+        return plan, y, known_in_advance is not None
 
     @torch.no_grad()
-    def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> Tensor:
+    def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Gradient statistics to remove from `dx`, given this batch's `[k, C]`; moves the state once."""
-        value, state = self.grad_stat(batch, step, memo)
+        value, state = self.grad_stat(batch, step, saved)
         if not state:
             return value
         ok = moved = usable(batch, count)
         if self.steps_per_update > 1:
             sums = torch.cat([(batch * count).flatten(), count.view(1)])
             sums, total, moved = self._accumulate(self.pending_grad, self.micro_step_grad, sums, ok)
-            state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, memo)[1]
+            state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, saved)[1]
         self._commit(state, moved)
         self.skipped_grad.add_(~ok)
         return value
@@ -438,14 +440,14 @@ class StatNorm(Norm):
             for buffer in self.buffers(recurse=False):
                 buffer.zero_()
             self.running[-1] = 1.0
-        self._steps = Glimpse()
+        self._steps = AsyncCounter()
 
     def reset_warmup(self) -> None:
         """Start the warm-up anew, before fine-tuning: counters and gradient statistics to zero, `running` stays."""
         for name, buffer in self.named_buffers(recurse=False):
             if name != "running":
                 buffer.zero_()
-        self._steps = Glimpse()
+        self._steps = AsyncCounter()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in ("pending", "pending_grad", "micro_step", "micro_step_grad"):  # steps_per_update may have changed
@@ -454,7 +456,7 @@ class StatNorm(Norm):
             else:
                 state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._steps = Glimpse()
+        self._steps = AsyncCounter()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the module takes no memory of forwards that it did not make."""
@@ -462,7 +464,7 @@ class StatNorm(Norm):
             **super().__getstate__(),
             "_records": [],
             "_ungraphed": collections.deque(maxlen=16),
-            "_steps": Glimpse(),
+            "_steps": AsyncCounter(),
         }
 
 

@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Stat, StatNorm
 from normkit.norms._require import require, require_fraction
-from normkit.ops.mirror import Mirror
 
 
 class BatchNorm(StatNorm):
@@ -48,5 +48,5 @@ class BatchNorm(StatNorm):
             new = batch * torch.stack([torch.ones_like(bessel), bessel])[:, None]
         return Stat(batch, {"running": self.running.lerp(new.to(self.running.dtype), 1 - self.alpha)})
 
-    def mirror(self) -> Mirror:  # noqa: D102
-        return Mirror("batch", rate=1 - self.alpha, unbiased=self.running_var == "unbiased")
+    def kernel_rule(self) -> KernelRule:  # noqa: D102
+        return KernelRule("batch", rate=1 - self.alpha, unbiased=self.running_var == "unbiased")

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from normkit.kernels import rows
 from normkit.norms._base import RowNorm, Split
 from normkit.norms._require import require_positive
-from normkit.ops import rows
 
 
 class DyT(RowNorm):

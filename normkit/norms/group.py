@@ -4,9 +4,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from normkit.kernels import rows
 from normkit.norms._base import RowNorm
 from normkit.norms._require import require, require_count
-from normkit.ops import rows
 
 
 class GroupNorm(RowNorm):

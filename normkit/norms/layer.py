@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from normkit.kernels import rows
 from normkit.norms._base import RowNorm
-from normkit.ops import rows
 
 
 class LayerNorm(RowNorm):

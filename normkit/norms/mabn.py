@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Stat, StatNorm, push
 from normkit.norms._require import require, require_count, require_fraction, require_positive
-from normkit.ops.mirror import Mirror
 
 
 class MABN(StatNorm):
@@ -70,17 +70,17 @@ class MABN(StatNorm):
         value = torch.where(self._batch_phase(step), batch, window.mean(0, keepdim=True))
         r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / self.r_max, self.r_max)
         r = torch.where(step <= max(self.renorm_after, self.warmup), 1.0, r)
-        return Stat(value, {"window_x": window, "running": self.average(value)}, post=r)
+        return Stat(value, {"window_x": window, "running": self.average(value)}, output_scale=r)
 
-    def grad_stat(self, batch: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
+    def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         window = push(self.window_g, step, batch[0])
         value = torch.where(self._batch_phase(step), batch, window.mean(0, keepdim=True))
         return value, {"window_g": window}
 
-    def mirror(self) -> Mirror | None:  # noqa: D102
+    def kernel_rule(self) -> KernelRule | None:  # noqa: D102
         if self.form == "unp":
             return None
-        return Mirror(
+        return KernelRule(
             "arithmetic", "windowed", rate=1 - self.alpha, warmup=self.warmup, window=self.window_x,
             window_grad=self.window_g, until=(max(self.renorm_after, self.warmup), 0), bounds=(self.r_max, 0.0),
         )  # fmt: skip

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Stat, StatNorm
 from normkit.norms._require import require_fraction
-from normkit.ops.mirror import Mirror
 
 
 class PNV(StatNorm):
@@ -36,5 +36,5 @@ class PNV(StatNorm):
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
         return Stat(batch, {"running": self.average(batch)})
 
-    def mirror(self) -> Mirror:  # noqa: D102
-        return Mirror("batch", rate=1 - self.alpha)
+    def kernel_rule(self) -> KernelRule:  # noqa: D102
+        return KernelRule("batch", rate=1 - self.alpha)

@@ -5,10 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from normkit.kernels import rows
+from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Split, Stat, StatNorm
 from normkit.norms._require import require, require_count, require_fraction
-from normkit.ops import rows
-from normkit.ops.mirror import Mirror
 
 
 class PowerNorm(StatNorm):
@@ -94,26 +94,26 @@ class PowerNorm(StatNorm):
         else:
             running = torch.where(warm, average, before.lerp(batch, 1 - self.alpha_fwd))
         gamma = batch / (value + self.eps)
-        back = torch.sqrt((value[0] + self.eps) / (batch[0] + self.eps)) if self.denominator == "batch" else None
-        return Stat(value, {"running": running}, back=back, memo=(self.nu.clone(), gamma))
+        dx_scale = torch.sqrt((value[0] + self.eps) / (batch[0] + self.eps)) if self.denominator == "batch" else None
+        return Stat(value, {"running": running}, dx_scale=dx_scale, saved=(self.nu.clone(), gamma))
 
-    def foretold(self) -> Tensor | None:  # noqa: D102
+    def known_in_advance(self) -> Tensor | None:  # noqa: D102
         return self.running if self._steps.at_least(self.warmup, self.step) else None
 
-    def foretold_grad(self, memo: tuple[Tensor, ...]) -> Tensor:  # noqa: D102
-        return memo[0]
+    def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:  # noqa: D102
+        return saved[0]
 
-    def grad_stat(self, batch: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
-        nu, gamma = memo
+    def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
+        nu, gamma = saved
         exact = (step <= self.warmup) if self.warmup_grad == "exact" else torch.zeros_like(step, dtype=torch.bool)
         lost = (1 - self.alpha_bkw) * gamma
         new = self.nu - nu * (lost.clamp(max=1) if self.clamp else lost) + (1 - self.alpha_bkw) * batch
         return torch.where(exact, batch, nu.to(batch.dtype)), {"nu": new}
 
-    def mirror(self) -> Mirror | None:  # noqa: D102
+    def kernel_rule(self) -> KernelRule | None:  # noqa: D102
         if self.accumulate != "average" or self.denominator == "batch":
             return None
-        return Mirror(
+        return KernelRule(
             "stale", "stale", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.warmup, clamp=self.clamp,
             exact_early=self.warmup_grad == "exact", smooth_grad=self.nu,
         )  # fmt: skip

@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from normkit.kernels import rows
 from normkit.norms import mabn, power, un
 from normkit.norms._base import Norm, Split, StatNorm, option_defaults
 from normkit.norms._require import require, require_count, require_fraction
-from normkit.ops import rows
 
 Gradients = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 

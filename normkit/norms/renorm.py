@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Stat, StatNorm
 from normkit.norms._require import require, require_count, require_fraction, require_positive
-from normkit.ops.mirror import Mirror
 
 
 class BatchRenorm(StatNorm):
@@ -61,13 +61,13 @@ class BatchRenorm(StatNorm):
         d = torch.maximum(torch.minimum((batch[0] - mean) / sigma, d_max), -d_max)
         new_sigma = sigma.lerp(batch_sigma.to(sigma.dtype), 1 - self.alpha)
         running = torch.stack([mean.lerp(batch[0].to(mean.dtype), 1 - self.alpha), new_sigma.square() - self.eps])
-        return Stat(batch, {"running": running}, post=r, shift=d)
+        return Stat(batch, {"running": running}, output_scale=r, shift=d)
 
     def _grown(self, step: Tensor, until: int) -> Tensor:
         """0 up to the warm-up's end, then linearly to 1 at `until`."""
         span = max(until - self.warmup, 1)
         return ((step - self.warmup).to(self.running.dtype) / span).clamp(0, 1)
 
-    def mirror(self) -> Mirror:  # noqa: D102
+    def kernel_rule(self) -> KernelRule:  # noqa: D102
         until, bounds = (self.r_until, self.d_until), (self.r_max, self.d_max)
-        return Mirror("renorm", rate=1 - self.alpha, warmup=self.warmup, until=until, bounds=bounds)
+        return KernelRule("renorm", rate=1 - self.alpha, warmup=self.warmup, until=until, bounds=bounds)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.kernels import channels
 from normkit.norms._base import Norm, Split, inside_backward, usable
 from normkit.norms._require import require, require_count, require_fraction
-from normkit.ops import channels
 
 
 class TaperNorm(Norm):

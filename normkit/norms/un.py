@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Stat, StatNorm, push
 from normkit.norms._require import require, require_count, require_fraction
-from normkit.ops.mirror import Mirror
 
 
 class UN(StatNorm):
@@ -103,21 +103,21 @@ class UN(StatNorm):
             state["filtered"] = self.filtered + skip
             if self.hold:
                 state["running"] = torch.where(skip, self.running, state["running"])
-        gain = None
+        grad_scale = None
         if self.compensate:
             r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / 5, 5)
             late = step > max(self.compensate_after, self.warmup)
-            gain = torch.where(late if skip is None else late & ~skip, r, 1.0)
-        return Stat(value, state, gain=gain, memo=() if skip is None else (skip,))
+            grad_scale = torch.where(late if skip is None else late & ~skip, r, 1.0)
+        return Stat(value, state, grad_scale=grad_scale, saved=() if skip is None else (skip,))
 
     def _is_outlier(self, window: Tensor) -> Tensor:
         before = self.window_x.sqrt()
         spread = before.var() if self.threshold == "scalar" else before.var(0)
         return (window.mean(0) - _geometric_mean(window) > spread * self.window).any()
 
-    def grad_stat(self, batch: Tensor, step: Tensor, memo: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
+    def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         early, entry = self._batch_phase(step, self.window_g), batch
-        skip = memo[0] if memo else None
+        skip = saved[0] if saved else None
         if skip is not None:
             early, entry = early | skip, torch.where(skip, self.psi, batch)
         window = push(self.window_g, step, entry[0])
@@ -129,11 +129,11 @@ class UN(StatNorm):
             psi = torch.where(skip, self.psi, psi)
         return value, {"window_g": window, "psi": psi}
 
-    def mirror(self) -> Mirror | None:  # noqa: D102
+    def kernel_rule(self) -> KernelRule | None:  # noqa: D102
         if self.outlier_filtration or self.compensate:
             return None
         rate, floor = 1 - self.alpha, self.eps or torch.finfo(self.running.dtype).tiny
-        return Mirror(
+        return KernelRule(
             "geometric", "windowed", rate, rate, warmup=self.warmup if self.window > 1 else 2**62, floor=floor,
             window=self.window_x, window_grad=self.window_g, smooth_grad=self.psi,
             exact_early=self.warmup_grad == "exact",

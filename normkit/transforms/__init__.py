@@ -3,17 +3,17 @@
 from normkit.transforms.audit import Audit, audit
 from normkit.transforms.blend import Blend, blend, settle
 from normkit.transforms.calibrate import calibrate
-from normkit.transforms.center import to_rms
 from normkit.transforms.convert import convert, find, unreadable
 from normkit.transforms.export import Exported, export
-from normkit.transforms.fold import Report, fold
-from normkit.transforms.plan import Fate
+from normkit.transforms.fold.fold import Report, fold
+from normkit.transforms.fold.plan import Outcome
+from normkit.transforms.layernorm_to_rmsnorm import to_rms
 
 __all__ = [
     "Audit",
     "Blend",
     "Exported",
-    "Fate",
+    "Outcome",
     "Report",
     "audit",
     "blend",

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.transforms.calls import example_call, tensors
+from normkit.transforms.checks import refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import find, unreadable
-from normkit.transforms.plan import Fate, Plan, Planner
-from normkit.transforms.prove import SAME_SIZES, error, in_float64, variants, widened
-from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
-from normkit.transforms.trace import Trace
-from normkit.transforms.tracer import Tracer, tracing
+from normkit.transforms.fold.plan import FoldPlanner, Outcome, Plan
+from normkit.transforms.fold.trace import Trace
+from normkit.transforms.fold.tracer import Tracer, tracing
+from normkit.transforms.fold.verify import SAME_SIZES, error, in_float64, variants, widened
+from normkit.transforms.invoke import example_call, tensors
 
 Calls = dict[str, tuple[tuple, dict[str, Any]]]
 
@@ -24,10 +24,10 @@ Calls = dict[str, tuple[tuple, dict[str, Any]]]
 class Audit:
     """The fate of every norm; iterates over its rows, prints as a table."""
 
-    rows: tuple[Fate, ...]
+    rows: tuple[Outcome, ...]
     tried: tuple[str, ...]
 
-    def __iter__(self) -> Iterator[Fate]:
+    def __iter__(self) -> Iterator[Outcome]:
         return iter(self.rows)
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class Survey:
 
     def plan(self, refused: dict[str, str] | None = None) -> Plan:
         """What becomes of each norm; `refused` are norms to leave alone, with the reason."""
-        return Planner(self.trace, self.model, refused).plan()
+        return FoldPlanner(self.trace, self.model, refused).plan()
 
     def _follow(self, args: tuple, kwargs: dict[str, Any]) -> None:
         passed = tensors((args, kwargs))
@@ -227,7 +227,7 @@ def own_storage(model: nn.Module) -> None:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
-def table(rows: tuple[Fate, ...]) -> str:
+def table(rows: tuple[Outcome, ...]) -> str:
     """The rows as aligned columns."""
     lines = [("norm", "is", "stands", "becomes", "into, or why not", "saved")]
     for row in rows:

@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from normkit.kernels import channels
 from normkit.norms import Norm, Split
-from normkit.ops import channels
+from normkit.transforms.checks import refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import HOOKS, chosen_sites, find, put, replacement
 from normkit.transforms.fastpath import leave_fast_path
-from normkit.transforms.foreign import equivalent, read
 from normkit.transforms.masks import MaskFrom, route_mask
-from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
+from normkit.transforms.third_party import equivalent, read
 
 Schedule = Literal["linear", "cosine"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.kernels import channels
 from normkit.norms import StatNorm
-from normkit.ops import channels
-from normkit.transforms.calls import call
-from normkit.transforms.refuse import refuse_wrapped
+from normkit.transforms.checks import refuse_wrapped
+from normkit.transforms.invoke import call
 
 
 def calibrate(

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
+from normkit.transforms.checks import refuse_quantized, refuse_wrapped
 from normkit.transforms.fastpath import leave_fast_path
-from normkit.transforms.foreign import (
+from normkit.transforms.layout import channels_first
+from normkit.transforms.masks import MaskFrom, route_mask
+from normkit.transforms.third_party import (
     CannotRead,
     Found,
     computes_a_weight,
@@ -19,9 +22,6 @@ from normkit.transforms.foreign import (
     statistics,
     write,
 )
-from normkit.transforms.layout import channels_first
-from normkit.transforms.masks import MaskFrom, route_mask
-from normkit.transforms.refuse import refuse_quantized, refuse_wrapped
 
 HOOKS = (
     "_forward_hooks",
@@ -265,7 +265,7 @@ def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
     seen = unreadable(model)
     if seen:
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
-        return f"{verb}() found no norm that it can read. It saw {named}. A row in transforms/foreign.py teaches it"
+        return f"{verb}() found no norm that it can read. It saw {named}. A row in transforms/third_party.py teaches it"
     kinds = sorted({type(module).__name__ for module in model.modules()})
     return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {_listed(kinds)}"
 

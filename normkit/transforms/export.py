@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from normkit.transforms.audit import refuse_training
-from normkit.transforms.calls import example_call, tensors
-from normkit.transforms.edge import write_executorch, write_openvino
-from normkit.transforms.prove import error
-from normkit.transforms.refuse import refuse_wrapped
+from normkit.transforms.checks import refuse_wrapped
+from normkit.transforms.fold.verify import error
+from normkit.transforms.invoke import example_call, tensors
+from normkit.transforms.openvino_executorch import write_executorch, write_openvino
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
     "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",

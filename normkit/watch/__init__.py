@@ -4,10 +4,10 @@ from normkit.watch.advise import advise
 from normkit.watch.cka import Alikeness, cka
 from normkit.watch.diagnose import NOT_CHECKED, checked, diagnose
 from normkit.watch.faults import THRESHOLDS, Finding
+from normkit.watch.model_statistics import embedding_rows, singular_values, train_eval_gap
 from normkit.watch.quantities import QUANTITIES, Quantity
 from normkit.watch.record import Recorder, record
 from normkit.watch.rows import Row, Rows, read, write
-from normkit.watch.whole import embedding_rows, singular_values, train_eval_gap
 
 __all__ = [
     "NOT_CHECKED",

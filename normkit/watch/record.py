@@ -12,7 +12,7 @@ import normkit.watch.compiled as compiled
 from normkit.norms import Norm
 from normkit.norms._base import inside_backward
 from normkit.norms._require import is_int
-from normkit.watch.looks import Look, Memory, evaluate, gather, gather_gradient
+from normkit.watch.collect import Look, Memory, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
 from normkit.watch.rows import Row, Rows
 from normkit.watch.sites import Padding, Site, sites

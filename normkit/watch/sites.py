@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm
-from normkit.transforms.foreign import CannotRead, computes_a_weight, looks_like_a_norm, read
 from normkit.transforms.masks import fit, real_tokens
+from normkit.transforms.third_party import CannotRead, computes_a_weight, looks_like_a_norm, read
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")
 

@@ -1,0 +1,297 @@
+"""Norms of each token on the GPU: one launch forward, two backward (three where a bias has a gradient too).
+
+Eager calls go through a thin `autograd.Function`; under `torch.compile` the same launches are the registered
+operators `normkit::row_norm` and `normkit::row_norm_grad`, which a graph can hold.
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import normkit.kernels.triton.row_kernels as row_kernels
+from normkit.kernels.triton.launch import LONGEST, Launch, cdiv, column_launch, power_of_2, row_launch
+
+kernel: Any = row_kernels  # a checker takes a launch for a plain call
+KINDS = {"layer": 0, "rms": 1, "rms_plus_eps": 2, "scale": 3}
+
+
+class Saved(NamedTuple):
+    """What a forward found out about rows: `[rows, groups]`, float32."""
+
+    mean: Tensor
+    inv: Tensor
+
+
+def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `ops.rows.layer`."""
+    return _norm(x, weight, bias, None, "layer", eps)[0]
+
+
+def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
+    """As `ops.rows.rms`; a row of zeros has a finite gradient with `inside=False` too."""
+    return _norm(x, weight, bias, None, "rms" if inside else "rms_plus_eps", eps)[0]
+
+
+def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `ops.rows.scale`."""
+    return _norm(x, weight, bias, None, "scale", eps)[0]
+
+
+def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
+    """As `ops.rows.group`."""
+    return _norm(x, weight, bias, None, "layer", eps, groups)[0]
+
+
+def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
+    """As `ops.rows.group_rms`."""
+    return _norm(x, None, None, None, "rms", eps, groups)[0]
+
+
+def add_norm(
+    kind: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`norm(x + residual)` and `x + residual`, rounded to `x.dtype` first; `kind` is a key of `KINDS`."""
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual must be like x, {tuple(x.shape)} {x.dtype}; got {tuple(residual.shape)} {residual.dtype}"
+        )
+    return _norm(x, weight, bias, residual, kind, eps, groups)
+
+
+def _norm(x, weight, bias, residual, kind: str, eps: float, groups: int = 1) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling():
+        y, total, _, _ = row_norm(x, weight, bias, residual, KINDS[kind], eps, groups)
+        return y, total
+    if residual is None:
+        return RowNorm.apply(x, weight, bias, KINDS[kind], eps, groups), x
+    return AddNorm.apply(x, residual, weight, bias, KINDS[kind], eps, groups)
+
+
+class RowNorm(torch.autograd.Function):
+    """A row norm without the dispatcher's toll."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, kind, eps, groups):  # noqa: D102
+        y, _, saved = forward(x, weight, bias, None, kind, eps, groups)
+        ctx.save_for_backward(x, weight, *saved)
+        ctx.options = kind, eps, groups
+        ctx.bias = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+        x, weight, mean, inv = ctx.saved_tensors
+        kind, eps, groups = ctx.options
+        weights, biases = ctx.needs_input_grad[1:3]
+        given = dy, x, weight, None, Saved(mean, inv), kind, eps, groups
+        return *backward(*given, weights, biases, ctx.bias), None, None, None
+
+
+class AddNorm(torch.autograd.Function):
+    """A row norm of a sum, which is returned too: its gradient comes back in the same pass."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, kind, eps, groups):  # noqa: D102
+        y, total, saved = forward(x, weight, bias, residual, kind, eps, groups)
+        ctx.save_for_backward(total, weight, *saved)
+        ctx.options = kind, eps, groups
+        ctx.bias = None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, ds):  # type: ignore[override]  # noqa: D102
+        total, weight, mean, inv = ctx.saved_tensors
+        if dy is None:
+            return ds, ds, *[None] * 5
+        kind, eps, groups = ctx.options
+        weights, biases = ctx.needs_input_grad[2:4]
+        given = dy, total, weight, ds, Saved(mean, inv), kind, eps, groups
+        dx, dw, db = backward(*given, weights, biases, ctx.bias)
+        return dx, dx, dw, db, None, None, None
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, kind: int, eps: float,
+    groups: int = 1, launch: Launch | None = None,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """y, the sum (x itself without a residual), and what the backward needs. One launch."""
+    rows, channels, width = _sizes(x, groups)
+    flat = as_rows(x)
+    added = None if residual is None else as_rows(residual)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if added is None else torch.empty_like(y)
+    saved = Saved(*torch.empty(2, rows, groups, dtype=torch.float32, device=x.device).unbind(0))
+    if rows == 0 or channels == 0:
+        return y, total, saved
+    launch = launch or row_launch(rows, width)
+    body = kernel.row_forward if width <= LONGEST else kernel.long_forward
+    with on(x):
+        body[(launch.programs, groups)](
+            flat, added, total, whole(weight), whole(bias), y, *saved, rows, width, flat.stride(0),
+            0 if added is None else added.stride(0), eps, KIND=kind, SCALAR=is_scalar(weight, channels), **launch.meta,
+        )  # fmt: skip
+    return y, total, saved
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None, saved: Saved, kind: int, eps: float, groups: int,
+    want_weight: bool, want_bias: bool, bias_dtype: torch.dtype | None = None, launch: Launch | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x (with `ds` added), weight and bias. One launch, and one for each parameter."""
+    rows, channels, width = _sizes(x, groups)
+    scalar = is_scalar(weight, channels)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dw = blank(weight.shape, x, weight.dtype) if weight is not None and want_weight else None
+    db = blank((channels,), x, bias_dtype or x.dtype) if want_bias else None
+    if rows == 0 or channels == 0:
+        return dx, dw, db
+    flat, dy, ds = as_rows(x), as_rows(dy), None if ds is None else as_rows(ds)
+    ds_stride = 0 if ds is None else ds.stride(0)
+    fits = width <= LONGEST
+    launch = launch or (row_launch(rows, width, backward=True) if fits else column_launch(rows, channels))
+    one = (launch.programs * groups, 1) if scalar and fits else (launch.programs, channels)
+    sizes = one, (launch.programs, channels)
+    weights, biases = (None if g is None else partial(n, x) for g, n in zip((dw, db), sizes, strict=True))
+    strides = dy.stride(0), flat.stride(0)
+    with on(x):
+        if fits:
+            kernel.row_backward[(launch.programs, groups)](
+                dy, flat, ds, whole(weight), *saved, dx, weights, biases, rows, width, *strides, ds_stride, eps,
+                KIND=kind, SCALAR=scalar, **launch.meta,
+            )  # fmt: skip
+        else:
+            kernel.long_backward[(rows, groups)](
+                dy, flat, ds, whole(weight), *saved, dx, width, *strides, ds_stride, eps,
+                KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 2, num_warps=8,
+            )  # fmt: skip
+            if dw is not None or db is not None:
+                weights, biases = (p if p is not None else partial(n, x) for p, n in
+                                   zip((weights, biases), sizes, strict=True))  # fmt: skip
+                kernel.row_sums[(launch.programs, cdiv(channels, launch.block))](
+                    dy, flat, *saved, weights, biases, rows, width, groups, *strides,
+                    CENTER=kind == KINDS["layer"], **launch.meta,
+                )  # fmt: skip
+        if dw is not None and scalar and not fits:
+            wide = torch.empty(channels, dtype=torch.float32, device=x.device)
+            dw.copy_(finish(weights, wide).sum())
+        elif dw is not None:
+            finish(weights, dw)
+        if db is not None:
+            finish(biases, db)
+    return dx, dw, db
+
+
+def finish(partials: Tensor | None, out: Tensor) -> Tensor:
+    """The second level of a sum: `[programs, n]` added up in a fixed order into `out`, `[n]`."""
+    assert partials is not None
+    programs, channels = partials.shape
+    block = min(power_of_2(channels), 32)
+    tile = min(power_of_2(programs), 64)
+    grid = (cdiv(channels, block),)
+    kernel.add_partials[grid](partials, out, programs, channels, TILE=tile, BLOCK=block, num_warps=4)
+    return out
+
+
+def blank(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Room for sums over `x` that kernels will write; zeros, which are a launch, only where nothing is to be summed."""
+    return (torch.empty if x.numel() else torch.zeros)(shape, dtype=dtype, device=x.device)
+
+
+def partial(shape: tuple[int, int], like: Tensor) -> Tensor:
+    """Room for the first level of a sum."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[..., C]` as rows with any stride and channels side by side; a copy only where that cannot be."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def whole(parameter: Tensor | None) -> Tensor | None:
+    """A parameter as the kernels read it."""
+    return None if parameter is None else parameter.contiguous()
+
+
+def is_scalar(weight: Tensor | None, channels: int) -> bool:
+    """Whether one weight serves all channels."""
+    return weight is not None and weight.numel() == 1 and channels > 1
+
+
+def on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device: make that the tensor's."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def _sizes(x: Tensor, groups: int) -> tuple[int, int, int]:
+    channels = x.shape[-1]
+    if channels % groups:
+        raise ValueError(f"groups must divide the {channels} channels; got {groups}")
+    return x.numel() // max(channels, 1), channels, channels // groups
+
+
+# -- the same as operators that a compiled graph can hold --------------------------------------------------------------
+
+
+@torch.library.custom_op("normkit::row_norm", mutates_args=())
+def row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, kind: int, eps: float, groups: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator: y, x + residual (empty without one), mean and inv `[rows, groups]`."""
+    y, total, saved = forward(x, weight, bias, residual, kind, eps, groups)
+    return y, x.new_empty(0) if residual is None else total, saved.mean.clone(), saved.inv.clone()
+
+
+@row_norm.register_fake
+def _(x, weight, bias, residual, kind, eps, groups):
+    rows = x.numel() // x.shape[-1]
+    stat = x.new_empty((rows, groups), dtype=torch.float32)
+    y = x.new_empty(x.shape)
+    return y, x.new_empty(0) if residual is None else x.new_empty(x.shape), stat, torch.empty_like(stat)
+
+
+@torch.library.custom_op("normkit::row_norm_grad", mutates_args=())
+def row_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, ds: Tensor | None, mean: Tensor, inv: Tensor,
+    kind: int, eps: float, groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Operator: gradients of x, weight and bias; empty where there is no parameter."""
+    dx, dw, db = backward(
+        dy, x, weight, ds, Saved(mean, inv), kind, eps, groups, weight is not None, bias is not None,
+        None if bias is None else bias.dtype,
+    )  # fmt: skip
+    return dx, x.new_empty(0) if dw is None else dw, x.new_empty(0) if db is None else db
+
+
+@row_norm_grad.register_fake
+def _(dy, x, weight, bias, ds, mean, inv, kind, eps, groups):
+    return x.new_empty(x.shape), *(x.new_empty(0) if p is None else p.new_empty(p.shape) for p in (weight, bias))
+
+
+def _keep(ctx, inputs, output):
+    x, weight, bias, residual, *ctx.options = inputs
+    ctx.added = residual is not None
+    ctx.save_for_backward(output[1] if ctx.added else x, weight, bias, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy, ds, _mean, _inv):
+    x, weight, bias, mean, inv = ctx.saved_tensors
+    ds = ds if ctx.added else None
+    dy = torch.zeros_like(x) if dy is None else dy
+    dx, dw, db = row_norm_grad(dy, x, weight, bias, ds, mean, inv, *ctx.options)
+    dw, db = (None if p is None else d for p, d in ((weight, dw), (bias, db)))
+    return dx, dw, db, dx if ctx.added else None, None, None, None
+
+
+row_norm.register_autograd(_differentiate, setup_context=_keep)

@@ -1,0 +1,1 @@
+"""Everything that trains: models, data, runs, reports, the papers' studies. Needs extras of pyproject.toml."""

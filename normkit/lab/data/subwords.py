@@ -1,0 +1,113 @@
+"""Byte-pair encoding: a vocabulary of pieces of words, learned from text, that can spell any of it."""
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from normkit.lab.data.vocab import SPECIAL, UNK, Vocab
+
+SPACE = "\u2581"  # stands at the beginning of each word's first piece
+
+
+class Subwords(Vocab):
+    """Pieces of words and the merges that make them (Sennrich et al. 2016), by the tokenizers library.
+
+    `punctuation` says whether marks are split from words first, for text that is not tokenized. A character that the
+    text which the vocabulary was learned from did not have is unknown.
+
+    >>> words = Subwords.learn(["low low lower", "new newer"], 20)
+    >>> words.text(words.encode_text("lower new")), words.encode_text("q")[-1] == UNK
+    ('lower new', True)
+    """
+
+    def __init__(self, symbols: Iterable[str], merges: Iterable[Sequence[str]], punctuation: bool = False):
+        super().__init__(symbols)
+        self.merges = [(first, second) for first, second in merges]
+        self.punctuation = punctuation
+
+    @classmethod
+    def learn(cls, lines: Iterable[str], size: int, punctuation: bool = False) -> "Subwords":
+        """About `size` symbols: the characters of the text, then its most frequent pairs, merged over and over."""
+        tokenizers = _library()
+        if size < 1:
+            raise ValueError(f"a vocabulary of subwords needs at least 1 symbol; got {size}")
+        learned = _tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNK]), punctuation)
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
+        learned.train_from_iterator(lines, trainer)
+        numbers = learned.get_vocab()
+        symbols = sorted(numbers, key=lambda symbol: numbers[symbol])
+        return cls(symbols[len(SPECIAL) :], _merges(learned), punctuation)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The library's tokenizer."""
+        tokenizers = _library()
+        model = tokenizers.models.BPE(vocab=self.number, merges=self.merges, unk_token=SPECIAL[UNK])
+        return _tokenizer(model, self.punctuation)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Numbers of the pieces of a line, without begin and end."""
+        return self.tokenizer.encode(" ".join(text.split()), add_special_tokens=False).ids
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_text`, of many lines at once."""
+        return [found.ids for found in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def text(self, numbers: Iterable[int]) -> str:
+        """The line that numbers spell, up to the end."""
+        return spell(self.decode(numbers))
+
+    def plain(self) -> Any:
+        """What JSON can keep, for `vocabulary`."""
+        return {"symbols": super().plain(), "merges": self.merges, "punctuation": self.punctuation}
+
+
+def spell(pieces: Iterable[str]) -> str:
+    """The line that pieces of words spell.
+
+    >>> spell(["▁new", "er", "▁low"])
+    'newer low'
+    """
+    return "".join(pieces).replace(SPACE, " ").strip()
+
+
+def vocabulary(plain: Any) -> Vocab:
+    """The vocabulary whose `plain()` this is; ValueError where it is none.
+
+    >>> vocabulary(["a"]).symbols[-1]
+    'a'
+    """
+    if not isinstance(plain, dict):
+        return Vocab.of(plain)
+    try:
+        return Subwords(Vocab.of(plain["symbols"]).symbols[len(SPECIAL) :], plain["merges"], plain["punctuation"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a vocabulary of subwords: {error!r}") from None
+
+
+def _tokenizer(model: Any, punctuation: bool) -> Any:
+    tokenizers = _library()
+    spaces = tokenizers.pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")
+    tokenizer = tokenizers.Tokenizer(model)
+    marks = [tokenizers.pre_tokenizers.Punctuation("isolated")] if punctuation else []
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([spaces, *marks])
+    return tokenizer
+
+
+def _merges(tokenizer: Any) -> list[list[str]]:
+    found = json.loads(tokenizer.to_str())["model"]["merges"]
+    return [pair.split(" ") if isinstance(pair, str) else pair for pair in found]
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError:
+        raise ModuleNotFoundError(
+            "subwords need the package tokenizers, which is not installed; pip install 'normkit[text]'"
+        ) from None
+    return tokenizers

@@ -1,0 +1,237 @@
+"""Attention, feed-forward, residual placement, embeddings: what all our Transformers are made of."""
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from normkit.lab.models.adaptive import Adaptive
+from normkit.lab.models.config import Model
+from normkit.lab.models.tensorized import MultiLinear
+from normkit.norms import LayerNorm, Norm, fix_embedding, parse
+
+UNKNOWN = 3  # number of the unknown word in every vocabulary; those below mean padding, begin, end
+
+Cache = dict[str, tuple[Tensor, Tensor]]
+"""Keys and values of each attention block by its name, `[batch, heads, length, width / heads]`."""
+
+
+class Attention(nn.Module):
+    """Multi-head attention: queries from `x [B, T, D]`, keys and values from `memory [B, S, D]`."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def project(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `memory`, split into heads."""
+        return self._split(self.key(memory)), self._split(self.value(memory))
+
+    def forward(
+        self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Attend to keys and values; `mask` is True where attention is allowed, broadcast to `[B, heads, T, S]`."""
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(
+            self._split(self.query(x)), *pair, attn_mask=mask, dropout_p=dropout, is_causal=causal
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with a ReLU between."""
+
+    def __init__(self, width: int, hidden: int, dropout: float):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`outer(relu(inner(x)))`."""
+        return self.outer(self.dropout(F.relu(self.inner(x))))
+
+
+def apply_norm(norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+    """`norm(x, mask)`; a module that stands where a norm was folded away knows no mask."""
+    return norm(x, mask) if isinstance(norm, Norm) else norm(x)
+
+
+class Layer(nn.Module):
+    """One layer: self-attention, attention to a memory where `cross`, feed-forward; each in a residual with its norm.
+
+    Pre-norm `x + f(norm(x))`, post-norm `norm(x + f(x))`.
+    """
+
+    def __init__(self, config: Model, cross: bool = False):
+        super().__init__()
+        self.placement: Literal["pre", "post"] = config.placement
+        self.attention = (
+            Attention(config.width, config.heads, config.attention_dropout)
+            if config.attention == "dot"
+            else MultiLinear(config.width, config.rank, config.max_length, config.attention_dropout)
+        )
+        self.attention_norm = LayerNorm(config.width)
+        self.cross = Attention(config.width, config.heads, config.attention_dropout) if cross else None
+        self.cross_norm = LayerNorm(config.width) if cross else None
+        self.feedforward = FeedForward(config.width, config.hidden, config.hidden_dropout)
+        self.feedforward_norm = LayerNorm(config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        real: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        name: str = "",
+    ) -> Tensor:
+        """`x [B, T, D]`; `real [B, T]` is for the norms, `mask` for the attention; `cache`: earlier keys and values.
+
+        `x` may hold several rows in succession for each of `memory`, as the hypotheses of a beam.
+        """
+
+        def attend(y: Tensor) -> Tensor:
+            if isinstance(self.attention, MultiLinear):
+                if cache is not None or not causal:
+                    raise ValueError("multi-linear attention reads whole pieces of text, from their first word on")
+                return self.attention(y)
+            pair = self.attention.project(y)
+            if cache is not None:
+                if name in cache:
+                    (old_key, old_value), (key, value) = cache[name], pair
+                    pair = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
+                cache[name] = pair
+            return self.attention(y, pair, mask, causal)
+
+        def look(y: Tensor) -> Tensor:
+            assert self.cross is not None
+            assert memory is not None
+            key = f"{name}.cross"
+            pair = self.cross.project(memory) if cache is None or key not in cache else cache[key]
+            if cache is not None:
+                cache[key] = pair
+            if len(y) == len(memory):
+                return self.cross(y, pair, memory_mask)
+            return self.cross(y.reshape(len(memory), -1, y.shape[-1]), pair, memory_mask).view_as(y)
+
+        x = self._residual(x, attend, self.attention_norm, real)
+        if self.cross_norm is not None:
+            x = self._residual(x, look, self.cross_norm, real)
+        return self._residual(x, self.feedforward, self.feedforward_norm, real)
+
+    def _residual(self, x: Tensor, block, norm: nn.Module, real: Tensor | None) -> Tensor:
+        if self.placement == "pre":
+            return x + self.dropout(block(apply_norm(norm, x, real)))
+        return apply_norm(norm, x + self.dropout(block(x)), real)
+
+
+class Stack(nn.Module):
+    """Layers one after the other, then the final norm that pre-norm needs."""
+
+    def __init__(self, config: Model, depth: int, cross: bool = False):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(config, cross) for _ in range(depth))
+        self.layer_drop = config.layer_drop
+        self.final_norm = LayerNorm(config.width) if config.placement == "pre" else nn.Identity()
+
+    def forward(self, x: Tensor, real: Tensor | None = None, **more) -> Tensor:
+        """`x [B, T, D]` through all layers; `more` goes to each of them."""
+        for index, layer in enumerate(self.layers):
+            if self.training and self.layer_drop and torch.rand(()) < self.layer_drop:
+                continue
+            x = layer(x, real, name=str(index), **more)
+        return apply_norm(self.final_norm, x, real)
+
+
+class Embedding(nn.Module):
+    """Word vectors times sqrt(width), plus sines and cosines of positions (Vaswani et al. 2017, section 3.5)."""
+
+    positions: Tensor
+    table: Any  # nn.Embedding, or Adaptive
+
+    def __init__(self, config: Model, words: int, pad: int | None):
+        super().__init__()
+        self.width = config.width
+        self.table = Adaptive(words, config.width, config.adaptive) if config.adaptive else _table(config, words, pad)
+        self.dropout, self.word_dropout = nn.Dropout(config.dropout), config.word_dropout
+        positions = sinusoids(config.max_length, config.width)
+        if config.attention == "multilinear":  # it has positions of its own
+            positions.zero_()
+        self.register_buffer("positions", positions, persistent=False)
+
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Vectors `[B, T, D]` of `tokens [B, T]`, the first of which stands at position `start`."""
+        end = start + tokens.shape[1]
+        if end > len(self.positions):
+            raise ValueError(f"a sequence of {end} tokens is longer than max_length={len(self.positions)}")
+        if self.training and self.word_dropout:
+            lost = torch.rand(tokens.shape, device=tokens.device) < self.word_dropout
+            tokens = tokens.masked_fill(lost & (tokens > UNKNOWN), UNKNOWN)
+        found = self.table.embed(tokens) if isinstance(self.table, Adaptive) else self.table(tokens)
+        vectors = found * math.sqrt(self.width)
+        return self.dropout(vectors + self.positions[start:end])
+
+
+def _table(config: Model, words: int, pad: int | None) -> nn.Embedding:
+    table = nn.Embedding(words, config.width, padding_idx=pad)
+    nn.init.normal_(table.weight, 0, config.width**-0.5)
+    if pad is not None:
+        nn.init.zeros_(table.weight[pad])
+    return fix_embedding(table) if config.fixnorm else table
+
+
+class Output(nn.Module):
+    """Scores of all words, `x @ E.T + bias`, with a matrix of its own or with that of a tied embedding.
+
+    A tied matrix is the very parameter of the embedding; with FixNorm, where the matrix is computed anew at each use,
+    the embedding is asked for it.
+    """
+
+    def __init__(self, width: int, words: int, tied: nn.Embedding | None):
+        super().__init__()
+        self.fixed = tied is not None and parametrize.is_parametrized(tied, "weight")
+        if self.fixed:
+            self.bias = nn.Parameter(torch.zeros(words))
+            return
+        self.linear = nn.Linear(width, words)
+        nn.init.zeros_(self.linear.bias)
+        if tied is None:
+            nn.init.normal_(self.linear.weight, 0, width**-0.5)
+        else:
+            self.linear.weight = tied.weight
+
+    def forward(self, x: Tensor, table: nn.Embedding) -> Tensor:
+        """`[B, T, words]`; `table` is the tied embedding, if any."""
+        return F.linear(x, table.weight, self.bias) if self.fixed else self.linear(x)
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """`[length, width]`: sines in the first half of the channels, cosines in the second, as in fairseq.
+
+    >>> sinusoids(2, 4)[0].tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+    half = width // 2
+    rates = torch.exp(torch.arange(half) * -(math.log(10_000) / max(half - 1, 1)))
+    angles = torch.arange(length)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def place_norms(model: nn.Module, config: Model) -> None:
+    """Put the norms of the configuration in place of the model's LayerNorms, by name, in place."""
+    from normkit.transforms import convert
+
+    rules = {**config.norm_at, "*": config.norm}
+    for spec in rules.values():
+        parse(spec)
+    convert(model, rules, inplace=True)

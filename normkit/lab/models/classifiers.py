@@ -1,0 +1,70 @@
+"""Classifiers of pictures by name: `[B, 3, size, size]` to `[B, classes]`."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from normkit.lab.models.blocks import place_norms
+from normkit.lab.models.config import Model
+from normkit.lab.models.resnet import ResNet20
+from normkit.lab.models.t2t import T2TViT
+from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.lab.models.vit import TinyViT
+from normkit.names import pick
+
+
+def classifier(config: Model, classes: int) -> nn.Module:
+    """The model that `config.arch` names, with its norms placed; ValueError with the nearest name if there is none.
+
+    >>> config = Model(arch="tiny_vit", width=8, hidden=16, depth=1, heads=2, image_size=8, norm="un")
+    >>> type(classifier(config, classes=10)).__name__
+    'TinyViT'
+    """
+    return pick(ARCHES, config.arch, "model")(config, classes)
+
+
+def tiny_vit(config: Model, classes: int) -> TinyViT:
+    """Our small Vision Transformer, of the sizes that the configuration says."""
+    return TinyViT(config, config.image_size, config.patch, channels=3, classes=classes)
+
+
+def swin_t(config: Model, classes: int) -> nn.Module:
+    """torchvision's Swin-T (Liu et al. 2021), for pictures of any size; `config.layer_drop` is its drop path."""
+    load_torchvision()
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    model = SwinTransformer(
+        [4, 4], 96, [2, 2, 6, 2], [3, 6, 12, 24], [7, 7], stochastic_depth_prob=config.layer_drop, num_classes=classes
+    )
+    place_norms(model, config)
+    return model
+
+
+def of_timm(config: Model, classes: int) -> nn.Module:
+    """A model that timm builds, under its name there, for `config.image_size`, with random weights."""
+    try:
+        load_torchvision()  # what timm imports
+        import timm
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{config.arch} needs timm: pip install 'normkit[vision]'", name=error.name) from None
+    model = timm.create_model(
+        config.arch, num_classes=classes, img_size=config.image_size, drop_path_rate=config.layer_drop
+    )
+    place_norms(model, config)
+    return model
+
+
+TIMM = (  # under their names there
+    "swin_tiny_patch4_window7_224",
+    "vit_small_patch16_224",
+    "deit_tiny_patch16_224",
+    "deit_small_patch16_224",
+)
+ARCHES: dict[str, Callable[[Model, int], nn.Module]] = {
+    "tiny_vit": tiny_vit,
+    "resnet20": ResNet20,
+    "t2t_vit_14": T2TViT,
+    "swin_t": swin_t,
+    **dict.fromkeys(TIMM, of_timm),
+}
+"""By name; what one makes takes colours normalized by mean and deviation."""

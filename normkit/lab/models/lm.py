@@ -1,0 +1,56 @@
+"""Decoder-only Transformer: a language model."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normkit.lab.models.adaptive import Adaptive
+from normkit.lab.models.blocks import Cache, Embedding, Output, Stack, place_norms
+from normkit.lab.models.config import Model
+from normkit.lab.models.initialize import initialize
+
+
+class DecoderLM(nn.Module):
+    """Scores of each next word; `pad` (if any) tells padding by its number.
+
+    >>> model = DecoderLM(Model(width=8, hidden=16, depth=1, heads=2), vocab=5)
+    >>> model(torch.tensor([[4, 3, 2]])).shape
+    torch.Size([1, 3, 5])
+    """
+
+    def __init__(self, config: Model, vocab: int, pad: int | None = None):
+        super().__init__()
+        self.config, self.pad = config, pad
+        if config.adaptive and not config.tie:
+            raise ValueError("adaptive embeddings are tied to the output; tie=False needs adaptive=()")
+        self.embedding = Embedding(config, vocab, pad)
+        self.decoder = Stack(config, config.decoder_depth or config.depth)
+        if not config.adaptive:
+            self.output = Output(config.width, vocab, self.embedding.table if config.tie else None)
+        initialize(self, config.init)
+        place_norms(self, config)
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
+        """Scores `[B, T, vocab]` of what follows each of `tokens [B, T]`, whose first stands at `start`.
+
+        With a cache, `tokens` holds the new ones only; the cache takes up their keys and values.
+        """
+        x = self.hidden(tokens, cache, start)
+        table = self.embedding.table
+        return table(x) if isinstance(table, Adaptive) else self.output(x, table)
+
+    def nll(self, tokens: Tensor, target: Tensor) -> Tensor:
+        """Mean of `-log p` of the `target [B, T]`; with adaptive embeddings far cheaper than all scores."""
+        x, table = self.hidden(tokens), self.embedding.table
+        if isinstance(table, Adaptive):
+            return table.nll(x.flatten(0, 1), target.flatten())
+        return F.cross_entropy(self.output(x, table).flatten(0, 1), target.flatten())
+
+    def hidden(self, tokens: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
+        """The decoder's output `[B, T, width]`."""
+        real = None if self.pad is None else tokens != self.pad
+        x, length = self.embedding(tokens, start), tokens.shape[1]
+        mask = None
+        if start and length > 1:
+            mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
+        return self.decoder(x, real, mask=mask, causal=start == 0, cache=cache)

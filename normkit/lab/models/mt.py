@@ -1,0 +1,77 @@
+"""Encoder-decoder Transformer: translation, and whatever else rewrites one sequence as another."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from normkit.lab.models.blocks import Cache, Embedding, Output, Stack, place_norms
+from normkit.lab.models.config import Model
+from normkit.lab.models.initialize import initialize
+
+LEAST = -1e9  # score of a word that cannot be said, in half precision the lowest; finite, or smoothing would not be
+
+
+class Seq2Seq(nn.Module):
+    """Encoder and decoder over two vocabularies, or over one that they share; padding is told by its number.
+
+    >>> model = Seq2Seq(Model(width=8, hidden=16, depth=1, heads=2), source_vocab=5, target_vocab=7)
+    >>> model(torch.tensor([[4, 3, 0]]), torch.tensor([[1, 4]])).shape
+    torch.Size([1, 2, 7])
+    """
+
+    allowed: Tensor
+
+    def __init__(self, config: Model, source_vocab: int, target_vocab: int, pad: int = 0):
+        super().__init__()
+        if config.share and source_vocab != target_vocab:
+            raise ValueError(
+                f"share=True needs one vocabulary; got {source_vocab} source and {target_vocab} target words"
+            )
+        if config.adaptive or config.attention != "dot":
+            raise ValueError("adaptive embeddings and multi-linear attention are for language models")
+        self.config, self.pad = config, pad
+        self.target_embedding = Embedding(config, target_vocab, pad)
+        self.source_embedding = self.target_embedding if config.share else Embedding(config, source_vocab, pad)
+        self.encoder = Stack(config, config.depth)
+        self.decoder = Stack(config, config.decoder_depth or config.depth, cross=True)
+        self.output = Output(config.width, target_vocab, self.target_embedding.table if config.tie else None)
+        if config.mask_logits:
+            self.register_buffer("allowed", torch.ones(target_vocab, dtype=torch.bool))
+        initialize(self, config.init)
+        place_norms(self, config)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Scores `[B, T, target_vocab]` of what follows each of `target [B, T]`, given `source [B, S]`."""
+        memory, real = self.encode(source)
+        return self.decode(target, memory, real)
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The encoder's output `[B, S, D]`, and which of its tokens are real, `[B, S]`."""
+        real = source != self.pad
+        x = self.encoder(self.source_embedding(source), real, mask=real[:, None, None, :])
+        return x, real
+
+    def decode(
+        self, target: Tensor, memory: Tensor, real: Tensor, cache: Cache | None = None, start: int = 0
+    ) -> Tensor:
+        """Scores of what follows each of `target [B, T]`, whose first token stands at `start`.
+
+        With a cache, `target` holds the new tokens only; the cache takes up their keys and values.
+        """
+        x = self.target_embedding(target, start)
+        more = {"memory": memory, "memory_mask": real[:, None, None, :], "cache": cache}
+        if start == 0:
+            x = self.decoder(x, target != self.pad, causal=True, **more)
+        else:
+            length = target.shape[1]
+            mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
+            x = self.decoder(x, target != self.pad, mask=None if length == 1 else mask, **more)
+        scores = self.output(x, self.target_embedding.table)
+        least = max(LEAST, torch.finfo(scores.dtype).min)
+        return scores.masked_fill(~self.allowed, least) if self.config.mask_logits else scores
+
+    def allow(self, words: Iterable[int]) -> None:
+        """Let these words alone be said, by a model with `mask_logits`; padding keeps the lowest score."""
+        self.allowed.fill_(False)
+        self.allowed[torch.tensor([int(word) for word in words], device=self.allowed.device)] = True

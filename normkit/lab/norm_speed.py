@@ -1,0 +1,148 @@
+"""How long norms take beside `nn.LayerNorm`, and what they ask of PyTorch: on the machine where this runs."""
+
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from normkit.kernels.dispatch import kernels
+from normkit.lab.timing import Counter, ratio, rounds_of
+from normkit.norms import make, options
+from normkit.norms._base import Norm, StatNorm
+
+LAYER = "nn.LayerNorm"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FIELDS = ("device", "threads", "torch", "provider", "norm", "pass", "shape", "dtype", "rounds", "ms", "low", "ratio",
+          "high", "ceiling")  # fmt: skip
+
+
+def providers(spec: str, dim: int, compiled: bool = False) -> dict[str, nn.Module]:
+    """Who computes this norm: we, PyTorch where it has it, and we compiled by Inductor where that is asked for."""
+    found: dict[str, nn.Module] = {"normkit": settle(make(spec, dim))}
+    if spec == "rms":
+        found["torch"] = nn.RMSNorm(dim, eps=1e-5)
+    if spec == "batch":
+        found["torch"] = nn.BatchNorm1d(dim)
+    if compiled:
+        found["compiled"] = torch.compile(settle(make(spec, dim)))  # type: ignore[assignment]
+    return found
+
+
+def settle(norm: Norm) -> Norm:
+    """The norm as it is after any warm-up.
+
+    >>> int(settle(make("un", 8)).step) > 4000
+    True
+    """
+    if isinstance(norm, StatNorm):
+        norm.step.fill_(2**31)
+    return norm
+
+
+def training(norm: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
+    """One forward and backward; gradients of parameters are dropped, not added up."""
+    x = x.clone().requires_grad_()
+    inputs = [x, *norm.parameters()]
+    return lambda: torch.autograd.grad(norm(x), inputs, dy)
+
+
+def inference(norm: nn.Module, x: Tensor) -> Callable[[], object]:
+    """One forward in evaluation mode."""
+    norm.eval()
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return norm(x)
+
+    return run
+
+
+def measure(
+    specs: Sequence[str], rows: int, dim: int, dtype: str = "float32", rounds: int = 20, device: str = "cpu",
+    compiled: bool = False,
+) -> list[dict]:  # fmt: skip
+    """A row for each norm, forward and backward ("train") and, where statistics are frozen then, "inference".
+
+    `ratio` is to `nn.LayerNorm` in the same round, the median over rounds, from `low` to `high` (20th and 80th
+    percentile). `ceiling` is the time of copying the bytes that the norm cannot avoid moving (5 activations in
+    training, 8 where the statistics of the batch come first, 2 at inference), over the time taken.
+
+    >>> [row["norm"] for row in measure(["rms"], 8, 4, rounds=1)]
+    ['nn.LayerNorm', 'rms', 'rms']
+    """
+    kind = DTYPES[dtype]
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, rows, dim, device=device).to(kind)
+    place, table = torch.empty_like(x), []
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    for mode in ("train", "inference"):
+        layer = nn.LayerNorm(dim, device=device, dtype=kind)
+        runs: dict[str, Callable] = {
+            f"torch {LAYER}": training(layer, x, dy) if mode == "train" else inference(layer, x),
+            "copy": lambda: place.copy_(x),
+        }
+        for spec in specs:
+            for provider, built in providers(spec, dim, compiled).items():
+                norm = built.to(device, kind)
+                if mode == "train":
+                    runs[f"{provider} {spec}"] = training(norm, x, dy)
+                elif getattr(norm, "offline", False):
+                    runs[f"{provider} {spec}"] = inference(norm, x)
+        if mode == "inference" and len(runs) == 2:
+            continue
+        taken = rounds_of(runs, rounds, device)
+        base, copy = taken[f"torch {LAYER}"], statistics.median(taken.pop("copy"))
+        for run, seconds in taken.items():
+            provider, spec = run.split(" ", 1)
+            low, middle, high = ratio(seconds, base)
+            ms = statistics.median(seconds)
+            table.append({
+                "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "provider": provider,
+                "norm": spec, "pass": mode, "shape": f"{rows}x{dim}", "dtype": dtype, "rounds": rounds,
+                "ms": round(1e3 * ms, 3), "low": round(low, 2), "ratio": round(middle, 2), "high": round(high, 2),
+                "ceiling": round(moves(spec, mode) / 2 * copy / ms, 2),
+            })  # fmt: skip
+    return table
+
+
+def moves(spec: str, mode: str = "train") -> int:
+    """Activations that a norm cannot avoid reading and writing.
+
+    >>> moves("rms"), moves("batch"), moves("power")
+    (5, 8, 5)
+    """
+    if mode == "inference":
+        return 2
+    norm = None if spec == LAYER else make(spec, 8)
+    return 8 if isinstance(norm, StatNorm) and type(norm).known_in_advance is StatNorm.known_in_advance else 5
+
+
+def explain(spec: str, rows: int, dim: int, dtype: str = "float32", device: str = "cpu") -> list[dict]:
+    """What ran in a forward and in a backward, how many operations that was and how much memory they touched.
+
+    A norm with a warm-up has a row for it and one for the time after. `touched` is in activations, whether they came
+    from a cache or not; vectors count as what they are.
+
+    >>> [(row["phase"], row["ran"]) for row in explain("layer", 8, 4)]
+    [('any', 'fused layer')]
+    """
+    kind, table = DTYPES[dtype], []
+    for phase in ("warming up", "after") if options(spec.partition("(")[0]).get("warmup") else ("any",):
+        norm = make(spec, dim).to(device, kind).train()
+        norm = settle(norm) if phase == "after" else norm
+        x = torch.randn(rows, dim, device=device).to(kind).requires_grad_()
+        dy, inputs = torch.randn_like(x), [x, *norm.parameters()]
+        torch.autograd.grad(norm(x), inputs, dy, allow_unused=True)
+        with kernels("auto") as ran:
+            with Counter() as forward:
+                y = norm(x)
+            with Counter() as backward:
+                torch.autograd.grad(y, inputs, dy, allow_unused=True)
+        table.append({
+            "norm": spec, "phase": phase, "ran": ", ".join(sorted(ran)),
+            "forward": forward.operations, "forward_touched": round(forward.bytes / x.nbytes, 1),
+            "backward": backward.operations, "backward_touched": round(backward.bytes / x.nbytes, 1),
+        })  # fmt: skip
+    return table

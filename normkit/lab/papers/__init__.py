@@ -1,0 +1,1 @@
+"""One folder a paper: its recipes, printed tables and figures."""

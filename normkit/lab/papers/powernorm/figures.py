@@ -1,0 +1,162 @@
+"""Figures of PowerNorm (Shen et al., ICML 2020)."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from normkit.lab.report import canvas
+from normkit.lab.report.recorded import (
+    BATCH_NORMS,
+    Recorded,
+    able,
+    highest,
+    limit,
+    safe,
+    short,
+    standing,
+    titled,
+    trace,
+)
+from normkit.lab.report.verdict import METRICS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MEAN = r"$\frac{1}{d}\,\|\mu_B - \mu\|$"
+VARIANCE = r"$\frac{1}{d}\,\|\sigma_B^2 - \sigma^2\|$"
+QUADRATIC = r"$\frac{1}{d}\,\|\psi_B^2 - \psi^2\|$"
+G_MEAN, G_VARIANCE, G_QUADRATIC = (rf"$\frac{{1}}{{d}}\,\|g_{{{name}}}\|$" for name in (r"\mu", r"\sigma^2", r"\psi^2"))
+QUARTILES = ("min", "q25", "median", "q75", "max")
+SINGULAR = re.compile(r"singular_value\[(\d+)\]")
+
+
+def figure2(runs: Sequence[Recorded]) -> "Figure":
+    """Distance of batch and running mean (left) and variance (right) in the first BatchNorm over training."""
+    return _pair(runs, {"distance_mean": MEAN, "distance_var": VARIANCE})
+
+
+def figure3(runs: Sequence[Recorded]) -> "Figure":
+    """Norm of the gradient through mean (left) and variance (right) in the first BatchNorm over training."""
+    return _pair(runs, {"g_mu": G_MEAN, "g_sigma2": G_VARIANCE})
+
+
+def figure4(runs: Sequence[Recorded]) -> "Figure":
+    """Distances (left) and gradients (right) of the variance in BatchNorm (top) and the quadratic mean in PN-V."""
+    runs = able(runs, "distance_var", "distance_quadratic", "g_sigma2", "g_psi2")
+    kinds = (("BN", BATCH_NORMS, ("distance_var", "g_sigma2")), ("PN-V", ("pnv",), ("distance_quadratic", "g_psi2")))
+    names = {"distance_var": VARIANCE, "distance_quadratic": QUADRATIC, "g_sigma2": G_VARIANCE, "g_psi2": G_QUADRATIC}
+    figure = canvas.figure(7.0, 4.4)
+    panels = figure.subplots(2, 2, sharex=True, sharey="col")
+    for row, (norm, prefixes, quantities) in zip(panels, kinds, strict=True):
+        for axes, quantity in zip(row, quantities, strict=True):
+            for number, (run, site) in enumerate(standing(runs, quantity, *prefixes)):
+                trace(axes, run, run.rows.of(quantity)[site], number)
+            axes.set_ylabel(names[quantity])
+        row[0].legend(title=norm, fontsize=7, title_fontsize=8)
+    for column in (0, 1):
+        limit(max((row[column] for row in panels), key=highest))
+    _percent(panels[1])
+    return figure
+
+
+def figure5(runs: Sequence[Recorded]) -> "Figure":
+    """Score over the size of the batches that statistics are taken over, a line a norm."""
+    for metric in METRICS:
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for run in runs:
+            value = (run.result["scores"].get("running") or {}).get(metric.key)
+            if value is not None and run.settings.get("batch_tokens"):
+                lines.setdefault(str(run.settings["model"]["norm"]), []).append((run.settings["batch_tokens"], value))
+        if any(len({size for size, _ in line}) > 1 for line in lines.values()):
+            break
+    else:
+        raise ValueError("none of these norms was trained and scored with two sizes of batch; run "
+                         "`normkit study pn.figure5`, or `normkit train` with several --batch-tokens")  # fmt: skip
+    figure = canvas.figure(4.4, 3.0)
+    axes = figure.add_subplot()
+    for number, (norm, points) in enumerate(lines.items()):
+        sizes = sorted({size for size, _ in points})
+        means = [sum(v for s, v in points if s == size) / sum(s == size for s, _ in points) for size in sizes]
+        axes.plot(sizes, means, marker="osD^v<>"[number % 7], label=safe(norm), **canvas.look(number))
+    axes.set(xscale="log", xlabel="Batch size (tokens in each batch)", ylabel=metric.name)
+    every = sorted({size for points in lines.values() for size, _ in points})
+    axes.set_xticks(every, [f"{size:,}" for size in every])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    return figure
+
+
+def figure6(runs: Sequence[Recorded]) -> "Figure":
+    """Singular values of the embedding at the end of training, the largest being 1, a line a run."""
+    found = []
+    for run in runs:
+        sites: dict[str, dict[int, float]] = {}
+        for (kind, site), values in run.rows.values.items():
+            known = [values[step] for step in sorted(values) if values[step] is not None]
+            if (match := SINGULAR.fullmatch(kind)) and known:
+                sites.setdefault(site, {})[int(match[1])] = float(known[-1] or 0)
+        if sites:
+            found.append((run, next(iter(sites.values()))))
+    if not found:
+        raise ValueError("none of these runs recorded singular_value[i], the singular values of its embedding; "
+                         "they are taken at the end of a run that records them")  # fmt: skip
+    figure = canvas.figure(4.4, 3.0)
+    axes = figure.add_subplot()
+    for number, (run, line) in enumerate(found):
+        places = sorted(line)
+        top = max(line.values()) or 1.0
+        axes.plot(places, [line[i] / top for i in places], label=safe(run.label), **canvas.look(number))
+    axes.set(xlabel="The index of singular value", ylabel="Normalized singular value", ylim=(0, 1.02))
+    axes.legend(fontsize=8)
+    return figure
+
+
+def figure7(runs: Sequence[Recorded]) -> "Figure":
+    """Distribution over channels of gamma / psi_B by layer, a box a norm, as it is at the end of training."""
+    quantities = [f"gamma_over_psi_{name}" for name in QUARTILES]
+    runs = able(runs, *quantities)
+    run = standing(runs, quantities[0], "pnv")[0][0]
+    sites = list(run.sites(quantities[0], "pnv") or run.sites(quantities[0]))
+    figure = canvas.figure(1.4 + 0.42 * len(sites), 3.4)
+    axes = figure.add_subplot()
+    boxes = []
+    for site in sites:
+        ends = [_last(run, quantity, site) for quantity in quantities]
+        boxes.append(dict(zip(("whislo", "q1", "med", "q3", "whishi"), ends, strict=True)) | {"fliers": []})
+    axes.bxp(boxes, patch_artist=True, boxprops={"facecolor": "none", "edgecolor": canvas.COLOURS[0]},
+             medianprops={"color": canvas.COLOURS[1]}, whiskerprops={"color": canvas.COLOURS[0]},
+             capprops={"color": canvas.COLOURS[0]})  # fmt: skip
+    axes.axhline(1, color=canvas.INK, linewidth=0.8, linestyle="dashed")
+    axes.set_xticks(
+        range(1, len(sites) + 1), [safe(short(site)) for site in sites], rotation=50, ha="right", fontsize=7
+    )
+    axes.set(ylabel=r"$\gamma\,/\,\psi_B$", ylim=(0, None))
+    titled(axes, run.label)
+    return figure
+
+
+def _pair(runs: Sequence[Recorded], quantities: dict[str, str]) -> "Figure":
+    """A panel a quantity of the first BatchNorm, a line a run."""
+    runs = able(runs, *quantities)
+    figure = canvas.figure(7.0, 3.0)
+    panels = figure.subplots(1, 2, sharex=True)
+    for axes, (quantity, name) in zip(panels, quantities.items(), strict=True):
+        for number, (run, site) in enumerate(standing(runs, quantity, *BATCH_NORMS)):
+            trace(axes, run, run.rows.of(quantity)[site], number)
+        axes.set_ylabel(name)
+        limit(axes)
+    _percent(panels)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=2, fontsize=8)
+    return figure
+
+
+def _percent(panels: "Sequence[Axes]") -> None:
+    for axes in panels:
+        axes.set(xlabel="Percent of training", xlim=(0, 100))
+
+
+def _last(run: Recorded, quantity: str, site: str) -> float:
+    values = run.rows.of(quantity)[site]
+    return float(next((values[step] for step in sorted(values, reverse=True) if values[step] is not None), None) or 0)

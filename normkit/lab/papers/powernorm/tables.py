@@ -1,0 +1,212 @@
+"""PowerNorm (Shen et al., ICML 2020): Tables 1 to 4 and Figures 2 to 7, as printed."""
+
+from normkit.lab.studies.bases import IWSLT14, PTB, RESNET20, WIKITEXT103, WMT14_DE_BIG
+from normkit.lab.studies.study import Column, Row, Settings, Study, Times
+
+ENCODER = {"model.norm_at": {"decoder.*": "layer"}}
+NOTE = "In translation the decoder keeps LayerNorm (A.1); PN's layer-scale is before PN alone, in one group."
+
+LN, BN, PNV, PN = ({"model.norm": norm} for norm in ("layer", "batch", "pnv", "power(groups=1)"))
+BRN, MABN, GN = ({"model.norm": norm} for norm in ("renorm", "mabn", "group(groups=4)"))
+POST = {**LN, "model.placement": "post"}
+FIXUP = {"model.init": "fixup", "model.norm": "nonorm(affine=True)", "model.norm_at": {}}  # nor any in the decoder
+
+
+def _synchronized(norm: str) -> dict[str, Settings]:
+    """The big model's BN and PN-V have the statistics of all GPUs, PN has not (A.1); IWSLT14 is trained on one."""
+    return {"paper": {"model.norm": f"{norm}(sync=True)"}}
+
+
+TABLE1 = Study(
+    id="pn.table1",
+    title="BLEU of translation on the tests of IWSLT14 De-En and WMT14 En-De",
+    source="PowerNorm, Table 1",
+    claim="PN-V is far better than BN and does not reach LN; PN is above LN.",
+    note=f"{NOTE} The first rows are of other papers, ours with this table's training and depth: LN after each block,"
+    " with Fixup none; LayerDrop of 0.2, as in its paper.",
+    columns=(
+        Column(title="IWSLT14 small", metric="bleu", base=IWSLT14, settings=ENCODER),
+        Column(title="WMT14 big", metric="bleu", base=WMT14_DE_BIG, settings=ENCODER),
+    ),
+    rows=(
+        Row(label="Transformer", settings=POST, printed=("34.4", "28.4")),
+        Row(label="DS-Init", settings={**POST, "model.init": "ds"}, printed=("34.4", "29.1")),
+        Row(label="Fixup-Init", settings=FIXUP, printed=("34.5", "29.3")),
+        Row(label="Scaling NMT", settings=None, printed=("/", "29.3")),
+        Row(label="Dynamic Conv", settings=None, printed=("35.2", "29.7")),
+        Row(label="Transformer + LayerDrop", settings={**POST, "model.layer_drop": 0.2}, printed=("/", "29.6")),
+        Row(label="Pre-Norm LN", settings=LN, printed=("35.5", "29.5")),
+        Row(label="Pre-Norm BN", settings=BN, at=_synchronized("batch"), printed=("34.4", "28.1")),
+        Row(label="Pre-Norm PN-V", settings=PNV, at=_synchronized("pnv"), printed=("35.5", "28.5")),
+        Row(label="Pre-Norm PN", settings=PN, printed=("35.9", "30.1")),
+    ),
+)
+
+TABLE2 = Study(
+    id="pn.table2",
+    title="perplexity of tensorized language models on the tests of PTB and WikiText-103",
+    source="PowerNorm, Table 2",
+    claim="PN is 5.6 and 3 points below LN; BN is the worst, PN-V between.",
+    columns=(
+        Column(title="PTB", metric="perplexity", base=PTB),
+        Column(title="WikiText-103", metric="perplexity", base=WIKITEXT103),
+    ),
+    rows=(
+        Row(label="Tied-LSTM", settings=None, printed=("48.7", "48.7")),
+        Row(label="AWD-LSTM-MoS", settings=None, printed=("56.0", "29.2")),
+        Row(label="Adaptive Input", settings=None, printed=("57.0", "20.5")),
+        Row(label="Transformer-XL base", settings=None, printed=("54.5", "24.0")),
+        Row(label="Transformer-XL large", settings=None, printed=("-", "18.3")),
+        Row(label="Tensor-Transformer 1core", settings=None, printed=("57.9", "20.9")),
+        Row(label="Tensor-Transformer 2core", settings=None, printed=("49.8", "18.9")),
+        Row(label="Tensor-Transformer 1core + LN", settings=LN, printed=("53.2*", "20.9*")),
+        Row(label="Tensor-Transformer 1core + BN", settings=BN, printed=("60.7", "27.2")),
+        Row(label="Tensor-Transformer 1core + PN-V", settings=PNV, printed=("55.3", "21.3")),
+        Row(label="Tensor-Transformer 1core + PN", settings=PN, printed=("47.6", "17.9")),
+    ),
+)
+
+TABLE3 = Study(
+    id="pn.table3",
+    title="perplexity of tensorized language models on validation and test of PTB and WikiText-103",
+    source="PowerNorm, Table 3",
+    claim="Validation says the same as the test of Table 2.",
+    columns=(
+        Column(title="PTB valid", metric="perplexity valid", base=PTB),
+        Column(title="PTB test", metric="perplexity", base=PTB),
+        Column(title="WikiText-103 valid", metric="perplexity valid", base=WIKITEXT103),
+        Column(title="WikiText-103 test", metric="perplexity", base=WIKITEXT103),
+    ),
+    rows=(
+        Row(label="Tied-LSTM", settings=None, printed=("75.7", "48.7", "-", "48.7")),
+        Row(label="AWD-LSTM-MoS", settings=None, printed=("58.1", "56.0", "29.0", "29.2")),
+        Row(label="Adaptive Input", settings=None, printed=("59.1", "57.0", "19.8", "20.5")),
+        Row(label="Transformer-XL base", settings=None, printed=("56.7", "54.5", "23.1", "24.0")),
+        Row(label="Transformer-XL large", settings=None, printed=("-", "-", "-", "18.3")),
+        Row(label="Tensor-Transformer 1core", settings=None, printed=("55.4", "57.9", "23.6", "20.9")),
+        Row(label="Tensor-Transformer 2core", settings=None, printed=("54.3", "49.8", "19.7", "18.9")),
+        Row(label="Tensor-Transformer 1core + LN", settings=LN, printed=("58.0*", "53.2*", "22.7*", "20.9*")),
+        Row(label="Tensor-Transformer 1core + BN", settings=BN, printed=("71.7", "60.7", "28.4", "27.2")),
+        Row(label="Tensor-Transformer 1core + PN-V", settings=PNV, printed=("59.7", "55.3", "23.6", "21.3")),
+        Row(label="Tensor-Transformer 1core + PN", settings=PN, printed=("51.6", "47.6", "18.3", "17.9")),
+    ),
+)
+
+TABLE4 = Study(
+    id="pn.table4",
+    title="further norms: BLEU on the test of IWSLT14 De-En, perplexity on the test of PTB",
+    source="PowerNorm, Table 4",
+    claim="BRN, MABN and PN-V are above BN and below LN; GN is the best of the earlier norms, PN of all.",
+    note=f"{NOTE} GN has as many groups as IWSLT14's model has heads, in both columns.",
+    columns=(
+        Column(title="IWSLT14", metric="bleu", base=IWSLT14, settings=ENCODER),
+        Column(title="PTB", metric="perplexity", base=PTB),
+    ),
+    rows=(
+        Row(label="BN", settings=BN, printed=("34.4", "60.7")),
+        Row(label="BRN", settings=BRN, printed=("34.7", "58.3")),
+        Row(label="MABN", settings=MABN, printed=("34.9", "57.2")),
+        Row(label="LN", settings=LN, printed=("35.5", "53.2")),
+        Row(label="GN", settings=GN, printed=("35.7", "51.7")),
+        Row(label="PN-V", settings=PNV, printed=("35.5", "55.3")),
+        Row(label="PN", settings=PN, printed=("35.9", "47.6")),
+    ),
+)
+
+
+def _statistics(*quantities: tuple[str, str]) -> tuple[Column, ...]:
+    """The median of each quantity over the run, and how far its outliers stand out."""
+    return tuple(
+        Column(title=f"{title}{shown}", metric=f"{quantity}{shown}", base=IWSLT14, settings=ENCODER)
+        for title, quantity in quantities
+        for shown in ("", " outliers")
+    )
+
+
+POCKET_RESNET = "At pocket scale ResNet20 sees pictures of 16 x 16 and trains with AdamW."
+FIGURE2 = Study(
+    id="pn.figure2",
+    title="distance between batch and running mean and variance in the first BN during training",
+    source="PowerNorm, Figure 2",
+    claim="ResNet20's distances are orders of magnitude smaller; the Transformer's have extreme outliers.",
+    note=f"{NOTE} {POCKET_RESNET}",
+    columns=_statistics(("mean", "distance_mean"), ("variance", "distance_var")),
+    rows=(
+        Row(label="ResNet20 on CIFAR-10", settings={**BN, "model.norm_at": {}}, base=RESNET20),
+        Row(label="Transformer BN on IWSLT14", settings=BN),
+    ),
+)
+
+FIGURE3 = Study(
+    id="pn.figure3",
+    title="gradient that mean and variance contribute to the input of the first BN during training",
+    source="PowerNorm, Figure 3",
+    claim="The Transformer's vary by orders of magnitude more, and their outliers persist to the end.",
+    note=f"{NOTE} {POCKET_RESNET}",
+    columns=_statistics(("g_mu", "g_mu"), ("g_sigma2", "g_sigma2")),
+    rows=FIGURE2.rows,
+)
+
+FIGURE4 = Study(
+    id="pn.figure4",
+    title="statistics and gradients of the first BN (variance) and PN-V (quadratic mean) during training",
+    source="PowerNorm, Figure 4",
+    claim="The quadratic mean moves far less than the variance, and its gradient has far fewer outliers.",
+    note=NOTE,
+    columns=_statistics(
+        ("variance", "distance_var"),
+        ("quadratic mean", "distance_quadratic"),
+        ("g_sigma2", "g_sigma2"),
+        ("g_psi2", "g_psi2"),
+    ),
+    rows=(Row(label="BN", settings=BN), Row(label="PN-V", settings=PNV)),
+)
+
+FIGURE5 = Study(
+    id="pn.figure5",
+    title="BLEU on the test of IWSLT14 De-En by tokens a batch, at 4k tokens an update",
+    source="PowerNorm, Figure 5",
+    claim="PN is above LN at every size; PN-V reaches LN at 4k alone; BN is poor and has no trend.",
+    note=NOTE,
+    columns=tuple(
+        Column(
+            title=title,
+            metric="bleu",
+            base=IWSLT14,
+            settings={**ENCODER, "batch_tokens": Times(1 / parts), "accumulate": Times(parts)},
+        )
+        for title, parts in (("512", 8), ("1k", 4), ("2k", 2), ("4k", 1))
+    ),
+    rows=(
+        Row(label="PN", settings=PN),
+        Row(label="LN", settings=LN),
+        Row(label="PN-V", settings=PNV),
+        Row(label="BN", settings=BN),
+    ),
+)
+
+FIGURE6 = Study(
+    id="pn.figure6",
+    title="singular values of the word embedding after training on WMT14, the largest being 1",
+    source="PowerNorm, Figure 6",
+    claim="PN's singular values fall more slowly than LN's.",
+    note=NOTE,
+    columns=(
+        Column(title="WMT14", metric="singular value", base=WMT14_DE_BIG, settings=ENCODER),
+        Column(title="IWSLT14", metric="singular value", base=IWSLT14, settings=ENCODER),
+    ),
+    rows=(Row(label="PN", settings=PN), Row(label="LN", settings=LN)),
+)
+
+FIGURE7 = Study(
+    id="pn.figure7",
+    title="ratio of gamma to the quadratic mean of the batch in the layers of PN-V, on IWSLT14",
+    source="PowerNorm, Figure 7",
+    claim="The ratio is at most 1 in every channel of every layer, so that Lemma 2 holds.",
+    note=NOTE,
+    columns=(
+        Column(title="largest ratio", metric="gamma_over_psi", base=IWSLT14, settings=ENCODER),
+        Column(title="Lemma 2", metric="lipschitz", base=IWSLT14, settings=ENCODER),
+    ),
+    rows=(Row(label="PN-V", settings=PNV),),
+)

@@ -1,0 +1,172 @@
+"""Figures of Unified Normalization (Yang et al., ACM MM 2022)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from normkit.lab.papers.tears.figures import judged
+from normkit.lab.report import canvas
+from normkit.lab.report.recorded import Recorded, able, safe, short, titled, trace
+from normkit.lab.report.settings import job
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARTS = (1 / 3, 2 / 3, 1.0)  # of training: the paper's 12, 24 and 36 epochs
+ONLINE = ("layer", "rms", "scale", "group", "instance")  # cannot be folded: their lines are dashed
+SOME = 3  # layers of Figure 4: the first, one in the middle, the last
+BEGIN, END = 0.3, 0.7  # Figure 7: parts of training
+
+
+def figure1(runs: Sequence[Recorded]) -> "Figure":
+    """Score on the validation split over training: a panel a task, a line a run, dashed where it cannot be folded."""
+    tasks: dict[tuple[str, str], list[Recorded]] = {}
+    for run in runs:
+        if len(run.result["valid"]) > 1:
+            tasks.setdefault(job(run.result), []).append(run)
+    judged(runs)
+    figure = canvas.figure(3.7 * len(tasks), 3.0)
+    for place, (task, members) in enumerate(tasks.items()):
+        axes = figure.add_subplot(1, len(tasks), place + 1)
+        key, title = judged(members)
+        for number, run in enumerate(members):
+            points = [(look["step"], look[key]) for look in run.result["valid"] if key in look]
+            dash = "dashed" if str(run.settings["model"]["norm"]).startswith(ONLINE) else "solid"
+            colour = canvas.look(number)["color"]
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=dash, label=safe(run.label))
+        axes.set(title=safe(" on ".join(task)), xlabel="step", ylabel=title)
+        axes.legend(fontsize=7)
+    return figure
+
+
+def figure3(runs: Sequence[Recorded]) -> "Figure":
+    """PNAC, averaged over layers, of activation and gradient statistics over training; a panel a run."""
+    runs = able(runs, "pnac_activation", "pnac_gradient")
+    figure = canvas.figure(2.9 * len(runs) + 0.4, 2.9)
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    for axes, run in zip(panels, runs, strict=True):
+        for number, (kind, marker) in enumerate((("activation", "o"), ("gradient", "s"))):
+            means = _mean_over_sites(run, f"pnac_{kind}")
+            steps = [100 * step / run.steps for step in means]
+            axes.plot(steps, list(means.values()), marker=marker, markersize=4, label=kind, **canvas.look(number))
+        axes.set(xlim=(0, 100), ylim=(0, 102))
+        titled(axes, run.label)
+    panels[0].set_ylabel("PNAC (%)")
+    figure.supxlabel("Percent of training", fontsize=9)
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def figure4(runs: Sequence[Recorded]) -> "Figure":
+    """One channel's activation and gradient statistics in three layers, with their means over a window, of one run."""
+    activation = ("channel_activation", "channel_activation_am", "channel_activation_gm")
+    gradient = ("channel_gradient", "channel_gradient_am")
+    run = able(runs, *activation, *gradient)[0]
+    every = list(run.sites(activation[0]))
+    sites = [every[round(i * (len(every) - 1) / (SOME - 1))] for i in range(SOME)] if len(every) > SOME else every
+    figure = canvas.figure(2.6 * len(sites) + 0.4, 4.2)
+    panels = figure.subplots(2, len(sites), sharex=True, squeeze=False)
+    looks = {
+        "": (3, 0.5, "statistic of the batch"),
+        "_am": (1, 1.2, "arithmetic mean (AM)"),
+        "_gm": (0, 1.2, "geometric mean (GM)"),
+    }
+    for row, quantities in zip(panels, (activation, gradient), strict=True):
+        for axes, site in zip(row, sites, strict=True):
+            for quantity in quantities:
+                number, width, label = looks[quantity.removeprefix(quantities[0])]
+                trace(axes, run, run.rows.of(quantity)[site], number, linewidth=width, label=label)
+            axes.margins(x=0)
+    for axes, site in zip(panels[0], sites, strict=True):
+        axes.set_title(safe(short(site)), fontsize=9)
+        axes.set_ylim(bottom=0)
+    panels[0, 0].set_ylabel(r"activation, $\sigma_t^2$")
+    panels[1, 0].set_ylabel(r"gradient, $g_{\psi^2}$")
+    figure.supxlabel(f"Percent of training, {safe(run.label)}", fontsize=9)
+    handles, names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=8)
+    return figure
+
+
+def figure5(runs: Sequence[Recorded]) -> "Figure":
+    """Steps that outlier filtration has dropped, a group of bars a layer, at three times; a panel a run."""
+    runs = able(runs, "filtered")
+    shown = [(run, run.sites("filtered")) for run in runs]
+    most = max(len(sites) for _, sites in shown)
+    figure = canvas.figure(1.2 + 0.42 * most, 2.4 * len(shown) + 0.5)
+    panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for axes, (run, sites) in zip(panels, shown, strict=True):
+        for number, part in enumerate(PARTS):
+            heights = [_at(values, part * run.steps) for values in sites.values()]
+            places = [i + 0.27 * (number - 1) for i in range(len(sites))]
+            label = f"after {part:.0%} of {run.steps:,} steps"
+            axes.bar(places, heights, width=0.25, color=canvas.COLOURS[number], label=label)
+        axes.set_xticks(range(len(sites)), [safe(short(site)) for site in sites], rotation=50, ha="right", fontsize=7)
+        axes.set(ylabel="steps dropped", xlim=(-0.6, len(sites) - 0.4))
+        titled(axes, run.label)
+        axes.legend(fontsize=7)
+    return figure
+
+
+def figure6(runs: Sequence[Recorded]) -> "Figure":
+    """CKA between the layers of two models as a map, a panel a run; sites are "a|b", of the first and the second."""
+    from matplotlib.ticker import MaxNLocator
+
+    runs = able(runs, "cka")
+    figure = canvas.figure(3.6 * len(runs), 3.2)
+    for place, run in enumerate(runs):
+        cells = {site: values[max(values)] for site, values in run.sites("cka").items() if "|" in site}
+        pairs = [site.split("|", 1) for site in cells]
+        down, across = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
+        grid = [[cells.get(f"{a}|{b}") or float("nan") for b in across] for a in down]
+        axes = figure.add_subplot(1, len(runs), place + 1)
+        edges = ([i + 0.5 for i in range(len(side) + 1)] for side in (across, down))
+        picture = axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="cividis", edgecolors="face")
+        axes.set(xlabel="norm of the second model, by depth", ylabel="norm of the first, by depth", aspect="equal")
+        axes.grid(visible=False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+        titled(axes, run.label)
+        if place == len(runs) - 1:
+            figure.colorbar(picture, ax=axes, label="CKA")
+    return figure
+
+
+def figure7(runs: Sequence[Recorded]) -> "Figure":
+    """PNAC by depth at the beginning (left) and the end (right) of training, each window a point."""
+    run = able(runs, "pnac_activation", "pnac_gradient")[0]
+    figure = canvas.figure(6.6, 3.0)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, low, high, title in ((panels[0], 0, BEGIN, "beginning"), (panels[1], END, 1, "end")):
+        for number, kind in enumerate(("activation", "gradient")):
+            sites = run.sites(f"pnac_{kind}")
+            points = [
+                (i + 1 + 0.3 * number - 0.15, value)
+                for i, values in enumerate(sites.values())
+                for step, value in values.items()
+                if value is not None and low * run.steps <= step <= high * run.steps
+            ]
+            if points:
+                axes.scatter(
+                    *zip(*points, strict=True), s=12, marker="os"[number], color=canvas.COLOURS[number], label=kind
+                )
+        axes.set_title(f"{title} of training", fontsize=9)
+        axes.set(xlabel="norm, by depth", ylim=(-2, 102))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    panels[0].set_ylabel("PNAC (%)")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(safe(run.label), fontsize=9)
+    return figure
+
+
+def _mean_over_sites(run: Recorded, quantity: str) -> dict[int, float]:
+    by_step: dict[int, list[float]] = {}
+    for values in run.sites(quantity).values():
+        for step, value in values.items():
+            if value is not None:
+                by_step.setdefault(step, []).append(value)
+    return {step: sum(found) / len(found) for step, found in sorted(by_step.items())}
+
+
+def _at(values: dict[int, float | None], step: float) -> float:
+    """The last value up to a step."""
+    return next((value for at, value in sorted(values.items(), reverse=True) if at <= step and value is not None), 0.0)

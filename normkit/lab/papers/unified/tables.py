@@ -1,0 +1,334 @@
+"""Unified Normalization (Yang et al., ACM MM 2022): Tables 1 to 10, Figures 1 and 3 to 6, as printed."""
+
+from collections.abc import Mapping
+
+from normkit.lab.studies.bases import (
+    CIFAR10,
+    FASTER_RCNN,
+    FASTER_RCNN_12,
+    IMAGENET_SWIN,
+    IMAGENET_T2T,
+    IWSLT14_UN,
+    MASK_RCNN,
+    MASK_RCNN_12,
+    WMT14_FR,
+)
+from normkit.lab.studies.study import Base, Column, Row, Settings, Study, with_options
+
+PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
+
+
+def _norm(spec: str) -> Settings:
+    return {"model.norm": spec}
+
+
+def _un(label: str, printed: tuple[str, ...] = (), **options: object) -> Row:
+    """A row of UN; at paper scale with the warm-up that the authors' script gives it."""
+    spec = f"un({', '.join(f'{key}={value!r}' for key, value in {'window': 4, **options}.items())})"
+    at = {"paper": _norm(with_options(spec, {"warmup": PAPER_WARMUP}))}
+    return Row(label=label, settings=_norm(spec), at=at, printed=printed)
+
+
+LN, RMS, NONORM, BN, MABN = map(_norm, ("layer", "rms", "nonorm", "batch", "mabn"))
+PN, PN_STAR = _norm("power(groups=1)"), _norm("power(groups=0)")
+
+TABLE1 = Study(
+    id="un.table1",
+    title="BLEU of translation on the tests of IWSLT14 De-En and WMT14 En-Fr",
+    source="Unified Normalization, Table 1",
+    claim="UN equals LN and is the best of the norms that fold; BN loses 4 to 5 points.",
+    columns=(
+        Column(title="IWSLT14", metric="bleu", base=IWSLT14_UN),
+        Column(title="WMT14 En-Fr", metric="bleu", base=WMT14_FR),
+    ),
+    rows=(
+        Row(label="LN", settings=LN, printed=("35.3", "40.0")),
+        Row(label="RMSNorm", settings=RMS, printed=("35.3", "39.8")),
+        Row(label="PN", settings=PN, printed=("35.3", "39.8")),
+        Row(label="NoNorm", settings=NONORM, printed=("FAIL", "32.8")),
+        Row(label="BN, folds", settings=BN, printed=("31.1", "35.1")),
+        Row(label="MABN, folds", settings=MABN, printed=("35.4", "36.5")),
+        Row(label="PN*, folds", settings=PN_STAR, printed=("35.0", "39.7")),
+        _un("UN, folds", ("35.4", "39.9")),
+    ),
+)
+
+
+POCKET_VIT = (
+    "At pocket scale T2T-ViT-14 on CIFAR-10 is a tiny ViT; there and at gpu scale it is trained from scratch. The paper"
+    " fine-tunes ImageNet weights, as `normkit train cifar10_t2t_vit_14_tuned --weights RUN` does."
+)
+POCKET_COCO = (
+    "At pocket scale COCO is Penn-Fudan, 120 street scenes to train on, and Swin-T a narrow Swin. Backbones start from"
+    " random weights; the paper's from ImageNet weights with the same norm, as `normkit train --weights` does."
+)
+
+
+def _detection(base: Mapping[str, Base], *kinds: str) -> tuple[Column, ...]:
+    return tuple(
+        Column(title=f"{kind} AP{at}", metric=f"{kind} AP{at}", base=base)
+        for kind in kinds
+        for at in ("", "50", "75", "s", "m", "l")
+    )
+
+
+FILTERED = {"outlier_filtration": True}  # the paper filters in pictures, and not in text
+
+
+def _figures(line: str) -> tuple[str, ...]:
+    return tuple(line.split())
+
+
+TABLE2 = Study(
+    id="un.table2",
+    title="accuracy in percent of Swin-T and T2T-ViT-14 on ImageNet-1K, of T2T-ViT-14 on CIFAR-10 and CIFAR-100",
+    source="Unified Normalization, Table 2",
+    claim="UN is the best of the norms that fold; MABN and PN* fail on T2T-ViT-14.",
+    note=POCKET_VIT,
+    columns=(
+        Column(title="Swin-T ImageNet", metric="accuracy", base=IMAGENET_SWIN),
+        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=IMAGENET_T2T),
+        Column(title="T2T-ViT-14 CIFAR10", metric="accuracy", base=CIFAR10),
+        Column(title="T2T-ViT-14 CIFAR100", metric="accuracy"),
+    ),
+    rows=(
+        Row(label="LN", settings=LN, printed=("81.3", "81.5", "98.3", "88.4")),
+        Row(label="BN, folds", settings=BN, printed=("80.8", "79.8", "96.6", "88.2")),
+        Row(label="MABN, folds", settings=MABN, printed=("80.9", "FAIL", "/", "/")),
+        Row(label="PN*, folds", settings=PN_STAR, printed=("80.9", "FAIL", "/", "/")),
+        _un("UN, folds", ("81.0", "80.9", "98.3", "88.9"), outlier_filtration=True),
+    ),
+)
+
+TABLE3 = Study(
+    id="un.table3",
+    title="average precision of Faster R-CNN with Swin-T on COCO val2017 after 36 epochs",
+    source="Unified Normalization, Table 3",
+    claim="UN is 0.3 below LN and above all other norms that fold.",
+    note=POCKET_COCO,
+    columns=_detection(FASTER_RCNN, "box"),
+    rows=(
+        Row(label="LN", settings=LN, printed=("45.5", "67.5", "50.2", "31.5", "48.8", "58.4")),
+        Row(label="BN, folds", settings=BN, printed=("44.6", "66.8", "48.9", "30.4", "48.0", "57.8")),
+        Row(label="MABN, folds", settings=MABN, printed=("44.8", "66.8", "49.0", "29.0", "47.9", "57.3")),
+        Row(label="PN*, folds", settings=PN_STAR, printed=("44.3", "66.7", "48.4", "29.6", "47.4", "57.2")),
+        _un("UN, folds", ("45.2", "67.2", "49.7", "30.1", "48.4", "58.2"), outlier_filtration=True),
+    ),
+)
+
+TABLE4 = Study(
+    id="un.table4",
+    title="average precision of Mask R-CNN with Swin-T on COCO val2017 after 36 epochs, boxes and masks",
+    source="Unified Normalization, Table 4",
+    claim="UN is close to LN, for boxes and for masks.",
+    note=POCKET_COCO,
+    columns=_detection(MASK_RCNN, "box", "mask"),
+    rows=(
+        Row(label="LN", settings=LN, printed=_figures("46.0 68.1 50.3 31.2 49.2 60.1 41.6 65.1 44.9 25.9 45.1 56.9")),
+        Row(
+            label="BN, folds",
+            settings=BN,
+            printed=_figures("44.9 67.2 49.0 29.6 48.4 58.3 40.8 64.0 43.8 24.9 44.4 55.3"),
+        ),
+        Row(
+            label="MABN, folds",
+            settings=MABN,
+            printed=_figures("45.1 67.2 49.6 30.0 48.3 57.7 41.0 64.2 44.1 24.9 44.7 55.0"),
+        ),
+        Row(
+            label="PN*, folds",
+            settings=PN_STAR,
+            printed=_figures("44.6 66.8 48.9 29.1 47.6 57.6 40.7 63.7 43.6 24.1 43.8 54.9"),
+        ),
+        _un(
+            "UN, folds",
+            _figures("45.6 67.6 50.4 29.6 49.2 58.9 41.4 64.8 44.5 25.2 45.1 55.7"),
+            outlier_filtration=True,
+        ),
+    ),
+)
+
+PARTS = (
+    "GM: geometric mean forward; AM, alpha: arithmetic mean and momentum backward. Rows without alpha backward have no"
+)
+PARTS += " option here."
+
+TABLE5 = Study(
+    id="un.table5",
+    title="parts of UN left out, average precision of Mask R-CNN with Swin-T on COCO val2017 after 12 epochs",
+    source="Unified Normalization, Table 5",
+    claim="Each part adds something.",
+    note=f"{PARTS} {POCKET_COCO}",
+    columns=(
+        Column(title="box AP", metric="box AP", base=MASK_RCNN_12),
+        Column(title="mask AP", metric="mask AP", base=MASK_RCNN_12),
+    ),
+    rows=(
+        _un("1: GM, AM, alpha", ("42.8", "39.2"), outlier_filtration=True),
+        _un("2: AM, alpha", ("42.2", "38.8"), window=1, window_bkw=4, outlier_filtration=True),
+        _un("3: GM, alpha", ("42.4", "38.8"), window_bkw=1, outlier_filtration=True),
+        Row(label="4: GM, AM", settings=None, printed=("42.4", "39.0")),
+        Row(label="5: GM", settings=None, printed=("42.5", "39.0")),
+    ),
+)
+
+TABLE6 = Study(
+    id="un.table6",
+    title="UN's window M, average precision of Mask R-CNN with Swin-T on COCO val2017 after 12 epochs (transposed)",
+    source="Unified Normalization, Table 6",
+    claim="Any moderate window does.",
+    note=POCKET_COCO,
+    columns=TABLE5.columns,
+    rows=tuple(
+        _un(f"M = {window}", printed, window=window, outlier_filtration=True)
+        for window, printed in {
+            2: ("42.8", "39.2"),
+            4: ("42.8", "39.3"),
+            6: ("42.8", "39.1"),
+            8: ("42.8", "39.2"),
+            10: ("42.5", "39.2"),
+        }.items()
+    ),
+)
+
+TABLE7 = Study(
+    id="un.table7",
+    title="UN with and without outlier filtration on ImageNet (accuracy) and COCO val2017 (average precision)",
+    source="Unified Normalization, Table 7",
+    claim="Without filtration training fails, except for Swin-T on ImageNet.",
+    note=POCKET_COCO,
+    columns=(
+        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=IMAGENET_T2T),
+        Column(title="Swin-T ImageNet", metric="accuracy", base=IMAGENET_SWIN),
+        Column(title="Faster RCNN box AP", metric="box AP", base=FASTER_RCNN_12),
+        Column(title="Mask RCNN box AP", metric="box AP", base=MASK_RCNN_12),
+        Column(title="Mask RCNN mask AP", metric="mask AP", base=MASK_RCNN_12),
+    ),
+    rows=(
+        _un("with", ("80.9", "81.0", "42.2", "42.8", "39.2"), outlier_filtration=True),
+        _un("without", ("FAIL", "80.7", "FAIL", "FAIL", "FAIL")),
+    ),
+)
+
+TABLE8 = Study(
+    id="un.table8",
+    title="memory (MB) and throughput (images a second) of Swin-T at inference, LN against UN folded, RTX 3090",
+    source="Unified Normalization, Table 8",
+    claim="Folding saves 17.7% of the memory and 31.2% of the time on ImageNet, 6.1% and 24.2% on COCO.",
+    note="Ours is measured by `python benchmarks/swin.py`, all variants in one run, and stands in docs/vision.md.",
+    columns=tuple(
+        Column(title=f"{task} {title}", metric=metric)
+        for task in ("ImageNet", "COCO")
+        for title, metric in (("MEM", "memory"), ("TPUT", "speed"))
+    ),
+    rows=(
+        Row(label="LN", settings=LN, printed=("9978", "1179.5", "955", "17.8")),
+        _un("UN", ("8213", "1547.8", "897", "22.1"), outlier_filtration=True),
+    ),
+)
+
+TABLE9 = Study(
+    id="un.table9",
+    title="parts of UN left out, BLEU on the test of IWSLT14 De-En",
+    source="Unified Normalization, Table 9",
+    claim="Without momentum in the backward training breaks down; the geometric mean is worth 0.9.",
+    note=PARTS,
+    columns=(Column(title="IWSLT14", metric="bleu", base=IWSLT14_UN),),
+    rows=(
+        _un("1: GM, AM, alpha", ("35.4",)),
+        _un("2: AM, alpha", ("34.5",), window=1, window_bkw=4),
+        _un("3: GM, alpha", ("35.3",), window_bkw=1),
+        Row(label="4: GM, AM", settings=None, printed=("18.3",)),
+        Row(label="5: GM", settings=None, printed=("FAIL",)),
+    ),
+)
+
+TABLE10 = Study(
+    id="un.table10",
+    title="UN's alpha, average precision on COCO val2017 and BLEU on the test of IWSLT14 De-En (transposed)",
+    source="Unified Normalization, Table 10",
+    claim="COCO does not mind; translation fails at 0.6.",
+    note=POCKET_COCO,
+    columns=(
+        Column(title="box AP", metric="box AP", base=MASK_RCNN_12, options=FILTERED),
+        Column(title="mask AP", metric="mask AP", base=MASK_RCNN_12, options=FILTERED),
+        Column(title="IWSLT14 BLEU", metric="bleu", base=IWSLT14_UN),
+    ),
+    rows=tuple(
+        _un(f"alpha = {alpha}", printed, alpha=alpha)
+        for alpha, printed in {
+            0.9: ("42.8", "39.2", "35.4"),
+            0.8: ("42.6", "39.1", "35.4"),
+            0.7: ("42.7", "39.2", "35.3"),
+            0.6: ("42.8", "39.4", "FAIL"),
+        }.items()
+    ),
+)
+
+FIGURE1 = Study(
+    id="un.figure1",
+    title="training of Transformer (IWSLT14), T2T-ViT-14 (ImageNet) and Swin-T (COCO) by norm",
+    source="Unified Normalization, Figure 1",
+    claim="Other norms that fold learn less well or crash; UN follows LN.",
+    note=f"{POCKET_VIT} {POCKET_COCO}",
+    columns=(
+        Column(title="IWSLT14, valid perplexity", metric="perplexity valid", base=IWSLT14_UN),
+        Column(title="T2T-ViT-14", metric="accuracy", base={**CIFAR10, **IMAGENET_T2T}, options=FILTERED),
+        Column(title="Swin-T", metric="box AP", base=MASK_RCNN, options=FILTERED),
+    ),
+    rows=(
+        Row(label="LN", settings=LN),
+        Row(label="BN", settings=BN),
+        Row(label="MABN", settings=MABN),
+        Row(label="PN*", settings=PN_STAR),
+        _un("UN"),
+    ),
+)
+
+FIGURE3 = Study(
+    id="un.figure3",
+    title="PNAC, channels whose statistics look normal over iterations, of activations and gradients",
+    source="Unified Normalization, Figure 3",
+    claim="Activations lose normality in the course of training, gradients hardly.",
+    columns=(
+        Column(title="activations", metric="pnac_activation", base=IWSLT14_UN),
+        Column(title="gradients", metric="pnac_gradient", base=IWSLT14_UN),
+    ),
+    rows=(Row(label="MABN", settings=MABN), _un("UN")),
+)
+
+FIGURE4 = Study(
+    id="un.figure4",
+    title="statistics of a channel over iterations, geometric and arithmetic mean over the window",
+    source="Unified Normalization, Figure 4",
+    claim="The range of activation statistics grows with depth and training; outliers pull the arithmetic mean, not the"
+    " geometric.",
+    columns=(
+        Column(title="activation, largest / median", metric="channel_activation outliers", base=IWSLT14_UN),
+        Column(title="its arithmetic mean", metric="channel_activation_am outliers", base=IWSLT14_UN),
+        Column(title="its geometric mean", metric="channel_activation_gm outliers", base=IWSLT14_UN),
+    ),
+    rows=(_un("UN"),),
+)
+
+FIGURE5 = Study(
+    id="un.figure5",
+    title="steps that outlier filtration drops, by depth, after 12, 24 and 36 epochs on COCO",
+    source="Unified Normalization, Figure 5",
+    claim="Outliers come from deeper layers, and more of them as training goes on.",
+    columns=(
+        Column(title="Swin-T, share of steps, first norm", metric="filtered_rate", base=MASK_RCNN),
+        Column(title="IWSLT14, share of steps, first norm", metric="filtered_rate", base=IWSLT14_UN),
+    ),
+    rows=(_un("UN", outlier_filtration=True),),
+)
+
+FIGURE6 = Study(
+    id="un.figure6",
+    title="similarity (CKA) of T2T-ViT-14's feature maps with those of the model with LN",
+    source="Unified Normalization, Figure 6",
+    claim="UN's features are closer to LN's than BN's are, most of all in shallow layers.",
+    note="Similarity is of two models: `python benchmarks/figures.py` measures it, docs/figures.md shows it.",
+    columns=(Column(title="T2T-ViT-14", metric="cka"),),
+    rows=(Row(label="BN", settings=BN), _un("UN", outlier_filtration=True)),
+)

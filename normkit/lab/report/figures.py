@@ -1,0 +1,97 @@
+"""The figures of the three papers, from result files and rows of one's own runs: a table, and what draws one."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from normkit.lab.papers.powernorm import figures as figures_power
+from normkit.lab.papers.tears import figures as figures_tears
+from normkit.lab.papers.unified import figures as figures_unified
+from normkit.lab.report import canvas
+from normkit.lab.report.recorded import Recorded, recorded
+from normkit.lab.report.settings import Results
+from normkit.names import pick
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Drawing(NamedTuple):
+    """A row of the table: what draws a figure, what it needs, and what is seen in it."""
+
+    draw: Callable[[Sequence[Recorded]], "Figure"]
+    needs: str
+    about: str
+
+
+FIGURES: dict[str, Drawing] = {
+    "pn.figure2": Drawing(
+        figures_power.figure2, "distance_mean distance_var",
+        "How far batch mean and variance are from the running ones in the first BatchNorm"),
+    "pn.figure3": Drawing(
+        figures_power.figure3, "g_mu g_sigma2",
+        "Gradient through mean and variance in the first BatchNorm"),
+    "pn.figure4": Drawing(
+        figures_power.figure4, "distance_var distance_quadratic g_sigma2 g_psi2",
+        "Variance of BatchNorm against quadratic mean of PN-V: their distances and their gradients"),
+    "pn.figure5": Drawing(
+        figures_power.figure5, "a score",
+        "Score by the size of the batches that statistics are taken over"),
+    "pn.figure6": Drawing(
+        figures_power.figure6, "singular_value[i]",
+        "Singular values of the embedding after training, the largest being 1"),
+    "pn.figure7": Drawing(
+        figures_power.figure7,
+        "gamma_over_psi_min gamma_over_psi_q25 gamma_over_psi_median gamma_over_psi_q75 gamma_over_psi_max",
+        "Spread over channels of gamma over psi_B by layer, at the end of training: Lemma 2 holds up to 1"),
+    "tears.figure1": Drawing(
+        figures_tears.figure1, "a score",
+        "Score on the validation split while training"),
+    "tears.figure2": Drawing(
+        figures_tears.figure2, "gradient_norm",
+        "Norm of the whole gradient while training"),
+    "tears.figure3": Drawing(
+        figures_tears.figure3, "learned_g",
+        "The learned g by depth, at the end of training, for each kind of sublayer"),
+    "tears.figure4": Drawing(
+        figures_tears.figure4, "learned_g",
+        "The same with and without label smoothing"),
+    "un.figure1": Drawing(
+        figures_unified.figure1, "a score",
+        "Score on the validation split by norm, a panel a task; norms that fold away are solid"),
+    "un.figure3": Drawing(
+        figures_unified.figure3, "pnac_activation pnac_gradient",
+        "Percent of channels whose statistics look normal over iterations, averaged over layers"),
+    "un.figure4": Drawing(
+        figures_unified.figure4,
+        "channel_activation channel_activation_am channel_activation_gm channel_gradient channel_gradient_am",
+        "Statistics of one channel in three layers, with their geometric and arithmetic means over a window"),
+    "un.figure5": Drawing(
+        figures_unified.figure5, "filtered",
+        "Steps that outlier filtration has dropped, by layer, at a third, two thirds and the end of training"),
+    "un.figure6": Drawing(
+        figures_unified.figure6, "cka",
+        "Similarity (CKA) between the layers of two models"),
+    "un.figure7": Drawing(
+        figures_unified.figure7, "pnac_activation pnac_gradient",
+        "Where PNAC lies in each layer, at the beginning and at the end of training"),
+}  # fmt: skip
+
+
+def draw(name: str, results: Results, path: str | Path) -> Path:
+    """Draw a figure from the runs that can show it, as PNG or SVG by the suffix of the path.
+
+    ValueError for a figure that there is not, or, naming what is missing and how to record it, where no run has it.
+    """
+    path = canvas.checked(path)
+    drawing = pick(FIGURES, name, "figure")
+    with canvas.style():
+        try:
+            return canvas.save(drawing.draw(recorded(results)), path)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def listing() -> str:
+    """All figures, what each shows, and what it needs, a few lines a figure."""
+    return "\n".join(f"  {name:<14} {row.about}\n{'':17}needs {row.needs}" for name, row in FIGURES.items())

@@ -1,0 +1,91 @@
+"""Pictures of results, as PNG or SVG by the suffix of the path; the same files give the same bytes."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from normkit.lab.report import canvas, rows
+from normkit.lab.report.curves import extremes, losses
+from normkit.lab.report.settings import Results, labels
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 120  # of a thin line
+SKIP = 0.05  # of a run: where the scale of its losses begins
+
+
+def curves(results: Results, path: str | Path) -> Path:
+    """Learning curves: loss on the training batches and, where runs were validated more than once, on the valid split.
+
+    Scales begin after the first twentieth of each run; a line that ends early is of a run that diverged.
+    """
+    path = canvas.checked(path)
+    names = labels(results)
+    found = {folder: losses(result) for folder, result in results.items()}
+    series = {
+        title: {folder: list(zip(*run[title], strict=True)) for folder, run in found.items()}
+        for title in ("training loss", "validation loss")
+    }
+    series = {title: lines for title, lines in series.items() if any(len(line) > 1 for line in lines.values())}
+    if not series:
+        raise ValueError("no learning curve: none of these results has two losses")
+    with canvas.style():
+        figure = canvas.figure(5.2 * len(series), 3.6)
+        for place, (title, lines) in enumerate(series.items()):
+            axes = figure.add_subplot(1, len(series), place + 1)
+            ends = []
+            for number, (folder, line) in enumerate(lines.items()):
+                if line:
+                    steps, values = zip(*line, strict=True)
+                    marker = "o" if len(line) <= 20 else None
+                    axes.plot(steps, values, marker=marker, markersize=2.5, linewidth=1.3, **canvas.look(number))
+                    ends.append((values[-1], names[folder], canvas.look(number)))
+            axes.set(title=title, xlabel="step", yscale="log")
+            _limits(axes, list(lines.values()))
+            canvas.ticks(axes)
+            canvas.label_ends(axes, ends)
+        return canvas.save(figure, path)
+
+
+def statistics(results: Results, path: str | Path) -> Path:
+    """How far the statistics of batches stray from the running ones, (1/d) ||batch - running|| (PowerNorm, Figure 2).
+
+    A panel for each norm and statistic, all on one scale; a thin line for each place in the model, a thick one for
+    their median. ValueError where no run has recorded any.
+    """
+    path = canvas.checked(path)
+    panels = rows.panels(results)
+    if not panels:
+        raise ValueError(f"no statistics: none of these runs has a {rows.FILE} with distances in it")
+    numbers = {folder: number for number, folder in enumerate(map(Path, results))}
+    across = min(3, len(panels))
+    down = math.ceil(len(panels) / across)
+    with canvas.style():
+        figure = canvas.figure(3.2 * across + 0.3, 2.4 * down + 0.3)
+        first = None
+        for place, panel in enumerate(panels):
+            axes = figure.add_subplot(down, across, place + 1, sharex=first, sharey=first)
+            first = first or axes
+            colour = canvas.COLOURS[numbers[panel.folder] % len(canvas.COLOURS)]
+            for values in panel.sites.values():
+                points = extremes(panel.steps, [value or 0.0 for value in values], POINTS)
+                axes.plot(points[0], canvas.drawable(points[1]), color=colour, alpha=0.3, linewidth=0.6)
+            axes.plot(panel.steps, canvas.drawable(panel.median()), color=colour, linewidth=1.8)
+            axes.set_title("\n".join(textwrap.wrap(panel.title, 44)), fontsize=9)
+            axes.set_yscale("log")
+            axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(panels))
+            canvas.ticks(figure.axes[0])
+        figure.supxlabel("step", fontsize=9)
+        figure.supylabel("(1/d) ||batch - running||", fontsize=9)
+        return canvas.save(figure, path)
+
+
+def _limits(axes: "Axes", lines: Sequence[Sequence[tuple[int, float]]]) -> None:
+    """Show the losses after the beginning, so that what tells the runs apart fills the picture."""
+    last = max(step for line in lines for step, _ in line)
+    later = [loss for line in lines for step, loss in line if step >= SKIP * last and loss > 0]
+    if later and min(later) < max(later):
+        axes.set_ylim(min(later) * 0.98, max(later) * 1.02)

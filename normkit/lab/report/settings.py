@@ -1,0 +1,144 @@
+"""Settings of several runs: what they share, where they differ, and so what to call each of them."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Result = Mapping[str, Any]
+Results = Mapping[Any, Result]
+"""Results by the folder of each, as `normkit.lab.report.results.find` returns them."""
+
+NAMING = {
+    "name",
+    "model.norm",
+    "model.norm_at",
+    "model.fixnorm",
+}  # settings that a label tells already, or that tell nothing
+PICTURES = ("digits", "images", "detection")
+"""Tasks whose speed is told in images a second; of the others, in words or tokens."""
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings as one level of dotted names.
+
+    >>> flat({"steps": 10, "model": {"width": 8, "norm_at": {}}})
+    {'steps': 10, 'model.width': 8, 'model.norm_at': {}}
+    """
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value and name != "norm_at":
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def split(trees: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """What all trees have in common, and, where they differ, the value of each; None where a tree has none.
+
+    >>> split([{"seed": 0, "steps": 10}, {"seed": 1, "steps": 10}])
+    ({'steps': 10}, {'seed': [0, 1]})
+    """
+    levels = [flat(tree) for tree in trees]
+    names = dict.fromkeys(name for level in levels for name in level)
+    common: dict[str, Any] = {}
+    different: dict[str, list[Any]] = {}
+    for name in names:
+        values = [level.get(name) for level in levels]
+        if all(value == values[0] for value in values):
+            common[name] = values[0]
+        else:
+            different[name] = values
+    return common, different
+
+
+def groups(results: Results) -> list[dict[Any, Result]]:
+    """Results of the same task on the same data together: only those can be compared."""
+    found: dict[tuple[str, str], dict[Any, Result]] = {}
+    for folder, result in results.items():
+        found.setdefault(job(result), {})[folder] = result
+    return list(found.values())
+
+
+def job(result: Result) -> tuple[str, str]:
+    """Task and data of a result."""
+    return str(result["run"].get("task", "?")), str(result["run"].get("data", "?"))
+
+
+def labels(results: Results) -> dict[Any, str]:
+    """A short name for each result, by its folder: the norm, and what else tells it from the others.
+
+    Options that several norms share, such as one length of warm-up, are left out: they are settings, not names.
+
+    >>> labels({1: {"run": {"model": {"norm": "un"}}}, 2: {"run": {"model": {"norm": "scale", "fixnorm": True}}}})
+    {1: 'un', 2: 'scale + FixNorm'}
+    >>> labels({1: {"run": {"seed": 0, "model": {"norm": "un"}}}, 2: {"run": {"seed": 1, "model": {"norm": "un"}}}})
+    {1: 'un, seed=0', 2: 'un, seed=1'}
+    """
+    models = {folder: result["run"].get("model") or {} for folder, result in results.items()}
+    specs = _short([str(model.get("norm", "?")) for model in models.values()])
+    names = {}
+    for (folder, model), spec in zip(models.items(), specs, strict=True):
+        rules = [f"{pattern}: {norm}" for pattern, norm in (model.get("norm_at") or {}).items()]
+        parts = [spec, *(["FixNorm"] if model.get("fixnorm") else [])]
+        names[folder] = printable(" + ".join(parts) + (f" ({'; '.join(rules)})" if rules else ""))
+    for name in _twice(names.values()):
+        same = [folder for folder in names if names[folder] == name]
+        _, different = split([results[folder]["run"] for folder in same])
+        alone = next(
+            (key for key in ("data", *different) if key not in NAMING and _all_differ(different.get(key, ()), same)),
+            None,
+        )
+        for place, folder in enumerate(same):
+            found = different if alone is None else {alone: different[alone]}
+            telling = [
+                printable(str(values[place]) if key == "data" else f"{key}={values[place]}")
+                for key, values in found.items()
+                if key not in NAMING
+            ]
+            names[folder] = ", ".join([name, *telling])
+    for name in _twice(names.values()):
+        for folder in [folder for folder in names if names[folder] == name]:
+            names[folder] = printable(f"{name}, {folder}")
+    return names
+
+
+def _all_differ(values: Sequence[Any], of: Sequence[Any]) -> bool:
+    return len(set(map(repr, values))) == len(of)
+
+
+def printable(text: str) -> str:
+    """Text without what could move a cursor, turn a line around or cannot be written: line ends, escapes, surrogates.
+
+    >>> printable("un\\x1b[31m")
+    'un?[31m'
+    """
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _short(specs: Sequence[str]) -> list[str]:
+    """Specs without the options that several of different names give alike, where they stay apart without."""
+    parsed = [_parse(spec) for spec in specs]
+    given: dict[str, set[tuple[str, str]]] = {}
+    for name, options in parsed:
+        for key, value in options.items():
+            given.setdefault(key, set()).add((name, value))
+    shared = {key for key, uses in given.items() if len({n for n, _ in uses}) > 1 and len({v for _, v in uses}) == 1}
+    short = []
+    for name, options in parsed:
+        left = ", ".join(f"{key}={value}" for key, value in options.items() if key not in shared)
+        short.append(f"{name}({left})" if left else name)
+    return short if len(set(short)) == len(set(specs)) else list(specs)
+
+
+def _parse(spec: str) -> tuple[str, dict[str, str]]:
+    match = re.fullmatch(r"(\w+)\(((?:\s*\w+\s*=[^=,()]+,?)*)\)", spec)
+    if match is None:
+        return spec, {}
+    pairs = [pair.split("=") for pair in match[2].split(",") if pair.strip()]
+    return match[1], {key.strip(): value.strip() for key, value in pairs}

@@ -1,0 +1,236 @@
+"""What the headline table shows, in sentences made from the figures; losses are named as losses."""
+
+import math
+from typing import Any, NamedTuple
+
+from normkit.lab.report.settings import Result, Results, groups, job, labels, printable, split
+
+SEQUENCES = ("g2p", "mt")  # tasks whose batches may be of one length
+ERRORS = 2  # differences count from so many sampling errors on
+EXPECTED = {"name", "command", "model.norm", "model.norm_at", "model.fixnorm"}
+HUNDREDTH = 0.01
+NAMED = 6  # runs in one sentence
+
+
+class Metric(NamedTuple):
+    """What a task is judged by."""
+
+    key: str
+    name: str
+    better: int
+    """1 where more is better, -1 where less is."""
+
+
+METRICS = (
+    Metric("per", "PER", -1),
+    Metric("bleu", "BLEU", 1),
+    Metric("perplexity", "perplexity", -1),
+    Metric("accuracy", "accuracy", 1),
+    Metric("box_ap", "box AP", 1),
+    Metric("loss", "loss", -1),
+)
+
+
+class Score(NamedTuple):
+    """A figure and its sampling error; None where that is not known."""
+
+    value: float
+    error: float | None
+
+    def text(self) -> str:
+        """The figure, to the digits worth telling."""
+        return f"{self.value:.3f}" if abs(self.value) < 1 else f"{self.value:.1f}"
+
+
+def sentences(results: Results) -> list[str]:
+    """Sentences on what is seen: the best norm, which are as good, which lose, and what running statistics cost.
+
+    Scores are those of running statistics, which is what a model in use has. Two scores differ where they are more
+    than two sampling errors of their difference apart; the scores of one model with different statistics likewise.
+    """
+    names = labels(results)
+    kinds = groups(results)
+    found = []
+    for kind in kinds:
+        lead = f"{' on '.join(job(next(iter(kind.values()))))}: " if len(kinds) > 1 else ""
+        found += [printable(lead + sentence) for sentence in _group(kind, names)]
+    return found
+
+
+def _group(results: Results, names: dict[Any, str]) -> list[str]:
+    metric = _metric(results)
+    sentences = []
+    if metric is not None:
+        running = {folder: score for folder, r in results.items() if (score := _score(r, "running", metric))}
+        sentences += _terms(metric, results)
+        sentences += _ranking(metric, running, names)
+        sentences += _statistics(metric, results, names)
+    for folder, result in results.items():
+        sentences += _ending(result, names[folder])
+        sentences += _folding(metric, result, names[folder])
+    sentences += _mixture(results)
+    return sentences
+
+
+def _metric(results: Results) -> Metric | None:
+    for metric in METRICS:
+        if any(_score(result, "running", metric) for result in results.values()):
+            return metric
+    return None
+
+
+def _score(result: Result, kind: str, metric: Metric) -> Score | None:
+    score = result["scores"].get(kind) or {}
+    value = score.get(metric.key)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    error = score.get(f"{metric.key}_error")
+    if error is None and metric.key == "accuracy" and score.get("n"):
+        share = min(max(value / 100, 0.0), 1.0)
+        error = 100 * math.sqrt(share * (1 - share) / score["n"])
+    return Score(value, error)
+
+
+def _loss(a: Score, b: Score, metric: Metric) -> float:
+    """By how much `a` is worse than `b`; 0 where the difference may be chance."""
+    worse = (b.value - a.value) * metric.better
+    margin = 0.0 if a.error is None or b.error is None else ERRORS * math.hypot(a.error, b.error)
+    return worse if worse > margin else 0.0
+
+
+def _terms(metric: Metric, results: Results) -> list[str]:
+    """On what the scores stand: how many test items, how sure they are, and what the runs have in common."""
+    scores = [score for r in results.values() if (score := r["scores"].get("running"))]
+    errors = [score.error for r in results.values() if (score := _score(r, "running", metric)) and score.error]
+    common, _ = split([result["run"] for result in results.values()])
+    terms = [f"{n:,} test items" for n in {score.get("n") for score in scores} if n and len(scores) > 0]
+    if errors:
+        terms.append(f"sampling error of {metric.name} {_span(errors)}")
+    terms += [f"{common['steps']:,} steps"] if "steps" in common else []
+    if "bucketing" in common and common.get("task") in SEQUENCES:
+        terms.append("batches bucketed by length" if common["bucketing"] else "batches of any lengths, not bucketed")
+    terms += [f"seed {common['seed']}"] if "seed" in common else []
+    return [f"{', '.join(terms)}."] if terms else []
+
+
+def _span(values: list[float]) -> str:
+    low, high = f"{min(values):.2g}", f"{max(values):.2g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _ranking(metric: Metric, scores: dict[Any, Score], names: dict[Any, str]) -> list[str]:
+    ranked = sorted(scores, key=lambda folder: -metric.better * scores[folder].value)
+    if len(ranked) < 2:
+        return [f"{names[folder]}: {metric.name} {scores[folder].text()}." for folder in ranked]
+    first, *others = ranked
+    top = scores[first]
+    behind = [folder for folder in others if _loss(scores[folder], top, metric)]
+    equal = [folder for folder in others if folder not in behind]
+    known = all(score.error is not None for score in scores.values())
+    parts = [f"Best with running statistics is {names[first]}, {metric.name} {top.text()}"]
+    if equal:
+        parts.append(f"{'within sampling error of it' if known else 'equal'}: {_listed(equal, scores, names)}")
+    if behind:
+        parts.append(f"behind: {_listed(behind, scores, names)}")
+    if not known:
+        parts.append("no sampling error is known, so that a small difference may be chance")
+    return ["; ".join(parts) + "."]
+
+
+def _statistics(metric: Metric, results: Results, names: dict[Any, str]) -> list[str]:
+    sentences, holding = [], []
+    for folder, result in results.items():
+        running, batch = _score(result, "running", metric), _score(result, "batch", metric)
+        if running is None or batch is None:
+            continue
+        cost = _loss(running, batch, metric)
+        if not cost:
+            holding.append(names[folder])
+            continue
+        told = (
+            f"{names[folder]} loses by its running statistics: {metric.name} {running.text()}, "
+            f"against {batch.text()} with those of each batch"
+        )
+        calibrated = _score(result, "calibrated", metric)
+        if calibrated is not None:
+            told += f"; calibration {_repair(running, calibrated, cost, metric)}"
+        sentences.append(told + ".")
+    if holding:
+        as_well = (
+            "does as well with running statistics as" if len(holding) == 1 else "do as well with running statistics as"
+        )
+        sentences.append(f"{_and(holding)} {as_well} with those of each batch, within sampling error.")
+    return sentences
+
+
+def _repair(running: Score, calibrated: Score, cost: float, metric: Metric) -> str:
+    gained = (calibrated.value - running.value) * metric.better
+    if _loss(calibrated, running, metric):
+        return f"makes it worse ({calibrated.text()})"
+    if gained <= 0:
+        return f"does not repair it ({calibrated.text()})"
+    sure = "" if _loss(running, calibrated, metric) else ", within sampling error"
+    return f"repairs {100 * gained / cost:.0f}% of that ({calibrated.text()}{sure})"
+
+
+def _ending(result: Result, name: str) -> list[str]:
+    """What became of a run that did not end as planned."""
+    if result["scores"]:
+        if result["run"].get("average") and result.get("averaged") == 0:
+            return [f"{name}: there was no checkpoint to average, so its last weights are scored."]
+        return [] if result["status"] == "done" else [f"{name}: {result['status']}."]
+    return [f"{name}: {result['status']}, no score."]
+
+
+def _folding(metric: Metric | None, result: Result, name: str) -> list[str]:
+    fold, pairs = result.get("fold") or {}, (result.get("timing") or {}).get("pairs") or []
+    sentences = []
+    if fold.get("max_error") is not None:
+        told = (
+            f"{name} folded: {fold.get('foldable')} norms are gone, outputs differ by at most {fold['max_error']:.0e}"
+        )
+        before = metric and _score(result, "running", metric)
+        after = metric and _score(result, "folded", metric)
+        if metric and before and after:
+            same = "unchanged" if abs(after.value - before.value) < HUNDREDTH else f"before {before.text()}"
+            told += f", {metric.name} {after.text()} ({same})"
+        sentences.append(told + ".")
+    for pair in pairs:
+        sentences.append(f"{pair['a']} takes {pair['ratio']:.2f} of the time of {pair['b']}{_speed(pair)}.")
+    return sentences
+
+
+def _speed(pair: dict[str, Any]) -> str:
+    span = f" ({pair['low']:.2f} to {pair['high']:.2f} in {pair['n']} turns)"
+    if pair["low"] <= 1 <= pair["high"]:
+        return f"{span}: no clear difference"
+    return f"{span}: {'slower' if pair['ratio'] > 1 else 'faster'}"
+
+
+def _mixture(results: Results) -> list[str]:
+    """A warning where runs that stand in one table differ in more than their norms."""
+    _, different = split([result["run"] for result in results.values()])
+    more = [
+        f"{name} ({', '.join(map(str, dict.fromkeys(map(str, v))))})"
+        for name, v in different.items()
+        if name not in EXPECTED
+    ]
+    return [f"Mind that the runs differ in more than their norms: {'; '.join(more)}."] if more else []
+
+
+def _listed(folders: list[Any], scores: dict[Any, Score], names: dict[Any, str]) -> str:
+    return ", ".join(some([f"{names[folder]} {scores[folder].text()}" for folder in folders]))
+
+
+def _and(names: list[str]) -> str:
+    names = some(names)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def some(names: list[str]) -> list[str]:
+    """So many as one reads; the table has the others.
+
+    >>> some(["a"] * 9)[-2:]
+    ['a', '3 more']
+    """
+    return names if len(names) <= NAMED + 1 else [*names[:NAMED], f"{len(names) - NAMED} more"]

@@ -1,0 +1,36 @@
+"""A question that the papers' data pipelines beg: how much of BatchNorm's failure on text is bucketing by length?
+
+Batches of sentences of about one length are the rule in translation, for they waste no padding; but the statistics of
+such a batch are those of short or of long sentences, while the running ones are of all. Shuffled batches of the same
+number of tokens say how much of the gap between batch and running statistics, and of what BatchNorm loses by them, is
+of the pipeline's making.
+"""
+
+from normkit.lab.studies.bases import CMUDICT, MULTI30K, Bases
+from normkit.lab.studies.study import Column, Row, Study
+
+NORMS = ("batch", "pnv", "mabn", "power(groups=1)", "un", "layer")
+DISTANCES = {"mean": "distance_mean", "variance": "distance_var", "quadratic mean": "distance_quadratic"}
+
+
+def _study(id: str, data: str, metric: str, base: Bases) -> Study:
+    scores = ("running", "calibrated", "batch")
+    return Study(
+        id=id,
+        title=f"batches bucketed by length or shuffled, {data}",
+        note="The same number of symbols a batch. Distances are PowerNorm's Figure 2: batch against running statistics"
+        " of the first norm, median over the run.",
+        rows=tuple(
+            Row(label=f"{norm}, {how}", settings={"model.norm": norm, "bucketing": how == "bucketed"})
+            for norm in NORMS
+            for how in ("bucketed", "shuffled")
+        ),
+        columns=(
+            *(Column(title=f"{metric.upper()} {kind}", metric=f"{metric} {kind}", base=base) for kind in scores),
+            *(Column(title=f"distance, {title}", metric=name, base=base) for title, name in DISTANCES.items()),
+        ),
+    )
+
+
+MULTI30K_BUCKETING = _study("bucketing.multi30k", "Multi30k De-En", "bleu", MULTI30K)
+CMUDICT_BUCKETING = _study("bucketing.cmudict", "CMU Pronouncing Dictionary", "per", CMUDICT)

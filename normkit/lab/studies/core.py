@@ -1,0 +1,153 @@
+"""Our own question, task by task: all norms at all places of one model, on the same data."""
+
+import dataclasses
+
+from normkit.lab.papers.tears.tables import DECAY
+from normkit.lab.studies.bases import (
+    CIFAR10,
+    CIFAR10_SWIN,
+    CMUDICT,
+    IWSLT14_UN,
+    MULTI30K,
+    MULTI30K_HOUR,
+    PTB,
+    RESNET20,
+    TED,
+    WIKITEXT2,
+)
+from normkit.lab.studies.study import Column, Row, Settings, Study, Times
+
+CORE = (
+    Row(label="layer", settings={"model.norm": "layer"}),
+    Row(label="batch", settings={"model.norm": "batch"}),
+    Row(label="pnv", settings={"model.norm": "pnv"}),
+    Row(label="power(groups=1)", settings={"model.norm": "power(groups=1)"}),
+    Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
+    Row(label="un", settings={"model.norm": "un"}),
+    Row(label="scale + FixNorm", settings={"model.norm": "scale", "model.fixnorm": True}),
+)
+FIXED = Row(label="layer + FixNorm", settings={"model.norm": "layer", "model.fixnorm": True})  # whose gain is it?
+OTHERS = tuple(
+    Row(label=norm, settings={"model.norm": norm}) for norm in ("rms", "group", "renorm", "mabn", "nonorm", "dyt")
+)
+
+MULTI30K_CORE = Study(
+    id="core.multi30k",
+    title="norms in translation, Multi30k De-En",
+    rows=(*CORE, FIXED, *OTHERS),
+    columns=(
+        Column(title="BLEU", metric="bleu", base=MULTI30K),
+        Column(title="BLEU greedy", metric="bleu running", base=MULTI30K),
+        Column(title="greedy, batch statistics", metric="bleu batch", base=MULTI30K),
+        Column(title="greedy, calibrated", metric="bleu calibrated", base=MULTI30K),
+    ),
+)
+
+MULTI30K_LONG = Study(
+    id="core.multi30k-hour",
+    title="norms in translation, an hour of one CPU core each, Multi30k De-En",
+    rows=tuple(row for row in CORE if row.label in ("layer", "power(groups=1)", "un")),
+    columns=tuple(dataclasses.replace(column, base=MULTI30K_HOUR) for column in MULTI30K_CORE.columns),
+)
+
+IWSLT14_CORE = Study(
+    id="core.iwslt14",
+    title="norms in translation, IWSLT14 De-En",
+    rows=(*CORE, *OTHERS),
+    note="At pocket scale the training set is a third of the corpus, and the test 1,000 of its 6,750 lines, evenly"
+    " spread. Validation perplexity is of 500 lines at every scale.",
+    columns=(
+        Column(title="BLEU", metric="bleu", base=IWSLT14_UN),
+        Column(title="BLEU greedy", metric="bleu running", base=IWSLT14_UN),
+        Column(title="greedy, calibrated", metric="bleu calibrated", base=IWSLT14_UN),
+        Column(title="valid perplexity", metric="perplexity valid", base=IWSLT14_UN),
+    ),
+)
+
+CMUDICT_CORE = Study(
+    id="core.cmudict",
+    title="norms from spelling to sound, CMU Pronouncing Dictionary",
+    rows=(*CORE, *OTHERS),
+    columns=(
+        Column(title="PER", metric="per", base=CMUDICT),
+        Column(title="PER greedy", metric="per running", base=CMUDICT),
+        Column(title="greedy, batch statistics", metric="per batch", base=CMUDICT),
+        Column(title="greedy, calibrated", metric="per calibrated", base=CMUDICT),
+    ),
+)
+
+PTB_CORE = Study(
+    id="core.ptb",
+    title="norms in a tensorized language model, PTB",
+    rows=tuple(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un")),
+    columns=(
+        Column(title="test perplexity", metric="perplexity", base=PTB),
+        Column(title="valid perplexity", metric="perplexity valid", base=PTB),
+        Column(title="test, calibrated", metric="perplexity calibrated", base=PTB),
+    ),
+)
+
+WIKITEXT2_CORE = Study(
+    id="core.wikitext-2",
+    title="norms in a language model, WikiText-2",
+    rows=tuple(row for row in CORE if row.label in ("layer", "un")),
+    columns=(
+        Column(title="test perplexity", metric="perplexity", base=WIKITEXT2),
+        Column(title="valid perplexity", metric="perplexity valid", base=WIKITEXT2),
+    ),
+)
+
+NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
+
+GALICIAN_CORE = Study(
+    id="core.ted-gl",
+    title="placement, norm, FixNorm, initial weights and warm-up on little data, TED gl-en (as Tears' Tables 2 to 5)",
+    rows=tuple(
+        Row(
+            label=f"{placement}, {norm}{' + FixNorm' if fixed else ''}, {init}",
+            settings={"model.placement": placement, "model.norm": norm, "model.fixnorm": fixed, "model.init": init},
+        )
+        for placement in ("post", "pre")
+        for norm in ("layer", "scale")
+        for fixed in (False, True)
+        for init in ("xavier", "small")
+    ),
+    columns=tuple(
+        Column(title=f"{title}, {start}", metric=metric, base=TED["gl"], settings=settings, at=at)
+        for title, metric in (("BLEU", "bleu"), ("valid perplexity", "perplexity valid"))
+        for start, settings, at in (("warm-up", {}, {}), ("none", {"warmup": 0, "lr": Times(0.607)}, NO_WARMUP))
+    ),
+    note="Without warm-up at 0.607 of the peak rate, as the paper.",
+)
+
+PICTURES = (
+    *(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "batch", "mabn", "pnv")),
+    Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
+    Row(label="un", settings={"model.norm": "un(outlier_filtration=True)"}),
+    Row(label="un, filtration off", settings={"model.norm": "un"}),
+)
+
+CIFAR10_CORE = Study(
+    id="core.cifar10",
+    title="norms in pictures, CIFAR-10: tiny ViT and ResNet-20",
+    note="At pocket scale ResNet-20 sees the pictures at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14.",
+    rows=PICTURES,
+    columns=(
+        Column(title="ViT", metric="accuracy", base=CIFAR10),
+        Column(title="ViT, calibrated", metric="accuracy calibrated", base=CIFAR10),
+        Column(title="ResNet-20", metric="accuracy", base=RESNET20),
+        Column(title="ResNet-20, calibrated", metric="accuracy calibrated", base=RESNET20),
+    ),
+)
+
+CIFAR10_SPEED = Study(
+    id="core.cifar10-224",
+    title="accuracy and time to accuracy by norm, CIFAR-10 at 224 x 224: T2T-ViT-14 and Swin-T",
+    note="Minutes of training until a look at the validation split sees 80%.",
+    rows=PICTURES,
+    columns=tuple(
+        Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})
+        for name, base in (("T2T-ViT-14", CIFAR10), ("Swin-T", CIFAR10_SWIN))
+        for title, metric in (("accuracy", "accuracy"), ("minutes to 80%", "minutes to 80%"))
+    ),
+)

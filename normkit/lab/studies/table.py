@@ -1,0 +1,300 @@
+"""A study's table: what the paper printed and, beside it, what finished runs of one scale say."""
+
+import json
+import math
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from normkit.files import write_whole
+from normkit.lab.report import results
+from normkit.lab.report.settings import printable
+from normkit.lab.studies.metrics import METRICS
+from normkit.lab.studies.study import Cell, Column, Study, differences, expand, seeded, seeds
+
+SCHEMA = 1
+FAILURE = "failed.txt"  # what a run folder has in place of a result, where training raised an error
+NOT_YET = "not yet run"
+NONE = "-"
+WIDTH = 120
+Table = dict[str, Any]
+"""What `collect` returns and JSON holds; `text` and `markdown` show it."""
+
+
+def collect(study: Study, scale: str, out: Path) -> Table:
+    """The table of a study from the runs in `out`, whatever seeds there are.
+
+    ValueError where a run was trained with other settings than this study's at this scale: scales are never mixed.
+    """
+    cells = {(cell.row, cell.column): cell for cell in expand(study, scale)}
+    rows = []
+    for number, row in enumerate(study.rows):
+        shown = []
+        for place, column in enumerate(study.columns):
+            cell = cells.get((number, place))
+            printed = row.printed[place] if row.printed else None
+            runs = [] if cell is None else _runs(cell, column, out)
+            ours = row.settings is not None
+            shown.append({"printed": printed, "ours": ours, "runs": runs, **_summary(runs)})
+        rows.append({"label": row.label, "cells": shown})
+    return {
+        "schema": SCHEMA,
+        "study": study.id,
+        "title": study.title,
+        "source": study.source,
+        "claim": study.claim,
+        "note": study.note,
+        "scale": scale,
+        "columns": [_column(study, place) for place in range(len(study.columns))],
+        "rows": rows,
+    }
+
+
+def _column(study: Study, place: int) -> dict[str, Any]:
+    column = study.columns[place]
+    metric = METRICS[column.metric]
+    return {"title": column.title, "about": metric.about, "better": metric.better, "digits": metric.digits}
+
+
+def _runs(cell: Cell, column: Column, out: Path) -> list[dict[str, Any]]:
+    """What each seed's folder says."""
+    found = []
+    for seed, folder in sorted(seeds(out / cell.folder).items()):
+        record: dict[str, Any] = {"seed": seed, "folder": folder.relative_to(out).as_posix(), "value": None}
+        result = results.read(folder) if (folder / results.FILE).is_file() else None
+        if result is not None:
+            check(folder, result["run"], seeded(cell, out, seed)[1])
+        if (folder / FAILURE).is_file() and (result is None or result["status"].startswith("interrupted")):
+            record["status"] = (folder / FAILURE).read_text(encoding="utf8").strip()
+        elif result is not None:
+            metric, where = METRICS[column.metric], result["where"]
+            done = result["status"] == "done"
+            record |= {
+                "status": result["status"],
+                "value": metric.read(folder, result) if done else None,
+                "error": metric.error(folder, result) if done else None,
+                "seconds": result["seconds"].get("train"),
+                "command": result["command"],
+                "data": _data(result),
+                **{name: where.get(name) for name in ("commit", "dirty", "device", "threads", "torch", "time")},
+            }
+        else:
+            continue
+        found.append(record)
+    return found
+
+
+def _data(result: Mapping[str, Any]) -> str | None:
+    """What a run was trained on, a part of a corpus under its own name, and how much of the test it was scored on."""
+    facts = result.get("data") or {}
+    n = next((scores["n"] for scores in result["scores"].values() if scores.get("n")), None)
+    if n is None or "name" not in facts:
+        return None
+    test = facts.get("splits", {}).get("test")
+    whole = test["lines"] if isinstance(test, dict) else test
+    count = f"all {n:,}" if n == whole else f"{n:,} of {whole:,}" if whole else f"{n:,}"
+    return f"{facts['name']}, scored on {count} test {'words' if result['run']['task'] == 'lm' else 'items'}"
+
+
+def check(folder: Path, have: Mapping[str, Any], want: Any) -> None:
+    """ValueError where the settings in a folder are not those of the run that a study wants there."""
+    changed = differences(have, want)
+    if changed:
+        raise ValueError(
+            f"{folder} holds a run of other settings, which this table does not mix in: {'; '.join(changed[:3])}; "
+            "name another folder with --out, or delete that one"
+        )
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    values = [run["value"] for run in runs if run["value"] is not None]
+    return {
+        "n": len(values),
+        "mean": statistics.fmean(values) if values else None,
+        "spread": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def cell_text(cell: Mapping[str, Any], digits: int) -> str:
+    """Ours, in a cell: mean ± sample standard deviation (n), and what did not end well.
+
+    >>> run = {"seed": 0, "status": "diverged at step 7", "value": None}
+    >>> cell_text({"ours": True, "runs": [run], "n": 0, "mean": None, "spread": None}, 1)
+    'diverged at step 7'
+    """
+    if not cell["ours"]:
+        return NONE
+    if not cell["runs"]:
+        return NOT_YET
+    parts = []
+    if cell["n"]:
+        spread = "" if cell["spread"] is None else f" ± {cell['spread']:,.{digits}f}"
+        parts.append(f"{cell['mean']:,.{digits}f}{spread} ({cell['n']})")
+    bad = [run["status"].split(": ")[0] for run in cell["runs"] if run["status"] != "done"]
+    parts += [printable(status) if len(cell["runs"]) == 1 else f"{len(bad)} of {len(cell['runs'])} {status}"
+              for status in bad[:1]]  # fmt: skip
+    return "; ".join(parts) or "no such score"
+
+
+def grid(table: Table) -> tuple[list[tuple[str, str]], list[list[str]]]:
+    """Headings (the column, and whose figure) and rows as text; ours appear where something of a column was run."""
+    places = range(len(table["columns"]))
+    heads, shown = [("", "")], []
+    for place in places:
+        cells = [row["cells"][place] for row in table["rows"]]
+        title = printable(table["columns"][place]["title"])
+        printed, run = any(cell["printed"] for cell in cells), any(cell["runs"] for cell in cells)
+        shown.append((printed, run or not printed))
+        heads += [
+            (title, whose)
+            for whose, there in zip(("paper", f"ours, {table['scale']}"), shown[-1], strict=True)
+            if there
+        ]
+    rows = []
+    for row in table["rows"]:
+        line = [printable(row["label"])]
+        for place in places:
+            cell = row["cells"][place]
+            texts = (cell["printed"] or NONE, cell_text(cell, table["columns"][place]["digits"]))
+            line += [text for text, there in zip(texts, shown[place], strict=True) if there]
+        rows.append(line)
+    return heads, rows
+
+
+def text(table: Table) -> str:
+    """The table, where it comes from, how the order of its rows compares with the paper's: what a command prints."""
+    heads, rows = grid(table)
+    lines = [[head for head, _ in heads], [whose for _, whose in heads], *rows]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
+    told = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
+    rule = "-" * max(map(len, told))
+    notes = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in remarks(table)]
+    return "\n".join([heading(table), "", *told[:2], rule, *told[2:], "", *notes]) + "\n"
+
+
+def markdown(table: Table, commands: bool = True) -> str:
+    """The same as Markdown, with the commands that made it or without."""
+    heads, lines = grid(table)
+    head = [f"{title}: {whose}" if title else "" for title, whose in heads]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in (head, *lines)]
+    rows = [f"| {' | '.join(line)} |" for line in (cells[0], ["---"] + ["---:"] * (len(head) - 1), *cells[1:])]
+    notes = [f"- {line}" for line in remarks(table, commands)]
+    return "\n".join([f"**{heading(table)}**", "", *rows, "", *notes]) + "\n"
+
+
+def heading(table: Table) -> str:
+    """Study, title and source in a line."""
+    source = f" ({table['source']})" if table["source"] else ""
+    return f"{table['study']}: {table['title']}{source}"
+
+
+def remarks(table: Table, commands: bool = True) -> list[str]:
+    """What is to be known below a table: claim, order, what was not run, where and how ours was made."""
+    runs = [run for row in table["rows"] for cell in row["cells"] for run in cell["runs"]]
+    lines = [f"The paper sees: {table['claim']}"] if table["claim"] else []
+    lines += [table["note"]] if table["note"] else []
+    lines += [line for place in range(len(table["columns"])) if (line := agreement(table, place))]
+    missing = [
+        column["title"]
+        for place, column in enumerate(table["columns"])
+        if not any(row["cells"][place]["runs"] for row in table["rows"])
+    ]
+    if missing:
+        which = "all columns" if len(missing) == len(table["columns"]) else ", ".join(missing)
+        lines.append(f"{NOT_YET.capitalize()} at scale {table['scale']}: {which}.")
+    if runs:
+        lines += _trained_on(table)
+        lines.append(f"Ours: mean ± sample standard deviation (n runs of different seeds), scale {table['scale']}.")
+        made = [run for run in runs if "device" in run]
+        machines = sorted({f"{run['device']}, {run['threads']} thread(s)" for run in made})
+        commits = sorted({_commit(run) for run in made})
+        lines += [f"Device: {'; '.join(machines)}. Commit: {', '.join(commits)}."] if made else []
+        failed = {run["folder"]: run["status"] for run in runs if run["status"].startswith("failed: ")}
+        lines += [f"{folder} {printable(status)}" for folder, status in failed.items()]
+        if commands:
+            typed = list(dict.fromkeys(run["command"] for run in made if run["command"]))
+            lines += [f"Command{'s' * (len(typed) > 1)}: {'; '.join(typed)}"] if typed else []
+    return lines
+
+
+def _trained_on(table: Table) -> list[str]:
+    """A line that names the data of our runs, with the columns where they differ."""
+    columns: dict[str, list[str]] = {}
+    for place, column in enumerate(table["columns"]):
+        found = {run.get("data") for row in table["rows"] for run in row["cells"][place]["runs"]}
+        for data in sorted(found - {None}):
+            columns.setdefault(data, []).append(column["title"])
+    told = [f"{data} ({', '.join(titles)})" if len(columns) > 1 else data for data, titles in columns.items()]
+    return [f"Data of ours: {'; '.join(told)}."] if told else []
+
+
+def _commit(run: Mapping[str, Any]) -> str:
+    return f"{(run['commit'] or 'unknown')[:9]}{' with local changes' if run['dirty'] else ''}"
+
+
+def number(printed: str | None) -> float | None:
+    """A printed figure as a number; a failure is infinite, a figure that is not there None.
+
+    >>> number("20.91‡∗"), number("FAIL"), number("/")
+    (20.91, inf, None)
+    """
+    if printed is None:
+        return None
+    if printed.lower().startswith("fail"):
+        return math.inf
+    match = re.match(r"-?\d+(\.\d+)?", printed)
+    return float(match[0]) if match else None
+
+
+def agreement(table: Table, place: int) -> str | None:
+    """How many pairs of rows ours order as the paper does; None where there is nothing to compare."""
+    column = table["columns"][place]
+    sign = column["better"] or 1
+    theirs: dict[str, float] = {}
+    ours: dict[str, float] = {}
+    for row in table["rows"]:
+        cell = row["cells"][place]
+        printed, value = number(cell["printed"]), _ours(cell)
+        if printed is not None and value is not None:
+            theirs[row["label"]] = printed * sign if math.isfinite(printed) else -math.inf
+            ours[row["label"]] = value * sign if math.isfinite(value) else -math.inf
+    pairs = [(a, b) for a, b in combinations(theirs, 2) if theirs[a] != theirs[b]]
+    if not pairs:
+        return None
+    pairs = [(a, b) if theirs[a] > theirs[b] else (b, a) for a, b in pairs]
+    against = [f"{b} over {a}" for a, b in pairs if ours[b] > ours[a]]
+    same = sum(ours[a] > ours[b] for a, b in pairs)
+    told = f": {', '.join(against)}" if against else ""
+    return f"{column['title']}: of {len(pairs)} pairs, ours order {same} as the paper, {len(against)} against{told}."
+
+
+def _ours(cell: Mapping[str, Any]) -> float | None:
+    """The mean; infinite where all seeds diverged."""
+    if cell["mean"] is not None:
+        return cell["mean"]
+    ended = [run["status"] for run in cell["runs"]]
+    return math.inf if ended and all(status.startswith("diverged") for status in ended) else None
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+FILES: dict[str, Callable[[Table], str]] = {
+    "json": lambda table: json.dumps(table, indent=1, ensure_ascii=False) + "\n",
+    "txt": text,
+    "md": markdown,
+}
+
+
+def write(table: Table, out: Path) -> Path:
+    """Write STUDY.json, .txt and .md into `out/SCALE/tables`; returns the path of the text."""
+    for ending, show in FILES.items():
+        path = out / table["scale"] / "tables" / f"{table['study']}.{ending}"
+        write_whole(path, show(table).encode())
+    return out / table["scale"] / "tables" / f"{table['study']}.txt"

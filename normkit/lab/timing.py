@@ -1,0 +1,117 @@
+"""Timing by turns, and counting without a clock: operations, and bytes that they touch."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from normkit.kernels import cpu as native
+
+SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
+VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
+FREE = VIEWS | {"empty", "empty_like", "lift_fresh", "promote_types"}
+MOVERS = {"copy_", "_to_copy", "clone", "cat", "stack", "fill_", "zero_", "arange", "index_select", "index"}
+FLOPS = {  # of an element of x: additions, multiplications, comparisons and roots, one each; 1 where nothing is said
+    "native_layer_norm": 8,  # mean 1, variance 3, standardize 2, weight and bias 2
+    "native_layer_norm_backward": 13,  # z 2, weight 1, two sums 3, dx 4, weight's and bias's gradients 3
+    "batch_norm_update_stats": 4,  # mean 1, variance 3
+    "native_batch_norm": 2,  # inference: x * a + b
+    "native_batch_norm_backward": 9,  # two sums 4, dx 5
+    "_weight_norm_interface_backward": 6,  # a sum 2, dx 4
+    "linalg_vector_norm": 2, "addcmul": 2, "addcmul_": 2, "lerp": 3, "mv": 2,
+}  # fmt: skip
+CACHE = 64 << 20  # bytes that no cache of a CPU in reach of this file's readers holds; GPUs have at most as much
+
+
+def rounds_of(runs: dict[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+    """Seconds of every run in every round: they take turns, so that a busy machine slows all of them.
+
+    Two rounds go first and do not count; before each timing a buffer larger than the caches is written.
+    `torch.utils.benchmark.Timer` times one statement for a while, then the next one, and so compares them with
+    different states of a shared machine.
+
+    >>> {name: len(taken) for name, taken in rounds_of({"nothing": lambda: None}, 3).items()}
+    {'nothing': 3}
+    """
+    trash = torch.zeros(CACHE // 4, device=device)
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 2):
+        for name, run in runs.items():
+            trash.add_(1)
+            _wait(device)
+            start = time.perf_counter()
+            run()
+            _wait(device)
+            if turn >= 2:
+                taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+def ratio(seconds: list[float], base: list[float]) -> tuple[float, float, float]:
+    """20th percentile, median and 80th percentile of the ratio to `base`, taken round by round.
+
+    >>> ratio([2.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+    (2.0, 2.0, 2.6)
+    """
+    ratios = sorted(a / b for a, b in zip(seconds, base, strict=True))
+    if len(ratios) == 1:
+        return ratios[0], ratios[0], ratios[0]
+    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    return round(tenths[1], 4), round(tenths[4], 4), round(tenths[7], 4)
+
+
+class Counter(TorchDispatchMode):
+    """Counts operations that compute, the bytes of what they touch, and FLOPs.
+
+    Operations are ATen's, views and allocations left out, and our kernels for CPUs.
+
+    >>> x = torch.ones(3)
+    >>> with Counter() as count:
+    ...     _ = x.view(1, 3) * 2
+    >>> count.operations, count.bytes, count.flops
+    (1, 24, 3)
+    """
+
+    operations = bytes = flops = 0
+    hears_kernels = True  # no reason for ops to do without
+
+    def __enter__(self):
+        native.listeners.append(self._hear)
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        native.listeners.remove(self._hear)
+        return super().__exit__(*raised)
+
+    def _hear(self, name: str, given: dict) -> None:
+        self._touch(given)
+        self.bytes += sum(t.nbytes for t in native.read_again(name, given))
+        self.flops += native.flops(name, given) * given["x"].numel()
+
+    def _touch(self, touched: object) -> list[Tensor]:
+        tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
+        self.operations += 1
+        self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+        return tensors
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in FREE:
+            touched = out if name.startswith("new_") or name.endswith("_like") else (args, kwargs, out)
+            tensors = self._touch(touched)
+            if touched is not out and name not in MOVERS:
+                each = FLOPS.get(name, 1)
+                if name == "native_batch_norm_backward" and out[0] is None:
+                    each = 4  # the sums alone
+                self.flops += each * max((t.numel() for t in tensors), default=0)
+        return out
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()

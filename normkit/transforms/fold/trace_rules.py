@@ -1,0 +1,203 @@
+"""The operations that folding understands: products with a weight, sums, multiples. One function a kind.
+
+Each says whether it could make sense of a call; where it could not, the operation is a reader like any other.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from normkit.transforms.fold.trace import ZERO, View, channel_pairs
+
+if TYPE_CHECKING:
+    from normkit.transforms.fold.tracer import Tracer
+
+aten = torch.ops.aten
+
+
+def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    bias, x, weight = (args[0], args[1], args[2]) if packet in (aten.addmm, aten.baddbmm) else (None, args[0], args[1])
+    if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
+        return False
+    parameter = tracer._parameter(weight)
+    if parameter is None or tracer._parameter(x) is not None:
+        return False
+    if packet is aten.linear:
+        bias = args[2] if len(args) > 2 else None
+        weight = weight.t()
+    if weight.dim() == 2:
+        stride = (0, weight.stride(0), 0, weight.stride(1))
+        view = View(parameter, (1, weight.shape[0], 1, weight.shape[1]), stride, weight.storage_offset())
+        shadow = tracer.shadow(x)
+        rows = None if shadow is None else shadow.reshape(-1, 1, shadow.shape[-1])
+        return tracer.product("matmul", view, bias, rows, out, -1)
+    return False
+
+
+def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    x, weight, bias, _, padding, _, transposed, _, groups = args[:9]
+    parameter = tracer._parameter(weight)
+    if parameter is None or transposed or not weight.is_contiguous():
+        return False
+    outputs, inputs, positions = weight.shape[0] // groups, weight.shape[1], weight[0, 0].numel()
+    stride = (outputs * weight.stride(0), weight.stride(1), 1, weight.stride(0))
+    view = View(parameter, (groups, inputs, positions, outputs), stride, weight.storage_offset())
+    shadow = tracer.shadow(x)
+    rows = None
+    if shadow is not None:
+        rows = shadow.movedim(1, -1).reshape(-1, groups, inputs)
+        if any(padding):
+            rows = torch.cat([rows, torch.zeros_like(rows[:1])])
+    return tracer.product("convolution", view, bias, rows, out, 1)
+
+
+def _embedding(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    weight = args[0]
+    parameter = tracer._parameter(weight)
+    if parameter is None or not weight.is_contiguous():
+        return False
+    view = View(
+        parameter, (1, weight.shape[0], 1, weight.shape[1]), (0, weight.stride(0), 0, 1), weight.storage_offset()
+    )
+    return tracer.product("embedding", view, None, None, out, -1)
+
+
+def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """Sums of followed tensors; a bias added in an operation of its own belongs to the product before it."""
+    a, b = args[0], args[1]
+    if kwargs.get("alpha", 1) != 1 or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    for x, bias in ((a, b), (b, a)):
+        if _add_bias(tracer, x, bias, out):
+            return True
+    shadows = [tracer.shadow(a), tracer.shadow(b)]
+    if all(s is None for s in shadows) or out.dim() < 2:
+        return False
+    written = packet is aten.add_
+    shadows = [None if s is None else s.expand(out.shape) for s in shadows]
+    dim = next((d for s in shadows if s is not None for d in (-1, 1) if is_channel_axis(s, d)), None)
+    if dim is None:
+        return False
+    return _combine(tracer, [a, b], shadows, [1.0, 1.0], out, dim, written)
+
+
+def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """A followed tensor times a number."""
+    a, b = args[0], args[1]
+    number = b.numel() == 1 and tracer.shadow(b) is None if isinstance(b, Tensor) else isinstance(b, int | float)
+    if not number:
+        return False
+    factor = float(b)
+    if packet in (aten.div, aten.div_):
+        if factor == 0 or kwargs.get("rounding_mode") is not None:
+            return False
+        factor = 1 / factor
+    shadow = tracer.shadow(a) if isinstance(a, Tensor) else None
+    if shadow is None or shadow.shape != out.shape or factor == 0 or out.dim() < 2:
+        return False
+    dim = next((d for d in (-1, 1) if is_channel_axis(shadow, d)), None)
+    if dim is None:
+        return False
+    return _combine(tracer, [a], [shadow], [factor], out, dim, packet in (aten.mul_, aten.div_))
+
+
+def _mean(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """A mean over anything but the channels: it commutes with a gain and a shift."""
+    x, dims = args[0], args[1] if len(args) > 1 else None
+    shadow = tracer.shadow(x)
+    if shadow is None or not dims or kwargs.get("dtype") not in (None, x.dtype):
+        return False
+    reduced = sorted(d % x.dim() for d in dims)
+    channel = next((d for d in (x.dim() - 1, 1) if d not in reduced and _only_along(shadow, d)), None)
+    if channel is None or out.dim() < 2:
+        return False
+    dim = channel if out.dim() == x.dim() else channel - sum(d < channel for d in reduced)
+    return _combine(tracer, [x], [shadow.amin(reduced, keepdim=out.dim() == x.dim())], [1.0], out, dim, False)
+
+
+def _restride(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """New strides for axes of length one, as pooling writes them; every element stays where it is."""
+    x, size, stride = args[:3]
+    shadow = tracer.shadow(x)
+    if shadow is None or len(args) > 3 or tuple(size) != tuple(shadow.shape):
+        return False
+    return all(old == new for n, old, new in zip(size, shadow.stride(), stride, strict=True) if n > 1)
+
+
+def _combine(
+    tracer: "Tracer", parts: list[Tensor], shadows: list, factors: list[float], out: Tensor, dim: int, written: bool
+) -> bool:
+    terms: list[tuple[Tensor, float] | None] = []
+    for shadow, factor in zip(shadows, factors, strict=True):
+        pairs = None if shadow is None else channel_pairs(shadow, dim)
+        known = pairs is not None and not bool((pairs[:, 0] <= ZERO).any())
+        terms.append((pairs, factor) if known else None)  # type: ignore[arg-type]
+    where = tracer.stack[-1] if tracer.stack else ""
+    parents = tuple(tuple(s.base for s, _ in tracer.trace.by_code(t[0][:, 0])) if t else None for t in terms)
+    key = ("sum", where, parents, tuple(factors), out.shape[dim])
+    source = tracer.trace.source(key, "sum", where, out.shape[dim])
+    source.terms = [_joined(old, new) for old, new in zip(source.terms, terms, strict=True)] if source.terms else terms
+    for part in parts:
+        tracer.read(part, source)
+    if written:
+        tracer._forget(parts[0])
+    tracer.mark(out, source, dim)
+    return True
+
+
+def _joined(old: tuple[Tensor, float] | None, new: tuple[Tensor, float] | None) -> tuple[Tensor, float] | None:
+    if old is None or new is None:
+        return None
+    return torch.cat([old[0], new[0]]).unique(dim=0), old[1]
+
+
+def _add_bias(tracer: "Tracer", x: Tensor, bias: Tensor, out: Tensor) -> bool:
+    """`x + bias`, where `x` is what a product without bias put out and `bias` is the bias of its layer."""
+    shadow, parameter = tracer.shadow(x), tracer._parameter(bias)
+    if shadow is None or parameter is None or bias.dim() != 1 or shadow.shape != out.shape:
+        return False
+    found = list(tracer.trace.by_code(shadow))
+    if len(found) != 1 or found[0][0].product is None:
+        return False
+    product = found[0][0].product
+    layers = {name for name, _ in tracer.trace.owners[product.view.parameter]}
+    place = tracer.place(bias, product.view.outputs)
+    if place is None or not layers & {name for name, _ in tracer.trace.owners[parameter]}:
+        return False
+    if tracer.trace.biases.setdefault(product, place) != place:
+        return False
+    tracer.shadows[out] = shadow
+    return True
+
+
+def is_channel_axis(shadow: Tensor, dim: int) -> bool:
+    """Whether every channel that is followed stands at one index of an axis, be it in some rows only."""
+    if _only_along(shadow, dim):
+        return True
+    pairs = channel_pairs(shadow, dim)
+    pairs = pairs[pairs[:, 0] > ZERO]
+    return 0 < len(pairs) == len(pairs[:, 0].unique())
+
+
+def _only_along(shadow: Tensor, dim: int) -> bool:
+    rows = shadow.movedim(dim, -1).reshape(-1, shadow.shape[dim])
+    return shadow.dim() > 1 and bool((rows == rows[:1]).all()) and bool((rows[0] > ZERO).all())
+
+
+RULES: dict[Any, Callable[..., bool]] = {
+    aten.mm: _matmul,
+    aten.addmm: _matmul,
+    aten.linear: _matmul,
+    aten.convolution: _convolution,
+    aten.embedding: _embedding,
+    aten.add: _sum,
+    aten.add_: _sum,
+    aten.mul: _scaled,
+    aten.mul_: _scaled,
+    aten.div: _scaled,
+    aten.div_: _scaled,
+    aten.mean: _mean,
+    aten.as_strided_: _restride,
+}

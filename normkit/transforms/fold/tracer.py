@@ -1,0 +1,297 @@
+"""Who reads each norm: run the model and follow every single number that a norm puts out.
+
+Beside each tensor that matters travels a *shadow* of the same shape that says of every element where it comes from: a
+code for "channel 5 of norm 3", ZERO for padding, FOREIGN for anything else. Operations that only move data (views,
+transposes, slices, rolls, concatenations, padding) are done to the shadow as well, so it stays true whatever a model
+does to its layout. Where a tensor meets a weight in a matrix product, the shadow says for every element of that weight
+which channel it multiplies. Any other operation is a reader that folding has to respect. No table of models, no
+assumption about axes.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from normkit.transforms.fold.trace import FOREIGN, ZERO, Place, Product, Source, Trace, View, channel_pairs
+from normkit.transforms.fold.trace_rules import RULES, is_channel_axis
+
+aten = torch.ops.aten
+
+MOVES = {  # operations that put elements elsewhere and compute nothing
+    aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand, aten.permute, aten.transpose, aten.t,
+    aten.unsqueeze, aten.squeeze, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind, aten.cat,
+    aten.stack, aten.roll, aten.flip, aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten.repeat, aten.index,
+    aten.index_select, aten.gather, aten.unfold, aten.im2col, aten.pixel_unshuffle, aten.pixel_shuffle, aten.where,
+    aten.constant_pad_nd, aten.masked_fill, aten._to_copy,
+}  # fmt: skip
+SHAPES_ONLY = {  # operations that look at a tensor's shape and type, not at its numbers
+    aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_empty,
+    aten.new_full, aten.rand_like, aten.randn_like, aten.is_same_size, aten.sym_size, aten.sym_numel, aten.sym_stride,
+}  # fmt: skip
+
+
+class Tracer(TorchDispatchMode):
+    """Follows one forward. Use `tracing`, which also watches the modules."""
+
+    def __init__(self, trace: Trace, model: nn.Module):
+        super().__init__()
+        self.trace = trace
+        self.shadows: Any = WeakIdKeyDictionary()
+        self.stack: list[str] = []
+        self.inside_norm = 0
+        self.tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+        self.storages = {t.untyped_storage().data_ptr(): t for t in self.tensors.values() if t.numel()}
+        self.tables = self._tables(model)
+
+    # -- shadows ------------------------------------------------------------------------------------------------------
+
+    def shadow(self, tensor: Tensor) -> Tensor | None:
+        """The shadow of a tensor; None where nothing in it is followed."""
+        if tensor in self.shadows:
+            return self.shadows[tensor]
+        if id(tensor) in self.tables:
+            source = self.trace.source(("table", id(tensor)), "table", self.trace.names[id(tensor)], tensor.numel(),
+                                       self._table(tensor))  # fmt: skip
+            return (source.base + torch.arange(tensor.numel(), dtype=torch.float64)).view(tensor.shape)
+        return None
+
+    def mark(self, tensor: Tensor, source: Source, dim: int) -> None:
+        """Let axis `dim` of a tensor be the channels of a source."""
+        shape = [1] * tensor.dim()
+        shape[dim] = source.size
+        codes = (source.base + torch.arange(source.size, dtype=torch.float64)).view(shape)
+        self.shadows[tensor] = torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(
+            codes.expand(tensor.shape)
+        )
+
+    def read(self, tensor: Tensor, by: Product | Source | str) -> None:
+        """Note that `by` reads what is followed in a tensor."""
+        shadow = self.shadow(tensor)
+        if shadow is not None:
+            for source, codes in self.trace.by_code(shadow):
+                source.read(by, codes)
+
+    # -- modules ------------------------------------------------------------------------------------------------------
+
+    def enter_norm(self, name: str, x: Any, dim: int) -> None:
+        """A norm is about to read `x`."""
+        if self.inside_norm == 0 and isinstance(x, Tensor):
+            shadow = self.shadow(x)
+            pairs = None if shadow is None else channel_pairs(shadow, dim)
+            if pairs is not None and bool((pairs[:, 0] <= ZERO).any()):
+                pairs = None
+            known = self.trace.inputs.get(name, pairs)
+            self.trace.inputs[name] = (
+                None if pairs is None or known is None else torch.cat([known, pairs]).unique(dim=0)
+            )
+            self.read(x, f"norm {name}")
+        self.inside_norm += 1
+
+    def leave_norm(self, name: str, out: Any, dim: int) -> None:
+        """A norm has put out `out`."""
+        self.inside_norm -= 1
+        if self.inside_norm == 0 and isinstance(out, Tensor):
+            self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.inside_norm:
+            return out
+        packet = func.overloadpacket
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if packet in SHAPES_ONLY:
+            return out
+        if packet in MOVES and not _changes_type(func, kwargs):
+            if any(self._followed(t) for t in given):
+                self._move(func, args, kwargs, out)
+            self._copied(packet, given, out)
+            return out
+        if (rule := RULES.get(packet)) and rule(self, packet, args, kwargs, out):
+            return out
+        self._other(func, given)
+        return out
+
+    def _followed(self, tensor: Tensor) -> bool:
+        return tensor in self.shadows or id(tensor) in self.tables
+
+    def _move(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        def stand_in(t: Any) -> Any:
+            if not isinstance(t, Tensor) or not t.dtype.is_floating_point:
+                return t.cpu() if isinstance(t, Tensor) else t
+            shadow = self.shadow(t)
+            return torch.full(t.shape, FOREIGN, dtype=torch.float64) if shadow is None else shadow
+
+        packet = func.overloadpacket
+        args, kwargs = tree_map(stand_in, args), tree_map(stand_in, kwargs)
+        if packet in (aten.masked_fill, aten.where):
+            args = tuple(_both_ways(a) if isinstance(a, Tensor) and a.dtype is torch.bool else a for a in args)
+        if packet is aten._to_copy:
+            moved: Any = args[0].clone()
+        else:
+            if packet is aten.constant_pad_nd and len(args) > 2 and args[2] != 0:
+                args = (*args[:2], FOREIGN)
+            if packet is aten.masked_fill:
+                value = args[2]
+                args = (*args[:2], ZERO if not isinstance(value, Tensor) and value == 0 else FOREIGN)
+            moved = func(*args, **kwargs)
+            if packet is aten.constant_pad_nd and self.trace.resizable and not any(args[1]):
+                moved = _padded_somewhere(moved, len(args[1]) // 2)
+        outs, moveds = ([out], [moved]) if isinstance(out, Tensor) else (list(out), list(moved))
+        for tensor, shadow in zip(outs, moveds, strict=True):
+            self.shadows[tensor] = shadow
+
+    def _copied(self, packet: Any, given: list[Tensor], out: Any) -> None:
+        """A copy of a weight is a reader that will not change along with it."""
+        for tensor in given:
+            parameter = self._parameter(tensor)
+            if parameter is None or self._followed(tensor):
+                continue
+            storage = tensor.untyped_storage().data_ptr()
+            if any(t.untyped_storage().data_ptr() != storage for t in tree_leaves(out) if isinstance(t, Tensor)):
+                self.trace.weight_readers[parameter].add(f"aten.{packet.__name__}")
+
+    def _other(self, func: Any, given: list[Tensor]) -> None:
+        """An operation without a rule: a reader of all that it is given; what it writes is followed no longer."""
+        name = func.overloadpacket.__name__
+        for tensor in given:
+            self.read(tensor, f"aten.{name}")
+            parameter = self._parameter(tensor)
+            if parameter is not None:
+                self.trace.weight_readers[parameter].add(f"aten.{name}")
+        for argument, tensor in zip(func._schema.arguments, given, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._forget(tensor)
+
+    def _forget(self, written: Tensor) -> None:
+        storage = written.untyped_storage().data_ptr()
+        for tensor in [t for t in list(self.shadows.keys()) if t.untyped_storage().data_ptr() == storage]:
+            if tensor is not written:
+                self.read(tensor, "an operation in place")
+            del self.shadows[tensor]
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _parameter(self, tensor: Any) -> str | None:
+        """The name of the parameter that a tensor is, or is a view of."""
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            return None
+        whole = self.storages.get(tensor.untyped_storage().data_ptr())
+        return None if whole is None else self.trace.names[id(whole)]
+
+    def place(self, bias: Any, length: int) -> Place | None:
+        """Where a bias is kept."""
+        parameter = self._parameter(bias)
+        if parameter is None or bias.dim() != 1 or bias.stride(0) != 1 or bias.numel() != length:
+            return None
+        return Place(parameter, bias.storage_offset(), length)
+
+    def product(self, kind: str, view: View, bias: Any, x: Tensor | None, out: Tensor, dim: int) -> bool:
+        """Note a product with a weight: `x` is `[rows, groups, in]` of the shadow; `out` has its channels at `dim`."""
+        place = None if bias is None else self.place(bias, view.outputs)
+        if bias is not None and place is None:
+            return False
+        product = Product(view, self.stack[-1] if self.stack else "", kind)
+        if place is not None:
+            self.trace.biases[product] = place
+        codes = torch.full(view.size[:2], FOREIGN, dtype=torch.float64)
+        if x is not None:
+            codes = x.amax(0)
+            strange = (x != codes) & (x != ZERO)
+            for source, mixed in self.trace.by_code(torch.where(strange.any(0), x, FOREIGN)):
+                source.read("a product over rows of different origin", mixed)
+            if bool(((x == ZERO) & (codes > ZERO)).any()):
+                self.trace.padded.add(product)
+            for source, own in self.trace.by_code(codes):
+                source.read(product, own)
+        known = self.trace.codes_in.setdefault(product, codes)
+        if not torch.equal(known, codes):  # the same weight reads different things
+            for source, own in self.trace.by_code(torch.cat([known.flatten(), codes.flatten()])):
+                source.read(f"a product that uses {view.parameter} for different inputs", own)
+        self.mark(out, self.trace.source(product, "product", view.parameter, view.outputs, product), dim)
+        return True
+
+    def _tables(self, model: nn.Module) -> set[int]:
+        """Parameters and kept buffers that are numbers by themselves, not the weight of a layer."""
+        tables = set()
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd | nn.MultiheadAttention):
+                continue
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                kept = key not in module._non_persistent_buffers_set
+                if tensor is not None and kept and tensor.dtype.is_floating_point and 1 < tensor.numel() <= 1 << 20:
+                    tables.add(id(tensor))
+        return tables
+
+    def _table(self, tensor: Tensor) -> Product:
+        size = tensor.numel()
+        return Product(View(self.trace.names[id(tensor)], (1, 1, 1, size), (0, 0, 0, 1), 0), "", "table")
+
+
+def _padded_somewhere(shadow: Tensor, axes: int) -> Tensor:
+    """A shadow padded by nothing along its last axes, as if by zeros: at another size there will be some."""
+    order = sorted(range(shadow.dim()), key=lambda axis: (axis != shadow.dim() - 1, axis != 1))
+    channels = next((axis for axis in order if is_channel_axis(shadow, axis)), None)
+    places = [n for axis, n in enumerate(shadow.shape) if axis != channels]
+    padded = {*range(shadow.dim() - axes, shadow.dim())} - {channels}
+    if channels is None or not padded or math.prod(places) < 2:
+        return shadow
+    shadow = shadow.clone()
+    shadow[tuple(slice(None) if axis == channels else -1 for axis in range(shadow.dim()))] = ZERO
+    return shadow
+
+
+def _both_ways(mask: Tensor) -> Tensor:
+    """A mask with both of its values in it: what this call leaves alone, another one may replace."""
+    mask = mask.clone(memory_format=torch.contiguous_format)
+    if bool(mask.all()) or not bool(mask.any()):
+        mask.view(-1)[-1:].logical_not_()
+    return mask
+
+
+def _changes_type(func: Any, kwargs: dict[str, Any]) -> bool:
+    dtype = kwargs.get("dtype")
+    return func.overloadpacket is aten._to_copy and dtype is not None and not dtype.is_floating_point
+
+
+@contextmanager
+def tracing(trace: Trace, model: nn.Module) -> Iterator[Tracer]:
+    """Follow the forwards of `model` made inside. It must be a copy, each of its parameters in its own storage."""
+    tracer = Tracer(trace, model)
+    handles = []
+    for name, module in model.named_modules():
+        watch = _Watch(tracer, name, trace.norms.get(name))
+        handles.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(watch.leave))
+    try:
+        with torch.no_grad(), tracer:
+            yield tracer
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Watch:
+    """The hooks of one module; `channels` is the axis of its channels if it is a norm."""
+
+    def __init__(self, tracer: Tracer, name: str, channels: int | None):
+        self.tracer, self.name, self.channels = tracer, name, channels
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.tracer.stack.append(self.name)
+        if self.channels is not None:
+            self.tracer.enter_norm(self.name, args[0] if args else next(iter(kwargs.values()), None), self.channels)
+
+    def leave(self, module: nn.Module, args: tuple, out: Any) -> None:
+        self.tracer.stack.pop()
+        if self.channels is not None:
+            self.tracer.leave_norm(self.name, out, self.channels)

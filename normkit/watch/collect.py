@@ -1,0 +1,189 @@
+"""What one look at a norm gathers, and how looks become numbers: side by side for all norms of one width."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from normkit.kernels import channels
+from normkit.norms import PowerNorm, StatNorm
+from normkit.norms.un import UN
+from normkit.watch.quantities import QUARTILES, Quantity
+from normkit.watch.sites import Site
+
+Fields = dict[str, Tensor]
+
+
+class Look(NamedTuple):
+    """Statistics of one norm at one step, by name; see `quantities`."""
+
+    step: int
+    site: Site | None
+    fields: Fields
+
+
+REMEMBERED = ("running", "looks", "rings", "channels", "seen")
+
+
+class Memory:
+    """What is remembered of a norm from look to look: averages it does not keep itself, and last values."""
+
+    def __init__(self, alpha: float, window: int, channel: int):
+        self.alpha, self.window, self.channel = alpha, window, channel
+        self.running: Tensor | None = None  # [k, C]: of what the norm does not keep itself
+        self.looks = 0
+        self.rings: dict[str, Tensor] = {}  # side -> [window, C], where windows are asked for
+        self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of one channel
+        self.seen = {"x": 0, "g": 0}
+
+    def average(self, batch: Fields) -> Fields:
+        """The averages from before this batch; it moves them, unless it is not finite. None at the first look."""
+        if not batch:
+            return {}
+        new = torch.stack(list(batch.values()))
+        old = torch.zeros_like(new) if self.running is None else self.running
+        weight = max(1 / (self.looks + 1), 1 - self.alpha)  # a plain average first
+        self.running = torch.where(torch.isfinite(new).all(), old.lerp(new, weight), old)
+        self.looks += 1
+        return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.looks > 1 else {}
+
+    def push(self, side: str, value: Tensor, last: int) -> Fields:
+        """Remember one channel of `value [C]`; its last values."""
+        self.channels[side] = [*self.channels[side][1 - last :], value[self.channel % len(value)]][-last:]
+        return {f"channel_{side}": torch.stack(self.channels[side])}
+
+    def fill(self, side: str, value: Tensor) -> Fields:
+        """Remember `value [C]`; the window `[window, C]` whenever it is full of new values."""
+        if side not in self.rings:
+            self.rings[side] = value.new_zeros(self.window, len(value))
+        slot = self.seen[side] % self.window
+        self.rings[side][slot] = value
+        self.seen[side] += 1
+        return {f"window_{side}": self.rings[side].clone()} if slot == self.window - 1 else {}
+
+    def state(self) -> dict[str, object]:
+        """What a resumed recording needs to go on."""
+        return {name: getattr(self, name) for name in REMEMBERED}
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Take over what `state` gave."""
+        for name in REMEMBERED:
+            setattr(self, name, state[name])
+
+
+def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance `[C]` of the real rows of `x[..., C]`, and their count; over all processes where it syncs."""
+    batch, count = channels.moments(x, mask, center=True)
+    if getattr(module, "sync", False):
+        origin = torch.zeros_like(batch)
+        batch, count = channels.unpack(channels.all_reduce(channels.pack(batch, count, origin)), origin)
+    return batch[0], batch[1], count
+
+
+def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Tensor | None) -> Fields:
+    """Look at an input `x[..., C]` of a norm: the statistics of this batch, those that are running, and states."""
+    module, own = site.module, site.running()
+    if isinstance(module, StatNorm):
+        x = module.rest(x)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean, var, count = moments(x, mask, module)
+    batch = {"mean": mean, "var": var, "quadratic": var + mean.square()}
+    fields = {**batch, **memory.average({k: v for k, v in batch.items() if f"running_{k}" not in own}), **own}
+    kept = x if mask is None else torch.where(mask[..., None], x, 0)
+    low, high = torch.aminmax(kept)
+    fields["largest"] = torch.maximum(-low, high)
+    fields["count"] = count
+    if real is not None:
+        padded = ~real if mask is None else mask & ~real
+        fields["padding"] = padded.sum() / count.clamp(min=1)
+    if site.weight is not None:
+        fields["weight"] = site.weight.to(x.dtype)
+    if isinstance(module, StatNorm):
+        fields |= _state(module, fields)
+    return fields
+
+
+def _state(norm: StatNorm, fields: Fields) -> Fields:
+    """What a norm of ours keeps, as this batch finds it."""
+    found = {"skipped": norm.skipped.clone(), "skipped_grad": norm.skipped_grad.clone()}
+    warmup: int | None = getattr(norm, "warmup", None)
+    if warmup is not None:
+        found["warmup_left"] = (warmup - norm.step).clamp(min=0)
+    if isinstance(norm, PowerNorm):
+        batch, running = fields["quadratic"], fields["running_quadratic"]
+        used = torch.where(norm.step < norm.warmup, batch, running)
+        found["nu"] = norm.nu[0].clone()
+        found["Gamma"] = batch / (used + norm.eps)
+        found["Gamma_bound"] = batch.new_full((), 2 / (1 - norm.alpha_bkw))
+    if isinstance(norm, UN) and norm.outlier_filtration:
+        found["filtered"] = norm.filtered.clone()
+        found["smoothed"] = norm.step - max(norm.warmup - 1, norm.window)
+    return found
+
+
+def gather_gradient(
+    site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, seen: tuple[Tensor, Tensor] | None = None
+) -> Fields:
+    """Look at the gradient `dy[..., C]` of a norm's output, given its input, and mean and variance if known."""
+    if isinstance(site.module, StatNorm):
+        x = site.module.rest(x)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, dy = x.to(wide), dy.to(wide)
+    mean, var = moments(x, mask, site.module)[:2] if seen is None else seen
+    x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    count: Tensor | int = len(dy)
+    if mask is not None:
+        keep = mask.reshape(-1, 1)
+        x, dy, count = torch.where(keep, x, 0), torch.where(keep, dy, 0), mask.sum()
+    sums = torch.stack([dy.sum(0), (dy * x).sum(0), dy.square().sum(0)])
+    if getattr(site.module, "sync", False):
+        every = channels.all_reduce(torch.cat([sums.flatten(), sums.new_ones(1) * count]))
+        sums, count = every[:-1].view_as(sums), every[-1]
+    s0, sx, square = sums / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
+    psi = torch.sqrt(var + mean.square() + site.eps)
+    gain = {} if site.weight is None else {"gain": site.weight.to(wide)}
+    gamma = gain.get("gain", 1)
+    return {"g_mu": gamma * s0, "g_psi2": gamma * sx / psi, "at_mean": mean, "at_var": var, "at_psi": psi,
+            "dy_square": square, **gain}  # fmt: skip
+
+
+def evaluate(looks: list[Look], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site | None, list[str], Tensor]]:
+    """The chosen quantities of looks: for each look its step, site, names and values, one number a name.
+
+    Norms that gathered the same statistics in the same shapes are stacked, so that many norms cost what one does.
+    """
+    needs = {need for quantity in chosen.values() for need in quantity.needs}
+    groups: dict[object, list[tuple[int, Look]]] = {}
+    for place, look in enumerate(looks):
+        eps = look.site.eps if look.site is not None else 0.0
+        key = (eps, *((name, tuple(value.shape), value.device) for name, value in look.fields.items()))
+        groups.setdefault(key, []).append((place, look))
+    found = []
+    for places, group in (zip(*members, strict=True) for members in groups.values()):
+        fields = {name: torch.stack([look.fields[name] for look in group]) for name in group[0].fields}
+        fields |= _derived(fields, group[0].site, needs)
+        names = [name for name, quantity in chosen.items() if set(quantity.needs) <= fields.keys()]
+        if names:
+            wide = torch.float64 if any(v.dtype is torch.float64 for v in fields.values()) else torch.float32
+            values = [chosen[name].function(*(fields[need] for need in chosen[name].needs)) for name in names]
+            table = torch.stack([value.to(wide) for value in values], dim=1)
+            found += [(place, (look.step, look.site, names, row))
+                      for place, look, row in zip(places, group, table, strict=True)]  # fmt: skip
+    return [numbers for _, numbers in sorted(found, key=lambda pair: pair[0])]
+
+
+def _derived(fields: Fields, site: Site | None, needs: set[str]) -> Fields:
+    """What follows from the statistics of norms side by side: roots, with eps inside, and what is left for later."""
+    eps = 0.0 if site is None else site.eps
+    names = {"sigma": "var", "psi": "quadratic", "running_sigma": "running_var", "running_psi": "running_quadratic"}
+    found = {root: torch.sqrt(fields[square] + eps) for root, square in names.items() if square in fields}
+    if "spread" in needs and "weight" in fields:
+        ratio = fields["weight"].abs() / found["psi"]
+        found["spread"] = torch.quantile(ratio, ratio.new_tensor(list(QUARTILES.values())), dim=-1)
+    if "at_psi" in fields:
+        g_mu, g_psi2, psi = (fields[name] for name in ("g_mu", "g_psi2", "at_psi"))
+        found["g_sigma2"] = (g_psi2 * psi - fields["at_mean"] * g_mu) / torch.sqrt(fields["at_var"] + eps)
+        along, gain = (g_psi2 / psi).square(), fields.get("gain", torch.ones(())) / psi
+        found["dx_square"] = gain.square() * fields["dy_square"] - along
+    return found

@@ -1,0 +1,103 @@
+"""Writes docs/speed.md's tables from benchmarks/results/*.csv: python scripts/speed_page.py"""
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "speed.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def table(head: list[str], body: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def times(rows: list[dict], mode: str) -> str:
+    """Ratios to nn.LayerNorm, a column for each shape and type; target and worst gap at the end."""
+    rows = [row for row in rows if row["pass"] == mode]
+    places = list(dict.fromkeys((row["shape"], row["dtype"]) for row in rows))
+    found = {(row["provider"], row["norm"], row["shape"], row["dtype"]): row for row in rows}
+    body = []
+    for provider, norm in dict.fromkeys((row["provider"], row["norm"]) for row in rows):
+        mine = [found[provider, norm, *place] for place in places]
+        cells = [f"{r['ratio']} ({r['low']}-{r['high']}; {float(r['ceiling']):.0%})" for r in mine]
+        target = mine[0]["target"]
+        worst = max(float(r["ratio"]) for r in mine)
+        gap = "" if not target else "met" if worst <= float(target) else f"x{worst / float(target):.2f}"
+        body.append([f"{provider} `{norm}`", *cells, target, gap])
+    head = ["norm", *(f"{shape.replace('x', ' x ')} {kind}" for shape, kind in places), "target", "worst gap"]
+    return table(head, body)
+
+
+def counts(rows: list[dict]) -> str:
+    """What is counted, forward + backward; with a mask, what it moves then."""
+    found = {(row["norm"], row["mask"], row["pass"]): row for row in rows}
+
+    def both(norm: str, what: str, mask: str = "") -> str:
+        sides = [found.get((norm, mask, side)) for side in ("forward", "backward")]
+        return " + ".join(row[what] for row in sides if row)
+
+    kinds = {
+        "operations": "operations", "moves": "moves", "flops": "FLOPs of an element",
+        "borrowed_operations": "operations without a compiler", "borrowed_moves": "moves without",
+        "launches": "launches on a GPU",
+    }  # fmt: skip
+    masked = {"moves": "moves with a mask", "borrowed_moves": "and without a compiler"}
+    body = [[f"`{n}`", *(both(n, kind) for kind in kinds), *(both(n, kind, "masked") for kind in masked)]
+            for n in dict.fromkeys(row["norm"] for row in rows)]  # fmt: skip
+    return table(["norm", *kinds.values(), *masked.values()], body)
+
+
+def blocks(rows: list[dict]) -> str:
+    """Ratios of compiled blocks."""
+    body = []
+    for r in rows:
+        spread = f"{r['low']}-{r['high']}"
+        body.append([f"`{r['norm']}`", r["shape"].replace("x", " x "), r["dtype"], r["ms"], r["ratio"], spread])
+    return table(["norm", "shape", "type", "ms", "ratio", "20th to 80th percentile"], body)
+
+
+def pieces(rows: list[dict]) -> str:
+    """Bare calls over LayerNorm's: a column for each shape and type, moves and targets beside them."""
+    places = list(dict.fromkeys((row["shape"], row["dtype"]) for row in rows))
+    found = {(row["pass"], row["norm"], row["how"], row["shape"], row["dtype"]): row for row in rows}
+    body = []
+    for key in dict.fromkeys((row["pass"], row["norm"], row["how"]) for row in rows):
+        mine = [found[*key, *place] for place in places]
+        moves = ", ".join(dict.fromkeys(row["moves"] for row in mine))
+        cells = [f"{row['ratio']} ({row['low']}-{row['high']})" for row in mine]
+        body.append([*key, moves, *cells, mine[0]["target"]])
+    head = [f"{shape.replace('x', ' x ')} {kind}" for shape, kind in places]
+    return table(["pass", "norms", "how", "moves", *head, "target"], body)
+
+
+def read(name: str) -> list[dict]:
+    """The rows of a result file; none where it was not measured."""
+    path = RESULTS / f"{name}.csv"
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def filled(page: str) -> str:
+    """The page with every table between its marks made anew."""
+    made = {"counts": counts(read("counts"))}
+    if ops := read("ops_cpu"):
+        made |= {
+            "train": times(ops, "train"),
+            "inference": times(ops, "inference"),
+            "machine": "{device}, {threads} threads, PyTorch {torch}, {rounds} rounds".format(**ops[0]),
+        }
+    if rows := read("blocks_cpu"):
+        made["blocks"] = blocks(rows)
+    if rows := read("pieces_cpu"):
+        made["pieces"] = pieces(rows)
+    for name, text in made.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = page.split(start)
+        page = f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))

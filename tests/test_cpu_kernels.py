@@ -1,0 +1,404 @@
+"""The C++ kernels for CPUs compute what plain operations compute in float64, whatever the shape, mask and threads."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from norm_cases import MIRRORED, PLAIN, several_steps
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import normkit
+from normkit.kernels import channels, dispatch, rows
+from normkit.kernels import cpu as native
+from normkit.kernels.cpu import build
+
+needs_kernels = pytest.mark.skipif(bool(native.obstacle()), reason=f"no kernels here: {native.obstacle()}")
+KINDS = (torch.float32, torch.bfloat16)
+SHAPES = ((1, 1), (7, 3), (33, 40), (300, 65))
+FINE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
+
+
+def normal(*shape, kind=torch.float32):
+    return (torch.randn(*shape) * 1.5 + 0.3).to(kind)
+
+
+def scaled(x, groups, eps):
+    """Layer-scale in float64."""
+    if not groups:
+        return x
+    split = x.unflatten(-1, (groups, -1))
+    return (split * torch.rsqrt(split.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+
+
+def columns():
+    for (n, width), kind, masked in itertools.product(SHAPES, KINDS, (False, True)):
+        for center, groups in ((True, 0), (False, 0), (False, 1), (False, width if width < 60 else 5)):
+            yield n, width, kind, masked, center, groups
+
+
+@needs_kernels
+@pytest.mark.parametrize(("n", "width", "kind", "masked", "center", "groups"), list(columns()))
+def test_columns(n, width, kind, masked, center, groups):
+    torch.manual_seed(0)
+    x, dy, eps = normal(n, width, kind=kind), normal(n, width, kind=kind), 1e-3
+    mean, scale, shift, dy_coefficient, slope, level = normal(6, width).unbind(0)
+    mean, level = (mean, level) if center else (None, torch.zeros(width))
+    mask = torch.rand(n) < 0.6 if masked else None
+    keep = torch.ones(n, 1, dtype=torch.double) if mask is None else mask[:, None].double()
+    wide = x.double().requires_grad_()
+    u = scaled(wide, groups, eps)
+    stat, count = native.moments(x, mask, center, groups, eps)
+    expected, real = channels.moments(u.detach(), mask, center)
+    assert (stat.dtype, count.item()) == (torch.float32, real.item())
+    assert_close(stat.double(), expected, rtol=2e-5, atol=2e-5)
+
+    y, fresh = native.standardize(x, mean, scale, shift, mask, sums=not center, groups=groups, eps=eps)
+    apart = u - (0 if mean is None else mean)
+    assert_close(y.double(), apart.detach() * scale + shift, **FINE[kind])
+    assert (fresh is None) == center
+    if fresh is not None:
+        assert torch.equal(fresh[0], stat)
+
+    dx, sums = native.gradient(
+        dy, x, mean, mask, to_dx=(dy_coefficient, slope, level), real=masked, groups=groups, eps=eps
+    )  # fmt: skip
+    given = dy.double() * dy_coefficient + keep * (apart.detach() * slope + level)
+    assert dx is not None
+    assert_close(
+        dx.double(),
+        torch.autograd.grad(u, wide, given)[0],
+        rtol=2e-2 if kind is KINDS[1] else 1e-4,
+        atol=3e-2 if kind is KINDS[1] else 1e-4,
+    )
+    along = torch.stack([dy.double(), dy.double() * apart.detach()])
+    expected = along.sum(1)
+    if masked:
+        expected = torch.cat([expected, (along * keep).sum(1)])
+    assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
+    assert native.gradient(dy, x, mean, mask, groups=groups, eps=eps)[0] is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("op", "weights"), [("rms", "C"), ("rms", ""), ("scale", "1"), ("scale", "C"), ("scale", "")])
+def test_rows_in_any_order_of_memory(op, weights, biased, kind):
+    for n, width in SHAPES:
+        torch.manual_seed(0)
+        x, dy = normal(width, n, kind=kind).T.requires_grad_(), normal(width, n, kind=kind).T
+        weight = normal({"C": width, "1": 1, "": 0}[weights]).requires_grad_() if weights else None
+        bias = normal(width).requires_grad_() if biased else None
+        leaves = [t for t in (x, weight, bias) if t is not None]
+        wide = [t.detach().double().requires_grad_() for t in leaves]
+        given = iter(wide)
+        args = [next(given) if t is not None else None for t in (x, weight, bias)]
+        with normkit.kernels("native") as ran:
+            y = getattr(rows, op)(x, weight, bias, 1e-3)
+        assert dict(ran) == {f"native {op}": 1}
+        with normkit.kernels("reference"):
+            expected = getattr(rows, op)(*args, 1e-3)
+        assert_close(y.double(), expected, **FINE[kind])
+        found, plain = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, wide, dy.double())
+        assert [t.dtype for t in found] == [t.dtype for t in leaves]
+        for ours, theirs in zip(found, plain, strict=True):
+            assert_close(
+                ours.double(), theirs, rtol=2e-2 if kind is KINDS[1] else 1e-4, atol=2e-2 if kind is KINDS[1] else 1e-4
+            )
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_that_pass_by_the_caches(kind):
+    torch.manual_seed(0)
+    for width in (768, 769):  # 769: not a whole number of the units that go past
+        x, weight = normal(9000, width, kind=kind).requires_grad_(), normal(width)
+        found = []
+        for choice in ("native", "reference"):
+            with normkit.kernels(choice):
+                y = rows.rms(x, weight, None, 1e-5)
+                found.append((y, torch.autograd.grad(y, x, x.detach())[0]))
+        for ours, plain in zip(*found, strict=True):
+            assert_close(ours, plain, **FINE[kind])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", ["power(warmup=0)", "power(groups=0, warmup=0)", "un", "batch", "rms", "scale"])
+def test_the_same_bits_on_any_number_of_threads(spec, kind):
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            torch.manual_seed(0)
+            norm, seen = normkit.make(spec, 64), []
+            with normkit.kernels("native"):
+                for _ in range(2):
+                    x = normal(1500, 64, kind=kind).requires_grad_()
+                    norm(x).backward(normal(1500, 64, kind=kind))
+                    seen.append(x.grad)
+            found.append([*seen, *(p.grad for p in norm.parameters()), *norm.buffers()])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@needs_kernels
+def test_halves_are_rounded_to_the_nearest_as_pytorch_does():
+    torch.manual_seed(0)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.3895e38, 1e-40, -1e-40, 1.0])
+    x = torch.cat([special, torch.randn(100_000 - len(special))]).bfloat16().view(-1, 50)
+    scale = torch.cat([torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, 3.0]), torch.rand(47) * 2])  # ties among them
+    y = native.standardize(x, None, scale, torch.zeros(50))[0]
+    expected = (x.float() * scale).bfloat16()
+    assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_variance_survives_a_mean_far_from_zero(masked):
+    torch.manual_seed(0)
+    x, mask = torch.randn(5000, 8) + 1e4, torch.rand(5000) < 0.5 if masked else None
+    stat = native.moments(x, mask, True)[0]
+    assert_close(stat.double(), channels.moments(x.double(), mask, True)[0], rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_nothing_real_has_no_statistics():
+    for center in (False, True):
+        stat, count = native.moments(torch.ones(5, 3), torch.zeros(5, dtype=torch.bool), center)
+        assert (stat.abs().sum().item(), count.item()) == (0, 0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [*normkit.NORMS, "power(groups=0, warmup=1)", "power(groups=4, warmup=1)", "power(denominator='batch')",
+     "renorm(warmup=0, r_until=1, d_until=1)", "un(outlier_filtration=True)", "batch(steps_per_update=2)"],
+)  # fmt: skip
+def test_whole_norms_train_as_on_plain_operations(spec, masked):
+    mask = torch.rand(30, 4) < 0.7 if masked else None
+    found = []
+    for choice in ("reference", "native"):
+        torch.manual_seed(0)
+        norm, seen = normkit.make(spec, 8), []
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        for _ in range(3):
+            x, dy = normal(30, 4, 8).requires_grad_(), normal(30, 4, 8)
+            norm.zero_grad()
+            with normkit.kernels(choice):
+                y = norm(x, mask)
+            with normkit.kernels("reference"):  # a backward pass goes with its forward pass
+                y.backward(dy)
+            seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters() if p.grad is not None)]
+        norm.eval()
+        with normkit.kernels(choice), torch.no_grad():
+            seen.append(norm(x, mask))
+        found.append([*seen, *norm.buffers()])
+    for ours, plain in zip(*found[::-1], strict=True):
+        assert_close(ours, plain, rtol=2e-4, atol=2e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", MIRRORED + PLAIN)
+def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
+    found = []
+    for choice in ("reference", "native"):
+        torch.manual_seed(0)
+        norm = normkit.make(spec, 40)
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        found.append(several_steps(norm, normal, masked, choice))
+    for ours, plain in zip(*found[::-1], strict=True):
+        assert_close(ours, plain, atol=3e-5, rtol=3e-5, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["power(groups=2, warmup=1)", "un(window=2, warmup=1)", "batch"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_forwards_of_one_graph_and_recomputed_ones_have_their_own_statistics(spec, recomputed):
+    found = []
+    for choice, again in (("reference", False), ("native", recomputed)):
+        torch.manual_seed(0)
+        norm, seen = normkit.make(spec, 24), []
+        with normkit.kernels(choice):
+            for _ in range(3):
+                one, two = (normal(5, 24).requires_grad_() for _ in range(2))
+                parts = [checkpoint(norm, x, use_reentrant=False) if again else norm(x) for x in (one, two)]
+                (parts[0] + 2 * parts[1]).backward(normal(5, 24))
+                seen += [one.grad, two.grad]
+        found.append([*seen, *(p.grad for p in norm.parameters()), *norm.buffers()])
+    assert_close(*found[::-1], rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("op", [rows.rms, rows.scale])
+def test_gradients_of_gradients_go_by_plain_operations(op):
+    torch.manual_seed(0)
+    x, weight = normal(4, 6).requires_grad_(), normal(1 if op is rows.scale else 6).requires_grad_()
+    found = []
+    for choice in ("native", "reference"):
+        with normkit.kernels(choice):
+            y = op(x, weight, None, 1e-5)
+            dx = torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+            found.append(torch.autograd.grad(dx.square().sum(), [x, weight]))
+    assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_what_they_do_not_compute_is_left_to_others():
+    x = torch.randn(4, 6)
+    with normkit.kernels("auto") as ran:
+        rows.rms(x.double(), None, None, 1e-5)
+        rows.rms(x.half(), None, None, 1e-5)
+        rows.rms(x, torch.ones(6, dtype=torch.float64), None, 1e-5)
+        rows.layer(x, None, None, 1e-5)
+        rows.rms(x, None, None, 1e-5, inside=False)
+    assert not [name for name in ran if name.startswith("native")]
+
+
+@needs_kernels
+def test_who_traces_or_counts_operations_sees_all_of_them():
+    x = torch.randn(4, 6)
+    with normkit.kernels("auto") as ran, FlopCounterMode(display=False):
+        rows.rms(x, None, None, 1e-5)
+    assert not [name for name in ran if name.startswith("native")]
+    norm = normkit.make("batch", 6).eval()
+    graph = make_fx(norm)(x)
+    assert_close(graph(x + 1), norm(x + 1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["rms", "scale", "batch"])
+def test_forward_mode_differentiation_goes_by_pytorch(spec):
+    norm, x, tangent = normkit.make(spec, 6).eval().requires_grad_(False), torch.randn(4, 6), torch.randn(4, 6)
+    with torch.no_grad(), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(norm(forward_ad.make_dual(x, tangent))).tangent
+    assert_close(found, torch.func.jvp(norm, (x,), (tangent,))[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["rms", "scale", "un(window=2, warmup=1)", "power(groups=2, warmup=1)", "renorm"])
+def test_what_pytorch_is_set_to_does_not_matter(spec):
+    def run():
+        torch.manual_seed(0)
+        x, dy = (
+            torch.randn(9, 6, dtype=torch.float32, device="cpu"),
+            torch.randn(9, 6, dtype=torch.float32, device="cpu"),
+        )
+        seen = []
+        for _ in range(3):
+            leaf = x.clone().requires_grad_()
+            y = norm(leaf)
+            seen += [y.detach(), *torch.autograd.grad(y, [leaf, *norm.parameters()], dy)]
+        return [*seen, *norm.buffers()]
+
+    norm = normkit.make(spec, 6)
+    expected, norm = run(), normkit.make(spec, 6)
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        found = run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@needs_kernels
+def test_inference_mode_and_negative_views():
+    x = torch.randn(9, 6)
+    norm = normkit.make("un(window=2, warmup=1)", 6)
+    with torch.inference_mode():
+        norm(x)
+    assert norm.step == 1
+    negative = torch._neg_view(x)
+    assert_close(rows.rms(negative, None, None, 1e-5), -rows.rms(x, None, None, 1e-5))
+    assert_close(native.moments(negative, None, True)[0], native.moments(-x, None, True)[0])
+
+
+@needs_kernels
+def test_what_c_would_misread_is_an_error():
+    x = torch.randn(4, 6)
+    with pytest.raises(ValueError, match=r"each of 4 rows.*\(3,\)"):
+        native.moments(x, torch.ones(3, dtype=torch.bool), True)
+    with pytest.raises(RuntimeError, match=r"scale is torch\.float64 on cpu"):
+        native.standardize(x, None, torch.ones(6, dtype=torch.float64), torch.zeros(6))
+    with pytest.raises(RuntimeError, match=r"weight is torch\.float32 on meta"):
+        rows.rms(x, torch.ones(6, device="meta"), None, 1e-5)
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """Nothing compiled yet, and a cache folder of its own."""
+    monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    build._load.cache_clear()
+    yield tmp_path / "cache" / "native"
+    build._load.cache_clear()
+
+
+@needs_kernels
+def test_a_library_is_made_once_for_all_processes(bare):
+    assert build.library() is not None
+    (made,) = bare.iterdir()
+    before = made.stat().st_mtime_ns
+    build._load.cache_clear()
+    assert build.library() is not None
+    assert [path.stat().st_mtime_ns for path in bare.iterdir()] == [before]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are for Linux")
+def test_without_a_compiler_pytorchs_kernels_run(bare, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler: install g++, or name one in CXX" in build.obstacle()
+    with normkit.kernels("auto") as ran:
+        normkit.make("batch", 4)(torch.randn(8, 4))
+    assert dict(ran) == {"fused moments": 1, "fused standardize": 1}
+    refusal = r'kernels\("native"\) cannot run: there is no C\+\+ compiler'
+    with pytest.raises(RuntimeError, match=refusal), normkit.kernels("native"):
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are for Linux")
+def test_a_compiler_that_fails_is_quoted(bare, monkeypatch, tmp_path):
+    broken = tmp_path / "broken compiler"
+    broken.write_text("#!/bin/sh\necho 'no such flag: -O3' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{broken}' -v")
+    with pytest.warns(RuntimeWarning, match="no such flag: -O3"):
+        assert build.library() is None
+    assert list(bare.iterdir()) == []
+    assert normkit.make("rms", 4)(torch.randn(2, 4)).shape == (2, 4)
+
+
+@needs_kernels
+def test_a_folder_that_others_may_write_to_is_not_used(bare):
+    bare.mkdir(parents=True)
+    bare.chmod(0o777)
+    assert build.library() is not None
+    assert list(bare.iterdir()) == []
+
+
+def test_the_environment_chooses(tmp_path):
+    code = "import torch; from normkit.kernels import backend as b, rows; rows.rms(torch.ones(2, 4), None, None, 0.0)"
+    for choice, ended, said in (("reference", 0, "{'reference rms': 1}"), ("fastest", 1, "it is 'fastest'")):
+        done = subprocess.run(
+            [sys.executable, "-c", code + "; print(dict(b.ran))"],
+            env=os.environ | {"NORMKIT_KERNELS": choice},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, said in done.stdout + done.stderr) == (ended, True)
+    assert "native" in dispatch.CHOICES

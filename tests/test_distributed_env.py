@@ -1,0 +1,165 @@
+"""Several processes and hosts: who speaks for them, what is refused, the same result however they were started."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from normkit.lab.report import results
+from normkit.lab.studies import runner
+from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.studies.study import Base, Column, Row, Study
+from normkit.lab.studies.workers import ENVIRONMENT, Workers
+from normkit.lab.train.distributed_env import check_launched, first
+from normkit.lab.train.run import train
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1",
+         "SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+         "SLURM_NODELIST": "127.0.0.1"}  # fmt: skip
+LAUNCHERS = ("TORCHELASTIC", "SLURM", "RANK", "LOCAL_", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_")
+TINY = {"steps": 6, "batch_tokens": 16, "model.depth": 1, "model.norm": "un(sync=True, warmup=4)", "device": "cpu",
+        "valid_every": 3, "checkpoint_every": 3, "record_every": 2, "threads": 1}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _started_by_nobody(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(name)
+
+
+def tiny(**changed):
+    changed = {**{name: value for name, value in TINY.items() if "." not in name}, **changed}
+    run = RECIPES["vit_digits"]()
+    model = dataclasses.replace(run.model, depth=TINY["model.depth"], norm=TINY["model.norm"])
+    return dataclasses.replace(run, model=model, **changed)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_first"),
+    [
+        ({}, True),
+        (TORCHRUN, True),
+        ({**TORCHRUN, "SLURM_PROCID": "1"}, True),  # torchrun by srun on each host: torchrun counts
+        ({**TORCHRUN, "RANK": "2", "GROUP_RANK": "1"}, False),
+        (SLURM, True),
+        ({**SLURM, "SLURM_PROCID": "1"}, False),
+        ({"NODE_RANK": "1"}, False),  # Lightning on the second host; its first process there has no LOCAL_RANK
+        ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_NAME": "bash", "LOCAL_RANK": "1"}, False),  # Lightning's, in a shell of SLURM
+    ],
+)
+def test_one_process_is_the_first(variables, is_first, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert first() == is_first
+
+
+@pytest.mark.parametrize(
+    ("variables", "fits", "given"),
+    [
+        (TORCHRUN, (2, 2), "torchrun started 4 processes, 2 on each host"),
+        (SLURM, (1, 2), "SLURM started 2 processes, 1 on each host"),
+        ({"SLURM_NTASKS": "1"}, (1, 1), "SLURM started 1 processes, 1 on each host"),
+        ({"SLURM_NTASKS": "8"}, None, "SLURM started 8 processes, an unsaid number on each host"),
+    ],
+)
+def test_a_run_is_for_as_many_processes_as_were_started(variables, fits, given, monkeypatch, tmp_path):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for devices, nodes in {(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)} - {fits}:
+        with pytest.raises(ValueError, match=rf"{given}, but the run is for {devices} on each of {nodes} hosts; give"):
+            train(tiny(devices=devices, nodes=nodes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    if fits:
+        check_launched(*fits)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    if "SLURM_NTASKS" in variables:
+        check_launched(1, 1)  # a worker of a study is nobody's task
+        assert first()
+
+
+def test_a_run_on_one_device_is_not_one_of_several(monkeypatch, tmp_path):
+    monkeypatch.setenv("NODE_RANK", "1")
+    with pytest.raises(ValueError, match=r"NODE_RANK=1 says .* one of several, but the run is for 1 on"):
+        train(tiny(), tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "else it would train, say nothing and write nothing"
+
+
+def start(run, folder, variables, *more):
+    """A process that trains into `folder`, and what it says of itself."""
+    script = (
+        "import sys; from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
+        f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume='resume' in sys.argv)\n"
+        "print('this one wrote')\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-c", script, *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def ended(processes):
+    said = [process.communicate(timeout=300) for process in processes]
+    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def hosts(launcher):
+    """What two hosts of one process each find in their environment."""
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    if launcher == "slurm":
+        return [{**SLURM, **master, "SLURM_PROCID": host, "SLURM_NODEID": host} for host in "01"]
+    return [{**master, "NODE_RANK": host} for host in "01"]
+
+
+@pytest.mark.slow
+def test_hosts_train_one_model_and_the_first_writes(tmp_path):
+    """Two hosts that see one folder; where each has its own, one that lacks the checkpoint cannot go on."""
+    run, curves = tiny(nodes=2), []
+    for launcher in ("lightning", "slurm"):
+        folder = tmp_path / launcher
+        outcomes = ended([start(run, folder, variables) for variables in hosts(launcher)])
+        assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+        assert [said.split() for _, said, _ in outcomes] == [["this", "one", "wrote"], []]
+        result = results.read(folder)
+        assert result["status"] == "done"
+        curves.append((result["curve"], result["scores"]["running"]))
+    assert curves[0] == curves[1]
+
+    folders = [tmp_path / "slurm", tmp_path / "elsewhere"]
+    (folders[0] / "checkpoints" / "step-00000006.ckpt").unlink()
+    outcomes = ended([start(run, *each, "resume") for each in zip(folders, hosts("lightning"), strict=True)])
+    for code, _, error in outcomes:
+        assert code == 1
+        assert "would go on from different steps, [3, 0]" in error
+
+
+@pytest.mark.slow
+def test_a_run_of_a_study_may_have_several_devices(tmp_path):
+    base = {"pocket": Base("tiny", "vit_digits", {**TINY, "devices": 2})}
+    column = Column(title="accuracy", metric="accuracy", base=base)
+    wild = {"lr": 1e30, "clip": 0.0, "warmup": 0, "model.norm": "layer"}
+    rows = (Row(label="UN", settings={}), Row(label="wild", settings=wild))
+    study, told = Study(id="two", title="on two devices", rows=rows, columns=(column,)), []
+    plan = runner.plan(study, "pocket", tmp_path)
+    with Workers(1, lambda title, tick: told.append((title, tick.step))) as workers:
+        from rich.console import Console
+
+        from normkit.lab.studies.progress import Board
+
+        table, _ = runner.runner(study, "pocket", tmp_path, plan, workers, Board(Console(quiet=True), [], 1))
+    (ours,), (diverged,) = [row["cells"][0]["runs"] for row in table["rows"]]
+    assert ours["status"] == "done"
+    assert diverged["status"].startswith("diverged at step ")
+    assert told.count((ours["folder"], 3)) == 1, "the first process speaks"
+    assert ours["device"].startswith("2 x ")

@@ -1,0 +1,115 @@
+"""LayerNorm to RMSNorm: exact where only LayerNorms read a residual stream, refused where a mean would be noticed."""
+
+import pytest
+import torch
+from third_party_models import case_of, randomize, tokens
+from torch import Tensor, nn
+
+from normkit.lab.models.config import Model
+from normkit.lab.models.mt import Seq2Seq
+from normkit.lab.models.vit import TinyViT
+from normkit.norms import LayerNorm, RMSNorm
+from normkit.transforms import to_rms
+from normkit.transforms.fold import fold
+
+DIM = 6
+RMS = {"gpt2": "5 of 5", "hf_vit": "5 of 5", "timm_deit": "5 of 5", "torchvision_vit": "5 of 5", "bert": "1 of 6",
+       "bart": "0 of 12", "hf_swin": "4 of 7", "torch_encoder_pre": "0 of 5"}  # fmt: skip
+
+
+def converted(report) -> str:
+    return f"{report.count('rms')} of {len(report)}"
+
+
+@pytest.mark.parametrize("name", RMS)
+def test_pre_norm_models_of_others_lose_their_centring(name):
+    case = case_of(name)
+    before = {key: t.clone() for key, t in case.model.state_dict().items()}
+    model, report = to_rms(case.model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)
+    assert converted(report) == RMS[name], str(report)
+    assert report.max_error < 1e-12
+    assert report.native_error < 1e-5
+    for row in report:
+        assert isinstance(model.get_submodule(row.name), RMSNorm) == (row.action == "rms")
+        assert (row.action == "rms") != bool(row.why)
+    for key, t in case.model.state_dict().items():
+        assert torch.equal(t, before[key])
+    assert set(case.model.state_dict()) == set(model.state_dict())
+
+
+def test_our_own_vision_model_becomes_rms_then_folds_its_gains():
+    torch.manual_seed(0)
+    model = randomize(TinyViT(Model(width=16, hidden=32, depth=2, heads=2), 8, 4, 1, 5)).eval()
+    images = torch.randn(3, 1, 8, 8)
+    rms, report = to_rms(model, images)
+    assert converted(report) == "5 of 5"
+    folded, after = fold(rms, images)
+    assert after.count("gain folded") == 5
+    kinds = {type(folded.get_submodule(row.name)) for row in after}
+    assert kinds == {nn.RMSNorm}
+    assert not any(isinstance(m, nn.LayerNorm | LayerNorm) for m in folded.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(folded(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_positions_that_are_computed_keep_the_layer_norms():
+    torch.manual_seed(0)
+    model = randomize(Seq2Seq(Model(width=16, hidden=32, depth=1, heads=2, tie=False), 20, 22)).eval()
+    _, report = to_rms(model, tokens(2, 7, high=20), tokens(2, 6, high=22))
+    assert converted(report) == "0 of 7"
+    assert "no layer's output is added to its input in source_embedding" in report.rows[0].why
+
+
+class Stream(nn.Module):
+    """Embedding, a block in a residual, a final norm; `also` is what else reads the stream."""
+
+    def __init__(self, also=None):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(50, DIM), nn.Parameter(torch.randn(1, 9, DIM))
+        self.norm, self.out, self.final = nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+        self.head, self.also = nn.Linear(DIM, 4), also
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) * 3.0 + self.positions[:, : ids.shape[1]]
+        x = x + self.out(torch.tanh(self.norm(x)))
+        y = self.head(self.final(x))
+        return y if self.also is None else y + self.also(self, x)
+
+
+def test_the_writers_write_no_mean_any_more():
+    model = randomize(Stream()).eval()
+    done, report = to_rms(model, tokens(2, 7))
+    assert converted(report) == "2 of 2"
+    for t in (done.embedding.weight, done.positions, done.out.weight.T, done.out.bias):
+        torch.testing.assert_close(t.mean(-1), torch.zeros_like(t.mean(-1)), rtol=0, atol=1e-6)
+    assert torch.equal(done.head.weight, model.head.weight)
+    assert torch.equal(done.norm.weight, model.norm.weight)
+    assert set(report.rows[0].into) == {"embedding", "positions", "out"}
+
+
+@pytest.mark.parametrize(
+    ("also", "why"),
+    [
+        (lambda m, x: x.mean(), "read by aten.mean"),
+        (lambda m, x: m.head(x), "read by head.weight"),
+        (lambda m, x: torch.nn.functional.rms_norm(x, (DIM,)).sum(), "also read by"),
+        (lambda m, x: m.out.weight.sum(), "out.weight is also read by aten.sum"),
+        (lambda m, x: m.out.bias.sum(), "out.bias is also read by aten.sum"),
+        (lambda m, x: m.final(torch.ones_like(x) + x).sum(), "no layer's output is added"),
+    ],
+)
+def test_whoever_would_notice_a_missing_mean_keeps_the_layer_norm(also, why):
+    model = randomize(Stream(also)).eval()
+    done, report = to_rms(model, tokens(2, 7))
+    assert converted(report) == "0 of 2"
+    assert any(why in row.why for row in report), str(report)
+    assert torch.equal(done.out.weight, model.out.weight)
+
+
+def test_without_a_layer_norm_and_bad_input():
+    with pytest.raises(ValueError, match="no LayerNorm; the norms are rms"):
+        to_rms(nn.Sequential(nn.Linear(3, 3), nn.RMSNorm(3, eps=1e-5)).eval(), torch.randn(2, 3))
+    with pytest.raises(ValueError, match="training mode"):
+        to_rms(nn.Sequential(nn.LayerNorm(3)), torch.randn(2, 3))
+    _, report = to_rms(nn.Sequential(nn.LayerNorm(3)).eval(), torch.randn(2, 4, 3))
+    assert "caller writes its input" in report.rows[0].why

@@ -1,0 +1,165 @@
+"""Reading norms of other libraries where that takes more than an attribute."""
+
+import pytest
+import torch
+from third_party_models import randomize
+from torch import nn
+
+from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.norms import BatchNorm
+from normkit.transforms import convert, find, unreadable
+
+
+class GemmaRMSNorm(nn.Module):
+    """As in transformers: `weight` is the gain less 1."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.eps, self.weight = 1e-6, nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.weight.shape, 1 + self.weight, self.eps)
+
+
+class ConvNextLayerNorm(nn.LayerNorm):
+    """As in transformers: one class, two layouts."""
+
+    def __init__(self, dim, data_format):
+        super().__init__(dim)
+        self.data_format = data_format
+
+    def forward(self, x):
+        if self.data_format == "channels_last":
+            return super().forward(x)
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def norms():
+    return nn.ModuleDict({
+        "gemma": GemmaRMSNorm(6), "rms": nn.RMSNorm(6), "last": ConvNextLayerNorm(6, "channels_last"),
+        "first": ConvNextLayerNorm(6, "channels_first"), "plain": nn.LayerNorm(6, eps=1e-3), "batch": nn.BatchNorm1d(6),
+        "group": nn.GroupNorm(2, 6),
+    })  # fmt: skip
+
+
+def test_norms_on_meta_are_read_as_those_with_numbers():
+    with torch.device("meta"):
+        there = norms()
+        assert len(find(there)) == len(there)
+    here, found = find(norms()), find(there)
+    assert {name: (f.kind, f.channel_dim, f.eps) for name, f in found.items()} == {
+        name: (f.kind, f.channel_dim, f.eps) for name, f in here.items()
+    }
+    assert here["first"].channel_dim == 1
+    assert here["last"].channel_dim == -1
+    assert all(f.weight.is_meta for f in found.values())
+    assert found["rms"].weight is there["rms"].weight
+    assert found["gemma"].weight is not there["gemma"].weight, "the gain that acts is 1 + weight"
+
+
+def test_a_gain_that_is_not_stored_needs_the_numbers():
+    with torch.device("meta"):
+        model = norms()
+    with pytest.raises(ValueError, match=r"the gain of a GemmaRMSNorm .* load the weights, then convert"):
+        convert(model, "un")
+    converted = convert(model, {"[!g]*": "un"})
+    real = norms()
+    assert converted.load_state_dict(real.state_dict(), strict=False, assign=True).unexpected_keys == [
+        "batch.running_mean", "batch.running_var", "batch.num_batches_tracked"
+    ]  # fmt: skip
+    assert torch.equal(converted["plain"].weight, real["plain"].weight)
+
+
+def written_out(eps):
+    """A class whose forward holds the number itself, which copies and moves cannot change."""
+
+    class LayerNorm(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.rand(dim) + 0.5), nn.Parameter(torch.randn(dim))
+
+        def forward(self, x):
+            return nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, eps)
+
+    return LayerNorm(6)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-8, 1e-12])
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_an_eps_that_no_attribute_keeps_is_found_by_running(eps, size):
+    """nanoGPT's LayerNorm."""
+    model, x = nn.Sequential(written_out(eps)), torch.randn(5, 6).double() * size
+    assert find(model)["0"].eps == eps
+    converted = convert(model, "layer")
+    torch.testing.assert_close(converted.double()(x), model.double()(x), rtol=1e-6, atol=1e-6)
+    with torch.device("meta"):
+        assert find(nn.Sequential(written_out(eps)))["0"].eps == eps
+
+
+def test_an_eps_that_is_none_of_the_usual_is_not_guessed():
+    with pytest.raises(ValueError, match=r"its output differs with any eps of 1e-05, .*, and it keeps none"):
+        convert(nn.Sequential(written_out(3e-3)), "un")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_resnet_computes_the_same_with_our_batch_norm_and_learns_the_same_statistics(train):
+    model = randomize(load_torchvision().models.resnet18(num_classes=3)).train(train)
+    ours = convert(model, "batch").train(train)
+    assert sum(isinstance(m, BatchNorm) for m in ours.modules()) == 20
+    for seed in range(2):
+        x = torch.randn(3, 3, 40, 32, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(ours(x), model(x), rtol=1e-3, atol=1e-4)
+    running = torch.stack([model.layer2[0].bn2.running_mean, model.layer2[0].bn2.running_var])
+    torch.testing.assert_close(ours.layer2[0].bn2.running, running, rtol=1e-3, atol=1e-5)
+
+
+def test_frozen_batch_norms_are_read_and_stay_frozen():
+    frozen = load_torchvision().ops.FrozenBatchNorm2d(6)
+    for t in frozen.buffers():
+        t.uniform_(0.5, 2)
+    model, x = nn.Sequential(frozen), torch.randn(2, 6, 3, 3)
+    ours = convert(model, "batch")
+    torch.testing.assert_close(ours.eval()(x), model(x))
+    assert [p.requires_grad for p in ours.parameters()] == [False, False]
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As in timm: a norm with parts of its own."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+def test_norms_that_cannot_be_read_are_named_and_stay():
+    model = nn.Sequential(nn.BatchNorm2d(4), BatchNormAct2d(4), nn.InstanceNorm2d(4))
+    with pytest.warns(
+        UserWarning, match=r"cannot read: 1 \(no reader for .* BatchNormAct2d\), 2 \(.*InstanceNorm2d\)"
+    ) as seen:
+        converted = convert(model, "un")
+    assert seen[0].filename == __file__
+    assert [type(m).__name__ for m in converted] == ["UN", "BatchNormAct2d", "InstanceNorm2d"]
+    assert set(unreadable(model)) == {"1", "2"}
+    convert(model, {"0": "un"})  # what nobody asked for is not missed
+    convert(model, "un", where=lambda name, module: name == "0")
+    with pytest.raises(ValueError, match="BatchNormAct2d"):
+        convert(model[1:], "un")
+
+
+def test_layers_that_have_no_shape_yet_are_no_obstacle():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LayerNorm(4), nn.LazyBatchNorm1d())
+    assert set(unreadable(model)) == {"2"}
+    with pytest.warns(UserWarning, match=r"cannot read: 2 \(.*LazyBatchNorm1d\)"):
+        convert(model, "un", inplace=True)
+    assert model(torch.randn(3, 5)).shape == (3, 4)
+    assert convert(nn.Sequential(nn.LazyLinear(4), nn.LayerNorm(4)), "un")(torch.randn(3, 5)).shape == (3, 4)
+
+
+def test_synchronised_norms_stay_synchronised():
+    model = nn.Sequential(nn.SyncBatchNorm(6))
+    assert convert(model, "un")[0].spec == "un(sync=True)"
+    assert convert(model, "un(sync=False)")[0].spec == "un"
+    assert convert(convert(model, "pnv"), "layer")[0].spec == "layer"
