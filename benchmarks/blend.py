@@ -32,8 +32,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.environment import where
 from normkit.lab.train.run import load, train
 from normkit.lab.train.tasks import TASKS
-from normkit.transforms import blend, calibrate, convert, settle
-from normkit.transforms.fold import fold
+from normkit.transforms import blend, calibrate, convert, fold, settle
 
 CALIBRATION = 200
 LR = 1e-3  # a third of the recipe's peak

@@ -21,8 +21,7 @@ from normkit.lab.models.config import Model
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.models.vit import TinyViT
-from normkit.transforms import convert, find, to_rms
-from normkit.transforms.fold import fold
+from normkit.transforms import convert, find, fold, to_rms
 
 SPECS = ("as it is", "un", "batch", "power(groups=0)", "power(groups=2)")
 TITLES = {

@@ -67,8 +67,7 @@ def variant(name: str, norm: str):
     import torch
 
     from normkit.norms import StatNorm
-    from normkit.transforms import convert
-    from normkit.transforms.fold import fold
+    from normkit.transforms import convert, fold
 
     model, kwargs = make(name)
     if norm == "layer":

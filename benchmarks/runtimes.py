@@ -20,8 +20,7 @@ from normkit.lab.models.config import Model
 from normkit.lab.models.vit import TinyViT
 from normkit.lab.train.environment import where
 from normkit.norms import Norm, StatNorm
-from normkit.transforms import convert, export
-from normkit.transforms.fold import fold
+from normkit.transforms import convert, export, fold
 
 RUNTIMES = {"onnx": "onnxruntime", "pt2": "torch", "xml": "openvino", "pte": "executorch"}
 PAGE = """# Exported files

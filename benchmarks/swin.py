@@ -32,8 +32,7 @@ from normkit.lab.models.detection import detector
 from normkit.lab.models.torchvision_ops import load_torchvision, torchvision_operators
 from normkit.lab.timing import ratio, rounds_of
 from normkit.lab.train.environment import where
-from normkit.transforms import calibrate, convert, find
-from normkit.transforms.fold import fold
+from normkit.transforms import calibrate, convert, find, fold
 
 ROOT = Path(__file__).parents[1]
 NORMS = ("layer", "rms", "un", "folded")

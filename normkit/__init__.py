@@ -26,8 +26,7 @@ from normkit.norms import (
     make,
     options,
 )
-from normkit.transforms import audit, blend, calibrate, convert, export, find, settle, to_rms
-from normkit.transforms.fold import fold
+from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, settle, to_rms
 from normkit.watch import diagnose, record
 
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ from third_party_models import randomize
 from torch import Tensor, nn
 
 from normkit.norms import Norm, make
-from normkit.transforms.fold import fold
+from normkit.transforms import fold
 
 DIM = 6
 

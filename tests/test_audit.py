@@ -6,8 +6,7 @@ from third_party_models import CASES, case_of, randomize
 from torch import nn
 
 from normkit.norms import make
-from normkit.transforms import audit, convert
-from normkit.transforms.fold import fold
+from normkit.transforms import audit, convert, fold
 
 
 def positions(name: str, spec: str = "layer") -> dict[str, str]:

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normkit.norms import NORMS, UN, LayerNorm, make
-from normkit.transforms import Blend, blend, calibrate, convert, settle
-from normkit.transforms.fold import fold
+from normkit.transforms import Blend, blend, calibrate, convert, fold, settle
 
 DIM = 6
 

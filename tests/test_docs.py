@@ -69,7 +69,7 @@ def test_the_tables_of_laws_name_every_norm():
 
 
 def test_measured_figures_of_the_readme_are_those_of_the_files():
-    spec = importlib.util.spec_from_file_location("measured", ROOT / "docs" / "measured.py")
+    spec = importlib.util.spec_from_file_location("measured", ROOT / "scripts" / "measured.py")
     assert spec is not None
     assert spec.loader is not None
     measured = importlib.util.module_from_spec(spec)

@@ -9,9 +9,8 @@ from third_party_models import CASES, case_of, randomize
 from torch import Tensor, nn
 
 from normkit.norms import make
-from normkit.transforms import convert, export
+from normkit.transforms import convert, export, fold
 from normkit.transforms.export import operations_of, program_of
-from normkit.transforms.fold import fold
 
 MODELS = ["hf_vit", "bert", "t5", "torch_encoder_pre", "torchvision_swin"]
 OTHERWISE = {  # divisions and means that are no norm's

@@ -8,8 +8,7 @@ from third_party_models import CASES, case_of, randomize, tokens
 from torch import Tensor, nn
 
 from normkit.norms import NORMS, Norm, make
-from normkit.transforms import convert
-from normkit.transforms.fold import fold
+from normkit.transforms import convert, fold
 
 # -- foreign models ---------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,7 @@ from third_party_models import CASES, pixels, randomize, tokens
 from torch import Tensor, nn
 
 from normkit.norms import StatNorm, make
-from normkit.transforms import calibrate, convert
-from normkit.transforms.fold import fold
+from normkit.transforms import calibrate, convert, fold
 from normkit.transforms.fold.rewrite import Affine
 from normkit.transforms.fold.verify import Double, error, variants
 

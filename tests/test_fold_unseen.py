@@ -7,8 +7,7 @@ from fold_cases import DIM, check
 from torch import Tensor, nn
 
 from normkit.norms import make
-from normkit.transforms import convert, to_rms
-from normkit.transforms.fold import fold
+from normkit.transforms import convert, fold, to_rms
 from normkit.transforms.fold.rewrite import Affine
 from normkit.transforms.fold.verify import error, variants
 

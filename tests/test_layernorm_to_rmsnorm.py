@@ -9,8 +9,7 @@ from normkit.lab.models.config import Model
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.models.vit import TinyViT
 from normkit.norms import LayerNorm, RMSNorm
-from normkit.transforms import to_rms
-from normkit.transforms.fold import fold
+from normkit.transforms import fold, to_rms
 
 DIM = 6
 RMS = {"gpt2": "5 of 5", "hf_vit": "5 of 5", "timm_deit": "5 of 5", "torchvision_vit": "5 of 5", "bert": "1 of 6",

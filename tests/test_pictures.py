@@ -20,8 +20,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.run import Loaded, load, save
 from normkit.norms import NORMS, LayerNorm, Norm, make
-from normkit.transforms import find
-from normkit.transforms.fold import fold
+from normkit.transforms import find, fold
 
 ISSUE = ("layer", "batch", "mabn", "pnv", "power(groups=0)", "un", "un(outlier_filtration=True)")
 FROZEN = ("batch", "mabn", "pnv", "power(groups=0)", "un")  # their statistics are constants at inference

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("results_page", ROOT / "docs" / "results.py")
+    spec = importlib.util.spec_from_file_location("results_page", ROOT / "scripts" / "results_page.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -107,14 +107,14 @@ def borrows(x: Tensor) -> bool:
 
 def load() -> ModuleType:
     """The kernels, imported on first use."""
-    import normkit.kernels.triton as ours
+    from normkit.kernels import triton as ours
 
     return ours
 
 
 def load_native() -> ModuleType:
     """Our kernels for CPUs; compiled when the first of them is called, not yet by this."""
-    import normkit.kernels.cpu as ours
+    from normkit.kernels import cpu as ours
 
     return ours
 

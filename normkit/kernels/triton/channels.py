@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import normkit.kernels.triton.channel_kernels as channel_kernels
+from normkit.kernels.triton import channel_kernels
 from normkit.kernels.triton.launch import Launch, cdiv, column_launch, power_of_2
 from normkit.kernels.triton.rows import as_rows, blank, finish, on, partial, whole
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import normkit.kernels.triton.channel_kernels as channel_kernels
-import normkit.kernels.triton.rule_kernels as rule_kernels
 from normkit.kernels.kernel_rule import Decided, KernelRule, moved
+from normkit.kernels.triton import channel_kernels, rule_kernels
 from normkit.kernels.triton.channels import flags
 from normkit.kernels.triton.launch import Launch, cdiv, column_launch, power_of_2
 from normkit.kernels.triton.rows import as_rows, on, partial, whole

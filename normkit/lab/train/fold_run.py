@@ -10,8 +10,7 @@ from normkit.lab.train.build import BUILDERS
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import Loaded
 from normkit.norms import NoNorm, parse
-from normkit.transforms import Audit, Outcome, Report, audit
-from normkit.transforms.fold import fold
+from normkit.transforms import Audit, Outcome, Report, audit, fold
 
 
 def audit_run(loaded: Loaded) -> Audit:
