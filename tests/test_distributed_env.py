@@ -157,7 +157,7 @@ def test_a_run_of_a_study_may_have_several_devices(tmp_path):
 
         from normkit.lab.studies.progress import Board
 
-        table, _ = runner.runner(study, "pocket", tmp_path, plan, workers, Board(Console(quiet=True), [], 1))
+        table, _ = runner.run_study(study, "pocket", tmp_path, plan, workers, Board(Console(quiet=True), [], 1))
     (ours,), (diverged,) = [row["cells"][0]["runs"] for row in table["rows"]]
     assert ours["status"] == "done"
     assert diverged["status"].startswith("diverged at step ")

@@ -309,7 +309,7 @@ def test_statistics_are_read_off_recorded_rows(tmp_path):
 def run_study(study, out, engine=None, **more):
     plan = runner.plan(study, "pocket", out, **more)
     with engine or Workers(1, lambda *_: None) as workers:
-        return plan, *runner.runner(study, "pocket", out, plan, workers, board(), "normkit study toy")
+        return plan, *runner.run_study(study, "pocket", out, plan, workers, board(), "normkit study toy")
 
 
 class Here:

@@ -44,7 +44,9 @@ def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"needs 1 GPU; this Ray cluster has 0"):
             cluster.submit("on a GPU", noted_job, gpu, un, "")
         killer.start()
-        table, interrupted = runner.runner(STUDY, "pocket", tmp_path, plan, cluster, Board(Console(quiet=True), [], 1))
+        table, interrupted = runner.run_study(
+            STUDY, "pocket", tmp_path, plan, cluster, Board(Console(quiet=True), [], 1)
+        )
     over.set()
     killer.join()
     assert killed, (un / "failed.txt").read_text(encoding="utf8") if (un / "failed.txt").is_file() else "never seen"

@@ -46,7 +46,7 @@ def test_runs_go_on_from_their_checkpoints_where_a_process_is_killed(tmp_path, m
     killer = threading.Thread(target=kill_one, args=(un, killed, over))
     killer.start()
     with Workers(2, lambda title, tick: told.append(tick.stage)) as engine:
-        made, _ = runner.runner(STUDY, "pocket", tmp_path, plan, engine, Board(Console(quiet=True), [], 1))
+        made, _ = runner.run_study(STUDY, "pocket", tmp_path, plan, engine, Board(Console(quiet=True), [], 1))
     over.set()
     killer.join()
     assert killed

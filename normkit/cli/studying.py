@@ -81,7 +81,7 @@ def _study(given: dict[str, Any], command: str) -> int:
         for why in plan.missing:
             board.say(f"left out: {why}")
         with runner.engine(plan, given["processes"], given["ray"], board) as engine:
-            made, interrupted = runner.runner(study, scale, out, plan, engine, board, command)
+            made, interrupted = runner.run_study(study, scale, out, plan, engine, board, command)
     write(table.text(made))
     tables = out / scale / "tables"
     write(f"written to {tables / study.id}.txt, .md and .json")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """Runs of a study by their folders: those to train, in this order; how many are finished; what data is missing."""
 
     todo: dict[Path, Run]
@@ -31,7 +31,7 @@ class Plan:
     """A line for each source of data that is not here, at scale paper not as a whole, whose runs are left out."""
 
 
-def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> Plan:
+def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> StudyPlan:
     """What is left to train, seed by seed so that a table is whole early.
 
     ValueError where nothing can be run at this scale, or no data is here, or a folder holds a run of other settings.
@@ -55,7 +55,7 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
     if missing and len(missing) == len({run.data for run in runs.values()}):
         raise ValueError("; ".join(missing.values()))
     kept = {folder: run for folder, run in todo.items() if run.data not in missing}
-    return Plan(kept, len(runs) - len(todo), tuple(missing.values()))
+    return StudyPlan(kept, len(runs) - len(todo), tuple(missing.values()))
 
 
 def _absence(run: Run, whole: bool) -> str:
@@ -83,7 +83,7 @@ def finished(folder: Path, run: Run) -> bool:
     return not result["status"].startswith("interrupted")
 
 
-def engine(plan: Plan, processes: int, ray: str | None, board: Board) -> "Engine":
+def engine(plan: StudyPlan, processes: int, ray: str | None, board: Board) -> "Engine":
     """What to train a plan with: processes here, or Ray at an address. ValueError where a GPU is missing here."""
     if ray is not None:
         from normkit.lab.studies.ray_workers import Cluster
@@ -99,8 +99,8 @@ def engine(plan: Plan, processes: int, ray: str | None, board: Board) -> "Engine
     return Workers(processes, board.tell)
 
 
-def conduct(
-    study: Study, scale: str, out: Path, plan: Plan, engine: "Engine", board: Board, command: str = ""
+def run_study(
+    study: Study, scale: str, out: Path, plan: StudyPlan, engine: "Engine", board: Board, command: str = ""
 ) -> tuple[Table, bool]:
     """Train what a plan has left; returns the table of all that is there, and whether it was interrupted.
 
