@@ -22,6 +22,7 @@ from normkit.lab.studies.recipes import g2p_cmudict, mt_multi30k, vit_digits
 from normkit.lab.studies.recipes_images import cifar10_resnet20
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import load, train
+from normkit.text import align
 from normkit.watch import cka
 from normkit.watch.rows import Appender
 
@@ -97,9 +98,7 @@ def numbers(out: Path) -> str:
             kept = [peak for quantity, peak in zip(columns, peaks, strict=True) if quantity != "stray_mean"]
             count = "first" if which == "first" else f"all {len(run.sites('distance_mean', *BATCH_NORMS))}"
             lines.append([run.settings["name"], count, *(f"{m:.2g}" for m in middles), *(f"{p:.1f}" for p in kept)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*table, "", *(origin(path.name, result) for path, result in chosen.items())])
+    return "\n".join([align(lines), "", *(origin(path.name, result) for path, result in chosen.items())])
 
 
 def settled(values: dict, steps: int) -> list[float]:

@@ -32,6 +32,7 @@ from normkit.lab.models.detection import detector
 from normkit.lab.models.torchvision_ops import load_torchvision, torchvision_operators
 from normkit.lab.timing import ratio, rounds_of
 from normkit.lab.train.environment import where
+from normkit.text import align
 from normkit.transforms import calibrate, convert, find, fold
 
 ROOT = Path(__file__).parents[1]
@@ -220,10 +221,7 @@ def claims(rows: list[dict]) -> list[str]:
 
 def table(rows: list[dict]) -> str:
     """All rows as text."""
-    lines = [HEAD, *map(cells, rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(HEAD))]
-    told = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return "\n".join([*told, "", *claims(rows)])
+    return "\n".join([align([HEAD, *map(cells, rows)]), "", *claims(rows)])
 
 
 BEGIN, END = "<!-- table 8 -->\n", "<!-- end of table 8 -->"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from normkit.cli.line import parse_arguments, write
+from normkit.text import align
 
 KINDS = ("ratios", "blocks", "pieces")  # of files with ratios to LayerNorm
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "pnv", "batch", "un")
@@ -99,13 +100,11 @@ def _explained(rows: list[dict]) -> str:
     head = ("norm", "phase", "forward: ops", "moves", "backward: ops", "moves", "what ran")
     order = ("norm", "phase", "forward", "forward_touched", "backward", "backward_touched", "ran")
     lines = [head, *([str(row[key]) for key in order] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     note = (
         "moves: memory that operations touch, in activations. native: kernels in C++; fused: PyTorch's own; "
         "reference: plain operations"
     )
-    return "\n".join([*text, "", note])
+    return "\n".join([align(lines), "", note])
 
 
 def _show(found: dict[str, list[dict]], out: Path | None, measured: bool) -> None:

@@ -6,6 +6,8 @@ import shlex
 import sys
 from typing import Any
 
+from normkit.text import escape
+
 BAD_INPUT, INTERRUPTED = 2, 130
 
 
@@ -49,11 +51,11 @@ def typed(*words: str) -> str:
 
 
 def write(text: str) -> None:
-    """A line, or several, of what was asked for."""
-    sys.stdout.write(text + "\n")
+    """Write a line, or several, to standard output; control characters, which files may hold, are escaped."""
+    sys.stdout.write(escape(text, keep="\n") + "\n")
 
 
 def complain(text: str, status: int = BAD_INPUT) -> int:
     """One line of what went wrong; the exit status that says so."""
-    sys.stderr.write(f"normkit: {' '.join(text.split())}\n")
+    sys.stderr.write(f"normkit: {escape(' '.join(text.split()))}\n")
     return status

@@ -12,6 +12,7 @@ from normkit.kernels import channels, rows
 from normkit.kernels.async_counter import AsyncCounter
 from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
 from normkit.norms._require import is_int, is_number, require, require_count
+from normkit.text import format_spec
 
 
 class Split(NamedTuple):
@@ -99,7 +100,7 @@ class Norm(nn.Module):
         kind = next((kind for kind in type(self).__mro__ if kind in names), type(self))
         name, defaults = names.get(kind, kind.__name__), option_defaults(kind)
         changed = {key: self.option(key) for key in defaults if self.option(key) != defaults[key]}
-        return name + (f"({', '.join(f'{key}={value!r}' for key, value in changed.items())})" if changed else "")
+        return format_spec(name, changed)
 
     def option(self, name: str) -> object:
         """The value that this norm has for one of its options."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.text import align
 from normkit.transforms.checks import refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import find, unreadable
 from normkit.transforms.fold.plan import FoldPlanner, Outcome, Plan
@@ -233,8 +234,4 @@ def table(rows: tuple[Outcome, ...]) -> str:
     for row in rows:
         said = "; ".join(part for part in (", ".join(row.into), row.why) if part)
         lines.append((row.name or "(the model)", row.norm, row.position, row.action, said, f"{row.saved:,}"))
-    widths = [max(len(line[i]) for line in lines) for i in range(5)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line[:5], widths, strict=True)), line[5]])
-        for line in lines
-    )
+    return align(lines)

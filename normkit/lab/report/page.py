@@ -16,7 +16,8 @@ from normkit.files import write_whole
 from normkit.lab.report import rows, study_tables, summary
 from normkit.lab.report.curves import losses, thin
 from normkit.lab.report.settings import Results, groups, job, labels, split
-from normkit.lab.report.verdict import sentences, some
+from normkit.lab.report.verdict import sentences
+from normkit.text import truncate
 
 TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 3_000_000  # bytes of a page
@@ -141,7 +142,7 @@ def _said(lines: Mapping[Path, Sequence[str]], names: dict[Any, str]) -> dict[st
     for folder, found in lines.items():
         for sentence in found if folder in names else ():
             said.setdefault(sentence, []).append(names[folder])
-    return {sentence: some(about) for sentence, about in said.items()}
+    return {sentence: truncate(about) for sentence, about in said.items()}
 
 
 def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from normkit.text import escape
+
 Result = Mapping[str, Any]
 Results = Mapping[Any, Result]
 """Results by the folder of each, as `normkit.lab.report.results.find` returns them."""
@@ -82,7 +84,7 @@ def labels(results: Results) -> dict[Any, str]:
     for (folder, model), spec in zip(models.items(), specs, strict=True):
         rules = [f"{pattern}: {norm}" for pattern, norm in (model.get("norm_at") or {}).items()]
         parts = [spec, *(["FixNorm"] if model.get("fixnorm") else [])]
-        names[folder] = printable(" + ".join(parts) + (f" ({'; '.join(rules)})" if rules else ""))
+        names[folder] = escape(" + ".join(parts) + (f" ({'; '.join(rules)})" if rules else ""))
     for name in _twice(names.values()):
         same = [folder for folder in names if names[folder] == name]
         _, different = split([results[folder]["run"] for folder in same])
@@ -93,28 +95,19 @@ def labels(results: Results) -> dict[Any, str]:
         for place, folder in enumerate(same):
             found = different if alone is None else {alone: different[alone]}
             telling = [
-                printable(str(values[place]) if key == "data" else f"{key}={values[place]}")
+                escape(str(values[place]) if key == "data" else f"{key}={values[place]}")
                 for key, values in found.items()
                 if key not in NAMING
             ]
             names[folder] = ", ".join([name, *telling])
     for name in _twice(names.values()):
         for folder in [folder for folder in names if names[folder] == name]:
-            names[folder] = printable(f"{name}, {folder}")
+            names[folder] = escape(f"{name}, {folder}")
     return names
 
 
 def _all_differ(values: Sequence[Any], of: Sequence[Any]) -> bool:
     return len(set(map(repr, values))) == len(of)
-
-
-def printable(text: str) -> str:
-    """Text without what could move a cursor, turn a line around or cannot be written: line ends, escapes, surrogates.
-
-    >>> printable("un\\x1b[31m")
-    'un?[31m'
-    """
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _twice(names: Iterable[str]) -> list[str]:

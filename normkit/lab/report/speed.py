@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from normkit.lab.report import canvas
+from normkit.text import align
 
 Rows = Sequence[dict[str, Any]]
 NEEDED = {  # kind of file -> columns that it is known by
@@ -74,9 +75,7 @@ def table(rows: Rows) -> str:
             row = cells.get((norm, *head))
             line.append(f"{float(row['ratio']):.2f} ({float(row['low']):.2f}-{float(row['high']):.2f})" if row else "")
         lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join(["time over nn.LayerNorm's (20th to 80th percentile)", *text])
+    return "\n".join(["time over nn.LayerNorm's (20th to 80th percentile)", align(lines)])
 
 
 def ratios(rows: Rows, path: str | Path) -> Path:

@@ -5,8 +5,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from normkit.lab.report.settings import PICTURES, Result, Results, groups, job, labels, printable
+from normkit.lab.report.settings import PICTURES, Result, Results, groups, job, labels
 from normkit.lab.report.verdict import sentences
+from normkit.text import align, escape
 
 WIDTH = 120
 LEAST_LABEL = 8
@@ -79,7 +80,7 @@ def _speed(key: str, pictures: bool) -> Callable[[Result], Cell]:
 
 
 def _foldable(result: Result) -> Cell:
-    text = printable((result.get("fold") or {}).get("foldable") or NONE)
+    text = escape((result.get("fold") or {}).get("foldable") or NONE)
     first, _, last = text.partition(" of ")
     return Cell(text, int(first) / int(last) if first.isdecimal() and last.isdecimal() and int(last) else None)
 
@@ -117,7 +118,7 @@ COLUMNS = (
         )
     ),
     Column("", "foldable", "norms that vanish when the model is folded", _foldable),
-    Column("", "status", "how the run ended", lambda result: Cell(printable(result["status"]))),
+    Column("", "status", "how the run ended", lambda result: Cell(escape(result["status"]))),
 )
 
 
@@ -192,13 +193,8 @@ def _table(results: Results, names: dict[Any, str]) -> str:
     widths = [max(len(line[place]) for line in lines) for place in range(len(shown))]
     room = max(LEAST_LABEL, WIDTH - sum(width + 2 for width in widths))
     heads = ["", "norm", *(_cut(names[folder], room) for folder in results)]
-    first = max(map(len, heads))
-    aligned = []
-    for head, line in zip(heads, lines, strict=True):
-        rest = [_align(*place) for place in zip(line, widths, shown, strict=True)]
-        aligned.append("  ".join([head.ljust(first), *rest]).rstrip())
-    rule = "-" * max(map(len, aligned))
-    return "\n".join([*aligned[:2], rule, *aligned[2:]])
+    right = [place for place, column in enumerate(shown, 1) if column.title != "status"]
+    return align([[head, *line] for head, line in zip(heads, lines, strict=True)], right, heads=2)
 
 
 def _brief(column: Column, cell: Cell) -> str:
@@ -208,7 +204,3 @@ def _brief(column: Column, cell: Cell) -> str:
 
 def _cut(label: str, room: int) -> str:
     return label if len(label) <= room else label[: room - 3] + "..."
-
-
-def _align(cell: str, width: int, column: Column) -> str:
-    return cell.ljust(width) if column.title == "status" else cell.rjust(width)

@@ -3,13 +3,13 @@
 import math
 from typing import Any, NamedTuple
 
-from normkit.lab.report.settings import Result, Results, groups, job, labels, printable, split
+from normkit.lab.report.settings import Result, Results, groups, job, labels, split
+from normkit.text import escape, truncate
 
 SEQUENCES = ("g2p", "mt")  # tasks whose batches may be of one length
 ERRORS = 2  # differences count from so many sampling errors on
 EXPECTED = {"name", "command", "model.norm", "model.norm_at", "model.fixnorm"}
 HUNDREDTH = 0.01
-NAMED = 6  # runs in one sentence
 
 
 class Metric(NamedTuple):
@@ -53,7 +53,7 @@ def sentences(results: Results) -> list[str]:
     found = []
     for kind in kinds:
         lead = f"{' on '.join(job(next(iter(kind.values()))))}: " if len(kinds) > 1 else ""
-        found += [printable(lead + sentence) for sentence in _group(kind, names)]
+        found += [escape(lead + sentence) for sentence in _group(kind, names)]
     return found
 
 
@@ -219,18 +219,9 @@ def _mixture(results: Results) -> list[str]:
 
 
 def _listed(folders: list[Any], scores: dict[Any, Score], names: dict[Any, str]) -> str:
-    return ", ".join(some([f"{names[folder]} {scores[folder].text()}" for folder in folders]))
+    return ", ".join(truncate([f"{names[folder]} {scores[folder].text()}" for folder in folders]))
 
 
 def _and(names: list[str]) -> str:
-    names = some(names)
+    names = truncate(names)
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def some(names: list[str]) -> list[str]:
-    """So many as one reads; the table has the others.
-
-    >>> some(["a"] * 9)[-2:]
-    ['a', '3 more']
-    """
-    return names if len(names) <= NAMED + 1 else [*names[:NAMED], f"{len(names) - NAMED} more"]

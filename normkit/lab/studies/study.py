@@ -14,6 +14,7 @@ from normkit.lab.studies.recipes import RECIPES
 from normkit.lab.train.config import Run
 from normkit.names import pick
 from normkit.norms import options, parse
+from normkit.text import format_spec
 
 SCALES = ("pocket", "gpu", "paper")
 ELSEWHERE = ("name", "device", "threads")  # settings that say where a run was made, not what it is
@@ -179,7 +180,7 @@ def with_options(spec: str, more: Settings) -> str:
     own = options(name)
     if not more.keys() & own.keys() - given.keys():
         return spec
-    return f"{name}({', '.join(f'{key}={({**more, **given})[key]!r}' for key in own if key in given or key in more)})"
+    return format_spec(name, {key: {**more, **given}[key] for key in own if key in given or key in more})
 
 
 def warmed(spec: str, warmup: int) -> str:
@@ -199,7 +200,7 @@ def warmed(spec: str, warmup: int) -> str:
         stretch = warmup / int(str(own["warmup"]))
         longer = {key: round(int(str(own[key])) * stretch) for key in AFTER_WARMUP if key in own}
         given = {**given, "warmup": warmup, **{key: value for key, value in longer.items() if key not in given}}
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" if given else spec
+    return format_spec(name, given) if given else spec
 
 
 def warm(run: Run) -> Run:

@@ -12,9 +12,9 @@ from typing import Any
 
 from normkit.files import write_whole
 from normkit.lab.report import results
-from normkit.lab.report.settings import printable
 from normkit.lab.studies.metrics import METRICS
 from normkit.lab.studies.study import Cell, Column, Study, differences, expand, seeded, seeds
+from normkit.text import align, escape
 
 SCHEMA = 1
 FAILURE = "failed.txt"  # what a run folder has in place of a result, where training raised an error
@@ -138,7 +138,7 @@ def cell_text(cell: Mapping[str, Any], digits: int) -> str:
         spread = "" if cell["spread"] is None else f" ± {cell['spread']:,.{digits}f}"
         parts.append(f"{cell['mean']:,.{digits}f}{spread} ({cell['n']})")
     bad = [run["status"].split(": ")[0] for run in cell["runs"] if run["status"] != "done"]
-    parts += [printable(status) if len(cell["runs"]) == 1 else f"{len(bad)} of {len(cell['runs'])} {status}"
+    parts += [escape(status) if len(cell["runs"]) == 1 else f"{len(bad)} of {len(cell['runs'])} {status}"
               for status in bad[:1]]  # fmt: skip
     return "; ".join(parts) or "no such score"
 
@@ -149,7 +149,7 @@ def grid(table: Table) -> tuple[list[tuple[str, str]], list[list[str]]]:
     heads, shown = [("", "")], []
     for place in places:
         cells = [row["cells"][place] for row in table["rows"]]
-        title = printable(table["columns"][place]["title"])
+        title = escape(table["columns"][place]["title"])
         printed, run = any(cell["printed"] for cell in cells), any(cell["runs"] for cell in cells)
         shown.append((printed, run or not printed))
         heads += [
@@ -159,7 +159,7 @@ def grid(table: Table) -> tuple[list[tuple[str, str]], list[list[str]]]:
         ]
     rows = []
     for row in table["rows"]:
-        line = [printable(row["label"])]
+        line = [escape(row["label"])]
         for place in places:
             cell = row["cells"][place]
             texts = (cell["printed"] or NONE, cell_text(cell, table["columns"][place]["digits"]))
@@ -172,11 +172,8 @@ def text(table: Table) -> str:
     """The table, where it comes from, how the order of its rows compares with the paper's: what a command prints."""
     heads, rows = grid(table)
     lines = [[head for head, _ in heads], [whose for _, whose in heads], *rows]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-    told = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
-    rule = "-" * max(map(len, told))
     notes = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in remarks(table)]
-    return "\n".join([heading(table), "", *told[:2], rule, *told[2:], "", *notes]) + "\n"
+    return "\n".join([heading(table), "", align(lines, right=range(1, len(heads)), heads=2), "", *notes]) + "\n"
 
 
 def markdown(table: Table, commands: bool = True) -> str:
@@ -217,7 +214,7 @@ def remarks(table: Table, commands: bool = True) -> list[str]:
         commits = sorted({_commit(run) for run in made})
         lines += [f"Device: {'; '.join(machines)}. Commit: {', '.join(commits)}."] if made else []
         failed = {run["folder"]: run["status"] for run in runs if run["status"].startswith("failed: ")}
-        lines += [f"{folder} {printable(status)}" for folder, status in failed.items()]
+        lines += [f"{folder} {escape(status)}" for folder, status in failed.items()]
         if commands:
             typed = list(dict.fromkeys(run["command"] for run in made if run["command"]))
             lines += [f"Command{'s' * (len(typed) > 1)}: {'; '.join(typed)}"] if typed else []

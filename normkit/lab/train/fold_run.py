@@ -10,6 +10,7 @@ from normkit.lab.train.build import BUILDERS
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import Loaded
 from normkit.norms import NoNorm, parse
+from normkit.text import format_spec
 from normkit.transforms import Audit, Outcome, Report, audit, fold
 
 
@@ -72,5 +73,5 @@ def _left(fate: Outcome) -> str:
         return "nonorm(affine=True)"
     if fate.action == "gain folded":
         name, given = parse(fate.norm)
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in {**given, 'affine': False}.items())})"
+        return format_spec(name, {**given, "affine": False})
     return fate.norm
