@@ -391,7 +391,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(bare):
 
 
 def test_the_environment_chooses(tmp_path):
-    code = "import torch; from normkit.kernels import backend as b, rows; rows.rms(torch.ones(2, 4), None, None, 0.0)"
+    code = "import torch; from normkit.kernels import dispatch as b, rows; rows.rms(torch.ones(2, 4), None, None, 0.0)"
     for choice, ended, said in (("reference", 0, "{'reference rms': 1}"), ("fastest", 1, "it is 'fastest'")):
         done = subprocess.run(
             [sys.executable, "-c", code + "; print(dict(b.ran))"],

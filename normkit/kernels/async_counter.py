@@ -11,8 +11,8 @@ class AsyncCounter:
     the answer may come a step or two late, and is never wrong. While a CUDA graph is captured nothing is copied.
     Whoever sets the counter back makes a new one of these.
 
-    >>> glimpse, counter = Glimpse(), torch.tensor(3)
-    >>> glimpse.at_least(4, counter), glimpse.at_least(3, counter)
+    >>> seen, counter = AsyncCounter(), torch.tensor(3)
+    >>> seen.at_least(4, counter), seen.at_least(3, counter)
     (False, True)
     """
 

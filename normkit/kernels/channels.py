@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from normkit.kernels import dispatch, fused
 from normkit.kernels.kernel_rule import Decided, KernelRule, find_kernel_rule
+from normkit.kernels.step_statistics import StepStatistics
 
 
 def moments(
@@ -128,87 +129,100 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return outer
 
 
-class Standardize(torch.autograd.Function):
-    """`y = weight * (post * z + shift) + bias` with `z = (x - mean) / sqrt(var + eps)`, the statistics given.
+class StandardizeOptions(NamedTuple):
+    """Arguments of `Standardize` that have no gradient, beside the statistics.
 
-    The backward pass removes the gradient statistics that `rule` chooses (`s0` of `g`, `s1` of `g * z`):
-    `dx = back * (g - s0 - z * s1) / sqrt(var + eps)` with `g = gain * post * weight * dy`. Rows of padding take part
-    in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
+    Attributes:
+        norm: Decides which gradient statistics to remove.
+        mask: `[...]`, True where a row is real.
+        groups: Groups of layer-scale that the kernels apply on their way.
+        one_pass: The statistics were known before this batch was read.
+        y: The output, if a kernel has already written it.
+    """
+
+    norm: GradRule
+    mask: Tensor | None
+    groups: int = 0
+    one_pass: bool = False
+    y: Tensor | None = None
+
+
+class Standardize(torch.autograd.Function):
+    """`y = weight * (output_scale * z + output_shift) + bias`, `z = (x - mean) / sqrt(var + eps)`, statistics given.
+
+    The backward pass removes the gradient statistics that the norm chooses (`s0` of `g`, `s1` of `g * z`):
+    `dx = dx_scale * (g - s0 - z * s1) / sqrt(var + eps)` with `g = grad_scale * output_scale * weight * dy`. Rows of
+    padding take part in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        rule,
-        groups,
-        one_pass,
-        x,
-        weight,
-        bias,
-        mask,
-        stat,
-        count,
-        step,
-        output_scale,
-        shift,
-        grad_scale,
-        dx_scale,
-        y,
-        *saved,
-    ):  # noqa: D102
-        ctx.rule, ctx.groups, ctx.one_pass, ctx.has_bias = rule, groups, one_pass, bias is not None
-        ctx.save_for_backward(x, weight, mask, stat, count, step, output_scale, shift, grad_scale, dx_scale, *saved)
+    def forward(ctx, x, weight, bias, statistics, options):  # noqa: D102
+        norm, mask, groups, one_pass, y = options
+        ctx.norm, ctx.groups, ctx.one_pass, ctx.has_bias = norm, groups, one_pass, bias is not None
+        ctx.save_for_backward(x, weight, mask, *statistics.tensors())
         if y is not None:
-            ctx.mark_dirty(y)  # else it would be a view of an argument, which nobody may then change in place
             return y
-        if kernels(x, stat.dtype, "standardize"):
-            return dispatch.load().standardize(x, stat, rule.eps, rule.center, weight, bias, output_scale, shift)[0]
-        return standardize(x, stat, rule.eps, rule.center, weight, bias, output_scale, shift, groups=groups)[0]
+        given = (
+            x,
+            statistics.value,
+            norm.eps,
+            norm.center,
+            weight,
+            bias,
+            statistics.output_scale,
+            statistics.output_shift,
+        )
+        if kernels(x, statistics.value.dtype, "standardize"):
+            return dispatch.load().standardize(*given)[0]
+        return standardize(*given, groups=groups)[0]
 
     @staticmethod
     @_once
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
-        x, weight, mask, stat, count, step, output_scale, shift, grad_scale, dx_scale, *saved = ctx.saved_tensors
-        rule = ctx.rule
-        on_gpu = kernels(x, stat.dtype, "standardize_grad")
-        plain = grad_scale is None and dx_scale is None and x.numel() > 0 and not torch.compiler.is_compiling()
-        native = _native(dy, x, stat.dtype, ctx.groups)
-        if (on_gpu or native) and plain and (kernel_rule := find_kernel_rule(rule)):
-            saved, (own, more) = tuple(saved), (dispatch.load(), ()) if on_gpu else (native, (ctx.groups,))
+        x, weight, mask, *tensors = ctx.saved_tensors
+        norm, statistics = ctx.norm, StepStatistics.from_tensors(tensors)
+        value, output_scale, grad_scale = statistics.value, statistics.output_scale, statistics.grad_scale
+        on_gpu = kernels(x, value.dtype, "standardize_grad")
+        plain = grad_scale is None and statistics.dx_scale is None and x.numel() > 0
+        plain = plain and not torch.compiler.is_compiling()
+        native = _native(dy, x, value.dtype, ctx.groups)
+        if (on_gpu or native) and plain and (kernel_rule := find_kernel_rule(norm)):
+            own, more = (dispatch.load(), ()) if on_gpu else (native, (ctx.groups,))
             assert own is not None
-            dx, dweight, dbias = own.differentiate(
-                rule, kernel_rule, dy, x, weight, mask, stat, count, step, output_scale, shift, saved,
-                rule.grad_known_in_advance(saved) if ctx.one_pass else None, ctx.has_bias, *more,
-            )  # fmt: skip
-            return None, None, None, dx, dweight, dbias, *[None] * (9 + len(saved))
+            known_in_advance = norm.grad_known_in_advance(statistics.saved) if ctx.one_pass else None
+            gradients = own.differentiate(
+                norm, kernel_rule, dy, x, weight, mask, statistics, known_in_advance, ctx.has_bias, *more
+            )
+            return *gradients, None, None
         op = dispatch.load().standardize_grad if on_gpu else functools.partial(standardize_grad, groups=ctx.groups)
-        op = functools.partial(op, dy, x, stat, rule.eps, rule.center)
-        factor = _product(stat.dtype, weight, output_scale, grad_scale)
-        real = mask is not None and rule.pad_grad == "real"
+        op = functools.partial(op, dy, x, value, norm.eps, norm.center)
+        factor = _product(value.dtype, weight, output_scale, grad_scale)
+        real = mask is not None and norm.pad_grad == "real"
         dx = None
-        alone = rule.own_gradient and rule.center and mask is None and not rule.sync
-        if alone and not native and _alike(dy, x, stat.dtype):
-            dx, sums = fused.own_gradient(dy, x, stat[0], torch.rsqrt(stat[1] + rule.eps), factor)
+        alone = norm.own_gradient and norm.center and mask is None and not norm.sync
+        if alone and not native and _alike(dy, x, value.dtype):
+            dx, sums = fused.own_gradient(dy, x, value[0], torch.rsqrt(value[1] + norm.eps), factor)
         elif ctx.one_pass:
-            dx, sums = op(factor, dx_scale, mask, rule.grad_known_in_advance(tuple(saved)), real=real)
+            dx, sums = op(factor, statistics.dx_scale, mask, norm.grad_known_in_advance(statistics.saved), real=real)
         else:
             sums = op(mask=mask, real=real)[1]
         assert sums is not None
         dbias, dweight = sums[0], sums[1]  # of all rows, for the parameters
         for constant in (output_scale, grad_scale):
             dweight = dweight if constant is None else dweight * constant
-        if shift is not None:
+        if (shift := statistics.output_shift) is not None:
             dweight = dweight + (shift if grad_scale is None else shift * grad_scale) * dbias
         if dx is None or ctx.one_pass:
             assert isinstance(sums, Tensor)
-            grad_sums = sums[-2:] if rule.center else sums[-1:]  # of those that move statistics
+            grad_sums = sums[-2:] if norm.center else sums[-1:]  # of those that move statistics
             grad_sums = grad_sums if factor is None else grad_sums * factor
-            grad_sums = all_reduce(grad_sums) if rule.sync else grad_sums
-            removed = rule.take_gradient(grad_sums / count.clamp(min=1), count, step, tuple(saved))
-            dx = op(factor, dx_scale, mask, removed, sums=False)[0] if dx is None else dx
+            grad_sums = all_reduce(grad_sums) if norm.sync else grad_sums
+            count = statistics.count
+            removed = norm.take_gradient(grad_sums / count.clamp(min=1), count, statistics.step, statistics.saved)
+            dx = op(factor, statistics.dx_scale, mask, removed, sums=False)[0] if dx is None else dx
         dweight = None if weight is None else dweight.to(weight.dtype)
         dbias = dbias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return None, None, None, dx, dweight, dbias, *[None] * (9 + len(saved))
+        return dx, dweight, dbias, None, None
 
 
 def own(x: Tensor, wide: torch.dtype) -> ModuleType | None:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from normkit.kernels.step_statistics import StepStatistics
+
 
 class KernelRule(NamedTuple):
     """A method's rules as `ops/triton/rule_kernels.py` and `ops/native/rules.h` know them.
@@ -30,8 +32,7 @@ class KernelRule(NamedTuple):
     smooth_grad: Tensor | None = None  # [1, C]: what is removed from gradients, where a running mean is
 
 
-Plan = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-Decided = tuple[Tensor | None, Plan, tuple[Tensor, ...]]  # what a kernel's forward pass returns
+Decided = tuple[Tensor | None, StepStatistics]  # y, where it is written already, and the step's decisions
 
 
 def find_kernel_rule(norm: Any) -> KernelRule | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from normkit.kernels import channels, rows
 from normkit.kernels.async_counter import AsyncCounter
 from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
+from normkit.kernels.step_statistics import StepStatistics
 from normkit.norms._require import is_int, is_number, require, require_count
 from normkit.text import format_spec
 
@@ -159,42 +160,21 @@ class RowNorm(Norm):
 
 
 class Stat(NamedTuple):
-    """What a method decides in a training forward. All `[C]` but `value` and the state; None means 1 (shift: 0)."""
+    """What a method decides in a training forward. All `[C]` but `value` and the state; None means 1 (output_shift: 0)."""
 
     value: Tensor  # [k, C], to standardize with
     state: dict[str, Tensor]  # what its buffers become
     output_scale: Tensor | None = None  # constant factor on the standardized x, forward and backward
-    shift: Tensor | None = None  # constant added after `post`
+    output_shift: Tensor | None = None  # constant added after `output_scale`
     grad_scale: Tensor | None = None  # constant factor on the gradient, backward only
     dx_scale: Tensor | None = None  # constant factor on dx
     saved: tuple[Tensor, ...] = ()  # handed on to grad_stat
 
 
-class _Plan(NamedTuple):
-    """All that one training forward decided; kept so that a recomputed forward decides the same."""
-
-    batch: Tensor
-    value: Tensor
-    rows: Tensor
-    step: Tensor
-    output_scale: Tensor | None
-    shift: Tensor | None
-    grad_scale: Tensor | None
-    dx_scale: Tensor | None
-    saved: tuple[Tensor, ...]
-
-    def tensors(self) -> list[Tensor | None]:
-        return [*self[:-1], *self.saved]
-
-    @classmethod
-    def of(cls, tensors: list[Tensor | None]) -> "_Plan":
-        return cls(*tensors[:8], tuple(tensors[8:]))  # type: ignore[arg-type]
-
-
 class _Record:
     """A plan that lives as long as the graph that it belongs to."""
 
-    def __init__(self, plan: _Plan):
+    def __init__(self, plan: StepStatistics):
         self.plan = plan
 
 
@@ -309,10 +289,8 @@ class StatNorm(Norm):
                 plan, y, one_pass = self._advance(x.detach(), mask, wide, groups, kernels is not None)
             plan = _shield(plan) if torch.compiler.is_compiling() else plan
         record = self._remember(plan)
-        y = channels.Standardize.apply(
-            self, groups, one_pass, x, self.weight, self.bias, mask, plan.value, plan.rows, plan.step,
-            plan.output_scale, plan.shift, plan.grad_scale, plan.dx_scale, y, *plan.saved,
-        )  # fmt: skip
+        options = channels.StandardizeOptions(self, mask, groups, one_pass, y)
+        y = channels.Standardize.apply(x, self.weight, self.bias, plan, options)
         if record is not None and y.grad_fn is not None:
             y.grad_fn.record = record  # type: ignore[attr-defined]
         return y
@@ -323,14 +301,14 @@ class StatNorm(Norm):
 
     def _advance(
         self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: bool
-    ) -> tuple[_Plan, Tensor | None, bool]:
+    ) -> tuple[StepStatistics, Tensor | None, bool]:
         """Look at the batch, let the method decide, move the state once; the output, where kernels have written it, and
         whether the statistics were foretold.
         """
         known_in_advance, y = self.known_in_advance() if kernels else None, None
         if kernels and x.numel() and (kernel_rule := find_kernel_rule(self)):
-            y, plan, saved = channels.train(self, kernel_rule, x, mask, known_in_advance, groups)
-            return _Plan(*plan, None, None, saved), y, known_in_advance is not None
+            y, plan = channels.train(self, kernel_rule, x, mask, known_in_advance, groups)
+            return plan, y, known_in_advance is not None
         if known_in_advance is None:
             local, count = channels.moments(x, mask, self.center, wide, groups, self.eps)
         else:
@@ -353,8 +331,16 @@ class StatNorm(Norm):
             state = self.train_stat(joint, step, joint_count).state
         self._commit({**state, "step": step}, moved)
         self.skipped.add_(~ok)
-        plan = _Plan(
-            local, stat.value, count, step, stat.output_scale, stat.shift, stat.grad_scale, stat.dx_scale, stat.saved
+        plan = StepStatistics(
+            local,
+            stat.value,
+            count,
+            step,
+            stat.output_scale,
+            stat.output_shift,
+            stat.grad_scale,
+            stat.dx_scale,
+            stat.saved,
         )
         return plan, y, known_in_advance is not None
 
@@ -407,7 +393,7 @@ class StatNorm(Norm):
 
     # -- recomputation (activation checkpointing): a forward that runs inside a backward decides what it decided ------
 
-    def _remember(self, plan: _Plan) -> _Record | None:
+    def _remember(self, plan: StepStatistics) -> _Record | None:
         if torch.compiler.is_compiling() or inside_backward():
             return None
         record = _Record(plan)
@@ -418,7 +404,7 @@ class StatNorm(Norm):
             self._ungraphed.append(record)
         return record
 
-    def _replay(self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int) -> _Plan | None:
+    def _replay(self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int) -> StepStatistics | None:
         if torch.compiler.is_compiling() or not inside_backward():
             return None
         alive = [record for ref in self._records if (record := ref()) is not None]
@@ -430,7 +416,9 @@ class StatNorm(Norm):
         distance = torch.stack([(plan.batch - batch).abs().sum() for plan in plans])
         best = distance.nan_to_num(nan=0.0).argmin().view(1)
         columns = zip(*(plan.tensors() for plan in plans), strict=True)
-        return _Plan.of([None if c[0] is None else torch.stack(c).index_select(0, best)[0] for c in columns])
+        return StepStatistics.from_tensors(
+            [None if c[0] is None else torch.stack(c).index_select(0, best)[0] for c in columns]
+        )
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -495,8 +483,8 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _shield(plan: _Plan) -> _Plan:
+def _shield(plan: StepStatistics) -> StepStatistics:
     """The plan in copies that a compiled backward pass will not recompute from overwritten buffers."""
     tensors = plan.tensors()
     copies = iter(channels.snapshot([t for t in tensors if t is not None]))
-    return _Plan.of([None if t is None else next(copies) for t in tensors])
+    return StepStatistics.from_tensors([None if t is None else next(copies) for t in tensors])

@@ -61,7 +61,7 @@ class BatchRenorm(StatNorm):
         d = torch.maximum(torch.minimum((batch[0] - mean) / sigma, d_max), -d_max)
         new_sigma = sigma.lerp(batch_sigma.to(sigma.dtype), 1 - self.alpha)
         running = torch.stack([mean.lerp(batch[0].to(mean.dtype), 1 - self.alpha), new_sigma.square() - self.eps])
-        return Stat(batch, {"running": running}, output_scale=r, shift=d)
+        return Stat(batch, {"running": running}, output_scale=r, output_shift=d)
 
     def _grown(self, step: Tensor, until: int) -> Tensor:
         """0 up to the warm-up's end, then linearly to 1 at `until`."""

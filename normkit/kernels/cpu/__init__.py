@@ -14,6 +14,7 @@ from torch import Tensor
 from normkit.kernels import fused
 from normkit.kernels.cpu.build import library, obstacle
 from normkit.kernels.kernel_rule import Decided, KernelRule, moved
+from normkit.kernels.step_statistics import StepStatistics
 
 __all__ = [
     "DTYPES", "LAYER_SCALE", "call", "differentiate", "divide", "flops", "gradient", "infer", "library", "listeners",
@@ -150,25 +151,24 @@ def train(
         batch=batch, value=value, count=count, next=step, output_scale=output_scale, shift=shift, removed=removed, gamma=gamma,
     )  # fmt: skip
     moved(rule.running, rule.step, rule.skipped, kernel_rule.window)
-    return y, (batch, value, count, step, output_scale, shift), saved
+    return y, StepStatistics(batch, value, count, step, output_scale, shift, saved=saved)
 
 
 def differentiate(
-    rule: Any, kernel_rule: KernelRule, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None, stat: Tensor,
-    count: Tensor, step: Tensor, output_scale: Tensor | None, shift: Tensor | None, saved: tuple[Tensor, ...],
-    known_in_advance: Tensor | None, has_bias: bool, groups: int,
+    rule: Any, kernel_rule: KernelRule, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None,
+    statistics: StepStatistics, known_in_advance: Tensor | None, has_bias: bool, groups: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias; the rule's state is moved."""
     (n, channels), dy, x = _sizes(x), _plain(dy), _plain(x)
     dx, dweight, dbias = torch.empty_like(x), _room(x), _room(x)
-    removed, gamma = saved or (None, None)
+    removed, gamma = statistics.saved or (None, None)
     call(
         "differentiate", dy=dy, x=x, mask=_flat(mask, n), dx=dx, weight=_whole(weight, channels),
         n=n, channels=channels, groups=groups, eps=float(rule.eps), center=rule.center,
         real=mask is not None and rule.pad_grad == "real", rule=BACKWARD.index(kernel_rule.backward),
         known_in_advance=known_in_advance is not None, rate=float(kernel_rule.rate_grad), warmup=kernel_rule.warmup,
-        exact_early=kernel_rule.exact_early, clamp=kernel_rule.clamp, value=stat.contiguous(), count=count, at=step, output_scale=output_scale,
-        shift=shift, removed=removed, gamma=gamma, skipped=rule.skipped_grad, window=kernel_rule.window_grad,
+        exact_early=kernel_rule.exact_early, clamp=kernel_rule.clamp, value=statistics.value.contiguous(), count=statistics.count, at=statistics.step, output_scale=statistics.output_scale,
+        shift=statistics.output_shift, removed=removed, gamma=gamma, skipped=rule.skipped_grad, window=kernel_rule.window_grad,
         size=0 if kernel_rule.window_grad is None else len(kernel_rule.window_grad), smooth=kernel_rule.smooth_grad, dweight=dweight,
         dbias=dbias,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def _function(kernel: str, given: dict[str, Any]) -> Any:
 
 def read_again(name: str, given: dict[str, Any]) -> list[Tensor]:
     """What a call reads a second time, having been through all rows: statistics come first where none are foretold."""
-    if name not in ("train", "differentiate") or given["foretold"]:
+    if name not in ("train", "differentiate") or given["known_in_advance"]:
         return []
     return [given["x"]] if name == "train" else [given["x"], given["dy"]]
 

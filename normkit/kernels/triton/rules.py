@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from normkit.kernels.kernel_rule import Decided, KernelRule, moved
+from normkit.kernels.step_statistics import StepStatistics
 from normkit.kernels.triton import channel_kernels, rule_kernels
 from normkit.kernels.triton.channels import flags
 from normkit.kernels.triton.launch import Launch, cdiv, column_launch, power_of_2
@@ -52,13 +53,12 @@ def train(
             **second_level(launch, channels),
         )  # fmt: skip
     moved(rule.running, rule.step, rule.skipped, kernel_rule.window)
-    return y, (batch, value, count, step, output_scale, shift), saved
+    return y, StepStatistics(batch, value, count, step, output_scale, shift, saved=saved)
 
 
 def differentiate(
-    rule: Any, kernel_rule: KernelRule, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None, stat: Tensor,
-    count: Tensor, step: Tensor, output_scale: Tensor | None, shift: Tensor | None, saved: tuple[Tensor, ...],
-    known_in_advance: Tensor | None, has_bias: bool,
+    rule: Any, kernel_rule: KernelRule, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None,
+    statistics: StepStatistics, known_in_advance: Tensor | None, has_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias, state moved: three launches, two where what is removed was `foretold`."""
     rows, dys, (n, channels) = as_rows(x), as_rows(dy), (x.numel() // x.shape[-1], x.shape[-1])
@@ -70,13 +70,8 @@ def differentiate(
     removed = partial((1 + center, channels), x) if known_in_advance is None else None
     sums = partial((launch.programs, (4 if real else 2) * channels), x)
     well = None if kernel_rule.backward == "exact" else partial((launch.programs, blocks), x)
-    stat, output_scale, shift, weight, mask = (
-        stat.contiguous(),
-        whole(output_scale),
-        whole(shift),
-        whole(weight),
-        flags(mask),
-    )
+    stat, output_scale = statistics.value.contiguous(), whole(statistics.output_scale)
+    shift, weight, mask = whole(statistics.output_shift), whole(weight), flags(mask)
 
     def walk(dx: Tensor | None, removed: Tensor | None, sums: Tensor | None, well: Tensor | None) -> None:
         columns.column_backward[(launch.programs, blocks)](
@@ -87,7 +82,7 @@ def differentiate(
     with on(x):
         walk(dx if removed is None else None, known_in_advance, sums, well)
         rules.grad_rule[second_grid(channels)](
-            sums, well, count, step, weight, output_scale, shift, *(saved or (None, None)), rule.skipped_grad,
+            sums, well, statistics.count, statistics.step, weight, output_scale, shift, *(statistics.saved or (None, None)), rule.skipped_grad,
             kernel_rule.window_grad, kernel_rule.smooth_grad, removed, dw, db, launch.programs, launch.programs * blocks,
             channels, 0 if kernel_rule.window_grad is None else len(kernel_rule.window_grad), kernel_rule.rate_grad, kernel_rule.warmup,
             RULE=kernel_rule.backward, EXACT=kernel_rule.exact_early, CLAMP=kernel_rule.clamp, CENTER=center, REAL=real,
