@@ -27,11 +27,10 @@ from torch import nn
 
 from normkit.lab.data.embedded import SOURCES
 from normkit.lab.studies.recipes import RECIPES
-from normkit.lab.train.build import BUILDERS
+from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.lab.train.environment import where
 from normkit.lab.train.run import load, train
-from normkit.lab.train.tasks import TASKS
 from normkit.transforms import blend, calibrate, convert, fold, settle
 
 CALIBRATION = 200
@@ -44,7 +43,7 @@ def forward(model: nn.Module, batch):
 
 
 def task_of(run: Run, model: nn.Module, data):
-    return TASKS[run.task](run, model, data)
+    return TASKS[run.task].load("module")(run, model, data)
 
 
 def first(task, count: int) -> list:
@@ -89,7 +88,7 @@ def study(folder: Path, norms: list[str], steps: list[int], seed: int) -> list[d
                 done = calibrate(each, batches, forward=forward).eval()
                 rows.append({"seed": seed, "norm": norm, "how": how, "steps": n, "per": score(run, each, data),
                              "calibrated": score(run, done, data)})  # fmt: skip
-            example = BUILDERS[run.task].example(run.model, vocabularies)
+            example = TASKS[run.task].load("example")(run.model, vocabularies)
             folded, report = fold(soft.eval(), *example, untie=True)
             rows.append({"seed": seed, "norm": norm, "how": "folded", "steps": n, "per": score(run, folded, data),
                          "folded": report.foldable, "max_error": report.max_error})  # fmt: skip

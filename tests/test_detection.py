@@ -14,7 +14,7 @@ from normkit.lab.data.scenes import find_scenes
 from normkit.lab.models.config import Model
 from normkit.lab.models.detection import DETECTORS, detector
 from normkit.lab.studies.recipes_scenes import SCENE_RECIPES
-from normkit.lab.train.build import BUILDERS
+from normkit.lab.train.build import build_model
 from normkit.lab.train.config import Run
 from normkit.lab.train.detection import Detection, start_backbone
 from normkit.lab.train.fold_run import fold_run
@@ -177,7 +177,7 @@ def test_a_picture_that_does_not_decode_is_replaced_counted_or_refused(tmp_path)
 def test_batches_go_on_where_they_were_and_workers_change_nothing(bucketing, tmp_path):
     data = find_scenes(str(scene_files.data_set(tmp_path, 8)))()
     run = dataclasses.replace(RUN, bucketing=bucketing)
-    task = Detection(run, BUILDERS["detection"].model(run.model, data.vocabularies), data)
+    task = Detection(run, build_model("detection", run.model, data.vocabularies), data)
     at = task.batches(0)
     first = [next(at) for _ in range(6)]
     other = Detection(dataclasses.replace(run, workers=2), task.model, data).batches(3)
@@ -273,4 +273,4 @@ def test_masks_need_outlines(tmp_path):
         scene_files.write(tmp_path, given, files, name)
     data = find_scenes(str(tmp_path))()
     with pytest.raises(ValueError, match="has things without outlines, which tiny cannot learn from"):
-        Detection(RUN, BUILDERS["detection"].model(RUN.model, data.vocabularies), data)
+        Detection(RUN, build_model("detection", RUN.model, data.vocabularies), data)

@@ -25,6 +25,7 @@ from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.report import results
 from normkit.lab.studies.inference import translate_lines
 from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.tasks import TASKS
 from normkit.lab.train.bleu import bleu
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints
 from normkit.lab.train.compare import compared, interval, paired, read_outputs
@@ -32,7 +33,6 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.mt import MachineTranslation
 from normkit.lab.train.pairs import Table
 from normkit.lab.train.run import load, train
-from normkit.lab.train.tasks import TASKS
 
 TINY = Model(width=16, hidden=24, depth=1, heads=2, share=True)
 RUN = Run(
@@ -370,9 +370,9 @@ def test_recipes_on_corpora_build_their_models(name):
 
 
 def test_data_must_fit_the_task(tmp_path, corpus):
-    with pytest.raises(ValueError, match="ptb is text; task g2p cannot"):
+    with pytest.raises(ValueError, match="ptb is a corpus of kind text; task g2p cannot"):
         train(changed("ptb", task="g2p"), tmp_path)
-    with pytest.raises(ValueError, match="is text, where task mt needs parallel"):
+    with pytest.raises(ValueError, match="is a corpus of kind text; task mt needs kind parallel"):
         train(changed(write_text(tmp_path / "text")), tmp_path / "run")
 
 

@@ -19,14 +19,15 @@ from normkit.lab.models.config import Model
 from normkit.lab.report import results
 from normkit.lab.report.verdict import sentences
 from normkit.lab.studies.recipes import RECIPES
-from normkit.lab.train.build import BUILDERS
+from normkit.lab.tasks import TASKS
+from normkit.lab.train.build import build_model
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
 from normkit.lab.train.config import Run
 from normkit.lab.train.environment import where
 from normkit.lab.train.error_rates import error_rates
 from normkit.lab.train.fold_run import audit_run, fold_run
 from normkit.lab.train.run import load, save, train
-from normkit.lab.train.tasks import TASKS
+from normkit.lab.train.translation import Translation
 from normkit.lab.train.weights import load_weights, mean_weights, save_weights
 from normkit.names import pick
 
@@ -90,7 +91,8 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
 
 
 def test_tables_have_the_same_rows():
-    assert list(TASKS) == list(BUILDERS)
+    for task in TASKS.values():
+        assert all(callable(task.load(part)) for part in ("module", "model", "example", "data"))
     assert {recipe().task for recipe in RECIPES.values()} == set(TASKS)
     assert {recipe().data for recipe in RECIPES.values()} >= set(SOURCES)
     assert all(recipe().data in {**SOURCES, **CORPORA, **IMAGE_SETS, **SCENE_SETS} for recipe in RECIPES.values())
@@ -101,7 +103,7 @@ def test_scoring_leaves_the_model_as_it_is():
     torch.manual_seed(0)
     run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="batch"))
     data = SOURCES["cmudict"]()
-    task = TASKS["g2p"](run, BUILDERS["g2p"].model(run.model, data.vocabularies), data)
+    task = Translation(run, build_model("g2p", run.model, data.vocabularies), data)
     for norm in task.model.modules():
         if isinstance(norm, normkit.BatchNorm):
             norm.running.uniform_(0.5, 2)
@@ -118,7 +120,7 @@ def test_batch_statistics_are_those_of_the_batch_itself():
     torch.manual_seed(0)
     run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="batch"), batch_tokens=1000, bucketing=False)
     data = SOURCES["cmudict"]()
-    task = TASKS["g2p"](run, BUILDERS["g2p"].model(run.model, data.vocabularies), data)
+    task = Translation(run, build_model("g2p", run.model, data.vocabularies), data)
     scores = task.score(lambda stage: None)
     source, given, target = task._test.batch(list(range(20))).tensors
     task.model.train()  # batch normalization in training mode: this batch's statistics, no dropout here
@@ -154,7 +156,7 @@ def test_learning_rate_of_the_curve_is_that_of_its_step(tmp_path):
 
 
 def test_validation_decay_lowers_the_rate_when_validation_stagnates(tmp_path, monkeypatch):
-    monkeypatch.setattr(TASKS["g2p"], "validate", lambda task: 1.0)
+    monkeypatch.setattr(Translation, "validate", lambda task: 1.0)
     run = dataclasses.replace(SMALL, schedule="validation_decay", lr=1e-3, warmup=0, valid_every=2, steps=10)
     rates = [point["lr"] for point in train(run, tmp_path)["curve"]]
     assert rates == pytest.approx([1e-3] * 8 + [0.8e-3] * 2), "best at 2, no better at 4, 6 and 8"
@@ -434,7 +436,7 @@ def test_a_folded_run_is_a_run_with_the_same_answers(model, foldable, tmp_path):
     assert report.max_error < 1e-9
     save(tmp_path / "folded", folded)
     again = load(tmp_path / "folded")
-    source, target = BUILDERS["g2p"].example(loaded.run.model, loaded.vocabularies)
+    source, target = TASKS["g2p"].load("example")(loaded.run.model, loaded.vocabularies)
     torch.testing.assert_close(again.model(source, target), loaded.model(source, target), atol=1e-4, rtol=1e-4)
     assert not again.run.model.tie
 

@@ -17,8 +17,6 @@ NAMING = {
     "model.norm_at",
     "model.fixnorm",
 }  # settings that a label tells already, or that tell nothing
-PICTURES = ("digits", "images", "detection")
-"""Tasks whose speed is told in images a second; of the others, in words or tokens."""
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,8 +5,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from normkit.lab.report.settings import PICTURES, Result, Results, groups, job, labels
+from normkit.lab.report.settings import Result, Results, groups, job, labels
 from normkit.lab.report.verdict import sentences
+from normkit.lab.tasks import LOSS, METRICS, unit
 from normkit.text import align, escape
 
 WIDTH = 120
@@ -73,7 +74,7 @@ def _speed(key: str, pictures: bool) -> Callable[[Result], Cell]:
     """Words or images a second: a result says the one or the other, by its task."""
 
     def cell(result: Result) -> Cell:
-        ours = (job(result)[0] in PICTURES) == pictures
+        ours = (unit(job(result)[0]) == "images") == pictures
         return _number(result["speed"].get(key) if ours else None, 0)
 
     return cell
@@ -85,14 +86,6 @@ def _foldable(result: Result) -> Cell:
     return Cell(text, int(first) / int(last) if first.isdecimal() and last.isdecimal() and int(last) else None)
 
 
-METRICS = {
-    "per": ("PER", "phonemes wrong, in percent", -1),
-    "bleu": ("BLEU", "BLEU of translations", 1),
-    "perplexity": ("perplexity", "perplexity", -1),
-    "accuracy": ("accuracy", "accuracy in percent", 1),
-    "box_ap": ("box AP", "average precision of boxes in percent", 1),
-    "mask_ap": ("mask AP", "average precision of masks in percent", 1),
-}
 KINDS = {
     "running": "with the running statistics that training left, as in use",
     "batch": "with the statistics of each test batch, as in training",
@@ -104,8 +97,9 @@ COLUMNS = (
     Column("", "parameters", "numbers that are learned", lambda result: _number(result["parameters"], 0)),
     Column("", "loss", "cross-entropy on the test split, running statistics", _loss, -1),
     *(
-        Column(short, kind, f"{long} {how}", _score(kind, metric), better)
-        for metric, (short, long, better) in METRICS.items()
+        Column(metric.name, kind, f"{metric.about} {how}", _score(kind, metric.key), metric.better)
+        for metric in METRICS
+        if metric is not LOSS
         for kind, how in KINDS.items()
     ),
     Column("", "WER", "words wrong, in percent; by beam search where there was one", _word_errors, -1),

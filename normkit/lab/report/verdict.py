@@ -4,31 +4,13 @@ import math
 from typing import Any, NamedTuple
 
 from normkit.lab.report.settings import Result, Results, groups, job, labels, split
+from normkit.lab.tasks import METRICS, TASKS, Metric
 from normkit.text import escape, truncate
 
-SEQUENCES = ("g2p", "mt")  # tasks whose batches may be of one length
+BUCKETED = [name for name, task in TASKS.items() if task.bucketed]
 ERRORS = 2  # differences count from so many sampling errors on
 EXPECTED = {"name", "command", "model.norm", "model.norm_at", "model.fixnorm"}
 HUNDREDTH = 0.01
-
-
-class Metric(NamedTuple):
-    """What a task is judged by."""
-
-    key: str
-    name: str
-    better: int
-    """1 where more is better, -1 where less is."""
-
-
-METRICS = (
-    Metric("per", "PER", -1),
-    Metric("bleu", "BLEU", 1),
-    Metric("perplexity", "perplexity", -1),
-    Metric("accuracy", "accuracy", 1),
-    Metric("box_ap", "box AP", 1),
-    Metric("loss", "loss", -1),
-)
 
 
 class Score(NamedTuple):
@@ -107,7 +89,7 @@ def _terms(metric: Metric, results: Results) -> list[str]:
     if errors:
         terms.append(f"sampling error of {metric.name} {_span(errors)}")
     terms += [f"{common['steps']:,} steps"] if "steps" in common else []
-    if "bucketing" in common and common.get("task") in SEQUENCES:
+    if "bucketing" in common and common.get("task") in BUCKETED:
         terms.append("batches bucketed by length" if common["bucketing"] else "batches of any lengths, not bucketed")
     terms += [f"seed {common['seed']}"] if "seed" in common else []
     return [f"{', '.join(terms)}."] if terms else []

@@ -1,7 +1,6 @@
-"""The model of a run, from its settings and vocabularies alone, so that a run can be loaded without its data."""
+"""Build the model of a run from its settings and vocabularies alone, so that a run loads without its data."""
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,37 +12,83 @@ from normkit.lab.models.detection import detector
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.models.vit import TinyViT
+from normkit.lab.tasks import TASKS
+from normkit.names import pick
 
 Vocabularies = Mapping[str, Vocab]
 
 
-class Builder(NamedTuple):
-    """How a task's model is made, and an input of the kind that it takes, or that its part takes that has the norms."""
+def build_model(task: str, config: Model, vocabularies: Vocabularies) -> nn.Module:
+    """Build the model of a task.
 
-    model: Callable[[Model, Vocabularies], nn.Module]
-    example: Callable[[Model, Vocabularies], tuple[Tensor, ...]]
-    part: str = ""
+    Raises:
+        ValueError: If the task is unknown, a vocabulary is missing, or the model does not fit into memory.
+    """
+    build = pick(TASKS, task, "task").load("model")
+    try:
+        return build(config, vocabularies)
+    except KeyError as error:
+        raise ValueError(f"a model of task {task} needs a vocabulary {error}; got {sorted(vocabularies)}") from None
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"a model of these sizes cannot be built ({reason}); lower model.width, depth, max_length or "
+                         "the windows of norms") from None  # fmt: skip
 
 
 def seq2seq(config: Model, vocabularies: Vocabularies) -> Seq2Seq:
-    """Encoder and decoder over a source and a target vocabulary."""
+    """Build an encoder and decoder over a source and a target vocabulary."""
     return Seq2Seq(config, len(vocabularies["source"]), len(vocabularies["target"]))
 
 
-def lm(config: Model, vocabularies: Vocabularies) -> DecoderLM:
-    """A language model over words."""
+def language_model(config: Model, vocabularies: Vocabularies) -> DecoderLM:
+    """Build a language model over words."""
     return DecoderLM(config, len(vocabularies["words"]))
 
 
-def vit(config: Model, vocabularies: Vocabularies) -> TinyViT:
-    """A Vision Transformer for grey pictures of 8 x 8, in patches of 2 x 2."""
-    classes = len(vocabularies["classes"]) - len(SPECIAL)
-    return TinyViT(config, image_size=8, patch=2, channels=1, classes=classes)
+def digit_classifier(config: Model, vocabularies: Vocabularies) -> TinyViT:
+    """Build a Vision Transformer for grey images of 8 x 8 pixels, in patches of 2 x 2."""
+    return TinyViT(config, image_size=8, patch=2, channels=1, classes=_classes(vocabularies))
 
 
-def detection(config: Model, vocabularies: Vocabularies) -> nn.Module:
-    """The detector of `config.arch`."""
-    return detector(config, len(vocabularies["classes"]) - len(SPECIAL))
+def image_classifier(config: Model, vocabularies: Vocabularies) -> nn.Module:
+    """Build the classifier `config.arch` for colour images."""
+    return classifier(config, _classes(vocabularies))
+
+
+def object_detector(config: Model, vocabularies: Vocabularies) -> nn.Module:
+    """Build the detector `config.arch`."""
+    return detector(config, _classes(vocabularies))
+
+
+def sentence_pairs(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
+    """Return random sources and targets."""
+    target = _words(vocabularies["target"], 1)
+    target[:, 0] = BOS
+    return _words(vocabularies["source"], 0), target
+
+
+def text(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return random text."""
+    return (_words(vocabularies["words"], 0),)
+
+
+def digits(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return random grey images."""
+    return _noise(4, 1, 8)
+
+
+def images(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return random colour images."""
+    return _noise(4, 3, config.image_size)
+
+
+def one_image(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return a random colour image for a backbone."""
+    return _noise(1, 3, 64)
+
+
+def _classes(vocabularies: Vocabularies) -> int:
+    return len(vocabularies["classes"]) - len(SPECIAL)
 
 
 def _words(vocab: Vocab, seed: int, rows: int = 4, length: int = 9) -> Tensor:
@@ -51,27 +96,5 @@ def _words(vocab: Vocab, seed: int, rows: int = 4, length: int = 9) -> Tensor:
     return torch.randint(len(SPECIAL), len(vocab), (rows, length), generator=generator)
 
 
-def pictures(config: Model, vocabularies: Vocabularies) -> nn.Module:
-    """A classifier of the table of models, for pictures in colour."""
-    return classifier(config, len(vocabularies["classes"]) - len(SPECIAL))
-
-
 def _noise(rows: int, channels: int, size: int) -> tuple[Tensor, ...]:
     return (torch.rand(rows, channels, size, size, generator=torch.Generator().manual_seed(0)),)
-
-
-def _sentence_pairs(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
-    target = _words(vocabularies["target"], 1)
-    target[:, 0] = BOS
-    return _words(vocabularies["source"], 0), target
-
-
-BUILDERS: dict[str, Builder] = {
-    "g2p": Builder(seq2seq, _sentence_pairs),
-    "mt": Builder(seq2seq, _sentence_pairs),
-    "lm": Builder(lm, lambda config, vocabularies: (_words(vocabularies["words"], 0),)),
-    "digits": Builder(vit, lambda config, vocabularies: _noise(4, 1, 8)),
-    "images": Builder(pictures, lambda config, vocabularies: _noise(4, 3, config.image_size)),
-    "detection": Builder(detection, lambda config, vocabularies: _noise(1, 3, 64), part="backbone"),
-}
-"""By task, as TASKS."""

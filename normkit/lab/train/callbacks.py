@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normkit.lab.report import results
-from normkit.lab.report.settings import PICTURES
+from normkit.lab.tasks import TASKS
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import first
@@ -173,8 +173,9 @@ class Journal(lightning.Callback):
         seconds, tokens = self.seconds + time.perf_counter() - self._started, self.tokens
         rate = (tokens - self._first[1]) / max(seconds - self._first[0], 1e-9)
         left = (self.run.steps - self.step) * tokens / self.step / rate
-        unit = "images" if self.run.task in PICTURES else "tokens"
-        told = Progress("training", self.step, self.run.steps, mean, rate * trainer.world_size, left, unit)
+        told = Progress(
+            "training", self.step, self.run.steps, mean, rate * trainer.world_size, left, TASKS[self.run.task].unit
+        )
         asked = any(gathered(bool(self.on_progress(told))))  # all processes must stop at once
         if asked and self.status == "done" and self.step < self.run.steps:
             self.status = f"interrupted at step {self.step}"

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from normkit.lab.data.corpora import CORPORA, Corpus, locate
 from normkit.lab.report import results
 from normkit.lab.report.settings import flat
+from normkit.lab.tasks import TASKS
 from normkit.lab.train.bleu import counted, metric
 from normkit.lab.train.config import Run
 
-SCORES = (("beam", "bleu"), ("beam", "per"), ("running", "perplexity"), ("running", "accuracy"), ("running", "box_ap"))
+SCORES = tuple(dict.fromkeys((task.decided_by, task.metrics[0].key) for task in TASKS.values()))
 """Kind and name of what runs are compared by: the first that they have."""
 SEARCHES = {"beam": "beam search", "running": "running statistics"}
 

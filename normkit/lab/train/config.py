@@ -5,13 +5,10 @@ import json
 from typing import Any, Literal
 
 from normkit.lab.models.config import Model
+from normkit.lab.tasks import TASKS, takers
 from normkit.norms import parse
 from normkit.watch.quantities import choose
 
-SEARCHED = ("g2p", "mt")
-ALONE = {"ema": ("images",), "body_lr": ("images",), "weights": ("images", "detection"), "valid_bleu": ("mt",),
-         "beam": SEARCHED, "length_penalty": SEARCHED, "length_offset": SEARCHED}  # fmt: skip
-"""Settings that other tasks do not know, and so refuse."""
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SCHEDULES = ("cosine", "inverse_sqrt", "constant", "validation_decay", "steps")
 
@@ -197,12 +194,12 @@ class Run:
             _require(0 <= getattr(self, field) < 1, field, getattr(self, field), "at least 0 and below 1")
         _require(self.optimizer in ("adamw", "sgd"), "optimizer", self.optimizer, "adamw or sgd")
         _require(self.broken in ("skip", "refuse"), "broken", self.broken, "skip or refuse")
-        for field, tasks in ALONE.items():
-            given = getattr(self, field)
-            ours = self.task in tasks or given == self.__dataclass_fields__[field].default
-            _require(ours, field, given, f"left out for task {self.task}; it is of {' and '.join(tasks)}")
-        said = self.task == "mt" or not self.model.mask_logits
-        _require(said, "model.mask_logits", True, f"left out for task {self.task}; it is of mt")
+        for name in sorted({name for task in TASKS.values() for name in task.settings}):
+            owner, field = (self.model, name.removeprefix("model.")) if name.startswith("model.") else (self, name)
+            given, tasks = getattr(owner, field), takers(name)
+            default = owner.__dataclass_fields__[field].default
+            allowed = f"left out for task {self.task}; it is of {' and '.join(tasks)}"
+            _require(self.task in tasks or given == default, name, given, allowed)
         _require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
         averages = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _require(averages, "betas", self.betas, "two numbers, each at least 0 and below 1")
@@ -218,7 +215,7 @@ class Run:
         _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
         _require(self.strategy in ("ddp", "fsdp2"), "strategy", self.strategy, "ddp or fsdp2")
         several = self.devices * self.nodes > 1
-        if several and self.model.layer_drop and self.task not in ("images", "detection"):  # these drop by picture
+        if several and self.model.layer_drop and not (self.task in TASKS and TASKS[self.task].drops_samples):
             specs = (self.model.norm, *self.model.norm_at.values())
             alone = self.strategy == "ddp" and not any(parse(spec)[1].get("sync") for spec in specs)
             allowed = "0 for fsdp2 and sync=True: processes that drop different layers would wait for each other"

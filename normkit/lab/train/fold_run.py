@@ -6,7 +6,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from normkit.lab.train.build import BUILDERS
+from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import Loaded
 from normkit.norms import NoNorm, parse
@@ -17,9 +17,9 @@ from normkit.transforms import Audit, Outcome, Report, audit, fold
 def audit_run(loaded: Loaded) -> Audit:
     """Per norm of a run's model: what folding can make of it, with the output layer untied from the embedding."""
     run, model, vocabularies = loaded
-    builder = BUILDERS[run.task]
-    found = audit(model.get_submodule(builder.part), *builder.example(run.model, vocabularies), untie=True)
-    return dataclasses.replace(found, rows=_named(found.rows, builder.part))
+    spec = TASKS[run.task]
+    found = audit(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies), untie=True)
+    return dataclasses.replace(found, rows=_named(found.rows, spec.part))
 
 
 def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
@@ -28,16 +28,16 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
     The run that is returned describes the model that is left, in which `nonorm` stands where a norm was.
     """
     run, model, vocabularies = loaded
-    builder = BUILDERS[run.task]
-    part, report = fold(model.get_submodule(builder.part), *builder.example(run.model, vocabularies), untie=True)
+    spec = TASKS[run.task]
+    part, report = fold(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies), untie=True)
     for fate in report:
         if fate.action in ("multiply-add", "add"):
             part.set_submodule(fate.name, _as_norm(part.get_submodule(fate.name)))
-    report = dataclasses.replace(report, rows=_named(report.rows, builder.part))
+    report = dataclasses.replace(report, rows=_named(report.rows, spec.part))
     folded = part
-    if builder.part:
+    if spec.part:
         folded = copy.deepcopy(model)
-        folded.set_submodule(builder.part, part)
+        folded.set_submodule(spec.part, part)
     return Loaded(_described(run, report.rows), folded, vocabularies), report
 
 

@@ -17,7 +17,8 @@ from normkit.files import write_whole
 from normkit.lab.data.subwords import vocabulary
 from normkit.lab.data.vocab import Vocab
 from normkit.lab.report import results
-from normkit.lab.train.build import BUILDERS, Vocabularies
+from normkit.lab.tasks import TASKS
+from normkit.lab.train.build import Vocabularies, build_model
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import check_launched, first
 from normkit.lab.train.environment import where
@@ -68,12 +69,11 @@ def train(
     are not there, or torchrun or SLURM started other processes than the run is for.
     """
     from normkit.lab.train.callbacks import Journal
-    from normkit.lab.train.tasks import TASKS
 
     check_launched(run.devices, run.nodes)
     check_gpus(run)
     folder = Path(folder)
-    make_task = pick(TASKS, run.task, "task")
+    spec = pick(TASKS, run.task, "task")
     journal = Journal(run, folder, on_progress)
 
     def tell(stage: str) -> None:
@@ -90,7 +90,7 @@ def train(
     except _Interrupted:
         raise KeyboardInterrupt from None
     torch.manual_seed(run.seed)
-    task = make_task(run, BUILDERS[run.task].model(run.model, data.vocabularies), data)
+    task = spec.load("module")(run, build_model(run.task, run.model, data.vocabularies), data)
     _fit(task, journal, resume)
     if together():
         torch.distributed.destroy_process_group()  # else metrics and norms would wait for those that have ended
@@ -150,7 +150,7 @@ def load(folder: str | Path) -> Loaded:
     """What a run folder holds; ValueError, naming what is missing or wrong, where it is not one."""
     folder = Path(folder)
     run, vocabularies = read_run(folder), _read_vocabularies(folder)
-    model = pick(BUILDERS, run.task, "task").model(run.model, vocabularies)
+    model = build_model(run.task, run.model, vocabularies)
     load_weights(model, folder / "model.safetensors")
     return Loaded(run, model.eval(), vocabularies)
 
@@ -235,13 +235,13 @@ def _fit(task: "Task", journal: "Journal", resume: bool) -> None:
             enable_model_summary=False,
         )
         if run.compile:
-            task.model.compile(dynamic=not run.static and run.task != "lm")
+            task.model.compile(dynamic=not (run.static or TASKS[run.task].fixed_length))
         _claim(journal, task.data.vocabularies, resume)  # now that all is checked that can be
         with _advice(run, journal.folder):
             trainer.fit(task, ckpt_path=checkpoint, weights_only=True)
         task.model._compiled_call_impl = None
         if run.strategy == "fsdp2" and trainer.world_size > 1:
-            task.model = whole(task.model, lambda: BUILDERS[run.task].model(run.model, task.data.vocabularies))
+            task.model = whole(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
 
 
 @contextlib.contextmanager

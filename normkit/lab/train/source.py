@@ -1,4 +1,4 @@
-"""The data of a run, by its name and its task."""
+"""Find the data of a run by its name and its task, and return a function that reads it."""
 
 import functools
 from collections.abc import Callable
@@ -9,37 +9,66 @@ from normkit.lab.data.embedded import SOURCES
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
 from normkit.lab.data.images import read_images
 from normkit.lab.data.prepare import prepare
-from normkit.lab.data.scenes import find_scenes
+from normkit.lab.data.scenes import SceneData, find_scenes
 from normkit.lab.data.text import reader
+from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
+from normkit.names import pick
 
-KINDS = {"mt": "parallel", "lm": "text"}
-"""Of corpora, by the task that is trained on them."""
+OnStage = Callable[[str], object]
+Reader = Callable[[], Any]
 
 
-def source(run: Run, tell: Callable[[str], object]) -> Callable[[], Any]:
-    """How to read the data of a run; `tell` hears how far that is.
+def source(run: Run, on_stage: OnStage) -> Reader:
+    """Find the data of a run; the function that is returned reads it.
 
-    Detection takes rows of SCENE_SETS and folders of pictures with boxes, classifiers rows of IMAGE_SETS and
-    folders of pictures, translation of text and language models corpora of the table and folders of text, the others
-    what `reader` knows. ValueError, before anything is read, where there is no such data, or where the task does not
-    fit it.
+    Args:
+        run: The run, with its task and the name or folder of its data.
+        on_stage: Called with a description of each stage of reading.
+
+    Raises:
+        ValueError: If the data is missing or of a kind that the task cannot train on. Nothing has been read then.
     """
-    if run.task == "images":
-        find_images(run.data)
-        return functools.partial(
-            read_images, run.data, held_out=run.images.held_out, refuse=run.broken == "refuse", tell=tell
-        )
-    if run.data in IMAGE_SETS:
-        raise ValueError(f"{run.data} is pictures; task {run.task} cannot learn from that")
-    if run.task == "detection":
-        return find_scenes(run.data, run.broken)
-    kind = KINDS.get(run.task)
-    if kind is None or run.data in SOURCES:
-        if run.data in CORPORA:
-            raise ValueError(f"{run.data} is {CORPORA[run.data].kind}; task {run.task} cannot learn from that")
+    spec = pick(TASKS, run.task, "task")
+    if run.data in IMAGE_SETS and run.task != "images":
+        raise ValueError(f"{run.data} has images; task {run.task} cannot train on them")
+    return spec.load("data")(run, on_stage)
+
+
+def sequences(run: Run, on_stage: OnStage) -> Reader:
+    """Find an embedded data set, or a folder of sequences."""
+    if run.data in CORPORA:
+        raise ValueError(f"{run.data} is a corpus of kind {CORPORA[run.data].kind}; task {run.task} cannot train on it")
+    return reader(run.data)
+
+
+def parallel_text(run: Run, on_stage: OnStage) -> Reader:
+    """Find a parallel corpus, or a folder of parallel text."""
+    return _corpus(run, "parallel", on_stage)
+
+
+def running_text(run: Run, on_stage: OnStage) -> Reader:
+    """Find a corpus of running text, or a folder of it."""
+    return _corpus(run, "text", on_stage)
+
+
+def _corpus(run: Run, kind: str, on_stage: OnStage) -> Reader:
+    if run.data in SOURCES:
         return reader(run.data)
     located = locate(run.data)
     if located.corpus.kind != kind:
-        raise ValueError(f"{run.data} is {located.corpus.kind}, where task {run.task} needs {kind}")
-    return functools.partial(prepare, located, subwords=run.subwords, share=run.model.share, tell=tell)
+        raise ValueError(f"{run.data} is a corpus of kind {located.corpus.kind}; task {run.task} needs kind {kind}")
+    return functools.partial(prepare, located, subwords=run.subwords, share=run.model.share, tell=on_stage)
+
+
+def images(run: Run, on_stage: OnStage) -> Reader:
+    """Find a data set of images with classes, or a folder of images."""
+    find_images(run.data)
+    return functools.partial(
+        read_images, run.data, held_out=run.images.held_out, refuse=run.broken == "refuse", tell=on_stage
+    )
+
+
+def annotated_images(run: Run, on_stage: OnStage) -> Callable[[], SceneData]:
+    """Find a data set of images with boxes, or a folder of them."""
+    return find_scenes(run.data, run.broken)

@@ -17,7 +17,7 @@ from normkit.lab.report.recorded import (
     titled,
     trace,
 )
-from normkit.lab.report.verdict import METRICS
+from normkit.lab.tasks import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
