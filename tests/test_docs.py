@@ -45,7 +45,9 @@ def test_examples_run(path, tmp_path):
 
 
 def test_reference_pages_are_those_of_the_docstrings():
-    done = subprocess.run([sys.executable, "scripts/api_pages.py", "--check"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "scripts/api_pages.py", "--check"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
