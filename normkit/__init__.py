@@ -26,7 +26,7 @@ from normkit.norms import (
     make,
     options,
 )
-from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, settle, to_rms
+from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, follow_optimizer, settle, to_rms
 from normkit.watch import diagnose, record
 
 __version__ = "0.1.0"
@@ -60,6 +60,7 @@ __all__ = [
     "find",
     "fix_embedding",
     "fold",
+    "follow_optimizer",
     "keep_statistics",
     "kernels",
     "make",

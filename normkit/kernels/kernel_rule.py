@@ -40,7 +40,7 @@ def find_kernel_rule(norm: Any) -> KernelRule | None:
 
     Buffers must be plain tensors too, for kernels write to their memory.
     """
-    if norm.sync or norm.steps_per_update > 1 or not has_kernel_rule(type(norm)):
+    if norm.sync or norm.accumulates or not has_kernel_rule(type(norm)):
         return None
     plain = all(type(b) is Tensor and b.is_contiguous() for b in norm.buffers(recurse=False))
     return norm.kernel_rule() if plain else None

@@ -197,6 +197,8 @@ class StatNorm(Norm):
     center: ClassVar[bool] = False
     pad_grad: ClassVar[str] = "exact"  # gradient statistics sum over "exact"ly all rows, or over "real" ones
     groups: int = 0  # layer-scale first: so many runs of channels of a token, each divided by its root mean square
+    follows_optimizer: bool = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
+    next_state: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  (which buffers wait, by the sums that they belong to)
 
     alpha: float
     running: Tensor
@@ -323,10 +325,8 @@ class StatNorm(Norm):
         step = self.step + 1
         stat = self.train_stat(batch, step, count)
         state, moved = stat.state, ok
-        if self.steps_per_update > 1:
-            joint, joint_count, moved = self._accumulate(
-                self.pending, self.micro_step, channels.pack(batch, count, self.running), ok
-            )
+        if self.accumulates:
+            joint, joint_count, moved = self._accumulate("", channels.pack(batch, count, self.running), ok)
             joint, joint_count = channels.unpack(joint, self.running)
             state = self.train_stat(joint, step, joint_count).state
         self._commit({**state, "step": step}, moved)
@@ -351,19 +351,27 @@ class StatNorm(Norm):
         if not state:
             return value
         ok = moved = usable(batch, count)
-        if self.steps_per_update > 1:
+        if self.accumulates:
             sums = torch.cat([(batch * count).flatten(), count.view(1)])
-            sums, total, moved = self._accumulate(self.pending_grad, self.micro_step_grad, sums, ok)
+            sums, total, moved = self._accumulate("_grad", sums, ok)
             state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, saved)[1]
         self._commit(state, moved)
         self.skipped_grad.add_(~ok)
         return value
 
-    def _accumulate(
-        self, pending: Tensor, micro_step: Tensor, sums: Tensor, ok: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add `sums` to `pending`; the joint sums, their count, and whether this was the last of the k batches."""
+    @property
+    def accumulates(self) -> bool:
+        """Whether several batches together move the state."""
+        return self.steps_per_update > 1 or self.follows_optimizer
+
+    def _accumulate(self, side: str, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add `sums` to those pending; return the joint sums, their count, and whether the state moves now."""
+        pending = getattr(self, f"pending{side}")
         joint = torch.where(ok, pending + sums, pending)
+        if self.follows_optimizer:
+            pending.copy_(joint)
+            return joint, joint[-1], ok
+        micro_step = getattr(self, f"micro_step{side}")
         ends = (micro_step + 1) % self.steps_per_update == 0
         moved = ends & (joint[-1] > 0)
         pending.copy_(torch.where(ends, 0, joint))
@@ -372,7 +380,7 @@ class StatNorm(Norm):
 
     def _commit(self, state: dict[str, Tensor], moved: Tensor) -> None:
         for name, new in state.items():
-            old = getattr(self, name)
+            old = getattr(self, f"next_{name}" if self.follows_optimizer else name)
             old.copy_(torch.where(moved, new, old))
 
     def average(self, batch: Tensor) -> Tensor:
@@ -440,10 +448,13 @@ class StatNorm(Norm):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in ("pending", "pending_grad", "micro_step", "micro_step_grad"):  # steps_per_update may have changed
-            if name in self._buffers:
-                state_dict.setdefault(prefix + name, torch.zeros_like(self._buffers[name]))  # type: ignore[arg-type]
-            else:
-                state_dict.pop(prefix + name, None)
+            buffer = self._buffers.get(name)
+            if buffer is not None and name not in self._non_persistent_buffers_set:
+                state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
+                continue
+            state_dict.pop(prefix + name, None)
+            if buffer is not None:
+                buffer.zero_()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._steps = AsyncCounter()
 

@@ -7,12 +7,14 @@ from normkit.transforms.convert import convert, find, unreadable
 from normkit.transforms.export import Exported, export
 from normkit.transforms.fold.fold import Report, fold
 from normkit.transforms.fold.plan import Outcome
+from normkit.transforms.follow_optimizer import OptimizerLink, follow_optimizer
 from normkit.transforms.layernorm_to_rmsnorm import to_rms
 
 __all__ = [
     "Audit",
     "Blend",
     "Exported",
+    "OptimizerLink",
     "Outcome",
     "Report",
     "audit",
@@ -22,6 +24,7 @@ __all__ = [
     "export",
     "find",
     "fold",
+    "follow_optimizer",
     "settle",
     "to_rms",
     "unreadable",

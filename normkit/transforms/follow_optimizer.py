@@ -1,0 +1,130 @@
+"""Move the state of norms when the optimizer steps, whatever the number of batches between two steps."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from normkit.norms import StatNorm
+from normkit.transforms.checks import refuse_wrapped
+
+
+class OptimizerLink:
+    """Connection between norms and an optimizer; `remove()` ends it."""
+
+    def __init__(self, norms: list[StatNorm], handle: Any):
+        self._norms, self._handle = norms, handle
+
+    def remove(self) -> None:
+        """Let the norms move their state in each training forward again; what is pending is dropped."""
+        self._handle.remove()
+        for norm in self._norms:
+            _stop(norm)
+
+
+def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> OptimizerLink:
+    """Move the running statistics of a model's norms once per optimizer step, in place.
+
+    By default a norm with statistics moves its state in every training forward. Under gradient accumulation that is
+    once per micro-batch. After this call each norm gathers the statistics of all batches since the last step, and moves
+    its state by their joint statistics when the optimizer steps. Unlike the option `steps_per_update=k`, this needs no
+    fixed k: a shorter last group of an epoch is handled, and a step that `GradScaler` skips moves no state.
+
+    Checkpoints do not change. Call it before `torch.compile`, and before the trainer starts. The statistics of batches
+    that no optimizer step followed are not in checkpoints.
+
+    Args:
+        model: Model that is trained, after `convert`.
+        optimizer: Optimizer to follow. None follows every `torch.optim.Optimizer` that holds a parameter of the model,
+            also one that `Trainer` or Lightning creates later.
+
+    Returns:
+        A link whose `remove()` restores the default.
+
+    Raises:
+        ValueError: If the model has no norm with running statistics.
+
+    Example:
+        >>> import normkit as nk
+        >>> model = nk.convert(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)), "un")
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> link = nk.follow_optimizer(model, optimizer)
+        >>> for _ in range(3):
+        ...     model(torch.randn(8, 4)).mean().backward()
+        >>> optimizer.step()
+        >>> model[0].step
+        tensor(1)
+    """
+    refuse_wrapped(model, "follow_optimizer")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None; got {type(optimizer).__name__}")
+    norms = [module for module in model.modules() if isinstance(module, StatNorm)]
+    if not norms:
+        raise ValueError("follow_optimizer() found no norm with running statistics; convert(model, 'un') first")
+    for norm in norms:
+        _start(norm)
+    reference = weakref.ref(model)  # a hook on all optimizers must not keep the model alive
+
+    def after_step(stepped: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        live = reference()
+        if live is None or (optimizer is None and not _holds_parameter(stepped, live)):
+            return
+        for module in live.modules():
+            if isinstance(module, StatNorm) and module.follows_optimizer:
+                _move_state(module)
+
+    register: Callable = register_optimizer_step_post_hook if optimizer is None else optimizer.register_step_post_hook
+    handle = register(after_step)
+    if optimizer is None:
+        weakref.finalize(model, handle.remove)
+    return OptimizerLink(norms, handle)
+
+
+def _holds_parameter(optimizer: Optimizer, model: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+
+
+@torch.no_grad()
+def _start(norm: StatNorm) -> None:
+    """Add the buffers in which sums and the next state wait; they are not saved."""
+    if norm.follows_optimizer:
+        return
+    for name in ("pending", "pending_grad"):
+        if name not in norm._buffers:
+            norm.register_buffer(name, norm.running.new_zeros(norm.running.numel() + 1), persistent=False)
+        getattr(norm, name).zero_()
+    # the rules are pure: a trial call changes nothing, and names the buffers that a forward and a backward change
+    batch, step = norm.running.clone(), norm.step + 1
+    stat = norm.train_stat(batch, step, batch.new_ones(()))
+    changed = norm.grad_stat(batch, step, stat.saved)[1]
+    norm.next_state = {"pending": ("step", *stat.state), "pending_grad": tuple(changed)}
+    for name in {name for names in norm.next_state.values() for name in names}:
+        norm.register_buffer(f"next_{name}", getattr(norm, name).clone(), persistent=False)
+    norm.follows_optimizer = True
+
+
+def _stop(norm: StatNorm) -> None:
+    norm.follows_optimizer, norm.next_state = False, {}
+    for name in [name for name in norm._buffers if name.startswith("next_")]:
+        delattr(norm, name)
+    for name in ("pending", "pending_grad"):
+        if name in norm._non_persistent_buffers_set:
+            delattr(norm, name)
+        else:
+            getattr(norm, name).zero_()
+
+
+@torch.no_grad()
+def _move_state(norm: StatNorm) -> None:
+    """Take over the next state where batches are pending, without waiting for the device."""
+    for key, names in norm.next_state.items():
+        pending = getattr(norm, key)
+        for name in names:
+            old = getattr(norm, name)
+            old.copy_(torch.where(pending[-1] > 0, getattr(norm, f"next_{name}"), old))
+        pending.zero_()

@@ -1,0 +1,139 @@
+"""State moves when the optimizer steps, by all batches since the step before."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from norm_cases import DIM, STAT_SPECS, batch, random_norm, train_step
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+from torch.testing import assert_close
+
+import normkit as nk
+from normkit.norms import make
+
+
+def buffers(norm):
+    return {name: t for name, t in norm.state_dict().items() if not name.startswith(("pending", "micro_step"))}
+
+
+@pytest.mark.parametrize("spec", STAT_SPECS)
+def test_state_moves_as_with_a_fixed_number_of_batches(spec):
+    """Three batches a step, where `steps_per_update=3` is the reference."""
+    name, _, given = spec.partition("(")
+    fixed, follower = random_norm(f"{name}(steps_per_update=3, {given or ')'}"), random_norm(spec)
+    optimizer = torch.optim.SGD(follower.parameters(), lr=0.0)
+    nk.follow_optimizer(follower, optimizer)
+    for i in range(9):
+        x, dy = batch(i, 2 + i % 3, DIM), batch(90 + i, 2 + i % 3, DIM)
+        before = copy.deepcopy(buffers(follower))
+        mine, theirs = train_step(follower, x, dy), train_step(fixed, x, dy)
+        for key in ("y", "dx", *(f"d{name}" for name, _ in fixed.named_parameters())):
+            assert_close(mine[key], theirs[key], msg=lambda text, key=key: f"{key}: {text}")
+        assert all(torch.equal(t, before[key]) for key, t in buffers(follower).items()), "no step, no new state"
+        if i % 3 == 2:
+            optimizer.step()
+            for key, t in buffers(fixed).items():
+                assert_close(buffers(follower)[key], t, msg=lambda text, key=key: f"{key}: {text}")
+    assert follower.step == 3
+
+
+def tiny(spec="un(warmup=2, window=2)"):
+    torch.manual_seed(0)
+    return nn.Sequential(make(spec, 4), nn.Linear(4, 4), make(spec, 4), nn.Linear(4, 1))
+
+
+def run_epochs(model, optimizer, epochs=2, batches=7, every=3):
+    """A loop as `Trainer` runs it: the last group of an epoch is shorter."""
+    for epoch in range(epochs):
+        for i in range(batches):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * epoch + i))
+            model(x).square().mean().backward()
+            if (i + 1) % every == 0 or i + 1 == batches:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_an_optimizer_created_later_is_followed_through_short_groups():
+    model, other = tiny(), tiny()
+    nk.follow_optimizer(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run_epochs(model, optimizer)
+    assert [norm.step.item() for norm in (model[0], model[2])] == [6, 6]
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    model(torch.randn(6, 4)).mean().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert model[0].step == 6, "another model's optimizer moves nothing"
+    halves = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model[1], model[3])]
+    for half in halves:
+        half.step()
+    assert model[0].step == 7, "two optimizers of one model move the state once"
+
+
+def test_remove_restores_the_default_and_a_model_is_not_kept_alive():
+    model = tiny()
+    link = nk.follow_optimizer(model)
+    link.remove()
+    run_epochs(model, torch.optim.SGD(model.parameters(), lr=0.0), epochs=1)
+    assert model[0].step == 7
+    assert not any("next_" in name or "pending" in name for name, _ in model.named_buffers())
+    before = len(hooks)
+    nk.follow_optimizer(model)
+    assert len(hooks) == before + 1
+    del model
+    gc.collect()
+    assert len(hooks) == before
+
+
+@pytest.mark.parametrize("spec", ["un(warmup=2, window=2)", "un(warmup=2, window=2, steps_per_update=2)", "power"])
+def test_checkpoints_do_not_change(spec):
+    model, plain = tiny(spec), tiny(spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nk.follow_optimizer(model, optimizer)
+    run_epochs(model, optimizer)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(model.state_dict())
+    again = tiny(spec)
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
+    nk.follow_optimizer(again, optimizer)
+    again(torch.randn(6, 4)).mean().backward()
+    again.load_state_dict(plain.state_dict())  # what was pending belongs to the old weights
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(t, model.state_dict()[key]) for key, t in again.state_dict().items())
+
+
+def test_unusable_batches_and_skipped_steps_move_nothing():
+    model = tiny("batch")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    nk.follow_optimizer(model, optimizer)
+    model(torch.full((3, 4), float("inf")))
+    optimizer.step()
+    assert (model[0].step, model[0].skipped) == (0, 1)
+    x = torch.randn(8, 4)
+    model(x)
+    model(torch.full((3, 4), float("nan")))
+    optimizer.step()
+    assert model[0].step == 1
+    assert_close(model[0].running[0], 0.1 * x.mean(0))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
+def test_a_compiled_model_follows_too():
+    eager = tiny()
+    twin = copy.deepcopy(eager)
+    for model, run in ((eager, eager), (twin, torch.compile(twin, backend="aot_eager", fullgraph=True))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        nk.follow_optimizer(model, optimizer)
+        run_epochs(run, optimizer)
+    for (name, mine), theirs in zip(eager.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert_close(theirs, mine, msg=name)
+    assert eager[0].step == 6
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="no norm with running statistics"):
+        nk.follow_optimizer(nn.Sequential(nn.LayerNorm(3)))
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or None; got float"):
+        nk.follow_optimizer(tiny(), 0.1)
