@@ -22,6 +22,7 @@ PACKAGES = {  # package -> packages that it may import
 }
 LAB = {  # the same inside lab/
     "tasks": set(),
+    "fields": set(),
     "timing": set(),
     "norm_speed": {"timing"},
     "data": set(),

@@ -1,0 +1,135 @@
+"""Dataclass fields with limits, and a base class that checks them: types, choices, bounds, finite numbers."""
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Self
+
+LARGEST = 2**62
+NAMES = {int: "a whole number", float: "a finite number", str: "text", bool: "True or False"}
+BOUNDS = {
+    "at_least": ("at least", lambda value, bound: value >= bound),
+    "above": ("above", lambda value, bound: value > bound),
+    "below": ("below", lambda value, bound: value < bound),
+    "at_most": ("at most", lambda value, bound: value <= bound),
+}
+
+
+def limited(default: Any = dataclasses.MISSING, **bounds: float) -> Any:
+    """Return a dataclass field with bounds: `at_least`, `above`, `below`, `at_most`."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise a ValueError that names the value and what is allowed, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Base class of settings: each field is checked against its annotation and its bounds.
+
+    Annotations are int, float, str, bool, Literal, tuples, dictionaries and optional ones of these. Lists, as JSON has
+    them, become tuples. Numbers must be finite.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Example(Checked):
+    ...     rate: float = limited(0.1, above=0)
+    >>> Example(rate=float("inf"))
+    Traceback (most recent call last):
+    ...
+    ValueError: rate must be a finite number; got inf
+    """
+
+    def __post_init__(self):
+        hints, prefix = _hints(type(self)), self._prefix()
+        for field in dataclasses.fields(self):
+            value, hint, name = getattr(self, field.name), hints[field.name], prefix + field.name
+            if typing.get_origin(hint) is tuple and isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, field.name, value)
+            require(_fits(value, hint), name, value, _describe(hint))
+            for kind, bound in field.metadata.get("bounds", {}).items() if value is not None else ():
+                require(BOUNDS[kind][1](value, bound), name, value, _bounds(field.metadata["bounds"]))
+
+    @classmethod
+    def _prefix(cls) -> str:
+        """Return what error messages put before the name of a field."""
+        return ""
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Self:
+        """Make an instance from a dictionary as JSON has it, with dictionaries for nested settings.
+
+        Raises:
+            ValueError: If a value is missing, unknown or not allowed.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"settings must be a JSON object; got {values!r:.80}")
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        if unknown := sorted(values.keys() - fields.keys()):
+            raise ValueError(f"unknown settings: {', '.join(map(repr, unknown))}")
+        missing = [
+            name
+            for name, field in fields.items()
+            if name not in values and field.default is field.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise ValueError(f"missing settings: {', '.join(missing)}")
+        hints = _hints(cls)
+        nested = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Checked)}
+        return cls(**{k: nested[k].from_dict(value) if k in nested else value for k, value in values.items()})
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Check a value against an annotation."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return isinstance(value, str) and value in arguments
+    if origin is types.UnionType:
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is tuple:
+        same = arguments[1:] == (Ellipsis,)
+        each = [arguments[0]] * len(value) if same and isinstance(value, tuple) else arguments
+        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items()
+        )
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    """Describe an annotation in words.
+
+    >>> _describe(tuple[int, ...]), _describe(int | None)
+    ('whole numbers', 'a whole number, or None')
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin is types.UnionType:
+        return ", or ".join("None" if argument is type(None) else _describe(argument) for argument in arguments)
+    if origin is tuple:
+        what = {int: "whole numbers", float: "finite numbers", str: "texts"}[arguments[0]]
+        return what if arguments[1:] == (Ellipsis,) else f"{len(arguments)} {what}"
+    if origin is dict:
+        return "a mapping of texts to texts"
+    return NAMES.get(hint, f"settings of class {hint.__name__}")
+
+
+def _bounds(bounds: Mapping[str, float]) -> str:
+    return " and ".join(f"{BOUNDS[kind][0]} {bound}" for kind, bound in bounds.items())
