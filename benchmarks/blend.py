@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from normkit.lab.data.embedded import SOURCES
-from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.lab.train.environment import where

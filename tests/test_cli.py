@@ -16,7 +16,7 @@ from normkit.cli import COMMANDS, main
 from normkit.lab.data.embedded import SOURCES
 from normkit.lab.models.config import Model
 from normkit.lab.report import results
-from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train.config import Images, Run
 from normkit.lab.train.run import load, train
 from normkit.norms import NORMS, options

@@ -13,7 +13,7 @@ import normkit
 from normkit.lab.data.scenes import find_scenes
 from normkit.lab.models.config import Model
 from normkit.lab.models.detection import DETECTORS, detector
-from normkit.lab.studies.recipes_scenes import SCENE_RECIPES
+from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train.build import build_model
 from normkit.lab.train.config import Run
 from normkit.lab.train.detection import Detection, start_backbone
@@ -210,9 +210,9 @@ def test_perfect_answers_have_precision_100_and_none_has_0(tmp_path):
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCENE_RECIPES)
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe().task == "detection"])
 def test_every_recipe_runs_two_steps(name, tmp_path, monkeypatch):
-    recipe = SCENE_RECIPES[name]()
+    recipe = RECIPES[name]()
     own = DETECTORS[recipe.model.arch]
     crop = own.crop and (30, 50)
     monkeypatch.setitem(DETECTORS, recipe.model.arch, dataclasses.replace(TINY, masks=own.masks, crop=crop))

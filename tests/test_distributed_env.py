@@ -10,7 +10,7 @@ import pytest
 
 from normkit.lab.report import results
 from normkit.lab.studies import runner
-from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.studies.study import Base, Column, Row, Study
 from normkit.lab.studies.workers import ENVIRONMENT, Workers
 from normkit.lab.train.distributed_env import check_launched, first
@@ -146,7 +146,7 @@ def test_hosts_train_one_model_and_the_first_writes(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_a_study_may_have_several_devices(tmp_path):
-    base = {"pocket": Base("tiny", "vit_digits", {**TINY, "devices": 2})}
+    base = {"pocket": Base("tiny", RECIPES["vit_digits"], {**TINY, "devices": 2})}
     column = Column(title="accuracy", metric="accuracy", base=base)
     wild = {"lr": 1e30, "clip": 0.0, "warmup": 0, "model.norm": "layer"}
     rows = (Row(label="UN", settings={}), Row(label="wild", settings=wild))

@@ -23,8 +23,8 @@ from normkit.lab.models.config import Model
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.report import results
+from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.studies.inference import translate_lines
-from normkit.lab.studies.recipes import RECIPES
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.bleu import bleu
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints

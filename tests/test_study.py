@@ -12,10 +12,9 @@ from rich.console import Console
 from normkit.cli import main
 from normkit.lab.report import results
 from normkit.lab.studies import runner, table
-from normkit.lab.studies.catalogue import STUDIES
+from normkit.lab.studies.catalogue import RECIPES, STUDIES
 from normkit.lab.studies.metrics import METRICS
 from normkit.lab.studies.progress import Board
-from normkit.lab.studies.recipes import RECIPES
 from normkit.lab.studies.study import (
     SCALES,
     Base,
@@ -34,8 +33,8 @@ from normkit.norms import make, parse
 
 TINY = {"steps": 6, "batch_tokens": 120, "test_items": 8, "valid_every": 3, "checkpoint_every": 2, "warmup": 2}
 BASE = {
-    "pocket": Base("tiny", "g2p_cmudict", TINY),
-    "paper": Base("tiny", "g2p_cmudict", {**TINY, "steps": 9}),
+    "pocket": Base("tiny", RECIPES["g2p_cmudict"], TINY),
+    "paper": Base("tiny", RECIPES["g2p_cmudict"], {**TINY, "steps": 9}),
 }
 COLUMNS = (
     Column(title="PER", metric="per", base=BASE),
@@ -50,7 +49,7 @@ ROWS = (
 TOY = Study(id="toy", title="a toy", source="a paper, Table 1", claim="LN wins.", rows=ROWS, columns=COLUMNS)
 
 FAST = {**TINY, "batch_tokens": 16, "model.depth": 1}
-DIGITS = {"pocket": Base("tiny", "vit_digits", FAST), "paper": Base("tiny", "vit_digits", FAST)}
+DIGITS = {"pocket": Base("tiny", RECIPES["vit_digits"], FAST), "paper": Base("tiny", RECIPES["vit_digits"], FAST)}
 ONE = Study(
     id="one",
     title="one column, trained in moments",
@@ -157,7 +156,7 @@ def test_every_cell_of_every_study_is_a_run(scale):
     runs = {}
     for study in STUDIES.values():
         bases = [base for part in (*study.columns, *study.rows) for base in (part.base or {}).values()]
-        assert {base.recipe for base in bases} <= set(RECIPES)
+        assert {base.recipe for base in bases} <= set(RECIPES.values())
         for cell in expand(study, scale):
             assert runs.setdefault(cell.folder, cell.run) == cell.run, (study.id, cell.folder)
             assert cell.run.device == ("cpu" if scale == "pocket" else "cuda")
@@ -437,7 +436,7 @@ def test_runs_whose_data_is_not_here_are_left_out(tmp_path, monkeypatch, capsys)
     told = capsys.readouterr().err
     assert "the corpus multi30k.de-en is not here" in told
     assert told.count("\n") == 1
-    elsewhere = Column(title="BLEU", metric="bleu", base={"pocket": Base("m", "mt_multi30k")})
+    elsewhere = Column(title="BLEU", metric="bleu", base={"pocket": Base("m", RECIPES["mt_multi30k"])})
     plan = runner.plan(dataclasses.replace(ONE, columns=(*ONE.columns, elsewhere)), "pocket", tmp_path)
     assert {run.data for run in plan.todo.values()} == {"digits"}
     assert "multi30k.de-en" in plan.missing[0]

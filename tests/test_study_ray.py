@@ -10,6 +10,7 @@ from rich.console import Console
 
 from normkit.lab.report import results
 from normkit.lab.studies import runner
+from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.ray_workers import Cluster
 from normkit.lab.studies.study import Base, Column, Row, Study
@@ -23,7 +24,7 @@ STUDY = Study(
     id="toy",
     title="two norms on Ray",
     rows=(Row(label="LN", settings={}), Row(label="UN", settings={"model.norm": "un"})),
-    columns=(Column(title="accuracy", metric="accuracy", base={"pocket": Base("tiny", "vit_digits", TINY)}),),
+    columns=(Column(title="accuracy", metric="accuracy", base={"pocket": Base("tiny", RECIPES["vit_digits"], TINY)}),),
 )
 
 

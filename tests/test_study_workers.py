@@ -15,7 +15,7 @@ from test_study import ONE, put
 from normkit.cli import main
 from normkit.lab.report import results
 from normkit.lab.studies import runner, table, workers
-from normkit.lab.studies.catalogue import STUDIES
+from normkit.lab.studies.catalogue import RECIPES, STUDIES
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.study import Base, Column, Row, Study, expand
 from normkit.lab.studies.workers import Workers
@@ -26,7 +26,7 @@ STUDY = Study(
     id="toy",
     title="two norms side by side",
     rows=(Row(label="LN", settings={}), Row(label="UN", settings={"model.norm": "un"})),
-    columns=(Column(title="accuracy", metric="accuracy", base={"pocket": Base("tiny", "vit_digits", TINY)}),),
+    columns=(Column(title="accuracy", metric="accuracy", base={"pocket": Base("tiny", RECIPES["vit_digits"], TINY)}),),
 )
 
 

@@ -18,7 +18,7 @@ from normkit.lab.data.scenes import SCENE_SETS
 from normkit.lab.models.config import Model
 from normkit.lab.report import results
 from normkit.lab.report.verdict import sentences
-from normkit.lab.studies.recipes import RECIPES
+from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.build import build_model
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint

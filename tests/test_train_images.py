@@ -19,7 +19,7 @@ from normkit.lab.data.images import Album, read_images
 from normkit.lab.data.vocab import Vocab
 from normkit.lab.models.classifiers import classifier
 from normkit.lab.models.config import Model
-from normkit.lab.studies.recipes_images import IMAGE_RECIPES
+from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train import images as task_images
 from normkit.lab.train.augment import Views
 from normkit.lab.train.config import Images, Run
@@ -318,9 +318,9 @@ def test_workers_make_the_same_batches(folder):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", IMAGE_RECIPES)
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe().task == "images"])
 def test_two_steps_of_every_recipe(name, tmp_path, monkeypatch):
-    recipe = IMAGE_RECIPES[name]()
+    recipe = RECIPES[name]()
     write = made.write_folder if recipe.data == "imagenet" else made.write_cifar
     classes = {"cifar100": {"classes": 100}}.get(recipe.data, {})
     write(tmp_path / recipe.data, train=40, **classes)

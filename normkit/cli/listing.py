@@ -17,7 +17,7 @@ def list_(arguments: list[str]) -> int:
     from normkit.lab.data.corpora import CORPORA
     from normkit.lab.data.embedded import SOURCES
     from normkit.lab.data.image_sets import IMAGE_SETS
-    from normkit.lab.studies.recipes import RECIPES
+    from normkit.lab.studies.catalogue import RECIPES
 
     lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", ""]
     everywhere = options("layer")

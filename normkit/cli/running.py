@@ -79,7 +79,7 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
 
 def train(arguments: list[str]) -> int:
     """Train a recipe; every field of a run is a flag."""
-    from normkit.lab.studies.recipes import RECIPES
+    from normkit.lab.studies.catalogue import RECIPES
     from normkit.lab.studies.study import warm
     from normkit.lab.train.config import Run
     from normkit.names import pick

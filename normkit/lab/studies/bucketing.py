@@ -6,8 +6,8 @@ number of tokens say how much of the gap between batch and running statistics, a
 of the pipeline's making.
 """
 
-from normkit.lab.studies.bases import CMUDICT, MULTI30K, Bases
-from normkit.lab.studies.study import Column, Row, Study
+from normkit.lab.studies.recipes import CMUDICT, MULTI30K
+from normkit.lab.studies.study import Bases, Column, Row, Study
 
 NORMS = ("batch", "pnv", "mabn", "power(groups=1)", "un", "layer")
 DISTANCES = {"mean": "distance_mean", "variance": "distance_var", "quadratic mean": "distance_quadratic"}

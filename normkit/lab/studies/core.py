@@ -2,19 +2,11 @@
 
 import dataclasses
 
+from normkit.lab.papers.powernorm.recipes import PTB, RESNET20
+from normkit.lab.papers.tears.recipes import TED
 from normkit.lab.papers.tears.tables import DECAY
-from normkit.lab.studies.bases import (
-    CIFAR10,
-    CIFAR10_SWIN,
-    CMUDICT,
-    IWSLT14_UN,
-    MULTI30K,
-    MULTI30K_HOUR,
-    PTB,
-    RESNET20,
-    TED,
-    WIKITEXT2,
-)
+from normkit.lab.papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
+from normkit.lab.studies.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
 from normkit.lab.studies.study import Column, Row, Settings, Study, Times
 
 CORE = (

@@ -3,14 +3,13 @@
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from normkit.lab.report.settings import flat
 from normkit.lab.studies.metrics import METRICS
-from normkit.lab.studies.recipes import RECIPES
 from normkit.lab.train.config import Run
 from normkit.names import pick
 from normkit.norms import options, parse
@@ -32,11 +31,21 @@ class Times(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What the runs of a column start from: a recipe and what is different here. `name` names their folder."""
+    """Starting point of a column's runs: a recipe with some settings replaced.
+
+    Attributes:
+        name: Folder of the runs.
+        recipe: Function that returns the `Run`.
+        settings: Settings that replace the recipe's.
+    """
 
     name: str
-    recipe: str
+    recipe: Callable[[], Run]
     settings: Settings = MappingProxyType({})
+
+
+Bases = Mapping[str, Base]
+"""Bases of one column by scale. A scale without an entry has not been run: the table shows the paper's figures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +56,7 @@ class Column:
     """As the paper heads it, in our words."""
     metric: str
     """A row of METRICS."""
-    base: Mapping[str, Base] = dataclasses.field(default_factory=dict)
+    base: Bases = dataclasses.field(default_factory=dict)
     """By scale; a scale that is not there has not been run yet, for want of data or of a recipe."""
     settings: Settings = dataclasses.field(default_factory=dict)
     """What this column changes in its base."""
@@ -66,7 +75,7 @@ class Row:
     """What this row changes in each column's base; None for what normkit has not: the paper alone is shown."""
     printed: tuple[str, ...] = ()
     """The paper's figure for each column, digit by digit."""
-    base: Mapping[str, Base] | None = None
+    base: Bases | None = None
     """What this row starts from in place of the columns' bases."""
     at: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
     """Further settings at some scale."""
@@ -76,7 +85,8 @@ class Row:
 class Study:
     """A table or figure of a paper, or a question of our own, as a grid of runs: rows times columns times seeds.
 
-    >>> base = {"pocket": Base("toy", "g2p_cmudict", {"steps": 10})}
+    >>> from normkit.lab.studies.recipes import g2p_cmudict
+    >>> base = {"pocket": Base("toy", g2p_cmudict, {"steps": 10})}
     >>> rows = (Row(label="LN", settings={}), Row(label="UN", settings={"model.norm": "un"}))
     >>> study = Study(id="toy", title="Toy", columns=(Column(title="PER", metric="per", base=base),), rows=rows)
     >>> [str(cell.folder) for cell in expand(study, "pocket")]
@@ -135,9 +145,9 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
     for number, row in rows.items():
         for place, column in enumerate(study.columns):
             base = (column.base if row.base is None else row.base).get(scale)
-            if base is None or base.recipe not in RECIPES or row.settings is None:
+            if base is None or row.settings is None:
                 continue
-            start = override(RECIPES[base.recipe](), base.settings)
+            start = override(base.recipe(), base.settings)
             wanted = override(start, {**column.settings, **column.at.get(scale, {})})
             wanted = override(override(wanted, row.settings), row.at.get(scale, {}))
             wanted = override(wanted, {"model.norm": with_options(wanted.model.norm, column.options)})
@@ -151,7 +161,8 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
 def override(run: Run, settings: Settings) -> Run:
     """A run with some settings replaced.
 
-    >>> run = override(RECIPES["g2p_cmudict"](), {"model.norm": "un", "warmup": Times(2)})
+    >>> from normkit.lab.studies.recipes import g2p_cmudict
+    >>> run = override(g2p_cmudict(), {"model.norm": "un", "warmup": Times(2)})
     >>> run.model.norm, run.warmup
     ('un', 1000)
     """
@@ -206,7 +217,8 @@ def warmed(spec: str, warmup: int) -> str:
 def warm(run: Run) -> Run:
     """A run in which all norms are `warmed`: with a default of 4,000 steps, shorter runs would never leave the warm-up.
 
-    >>> run = override(RECIPES["g2p_cmudict"](), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
+    >>> from normkit.lab.studies.recipes import g2p_cmudict
+    >>> run = override(g2p_cmudict(), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
     >>> warm(run).model.norm, warm(run).model.norm_at
     ('un(warmup=500)', {'*.final': 'mabn(warmup=9)'})
     """
@@ -217,7 +229,8 @@ def warm(run: Run) -> Run:
 def name_of(base: Run, run: Run) -> str:
     """What tells a run from its base: the norm, then what else differs, as the name of a folder.
 
-    >>> base = RECIPES["g2p_cmudict"]()
+    >>> from normkit.lab.studies.recipes import g2p_cmudict
+    >>> base = g2p_cmudict()
     >>> name_of(base, override(base, {"model.norm": "power(groups=0)", "model.placement": "post"}))
     'power-groups=0,placement=post'
     """

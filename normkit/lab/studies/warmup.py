@@ -4,9 +4,10 @@ Afterwards they divide by what past batches say and remove what past gradients s
 slowly. At the peak of the learning rate, where its own warm-up ends, they do not.
 """
 
-from normkit.lab.studies.bases import IWSLT14, MULTI30K, Bases
+from normkit.lab.papers.powernorm.recipes import IWSLT14
 from normkit.lab.studies.core import IWSLT14_CORE, MULTI30K_CORE
-from normkit.lab.studies.study import Column, Row, Study
+from normkit.lab.studies.recipes import MULTI30K
+from normkit.lab.studies.study import Bases, Column, Row, Study
 
 LONGER = ("un", "un(warmup=600)", "power(groups=0)", "power(groups=0, warmup=600)")
 

@@ -1,19 +1,8 @@
 """Unified Normalization (Yang et al., ACM MM 2022): Tables 1 to 10, Figures 1 and 3 to 6, as printed."""
 
-from collections.abc import Mapping
-
-from normkit.lab.studies.bases import (
-    CIFAR10,
-    FASTER_RCNN,
-    FASTER_RCNN_12,
-    IMAGENET_SWIN,
-    IMAGENET_T2T,
-    IWSLT14_UN,
-    MASK_RCNN,
-    MASK_RCNN_12,
-    WMT14_FR,
-)
-from normkit.lab.studies.study import Base, Column, Row, Settings, Study, with_options
+from normkit.lab.papers.unified.detectors import FASTER_RCNN, FASTER_RCNN_12, MASK_RCNN, MASK_RCNN_12
+from normkit.lab.papers.unified.recipes import CIFAR10, IMAGENET_SWIN, IMAGENET_T2T, IWSLT14_UN, WMT14_FR
+from normkit.lab.studies.study import Bases, Column, Row, Settings, Study, with_options
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
 
@@ -64,7 +53,7 @@ POCKET_COCO = (
 )
 
 
-def _detection(base: Mapping[str, Base], *kinds: str) -> tuple[Column, ...]:
+def _detection(base: Bases, *kinds: str) -> tuple[Column, ...]:
     return tuple(
         Column(title=f"{kind} AP{at}", metric=f"{kind} AP{at}", base=base)
         for kind in kinds

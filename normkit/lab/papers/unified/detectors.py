@@ -1,21 +1,24 @@
-"""Named runs of detectors; rows of RECIPES. Of the backbone's norms `--model.norm` says what they are."""
+"""Recipes of Unified Normalization's detectors. `--model.norm` sets the norms of the backbone."""
 
 import dataclasses
 
 from normkit.lab.models.config import Model
+from normkit.lab.studies.study import Base, Bases
 from normkit.lab.train.config import Run
 
-EPOCH = 117_266 // 16  # steps: COCO's training pictures that have boxes
+EPOCH = 117_266 // 16  # steps: COCO's training images that have boxes
 
 
 def mask_rcnn_coco_36() -> Run:
-    """Mask R-CNN with Swin-T on COCO, 36 epochs, as Unified Normalization's paper trains it (App. B.3): 8 GPUs.
+    """Mask R-CNN with Swin-T on COCO, 36 epochs, as in Unified Normalization (B.3).
 
-    normkit train mask_rcnn_coco_36 --devices 8 --batch-tokens 2 --weights FOLDER --model.norm un
+    NORMKIT_DATA=FOLDER normkit train mask_rcnn_coco_36 --devices 8 --batch-tokens 2 --weights RUN --model.norm un
 
-    `weights` is a classifier's run, or torchvision's Swin-T, with the same norms; the paper's norm is
-    `un(outlier_filtration=True)`. The paper's AP of boxes and masks: layer 46.0/41.6, un
-    45.6/41.4, batch 44.9/40.8, mabn 45.1/41.0, power(groups=0) 44.6/40.7.
+    Cost: 8 GPUs. The paper's AP of boxes / masks: layer 46.0 / 41.6, un 45.6 / 41.4, batch 44.9 / 40.8,
+    mabn 45.1 / 41.0, power(groups=0) 44.6 / 40.7.
+
+    `RUN` is a classifier's run, or torchvision's Swin-T, with the same norms. The paper's norm is
+    `un(outlier_filtration=True)`.
     """
     return Run(
         name="mask_rcnn_coco_36",
@@ -44,11 +47,11 @@ def mask_rcnn_coco_36() -> Run:
 
 
 def mask_rcnn_coco_12() -> Run:
-    """Mask R-CNN with Swin-T on COCO, 12 epochs, as the paper's ablations: 8 GPUs.
+    """Mask R-CNN with Swin-T on COCO, 12 epochs, as in the paper's ablations.
 
-    normkit train mask_rcnn_coco_12 --devices 8 --batch-tokens 2 --weights FOLDER --model.norm un
+    NORMKIT_DATA=FOLDER normkit train mask_rcnn_coco_12 --devices 8 --batch-tokens 2 --weights RUN --model.norm un
 
-    The paper's AP of boxes and masks: un 42.8/39.2.
+    Cost: 8 GPUs. The paper's AP of boxes / masks: un 42.8 / 39.2.
     """
     return dataclasses.replace(
         mask_rcnn_coco_36(), name="mask_rcnn_coco_12", steps=12 * EPOCH, milestones=(8 * EPOCH, 11 * EPOCH)
@@ -56,11 +59,11 @@ def mask_rcnn_coco_12() -> Run:
 
 
 def faster_rcnn_coco_36() -> Run:
-    """Faster R-CNN with Swin-T on COCO, 36 epochs, as the paper trains it: 8 GPUs.
+    """Faster R-CNN with Swin-T on COCO, 36 epochs, as in Unified Normalization (Table 3).
 
-    normkit train faster_rcnn_coco_36 --devices 8 --batch-tokens 2 --weights FOLDER
+    NORMKIT_DATA=FOLDER normkit train faster_rcnn_coco_36 --devices 8 --batch-tokens 2 --weights RUN
 
-    The paper's AP of boxes: layer 45.5, un 45.2, batch 44.6, mabn 44.8, power(groups=0) 44.3.
+    Cost: 8 GPUs. The paper's AP of boxes: layer 45.5, un 45.2, batch 44.6, mabn 44.8, power(groups=0) 44.3.
     """
     whole = mask_rcnn_coco_36()
     model = dataclasses.replace(whole.model, arch="faster_rcnn_swin_t")
@@ -68,9 +71,11 @@ def faster_rcnn_coco_36() -> Run:
 
 
 def faster_rcnn_coco_12() -> Run:
-    """Faster R-CNN with Swin-T on COCO, 12 epochs: 8 GPUs.
+    """Faster R-CNN with Swin-T on COCO, 12 epochs.
 
-    normkit train faster_rcnn_coco_12 --devices 8 --batch-tokens 2 --weights FOLDER
+    NORMKIT_DATA=FOLDER normkit train faster_rcnn_coco_12 --devices 8 --batch-tokens 2 --weights RUN
+
+    Cost: 8 GPUs.
     """
     short = mask_rcnn_coco_12()
     model = dataclasses.replace(short.model, arch="faster_rcnn_swin_t")
@@ -78,9 +83,11 @@ def faster_rcnn_coco_12() -> Run:
 
 
 def mask_rcnn_pennfudan() -> Run:
-    """Mask R-CNN with a narrow Swin on Penn-Fudan (120 street scenes, one kind of thing): minutes on one CPU core.
+    """Mask R-CNN with a narrow Swin on Penn-Fudan: 120 street scenes, one object class.
 
     NORMKIT_DATA=FOLDER normkit train mask_rcnn_pennfudan --model.norm 'un(warmup=40, outlier_filtration=True)'
+
+    Cost: minutes on one CPU core.
     """
     return Run(
         name="mask_rcnn_pennfudan",
@@ -105,15 +112,22 @@ def mask_rcnn_pennfudan() -> Run:
 
 
 def mask_rcnn_coco128() -> Run:
-    """Mask R-CNN with a narrow Swin on 128 pictures of COCO, scored on these: that it learns them, no more.
+    """Mask R-CNN with a narrow Swin on 128 COCO images, scored on the same images.
 
     NORMKIT_DATA=FOLDER normkit train mask_rcnn_coco128 --model.norm 'un(warmup=40, outlier_filtration=True)'
+
+    Cost: minutes on one CPU core. Checks that the detector can fit its training data, nothing more.
     """
     return dataclasses.replace(mask_rcnn_pennfudan(), name="mask_rcnn_coco128", data="coco128_320")
 
 
-SCENE_RECIPES = {
-    recipe.__name__: recipe
-    for recipe in (mask_rcnn_pennfudan, mask_rcnn_coco128, mask_rcnn_coco_36, mask_rcnn_coco_12, faster_rcnn_coco_36,
-                   faster_rcnn_coco_12)
-}  # fmt: skip
+MASK_RCNN: Bases = {
+    "pocket": Base("pennfudan.mask", mask_rcnn_pennfudan),
+    "paper": Base("coco.mask", mask_rcnn_coco_36),
+}
+FASTER_RCNN: Bases = {
+    "pocket": Base("pennfudan.faster", mask_rcnn_pennfudan, {"model.arch": "faster_rcnn_pocket"}),
+    "paper": Base("coco.faster", faster_rcnn_coco_36),
+}
+MASK_RCNN_12: Bases = {**MASK_RCNN, "paper": Base("coco.mask.12", mask_rcnn_coco_12)}
+FASTER_RCNN_12: Bases = {**FASTER_RCNN, "paper": Base("coco.faster.12", faster_rcnn_coco_12)}
