@@ -29,7 +29,7 @@ from normkit.norms import (
 from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, follow_optimizer, settle, to_rms
 from normkit.watch import diagnose, record
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "MABN",

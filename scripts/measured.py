@@ -54,9 +54,9 @@ def demo() -> str:
     lines += [
         "",
         *textwrap.wrap(
-            f"Spelling to sound (CMUdict), a Transformer with 0.4 M parameters, {run['steps']:,} steps, 2,000 test words, one "
-            f"seed, one thread of an {where['device'].replace('(R)', '')}, commit {where['commit'][:7]}. `make demo` "
-            "reproduces it in about six minutes. Times: median ratio, 20th to 80th percentile.",
+            f"Spelling to sound (CMUdict), a Transformer with 0.4 M parameters, {run['steps']:,} steps, 2,000 "
+            f"test words, one seed, one thread of an {where['device'].replace('(R)', '')}, commit {where['commit'][:7]}. "
+            "`make demo` reproduces it in about six minutes. Times: median ratio, 20th to 80th percentile.",
             120,
         ),
     ]

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+import normkit
 from normkit.cli import COMMANDS, main
 from normkit.lab.data.embedded import SOURCES
 from normkit.lab.models.config import Model
@@ -74,7 +75,7 @@ def test_overview_names_every_command(typed):
     assert status == 0
     assert all(f"normkit {name}" in out for name in COMMANDS)
     assert typed()[0] == 2
-    assert typed("--version")[:2] == (0, "normkit 0.1.0\n")
+    assert typed("--version")[:2] == (0, f"normkit {normkit.__version__}\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,8 +1,7 @@
-"""The wheel as a stranger gets it: built, installed into an environment of its own, and run there.
+"""The release: sdist and wheel are built, installed into a clean environment, and run there.
 
-Such an environment has nothing but normkit. So that no test downloads torch, the distributions that the wheel asks
-for, and theirs in turn, are lent to it by symbolic links into this environment: those and no others, so what the wheel
-forgets to ask for is missing there, as it would be for a stranger.
+The environment holds normkit and links to the distributions that the wheel requires, directly or indirectly, so that no
+test downloads torch. An undeclared dependency is therefore missing there, as it would be for a user.
 """
 
 import importlib.metadata
@@ -10,18 +9,22 @@ import os
 import pathlib
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
 
 import pytest
 from packaging.requirements import Requirement
 
+import normkit
+
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 
 
-def asked_for(name: str, extras: tuple[str, ...] = ()) -> set[tuple[str, tuple[str, ...]]]:
-    """The distributions, with their extras, that a distribution needs, and those that they need."""
+def requirements(name: str, extras: tuple[str, ...] = ()) -> set[tuple[str, tuple[str, ...]]]:
+    """Return the distributions that a distribution requires, directly or indirectly, with their extras."""
     found: set[tuple[str, tuple[str, ...]]] = set()
     waiting = [(name, extras)]
     while waiting:
@@ -36,8 +39,8 @@ def asked_for(name: str, extras: tuple[str, ...] = ()) -> set[tuple[str, tuple[s
     return found
 
 
-class Home:
-    """An environment with the wheel in it, and what the wheel asks for with `extras`."""
+class Environment:
+    """A clean environment with the wheel and the distributions that it requires with `extras`."""
 
     def __init__(self, folder: pathlib.Path, wheel: pathlib.Path, extras: tuple[str, ...] = ()):
         folder.mkdir()
@@ -47,17 +50,17 @@ class Home:
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python")]
         subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
         (self.packages,) = self.bin.parent.glob("lib/python*/site-packages")
-        lent = folder / "lent"
-        lent.mkdir()
-        for name in {name for name, _ in asked_for("normkit", extras)} - {"normkit"}:
+        linked = folder / "linked"
+        linked.mkdir()
+        for name in {name for name, _ in requirements("normkit", extras)} - {"normkit"}:
             distribution = importlib.metadata.distribution(name)
             for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-                if not (lent / top).is_symlink():
-                    (lent / top).symlink_to(pathlib.Path(str(distribution.locate_file(top))))
-        (self.packages / "lent.pth").write_text(f"{lent}\n")
+                if not (linked / top).is_symlink():
+                    (linked / top).symlink_to(pathlib.Path(str(distribution.locate_file(top))))
+        (self.packages / "linked.pth").write_text(f"{linked}\n")
 
     def run(self, program: str, *words: str) -> subprocess.CompletedProcess:
-        """Run a program of the environment; that torch finds no NumPy is its own warning, not ours."""
+        """Run a program of the environment, without torch's warning that NumPy is missing."""
         command, quiet = [str(self.bin / program), *words], {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": ""}
         return subprocess.run(
             command, capture_output=True, text=True, check=False, cwd=self.folder, env=quiet, timeout=120
@@ -65,12 +68,38 @@ class Home:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"import hatchling.build; hatchling.build.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    (path,) = folder.glob("normkit-*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "-q", "-w", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(sdist)], check=True, timeout=300)
     (path,) = folder.glob("normkit-*.whl")
     return path
+
+
+def test_versions_agree(sdist, wheel):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]["version"]
+    assert normkit.__version__ == version
+    assert sdist.name == f"normkit-{version}.tar.gz"
+    assert wheel.name == f"normkit-{version}-py3-none-any.whl"
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf8")
+    assert f"\n## {version} - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf8")
+
+
+def test_the_sdist_holds_sources_tests_and_citation(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= names
+    assert {"normkit/__init__.py", "tests/test_laws.py"} <= names
+    assert not any(name.startswith(("results/", "runs/")) for name in names)
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
@@ -82,26 +111,26 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_torch_alone_is_enough_to_import_and_to_list(wheel, tmp_path):
-    home = Home(tmp_path / "core", wheel)
-    where = home.run("python", "-c", "import normkit; print(normkit.__file__, normkit.make('un', 8).spec)")
-    assert where.returncode == 0, where.stderr
-    assert where.stdout.startswith(str(home.packages))
-    listed = home.run("normkit", "list")
+    environment = Environment(tmp_path / "core", wheel)
+    imported = environment.run("python", "-c", "import normkit; print(normkit.__file__, normkit.make('un', 8).spec)")
+    assert imported.returncode == 0, imported.stderr
+    assert imported.stdout.startswith(str(environment.packages))
+    listed = environment.run("normkit", "list")
     assert listed.returncode == 0, listed.stderr
     for name in ("layer", "power", "un", "g2p_cmudict"):
         assert name in listed.stdout
 
 
-def test_what_is_missing_is_said_in_one_line(wheel, tmp_path):
-    home = Home(tmp_path / "core", wheel)
-    done = home.run("normkit", "train", "g2p_cmudict")
+def test_a_missing_extra_is_one_line(wheel, tmp_path):
+    environment = Environment(tmp_path / "core", wheel)
+    done = environment.run("normkit", "train", "g2p_cmudict")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "pip install 'normkit[demo]'" in done.stderr
 
 
-def test_the_extra_demo_brings_all_that_the_package_imports(wheel, tmp_path):
-    home = Home(tmp_path / "demo", wheel, ("demo",))
+def test_the_extra_demo_installs_all_imports(wheel, tmp_path):
+    environment = Environment(tmp_path / "demo", wheel, ("demo",))
     code = (
         "import importlib, pkgutil, normkit\n"
         "for module in pkgutil.walk_packages(normkit.__path__, 'normkit.', onerror=lambda name: None):\n"
@@ -109,9 +138,9 @@ def test_the_extra_demo_brings_all_that_the_package_imports(wheel, tmp_path):
         "        importlib.import_module(module.name)\n"
         "print(normkit.__file__)"
     )
-    done = home.run("python", "-W", "ignore", "-c", code)
+    done = environment.run("python", "-W", "ignore", "-c", code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(home.packages))
-    done = home.run("normkit", "demo", "--norms", "laier")
+    assert done.stdout.startswith(str(environment.packages))
+    done = environment.run("normkit", "demo", "--norms", "laier")
     assert done.returncode == 2
     assert "layer" in done.stderr
