@@ -1,7 +1,6 @@
 """What a norm is: `rest(x) * scale + shift` at inference; anything it likes while training."""
 
 import collections
-import inspect
 import weakref
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +11,7 @@ from normkit.kernels import channels, rows
 from normkit.kernels.async_counter import AsyncCounter
 from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
 from normkit.kernels.step_statistics import StepStatistics
-from normkit.norms._require import is_int, is_number, require, require_count
+from normkit.norms._options import Count, Epsilon, HasOptions, option, option_defaults
 from normkit.text import format_spec
 
 
@@ -24,36 +23,44 @@ class Split(NamedTuple):
     shift: Tensor
 
 
-class Norm(nn.Module):
-    """Base of every norm: normalizes `x[..., dim]`, channels last; the output has the shape and type of `x`.
+class Norm(HasOptions):
+    """Base of every norm: normalizes `x[..., dim]`, channels last.
 
-    Parameters are `weight` and `bias` (None where switched off), so old checkpoints load. `mask[...]` is True where a
-    token is real; norms that look at one token only check it and leave it at that.
+    The output has the shape and the type of `x`; the arithmetic runs in float32 or wider. Parameters are `weight` and
+    `bias`, None where switched off. A subclass declares its options as annotated class attributes and creates further
+    parameters and buffers in `build()`.
+
+    Args:
+        dim: Number of channels, the last axis of `x`.
+        eps: Added to a variance or mean square before the root; 1e-5 as in most released code.
+        affine: Learn a `weight` (and a `bias`) per channel.
+        bias: Learn a `bias`; needs `affine`.
+
+    `mask[...]` is True where a token is real. Norms of single tokens check it and do not use it.
+    `convert(mask_from=...)` passes masks by forward hooks; `norm.mask` is a default for callers that cannot pass one.
     """
 
-    offline: bool = False  # True: statistics are frozen at inference, `rest` is the identity, so it folds
+    offline: ClassVar[bool] = False  # True: statistics are frozen at inference and `rest` is the identity: it folds
     exact_grad: ClassVar[bool] = True  # True: backward is the derivative of the training forward
     batch_free: ClassVar[bool] = True  # True: an output depends on its own token only, in training too
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    mask: Tensor | None = None  # set around a forward of the whole model by convert(), where call sites pass none
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = True, bias: bool = True):
-        super().__init__()
-        require(is_int(dim) and 0 < dim < 2**31, "dim", dim, "a whole number above 0")
-        require(is_number(eps) and 0 <= eps <= 1, "eps", eps, "a number from 0 to 1")
-        require(isinstance(affine, bool), "affine", affine, "True or False")
-        require(isinstance(bias, bool), "bias", bias, "True or False")
-        self.dim, self.eps, self.affine = dim, eps, affine
-        self.weight = nn.Parameter(torch.ones(self.weight_shape())) if affine else None
-        self.bias = nn.Parameter(torch.zeros(dim)) if affine and bias else None
+    dim: int = option(kw_only=False)
+    eps: Epsilon = 1e-5
+    affine: bool = True
+    with_bias: bool = option(default=True, alias="bias")
+
+    def build(self) -> None:
+        """Create parameters and buffers, from the options in `self`."""
+        self.mask: Tensor | None = None
+        self.weight: nn.Parameter | None = nn.Parameter(torch.ones(self.weight_shape())) if self.affine else None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(self.dim)) if self.affine and self.with_bias else None
 
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of `weight`: one number a channel."""
+        """Return the shape of `weight`: one number per channel."""
         return (self.dim,)
 
     def gains(self) -> Tensor | None:
-        """What multiplies the channels of a token of mean square 1, `[dim]`: `weight`, unless kept otherwise."""
+        """Return the factors `[dim]` on a token of mean square 1: `weight`, unless a norm stores them otherwise."""
         return self.weight
 
     def reset_parameters(self) -> None:
@@ -64,20 +71,20 @@ class Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def reset_warmup(self) -> None:
-        """Start the warm-up of statistics anew, before fine-tuning; nothing to do for norms without."""
+        """Restart the warm-up of statistics before fine-tuning; no effect on norms without statistics."""
 
     def split(self) -> Split:
-        """The norm at inference as `Split(rest, scale, shift)`; `scale` and `shift` are `[dim]`."""
+        """Return the norm at inference as `Split(rest, scale, shift)`; `scale` and `shift` are `[dim]`."""
         raise NotImplementedError
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """State is float32 or wider from the start, whatever the default type is."""
+        """Register state, in float32 or wider whatever the default type is."""
         if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16):
             tensor = tensor.float()
         super().register_buffer(name, tensor, persistent)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Norm":
-        """State stays float32 or wider through `.half()`, `.bfloat16()` and `.to(dtype)`."""
+        """Keep state in float32 or wider through `.half()`, `.bfloat16()` and `.to(dtype)`."""
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers(recurse=False):
@@ -87,9 +94,9 @@ class Norm(nn.Module):
 
     @property
     def spec(self) -> str:
-        """The norm's name with the options that differ from their defaults, as `make` reads it.
+        """Name and options that differ from their defaults, as `make` reads them.
 
-        A class derived from a norm of the table goes by that norm's name and options, any other by its own name.
+        A class derived from a norm of the table has that norm's name and options, any other has its own class name.
 
         >>> import normkit
         >>> normkit.UN(8, window=2).spec
@@ -104,20 +111,31 @@ class Norm(nn.Module):
         return format_spec(name, changed)
 
     def option(self, name: str) -> object:
-        """The value that this norm has for one of its options."""
+        """Return this norm's value of an option."""
         if name == "bias":
             return self.bias is not None if self.affine else option_defaults(type(self))["bias"]
         return getattr(self, name)
 
     def extra_repr(self) -> str:
-        """Size and spec."""
+        """Return size and spec."""
         return f"{self.dim}, {self.spec}"
 
+    def __prepare_scriptable__(self) -> None:
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}, nor any normkit norm. Use torch.compile, "
+            "normkit.export, or, for a model in evaluation mode, torch.jit.trace"
+        )
+
     def check(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The mask to use; ValueError or TypeError, saying what is allowed, where `x` or `mask` cannot be right."""
+        """Return the mask to use, after checking input and mask.
+
+        Raises:
+            TypeError: if `x` is no floating-point tensor, or the mask is not boolean.
+            ValueError: if the shape or the device does not fit.
+        """
         if not isinstance(x, Tensor):
-            whole = "; to torch.fx, normkit.norms.Norm is a leaf module" if isinstance(x, torch.fx.Proxy) else ""
-            raise TypeError(f"{type(self).__name__} takes a tensor [..., {self.dim}], not {type(x).__name__}{whole}")
+            hint = "; to torch.fx, normkit.norms.Norm is a leaf module" if isinstance(x, torch.fx.Proxy) else ""
+            raise TypeError(f"{type(self).__name__} takes a tensor [..., {self.dim}], not {type(x).__name__}{hint}")
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"{type(self).__name__}(dim={self.dim}) takes x[..., {self.dim}], channels last; got shape "
@@ -141,18 +159,21 @@ class Norm(nn.Module):
 
 
 class RowNorm(Norm):
-    """A norm of each token by itself: no state, the same in training and at inference ("online")."""
+    """Norm of each token by itself: no state, the same in training and at inference.
+
+    A subclass implements `normalize`.
+    """
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalize `x[..., dim]`; the mask is checked, then has nothing to say."""
+        """Normalize `x[..., dim]`; the mask is checked and otherwise unused."""
         return self.normalize(x, self.check(x, mask))
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The norm itself, of a checked `x`."""
+        """Return the normalized `x`, computed in float32 or wider and cast back to `x.dtype`."""
         raise NotImplementedError
 
     def split(self) -> Split:
-        """The norm without parameters as `rest`, then the affine part."""
+        """Return the norm without parameters as `rest`, then the affine part."""
         rest = type(self)(self.dim, **{**{k: self.option(k) for k in option_defaults(type(self))}, "affine": False})
         device = self.weight.device if self.weight is not None else None
         scale = torch.ones(self.dim, device=device) if self.weight is None else self.weight.expand(self.dim)
@@ -185,55 +206,47 @@ class StatNorm(Norm):
     read the buffers and return what these become. Everything else is written here, once: masks, which batches count,
     recomputation, several uses in one graph, accumulation, processes.
 
-    Options of every such norm: `sync` computes the statistics over all processes of the default group;
-    `steps_per_update=k` moves the state once in k training forwards, by the statistics of the k batches together.
+    Training is not thread-safe: two threads that run forwards of one module lose updates. At inference any number may.
+
     Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards that moved
     no state because their statistics were not finite or no row was real). A buffer is written by the forward or by
     the backward, never by both: compiled graphs cannot.
+
+    Args:
+        dim: Number of channels, the last axis of `x`.
+        eps: Added to a variance or mean square before the root; 1e-5 as in most released code.
+        affine: Learn a `weight` (and a `bias`) per channel.
+        bias: Learn a `bias`; needs `affine`.
+        sync: Compute statistics over all processes of the default group; off, as it costs one all-reduce per pass.
+        steps_per_update: Training forwards per update of the state, by their joint statistics; set it to the number of
+            accumulated batches.
     """
 
-    offline: bool = True
+    offline: ClassVar[bool] = True
     batch_free: ClassVar[bool] = False
     center: ClassVar[bool] = False
     pad_grad: ClassVar[str] = "exact"  # gradient statistics sum over "exact"ly all rows, or over "real" ones
-    groups: int = 0  # layer-scale first: so many runs of channels of a token, each divided by its root mean square
-    follows_optimizer: bool = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
-    next_state: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  (which buffers wait, by the sums that they belong to)
+    groups = 0  # layer-scale first: so many runs of channels of a token, each divided by its root mean square
+    alpha = 0.9  # share of the old value in `average`
+    follows_optimizer = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
 
-    alpha: float
-    running: Tensor
-    step: Tensor
-    skipped: Tensor
-    skipped_grad: Tensor
-    pending: Tensor
-    pending_grad: Tensor
-    micro_step: Tensor
-    micro_step_grad: Tensor
+    sync: bool = False
+    steps_per_update: Count = 1
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = True,
-        sync: bool = False,
-        steps_per_update: int = 1,
-    ):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias)
-        require(isinstance(sync, bool), "sync", sync, "True or False")
-        require_count("steps_per_update", steps_per_update)
-        self.sync, self.steps_per_update = sync, steps_per_update
+    def build(self) -> None:
+        super().build()
         k = 1 + self.center
-        self.register_buffer("running", torch.zeros(k, dim))
-        self.register_buffer("step", torch.zeros((), dtype=torch.long))
-        self.register_buffer("skipped", torch.zeros((), dtype=torch.long))
-        self.register_buffer("skipped_grad", torch.zeros((), dtype=torch.long))
-        if steps_per_update > 1:
-            for side in ("", "_grad"):
-                self.register_buffer(f"micro_step{side}", torch.zeros((), dtype=torch.long))
-                self.register_buffer(f"pending{side}", torch.zeros(k * dim + 1))
+        self.running = nn.Buffer(torch.zeros(k, self.dim))
+        self.step = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.skipped = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.skipped_grad = nn.Buffer(torch.zeros((), dtype=torch.long))
+        if self.steps_per_update > 1:
+            self.micro_step = nn.Buffer(torch.zeros((), dtype=torch.long))
+            self.pending = nn.Buffer(torch.zeros(k * self.dim + 1))
+            self.micro_step_grad = nn.Buffer(torch.zeros((), dtype=torch.long))
+            self.pending_grad = nn.Buffer(torch.zeros(k * self.dim + 1))
         self.running[-1] = 1.0
+        self.next_state: dict[str, tuple[str, ...]] = {}  # waiting buffers, by the sums that they belong to
         self._records: list[weakref.ref[_Record]] = []
         self._ungraphed: collections.deque[_Record] = collections.deque(maxlen=16)
         self._steps = AsyncCounter()
@@ -472,16 +485,6 @@ def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:
     """The window `[M, ...]` with `entry` in the slot of this step, `step % M`."""
     slots = torch.arange(len(window), device=window.device).view(-1, *[1] * entry.dim())
     return torch.where(slots == step % len(window), entry, window)
-
-
-def option_defaults(kind: type[Norm]) -> dict[str, Any]:
-    """Options of a norm class and their defaults, read off its constructors."""
-    found: dict[str, Any] = {}
-    for cls in reversed(kind.__mro__):
-        if "__init__" in vars(cls) and issubclass(cls, Norm):
-            found.update({p.name: p.default for p in inspect.signature(cls.__init__).parameters.values()
-                          if p.kind is p.KEYWORD_ONLY})  # fmt: skip
-    return found
 
 
 def usable(batch: Tensor, count: Tensor) -> Tensor:

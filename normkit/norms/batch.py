@@ -1,4 +1,4 @@
-"""Batch normalization of tokens (Ioffe & Szegedy 2015, arXiv:1502.03167; PowerNorm paper, Algorithm 1)."""
+"""Batch normalization of tokens (Ioffe & Szegedy 2015, arXiv:1502.03167)."""
 
 from typing import Literal
 
@@ -7,15 +7,18 @@ from torch import Tensor
 
 from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Stat, StatNorm
-from normkit.norms._require import require, require_fraction
+from normkit.norms._options import OldShare
 
 
 class BatchNorm(StatNorm):
-    """Centre and scale each channel over all real tokens of the batch; running statistics at inference.
+    """Center and scale each channel over all real tokens of the batch.
 
-    Training `y = weight * (x - mu_B) / sqrt(var_B + eps) + bias`, biased variance, exact gradient;
-    `mu <- alpha mu + (1 - alpha) mu_B`, likewise the variance: with n / (n - 1) when `running_var="unbiased"`, as
-    `torch.nn.BatchNorm1d` (whose `momentum` is `1 - alpha`), without when "biased", as the paper.
+    Training `y = weight * (x - mu_B) / sqrt(var_B + eps) + bias`, biased variance, exact gradient (PowerNorm paper,
+    Algorithm 1); `mu <- alpha mu + (1 - alpha) mu_B`, the variance likewise. Inference uses the running `mu` and `var`.
+
+    Args:
+        alpha: Share of the old running statistics per step, `1 - momentum` of `torch.nn.BatchNorm1d`; its default.
+        running_var: "unbiased" averages variances with n / (n - 1), as torch; "biased" without, as the paper.
 
     >>> import torch
     >>> BatchNorm(1, eps=0.0)(torch.tensor([[1.0], [3.0]])).tolist()
@@ -24,22 +27,8 @@ class BatchNorm(StatNorm):
 
     center = True
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = True,
-        sync: bool = False,
-        steps_per_update: int = 1,
-        alpha: float = 0.9,
-        running_var: Literal["unbiased", "biased"] = "unbiased",
-    ):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias, sync=sync, steps_per_update=steps_per_update)
-        require_fraction("alpha", alpha)
-        require(running_var in ("unbiased", "biased"), "running_var", running_var, '"unbiased" or "biased"')
-        self.alpha, self.running_var = alpha, running_var
+    alpha: OldShare = 0.9
+    running_var: Literal["unbiased", "biased"] = "unbiased"
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
         new = batch

@@ -1,4 +1,4 @@
-"""Derf (Chen, Lu, Zhu, Sun & Liu 2025, "Stronger Normalization-Free Transformers", arXiv:2512.10938)."""
+"""Derf (Chen, Lu, Zhu, Sun & Liu 2025, arXiv:2512.10938)."""
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,18 @@ from normkit.norms.dyt import DyT
 class Derf(DyT):
     """Squash each value by the error function: `y = weight * erf(a * x + s) + bias`.
 
-    Two learned scalars: `a` starts at `alpha`, the shift `s` at 0. Like DyT it has no statistics and does not fold.
+    Two learned scalars: `a` starts at `alpha`, the shift `s` at 0. It has no statistics and does not fold.
+
+    Args:
+        eps: Unused; accepted as by every norm.
+        alpha: Initial value of `a`; 0.5 as in the released code.
 
     >>> Derf(2)(torch.zeros(1, 2)).tolist()
     [[0.0, 0.0]]
     """
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = True, bias: bool = True, alpha: float = 0.5):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias, alpha=alpha)
+    def build(self) -> None:  # noqa: D102
+        super().build()
         self.s = nn.Parameter(torch.zeros(1))
 
     def reset_parameters(self) -> None:  # noqa: D102
@@ -24,5 +28,5 @@ class Derf(DyT):
         nn.init.zeros_(self.s)
 
     def squash(self, x: Tensor) -> Tensor:
-        """`erf(a * x + s)`."""
+        """Return `erf(a * x + s)`."""
         return torch.erf(x * self.a + self.s)

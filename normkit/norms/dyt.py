@@ -1,35 +1,39 @@
-"""Dynamic Tanh (Zhu, Chen, He, LeCun & Liu 2025, arXiv:2503.10622): a norm without statistics."""
+"""Dynamic Tanh (Zhu, Chen, He, LeCun & Liu 2025, arXiv:2503.10622)."""
 
 import torch
 from torch import Tensor, nn
 
 from normkit.kernels import rows
 from normkit.norms._base import RowNorm, Split
-from normkit.norms._require import require_positive
+from normkit.norms._options import Positive
 
 
 class DyT(RowNorm):
-    """Squash each value: `y = weight * tanh(a * x) + bias`, with one learned scalar `a` that starts at `alpha`.
+    """Squash each value: `y = weight * tanh(a * x) + bias`, with one learned scalar `a`.
 
-    `eps` is accepted like everywhere and unused. tanh cannot be folded into a Linear.
+    It has no statistics. tanh cannot be folded into a Linear.
+
+    Args:
+        eps: Unused; accepted as by every norm.
+        alpha: Initial value of `a`; 0.5 is the authors' default outside language models.
 
     >>> import torch
     >>> DyT(2)(torch.zeros(1, 2)).tolist()
     [[0.0, 0.0]]
     """
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = True, bias: bool = True, alpha: float = 0.5):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias)
-        require_positive("alpha", alpha)
-        self.alpha = alpha
-        self.a = nn.Parameter(torch.full((1,), float(alpha)))
+    alpha: Positive = 0.5
+
+    def build(self) -> None:  # noqa: D102
+        super().build()
+        self.a = nn.Parameter(torch.full((1,), float(self.alpha)))
 
     def reset_parameters(self) -> None:  # noqa: D102
         super().reset_parameters()
         nn.init.constant_(self.a, self.alpha)
 
     def squash(self, x: Tensor) -> Tensor:
-        """`tanh(a * x)`."""
+        """Return `tanh(a * x)`."""
         return torch.tanh(x * self.a)
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102

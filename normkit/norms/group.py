@@ -1,4 +1,4 @@
-"""Group normalization (Wu & He 2018, arXiv:1803.08494), per token unless asked otherwise."""
+"""Group normalization (Wu & He 2018, arXiv:1803.08494), of each token by default."""
 
 from typing import Literal
 
@@ -6,36 +6,30 @@ from torch import Tensor
 
 from normkit.kernels import rows
 from normkit.norms._base import RowNorm
-from normkit.norms._require import require, require_count
+from normkit.norms._options import Count, require
 
 
 class GroupNorm(RowNorm):
-    """LayerNorm of each of `groups` runs of consecutive channels, with `weight` and `bias` per channel.
+    """LayerNorm of each of `groups` groups of neighboring channels.
 
-    `over="token"` (default, and the PowerNorm repository's GN) takes the statistics over one token's channels;
-    `groups=1` is LayerNorm. `over="sample"` is the image form: `x` is `[batch, ..., dim]`, statistics also run over all
-    real positions of a sample, so an output depends on the other positions.
+    `weight` and `bias` are per channel; `groups=1` is LayerNorm.
+
+    Args:
+        groups: Number of groups, a divisor of `dim`; 8 is a common number of heads (PowerNorm paper, footnote 5).
+        over: "token" takes statistics over one token's channels, as the PowerNorm repository. "sample" is the form
+            for images: over all real positions of `x [batch, ..., dim]`, so an output depends on other positions.
 
     >>> import torch
     >>> GroupNorm(4, groups=2, eps=0.0)(torch.tensor([[1.0, 3.0, 10.0, 30.0]])).tolist()
     [[-1.0, 1.0, -1.0, 1.0]]
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = True,
-        groups: int = 8,
-        over: Literal["token", "sample"] = "token",
-    ):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias)
-        require_count("groups", groups)
-        require(dim % groups == 0, "groups", groups, f"a divisor of dim={dim}")
-        require(over in ("token", "sample"), "over", over, '"token" or "sample"')
-        self.groups, self.over = groups, over
+    groups: Count = 8
+    over: Literal["token", "sample"] = "token"
+
+    def build(self) -> None:  # noqa: D102
+        require(self.dim % self.groups == 0, "groups", self.groups, f"a divisor of dim={self.dim}")
+        super().build()
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         if self.over == "token":

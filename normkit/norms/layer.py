@@ -7,10 +7,10 @@ from normkit.norms._base import RowNorm
 
 
 class LayerNorm(RowNorm):
-    """Centre and scale each token: `y = weight * (x - mean) / sqrt(var + eps) + bias`.
+    """Center and scale each token: `y = weight * (x - mean) / sqrt(var + eps) + bias`.
 
-    Mean and biased variance over the channels of one token (UN paper, section 3.1). The norm to compare with; its
-    statistics are computed anew for every token, at inference too, so only `weight` and `bias` can be folded.
+    Mean and biased variance over the channels of one token (UN paper, section 3.1). The reference for every other
+    norm. Its statistics are computed for every token, at inference too, so only `weight` and `bias` can be folded.
 
     >>> import torch
     >>> LayerNorm(2, eps=0.0)(torch.tensor([[1.0, 3.0]])).tolist()

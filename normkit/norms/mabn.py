@@ -3,22 +3,30 @@
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Stat, StatNorm, push
-from normkit.norms._require import require, require_count, require_fraction, require_positive
+from normkit.norms._options import Bound, Count, OldShare, Steps
 
 
 class MABN(StatNorm):
     """Quadratic means and gradient means averaged over the last `window` batches.
 
-    `form="megvii"` (default; every published MABN number came from this code): once `step > window` and
-    `step >= warmup`, `v = mean(window of mean(x^2))`, before that the batch's own; `z = x / sqrt(v + eps)`,
-    `y = weight * r * z + bias`; the gradient removes the mean of the last `window` values of `mean(g * z)`. After
-    `max(renorm_after, warmup)` steps `r = clip(sqrt(v + eps) / sqrt(var + eps), 1/r_max, r_max)`, with the running var
-    from before the step, constant to the gradient. `form="unp"` is how the UN paper describes MABN (Eq. 13-14): forward
-    by the running value including this batch, no r. `running <- alpha running + (1 - alpha) v`.
+    Once `step > window` and `step >= warmup`, `v = mean(window of mean(x^2))`, before that the batch's own;
+    `z = x / sqrt(v + eps)`, `y = weight * r * z + bias`; the gradient removes the mean of the last `window` values of
+    `mean(g * z)`. After `max(renorm_after, warmup)` steps
+    `r = clip(sqrt(v + eps) / sqrt(var + eps), 1/r_max, r_max)` with the running var from before the step, constant to
+    the gradient. `running <- alpha running + (1 - alpha) v`. The defaults are those of the released code.
+
+    Args:
+        window: Batches per window.
+        alpha: Share of the old running statistics per step.
+        warmup: Training forwards by the batch's own statistics.
+        form: "megvii" as above: all published MABN figures come from that code. "unp" as the UN paper describes MABN
+            (Eq. 13-14): forward by the running value including this batch, no r.
+        renorm_after: Training forwards before r applies.
+        r_max: Bound of r.
 
     >>> import torch
     >>> MABN(1, window=2, eps=0.0)(torch.tensor([[3.0], [-3.0]])).tolist()
@@ -27,37 +35,18 @@ class MABN(StatNorm):
 
     exact_grad = False
     pad_grad = "real"
-    window_x: Tensor
-    window_g: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = True,
-        sync: bool = False,
-        steps_per_update: int = 1,
-        window: int = 16,
-        alpha: float = 0.98,
-        warmup: int = 100,
-        form: Literal["megvii", "unp"] = "megvii",
-        renorm_after: int = 1000,
-        r_max: float = 5.0,
-    ):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias, sync=sync, steps_per_update=steps_per_update)
-        require_count("window", window)
-        require_fraction("alpha", alpha)
-        require_count("warmup", warmup, 0)
-        require(form in ("megvii", "unp"), "form", form, '"megvii" or "unp"')
-        require_count("renorm_after", renorm_after, 0)
-        require_positive("r_max", r_max)
-        require(r_max >= 1, "r_max", r_max, "a number >= 1")
-        self.window, self.alpha, self.warmup = window, alpha, warmup
-        self.form, self.renorm_after, self.r_max = form, renorm_after, r_max
-        self.register_buffer("window_x", torch.zeros(window, dim))
-        self.register_buffer("window_g", torch.zeros(window, dim))
+    window: Count = 16
+    alpha: OldShare = 0.98
+    warmup: Steps = 100
+    form: Literal["megvii", "unp"] = "megvii"
+    renorm_after: Steps = 1000
+    r_max: Bound = 5.0
+
+    def build(self) -> None:  # noqa: D102
+        super().build()
+        self.window_x = nn.Buffer(torch.zeros(self.window, self.dim))
+        self.window_g = nn.Buffer(torch.zeros(self.window, self.dim))
 
     def _batch_phase(self, step: Tensor) -> Tensor:
         return (step <= self.window) | (step < self.warmup)
@@ -87,10 +76,10 @@ class MABN(StatNorm):
 
 
 def centralize_weight(weight: Tensor) -> Tensor:
-    """The weight `[out, ...]` with each output's own mean removed, which belongs to MABN in convolutional networks.
+    """Return the weight `[out, ...]` without the mean of each output, as MABN needs in convolutional networks.
 
-    It takes away the mean that a norm by quadratic means leaves; pretrained weights need it too (MABN issue 2).
-    As a parametrization: `torch.nn.utils.parametrize.register_parametrization(linear, "weight", CentralizeWeight())`.
+    Quadratic means leave the mean of the activations in place; this removes it. Pretrained weights need it too (MABN
+    issue 2).
 
     >>> import torch
     >>> centralize_weight(torch.tensor([[1.0, 3.0]])).tolist()
@@ -99,9 +88,14 @@ def centralize_weight(weight: Tensor) -> Tensor:
     return weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)
 
 
-class CentralizeWeight(torch.nn.Module):
-    """`centralize_weight` as a parametrization."""
+class CentralizeWeight(nn.Module):
+    """`centralize_weight` as a parametrization.
+
+    >>> linear = nn.utils.parametrize.register_parametrization(nn.Linear(4, 2), "weight", CentralizeWeight())
+    >>> bool(linear.weight.mean(1).abs().max() < 1e-6)
+    True
+    """
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The centred weight."""
+        """Return the centered weight."""
         return centralize_weight(weight)

@@ -1,4 +1,4 @@
-"""No normalization, the control that fails (UN paper, Table 1)."""
+"""No normalization, the control experiment (UN paper, Table 1)."""
 
 from torch import Tensor
 
@@ -9,6 +9,9 @@ from normkit.norms._base import RowNorm
 class NoNorm(RowNorm):
     """The identity; with `affine=True`, `weight * x + bias`.
 
+    Args:
+        affine: Learn a `weight` (and a `bias`) per channel; off, so that no norm means no parameters.
+
     >>> import torch
     >>> NoNorm(2)(torch.tensor([1.0, 3.0])).tolist()
     [1.0, 3.0]
@@ -16,8 +19,7 @@ class NoNorm(RowNorm):
 
     offline = True  # nothing is computed at inference, so it folds
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = False, bias: bool = True):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias)
+    affine: bool = False
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         return x if self.weight is None else rows.affine(x, self.weight, self.bias).to(x.dtype)

@@ -8,27 +8,34 @@ from torch import Tensor, nn
 from normkit.kernels import rows
 from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Split, Stat, StatNorm
-from normkit.norms._require import require, require_count, require_fraction
+from normkit.norms._options import OldShare, Steps, require
 
 
 class PowerNorm(StatNorm):
-    """Divide each channel by a running quadratic mean from *before* this batch, with an approximate backward.
+    """Divide each channel by a running quadratic mean from *before* this batch.
 
-    After `warmup` forwards, with `psi`, `nu` from before the step and g = weight * dy:
+    After the warm-up, with `psi`, `nu` from before the step and g = weight * dy:
     `z = x / sqrt(psi^2 + eps)` (Eq. 8), `y = weight * z + bias` (9),
     `psi^2 <- alpha_fwd psi^2 + (1 - alpha_fwd) mean(x^2)` (10); `dx = (g - nu z) / sqrt(psi^2 + eps)` (11, 12),
     `nu <- nu (1 - (1 - alpha_bkw) Gamma) + (1 - alpha_bkw) Lambda` with Gamma = mean(z^2), Lambda = mean(g z) (13).
-    During the warm-up it is PN-V with its exact gradient, while psi gathers a plain average and nu gathers already.
+    The gradient is approximate by design. During the warm-up the norm is PN-V with its exact gradient, while psi
+    collects a plain average and nu is updated already.
 
-    `groups=G` first divides each run of `dim / G` channels of a token by its root mean square (the paper's layer-scale:
-    one group; the released recipes: one a head). That part is online: such a norm keeps it as `rest` and cannot be
-    folded away. `groups=0`, the paper's PN*, can.
+    With `groups=0`, the paper's PN*, the norm folds. With groups, layer-scale is computed at inference, too: it stays
+    as `rest`.
 
-    Other readings of paper and code: `accumulate="ema"` (Eq. 10 from the first step) or "released" (the code's average
-    *and* EMA in one step); `warmup_grad="nu"` (the running nu during the warm-up too); `denominator="batch"` (dx
-    divided by the batch's own statistic, as the released code: a channel quiet in one batch gets a gradient up to
-    1/sqrt(eps) times too large); `clamp=True` keeps nu's factor from going below 0 (nu diverges once
-    Gamma > 2 / (1 - alpha_bkw)).
+    Args:
+        groups: Groups of channels for layer-scale: each group of a token is first divided by its root mean square. 1 as
+            in the paper; the released recipes use the number of heads; 0 means none.
+        alpha_fwd: Share of the old `psi^2` per step; 0.9 as in the released code.
+        alpha_bkw: Share of the old `nu` per step; 0.9 as in the released code.
+        warmup: Training forwards by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
+        accumulate: psi in the warm-up: "average", plain; "ema", Eq. 10 from the first step; "released", the code's
+            average and EMA in one step.
+        warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "nu" as the released code.
+        denominator: Divisor of dx: "forward" as in the paper; "batch", the batch's own statistic, as the released code:
+            a channel that is quiet in one batch gets a gradient up to 1/sqrt(eps) times too large.
+        clamp: Keep nu's factor at 0 or above, as nu diverges once Gamma > 2 / (1 - alpha_bkw); off, as in the paper.
 
     >>> import torch
     >>> PowerNorm(1, groups=0, warmup=1, eps=0.0)(torch.tensor([[3.0], [-3.0]])).tolist()
@@ -37,40 +44,21 @@ class PowerNorm(StatNorm):
 
     exact_grad = False
     pad_grad = "real"
-    nu: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = True,
-        sync: bool = False,
-        steps_per_update: int = 1,
-        groups: int = 1,
-        alpha_fwd: float = 0.9,
-        alpha_bkw: float = 0.9,
-        warmup: int = 4000,
-        accumulate: Literal["average", "ema", "released"] = "average",
-        warmup_grad: Literal["exact", "nu"] = "exact",
-        denominator: Literal["forward", "batch"] = "forward",
-        clamp: bool = False,
-    ):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias, sync=sync, steps_per_update=steps_per_update)
-        require_count("groups", groups, 0)
-        require(groups == 0 or dim % groups == 0, "groups", groups, f"0, or a divisor of dim={dim}")
-        require_fraction("alpha_fwd", alpha_fwd)
-        require_fraction("alpha_bkw", alpha_bkw)
-        require_count("warmup", warmup, 0)
-        forms = ("average", "ema", "released")
-        require(accumulate in forms, "accumulate", accumulate, f"one of {', '.join(forms)}")
-        require(warmup_grad in ("exact", "nu"), "warmup_grad", warmup_grad, '"exact" or "nu"')
-        require(denominator in ("forward", "batch"), "denominator", denominator, '"forward" or "batch"')
-        require(isinstance(clamp, bool), "clamp", clamp, "True or False")
-        self.groups, self.alpha_fwd, self.alpha_bkw, self.warmup = groups, alpha_fwd, alpha_bkw, warmup
-        self.accumulate, self.warmup_grad, self.denominator, self.clamp = accumulate, warmup_grad, denominator, clamp
-        self.register_buffer("nu", torch.zeros(1, dim))
+    groups: Steps = 1
+    alpha_fwd: OldShare = 0.9
+    alpha_bkw: OldShare = 0.9
+    warmup: Steps = 4000
+    accumulate: Literal["average", "ema", "released"] = "average"
+    warmup_grad: Literal["exact", "nu"] = "exact"
+    denominator: Literal["forward", "batch"] = "forward"
+    clamp: bool = False
+
+    def build(self) -> None:  # noqa: D102
+        fits = self.groups == 0 or self.dim % self.groups == 0
+        require(fits, "groups", self.groups, f"0, or a divisor of dim={self.dim}")
+        super().build()
+        self.nu = nn.Buffer(torch.zeros(1, self.dim))
 
     @property
     def offline(self) -> bool:  # type: ignore[override]
@@ -120,12 +108,12 @@ class PowerNorm(StatNorm):
 
 
 class GroupRMS(nn.Module):
-    """PowerNorm's layer-scale as a module: what `power(groups=G)` computes for every token, at inference too."""
+    """Layer-scale as a module, which `power(groups=G)` computes for every token at inference."""
 
     def __init__(self, groups: int, eps: float):
         super().__init__()
         self.groups, self.eps = groups, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each run of channels divided by its root mean square."""
+        """Divide each group of channels by its root mean square."""
         return rows.group_rms(x, self.eps, self.groups)

@@ -1,11 +1,12 @@
-"""PowerNorm, MABN, UN and the "batch" baseline exactly as their authors' code computes them, to reproduce its numbers.
+"""PowerNorm, MABN, UN and the "batch" baseline exactly as their authors' code computes them.
 
-For anything else take the norms of `normkit.NORMS`: what is odd below is odd there. Padded rows count in the means of
-the backward pass, a batch that is all padding or not finite spoils the state, two forwards before a backward share one
-state, recomputation counts twice, half precision overflows, every step waits for the device.
+Use them to reproduce the authors' numbers and to load their checkpoints, and the norms of `normkit.NORMS` for anything
+else. They keep the defects of that code: padded rows count in the means of the backward pass, a batch that is all
+padding or not finite corrupts the state, two forwards before a backward share one state, recomputation counts twice,
+half precision overflows, every step waits for the device.
 
 Parameters and buffers have the names and shapes of the authors' code, so their checkpoints load with
-`load_state_dict(strict=True)`; `modern()` goes on from there as a norm of `NORMS`. The names were read in
+`load_state_dict(strict=True)`; `modern()` converts to a norm of `NORMS`. The names come from
 
 - `fairseq/modules/norms/mask_powernorm.py` (MaskPowerNorm) and `mask_syncbatchnorm.py` (MaskSyncBatchNorm, built by
   `--encoder-norm-self batch`), github.com/sIncerass/powernorm at 1159641;
@@ -33,48 +34,56 @@ from torch.autograd.function import once_differentiable
 
 from normkit.kernels import rows
 from normkit.norms import mabn, power, un
-from normkit.norms._base import Norm, Split, StatNorm, option_defaults
-from normkit.norms._require import require, require_count, require_fraction
+from normkit.norms._base import Norm, Split, StatNorm
+from normkit.norms._options import Count, OldShare, Steps, is_int, option_defaults, require
 
 Gradients = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Released(Norm):
-    """Base of the released norms: `x[..., dim]` channels last, `mask` True where a token is real, as everywhere here.
+    """Base of the released norms.
 
+    They take `x[..., dim]`, channels last, and a `mask` that is True where a token is real, as every norm of normkit.
     (The authors' own modules take other layouts, and masks that are True on padding.)
+
+    Args:
+        dim: Number of channels.
+        eps: Added to the mean square before the root.
     """
 
-    offline: bool = True
+    offline: ClassVar[bool] = True
     batch_free: ClassVar[bool] = False
     exact_grad: ClassVar[bool] = False
     pad_grad: ClassVar[str] = "all"  # the backward's means run over padded rows too, and these are corrected as well
     running: ClassVar[str] = "running_var"
-    weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
-    bias: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
-    iters: Tensor
+    affine: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    with_bias: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, dim: int, *, eps: float = 1e-5):
-        super().__init__(dim, eps=eps)
+    def build(self) -> None:
+        """Create parameters and buffers, from the options in `self`."""
+        super().build()
+        self.weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.bias: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.iters = nn.Buffer(torch.zeros(1, dtype=torch.long))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize `x[..., dim]`."""
         mask = self.check(x, mask)
         x = self.rest(x)
         if self.training:
-            return _ByHand.apply(x, self.weight, self.bias, mask, self)  # type: ignore[return-value]
+            return _HandWritten.apply(x, self.weight, self.bias, mask, self)  # type: ignore[return-value]
         return x / torch.sqrt(self.statistic() + self.eps) * self.weight + self.bias
 
     def train_step(self, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Gradients]:
-        """The output of one training forward, and what gives its gradients; moves the state."""
+        """Return the output of a training forward and a function for its gradients; update the state."""
         raise NotImplementedError
 
     def rest(self, x: Tensor) -> Tensor:
-        """What is done to each token first."""
+        """Transform each token before the norm."""
         return x
 
     def statistic(self) -> Tensor:
-        """The running mean square `[dim]` of inference."""
+        """Return the running mean square `[dim]` of inference."""
         return getattr(self, self.running).view(-1)
 
     def split(self) -> Split:  # noqa: D102
@@ -83,7 +92,7 @@ class Released(Norm):
 
     @property
     def spec(self) -> str:
-        """The key of `RELEASED`, and the options."""
+        """Key of `RELEASED`, and the options."""
         name = next(name for name, kind in RELEASED.items() if kind is type(self))
         given = ", ".join(f"{key}={value!r}" for key, value in self._options().items())
         return f"released.{name}({given})"
@@ -97,12 +106,11 @@ class Released(Norm):
         self.iters.zero_()
 
     def _options(self) -> dict:
-        known = option_defaults(type(self))
-        return {key: getattr(self, key) for key in known if key not in ("affine", "bias")}
+        return {key: getattr(self, key) for key in option_defaults(type(self))}
 
 
-class _ByHand(torch.autograd.Function):
-    """A training step whose gradients its author wrote down."""
+class _HandWritten(torch.autograd.Function):
+    """Training step with hand-written gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mask, norm):
@@ -116,7 +124,7 @@ class _ByHand(torch.autograd.Function):
 
 
 def _mean(a: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean `[dim]` over all rows, or over the real ones."""
+    """Return the mean `[dim]` over all rows, or over the real ones."""
     return (a if mask is None else a[mask]).reshape(-1, a.shape[-1]).mean(0)
 
 
@@ -125,36 +133,27 @@ def _sum(a: Tensor) -> Tensor:
 
 
 class PowerNorm(Released):
-    """MaskPowerNorm. Its defaults; the recipes build it with groups = heads and warmup = that of the learning rate."""
+    """MaskPowerNorm with its defaults.
+
+    The recipes use groups = heads and warmup = that of the learning rate.
+    """
 
     offline = False  # GroupScaling1D is always there, at inference too
     running = "running_phi"
-    running_phi: Tensor
-    ema_gz: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        groups: int = 1,
-        alpha_fwd: float = 0.9,
-        alpha_bkw: float = 0.9,
-        warmup: int = 10_000,
-    ):
-        super().__init__(dim, eps=eps)
-        require_count("groups", groups)
-        require(dim % groups == 0, "groups", groups, f"a divisor of dim={dim}")
-        require_fraction("alpha_fwd", alpha_fwd)
-        require_fraction("alpha_bkw", alpha_bkw)
-        require_count("warmup", warmup, 0)
-        self.groups, self.alpha_fwd, self.alpha_bkw, self.warmup = groups, alpha_fwd, alpha_bkw, warmup
-        self.register_buffer("running_phi", torch.ones(1, dim, 1, 1))
-        self.register_buffer("ema_gz", torch.zeros(1, dim, 1, 1))
-        self.register_buffer("iters", torch.zeros(1, dtype=torch.long))
+    groups: Count = 1
+    alpha_fwd: OldShare = 0.9
+    alpha_bkw: OldShare = 0.9
+    warmup: Steps = 10_000
+
+    def build(self) -> None:  # noqa: D102
+        require(self.dim % self.groups == 0, "groups", self.groups, f"a divisor of dim={self.dim}")
+        super().build()
+        self.running_phi = nn.Buffer(torch.ones(1, self.dim, 1, 1))
+        self.ema_gz = nn.Buffer(torch.zeros(1, self.dim, 1, 1))
 
     def rest(self, x: Tensor) -> Tensor:
-        """GroupScaling1D, of padded rows as well; its eps is always 1e-5."""
+        """Apply GroupScaling1D, to padded rows as well; its eps is always 1e-5."""
         return rows.group_rms(x, 1e-5, self.groups)
 
     def train_step(self, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Gradients]:  # noqa: D102
@@ -178,7 +177,7 @@ class PowerNorm(Released):
         return Split(power.GroupRMS(self.groups, 1e-5), *super().split()[1:])
 
     def modern(self) -> power.PowerNorm:
-        """The same norm with the same state, careful with padding, recomputation and half precision."""
+        """Return the norm of `NORMS` with the same options and state."""
         norm = power.PowerNorm(
             self.dim, eps=self.eps, groups=self.groups, alpha_fwd=self.alpha_fwd, alpha_bkw=self.alpha_bkw,
             warmup=self.warmup, accumulate="released", warmup_grad="nu", denominator="batch",
@@ -190,20 +189,15 @@ class PowerNorm(Released):
 class MABN(Released):
     """MABN2d of `MABN.py`; `window` is their `real_B // B`, `alpha` their `momentum`."""
 
-    running_var: Tensor
-    buffer_x2: Tensor
-    buffer_gz: Tensor
+    window: Count = 16
+    alpha: OldShare = 0.98
+    warmup: Steps = 100
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, window: int = 16, alpha: float = 0.98, warmup: int = 100):
-        super().__init__(dim, eps=eps)
-        require_count("window", window)
-        require_fraction("alpha", alpha)
-        require_count("warmup", warmup, 0)
-        self.window, self.alpha, self.warmup = window, alpha, warmup
-        self.register_buffer("running_var", torch.ones(1, dim, 1, 1))
-        self.register_buffer("iters", torch.zeros(1, dtype=torch.long))
-        self.register_buffer("buffer_x2", torch.zeros(window, dim))
-        self.register_buffer("buffer_gz", torch.zeros(window, dim))
+    def build(self) -> None:  # noqa: D102
+        super().build()
+        self.running_var = nn.Buffer(torch.ones(1, self.dim, 1, 1))
+        self.buffer_x2 = nn.Buffer(torch.zeros(self.window, self.dim))
+        self.buffer_gz = nn.Buffer(torch.zeros(self.window, self.dim))
 
     def train_step(self, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Gradients]:  # noqa: D102
         self.iters += 1
@@ -227,35 +221,30 @@ class MABN(Released):
         return weight * r * z + bias, gradients
 
     def modern(self) -> mabn.MABN:
-        """The same norm with the same state, careful with padding, recomputation and half precision."""
+        """Return the norm of `NORMS` with the same options and state."""
         norm = mabn.MABN(self.dim, eps=self.eps, window=self.window, alpha=self.alpha, warmup=self.warmup)
         _take_over(norm, self, running=self.running_var, window_x=self.buffer_x2, window_g=self.buffer_gz)
         return norm
 
 
 class MABNPairs(Released):
-    """MABN2d of `cls/networks/MABN.py`, which imitates batches of two samples inside one batch of `2 * window` samples.
+    """MABN2d of `cls/networks/MABN.py`, which imitates batches of two samples.
 
-    `x` is `[2 * window, ..., dim]`; each pair of samples is divided by the mean over the last `window` pairs, those of
+    One batch has `2 * window` samples: `x` is `[2 * window, ..., dim]`; each pair of samples is divided by the mean over the last `window` pairs, those of
     the batch before included. Every batch has the same number of samples; there is no mask.
     """
 
-    running_var: Tensor
-    sta_matrix: Tensor
-    pre_x2: Tensor
-    pre_gz: Tensor
+    window: Count = 16
+    alpha: OldShare = 0.98
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, window: int = 16, alpha: float = 0.98):
-        super().__init__(dim, eps=eps)
-        require_count("window", window)
-        require_fraction("alpha", alpha)
-        self.window, self.alpha = window, alpha
-        band = torch.ones(window, 2 * window).triu(1).tril(window)  # row i: pairs i + 1 ... i + window of old and new
-        self.register_buffer("running_var", torch.ones(dim))
-        self.register_buffer("sta_matrix", band / window)
-        self.register_buffer("pre_x2", torch.ones(window, dim))
-        self.register_buffer("pre_gz", torch.zeros(window, dim))
-        self.register_buffer("iters", torch.zeros(1))
+    def build(self) -> None:  # noqa: D102
+        super().build()
+        band = torch.ones(self.window, 2 * self.window).triu(1).tril(self.window)
+        self.iters = nn.Buffer(torch.zeros(1))
+        self.running_var = nn.Buffer(torch.ones(self.dim))
+        self.sta_matrix = nn.Buffer(band / self.window)  # row i averages the pairs i + 1 ... i + window of old and new
+        self.pre_x2 = nn.Buffer(torch.ones(self.window, self.dim))
+        self.pre_gz = nn.Buffer(torch.zeros(self.window, self.dim))
 
     def train_step(self, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Gradients]:  # noqa: D102
         if mask is not None or len(x) != 2 * self.window or x.dim() < 2:
@@ -290,37 +279,21 @@ class MABNPairs(Released):
 class UN(Released):
     """UN1d; `window` is a number or (forward, backward), `alpha` their `momentum`."""
 
-    running_var: Tensor
-    ema_gz: Tensor
-    buffer_x2: Tensor
-    buffer_gz: Tensor
-    skip_counter: Tensor
+    window: int | tuple[int, int] = 4
+    alpha: OldShare = 0.9
+    warmup: Steps = 4000
+    outlier_filtration: bool = False
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        window: int | tuple[int, int] = 4,
-        alpha: float = 0.9,
-        warmup: int = 4000,
-        outlier_filtration: bool = False,
-    ):
-        super().__init__(dim, eps=eps)
-        windows = (window, window) if isinstance(window, int) else tuple(window)
-        for size in windows:
-            require_count("window", size)
-        require(len(windows) == 2, "window", window, "a whole number, or two: (forward, backward)")
-        require_fraction("alpha", alpha)
-        require_count("warmup", warmup, 0)
-        require(isinstance(outlier_filtration, bool), "outlier_filtration", outlier_filtration, "True or False")
-        self.window, self.alpha, self.warmup, self.outlier_filtration = window, alpha, warmup, outlier_filtration
-        self.register_buffer("running_var", torch.ones(dim))
-        self.register_buffer("ema_gz", torch.zeros(dim))
-        self.register_buffer("iters", torch.zeros(1, dtype=torch.long))
-        self.register_buffer("buffer_x2", torch.zeros(windows[0], dim))
-        self.register_buffer("buffer_gz", torch.zeros(windows[1], dim))
-        self.register_buffer("skip_counter", torch.zeros(1, dtype=torch.long))
+    def build(self) -> None:  # noqa: D102
+        windows = tuple(self.window) if isinstance(self.window, tuple | list) else (self.window, self.window)
+        counts = len(windows) == 2 and all(is_int(size) and size >= 1 for size in windows)
+        require(counts, "window", self.window, "a whole number >= 1, or two: (forward, backward)")
+        super().build()
+        self.running_var = nn.Buffer(torch.ones(self.dim))
+        self.ema_gz = nn.Buffer(torch.zeros(self.dim))
+        self.buffer_x2 = nn.Buffer(torch.zeros(windows[0], self.dim))
+        self.buffer_gz = nn.Buffer(torch.zeros(windows[1], self.dim))
+        self.skip_counter = nn.Buffer(torch.zeros(1, dtype=torch.long))
 
     def train_step(self, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Gradients]:  # noqa: D102
         self.iters += 1
@@ -353,7 +326,7 @@ class UN(Released):
         return weight * z + bias, gradients
 
     def modern(self) -> un.UN:
-        """The same norm with the same state, careful with padding, recomputation and half precision."""
+        """Return the norm of `NORMS` with the same options and state."""
         norm = un.UN(
             self.dim, eps=self.eps, window=len(self.buffer_x2), window_bkw=len(self.buffer_gz), alpha=self.alpha,
             warmup=self.warmup, outlier_filtration=self.outlier_filtration, warmup_grad="ema", compensate=True,
@@ -366,28 +339,26 @@ class UN(Released):
 
 
 class Batch(Released):
-    """MaskSyncBatchNorm, the PowerNorm repository's "batch": tokens by their root mean square, then torch's BatchNorm.
+    """MaskSyncBatchNorm, the PowerNorm repository's "batch".
 
-    Padded rows are replaced by the mean of the real ones and then counted, so the variance comes out too small and
+    Divides tokens by their root mean square, then applies torch's BatchNorm. Padded rows are replaced by the mean of the real ones and then counted, so the variance comes out too small and
     padded outputs are `bias`. Nothing is synchronized, whatever the name says. `alpha` is 1 - their `momentum`.
     """
 
     exact_grad = True
     offline = False
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, alpha: float = 0.95):
-        super().__init__(dim, eps=eps)
-        require_fraction("alpha", alpha)
-        self.alpha = alpha
-        self.register_buffer("running_mean", torch.zeros(dim))
-        self.register_buffer("running_var", torch.ones(dim))
-        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long))
+    alpha: OldShare = 0.95
+
+    def build(self) -> None:  # noqa: D102
+        super().build()
+        del self.iters
+        self.running_mean = nn.Buffer(torch.zeros(self.dim))
+        self.running_var = nn.Buffer(torch.ones(self.dim))
+        self.num_batches_tracked = nn.Buffer(torch.zeros((), dtype=torch.long))
 
     def rest(self, x: Tensor) -> Tensor:
-        """LayerScaling1D; its eps is always 1e-5."""
+        """Apply LayerScaling1D; its eps is always 1e-5."""
         return rows.group_rms(x, 1e-5, 1)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: D102
@@ -408,7 +379,7 @@ class Batch(Released):
         return Split(power.GroupRMS(1, 1e-5), scale, shift - scale * self.running_mean)
 
     def reset_warmup(self) -> None:
-        """There is none."""
+        """Do nothing: this norm has no warm-up."""
 
 
 def _ratio(v: Tensor, running: Tensor, eps: float) -> Tensor:

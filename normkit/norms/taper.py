@@ -1,4 +1,4 @@
-"""TaperNorm (Kanavalau, Amo Alonso & Lall 2026, arXiv:2602.10408): an RMSNorm that fades into a fixed scaling."""
+"""TaperNorm (Kanavalau, Amo Alonso & Lall 2026, arXiv:2602.10408)."""
 
 import copy
 from typing import Any
@@ -8,23 +8,29 @@ from torch import Tensor, nn
 
 from normkit.kernels import channels
 from normkit.norms._base import Norm, Split, inside_backward, usable
-from normkit.norms._require import require, require_count, require_fraction
+from normkit.norms._options import Count, OldShare, option, require
 
 
 class TaperNorm(Norm):
-    """RMSNorm while training is young, then a multiple of x: `y = x * (gate * weight / r(x) + (1 - gate) * c * gain)`.
+    """RMSNorm that turns into a fixed multiple of x during training.
 
-    `r(x) = sqrt(mean(x^2) + eps)` of each token. In the k-th training forward `gate` is 1 while `k <= warmup`, falls as
-    a cosine and is 0 from `k = until` on; then nothing of a token is measured any more and the norm folds away. At the
-    end of the warm-up c is fixed at the least-squares match of the two branches, `c = E[|x weight|^2 / r(x)] /
-    E[|x weight|^2]`, averages over real tokens and the steps before (weight `alpha` on the old), and `gain` starts as
-    `weight`, from where it is learned by itself: `gain = anchor + drift`, a buffer and a parameter. `.eval()` is when
-    the device is asked whether the gate has reached 0.
+    `y = x * (gate * weight / r(x) + (1 - gate) * c * gain)` with `r(x) = sqrt(mean(x^2) + eps)` of each token. In the
+    k-th training forward `gate` is 1 while `k <= warmup`, falls as a cosine and is 0 from `k = until` on; then the norm
+    folds. At the end of the warm-up c is fixed at the least-squares match of the two branches,
+    `c = E[|x weight|^2 / r(x)] / E[|x weight|^2]`, averages over real tokens and the steps before, and `gain` starts as
+    `weight`, to be learned separately: `gain = anchor + drift`, a buffer and a parameter. `.eval()` reads from the
+    device if the gate has reached 0.
 
-    Established from the abstract and from others' accounts of the paper: the two branches, the schedule's form, the
-    formula of c. Our reading: `alpha`, `warmup` and `until`, for which we know no published value. Not here: the
-    LayerNorm form, and the auxiliary loss on the scale before the logits. The authors keep the final norm a real one,
-    or add that loss: a network without either can lower its loss by growing.
+    Sources: the abstract, and descriptions of the paper by others, give the two branches, the form of the schedule and
+    the formula of c. Not implemented: the LayerNorm form, and the auxiliary loss on the scale before the logits. The
+    authors keep the final norm, or add that loss: a network without either can lower its loss by growing.
+
+    Args:
+        bias: Learn a `bias`; off, as in RMSNorm.
+        sync: Average over all processes of the default group; off, as it costs one all-reduce per forward.
+        alpha: Share of the old averages per step; our choice, as no published value is known.
+        warmup: Training forwards as a plain RMSNorm; our choice.
+        until: Training forward in which the gate reaches 0; our choice.
 
     >>> norm = TaperNorm(2, warmup=1, until=3, eps=0.0)
     >>> [norm(torch.tensor([[3.0, 3.0]])).mean().round(decimals=4).item() for _ in range(3)]
@@ -33,35 +39,22 @@ class TaperNorm(Norm):
     [[2.0, 2.0]]
     """
 
-    energy: Tensor
-    step: Tensor
-    skipped: Tensor
-    anchor: Tensor
-    tapered: bool = False  # in evaluation mode: whether the gate is 0, so that exported graphs measure no token
+    with_bias: bool = option(default=False, alias="bias")
+    sync: bool = False
+    alpha: OldShare = 0.99
+    warmup: Count = 4000
+    until: Count = 20_000
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = False,
-        sync: bool = False,
-        alpha: float = 0.99,
-        warmup: int = 4000,
-        until: int = 20_000,
-    ):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias)
-        require(isinstance(sync, bool), "sync", sync, "True or False")
-        require_fraction("alpha", alpha)
-        require_count("warmup", warmup)
-        require_count("until", until, warmup + 1)
-        self.sync, self.alpha, self.warmup, self.until = sync, alpha, warmup, until
-        self.drift = nn.Parameter(torch.zeros(dim)) if affine else None
-        self.register_buffer("anchor", torch.ones(dim))
-        self.register_buffer("energy", torch.zeros(2))  # averages of |x weight|^2 / r and of |x weight|^2
-        self.register_buffer("step", torch.zeros((), dtype=torch.long))
-        self.register_buffer("skipped", torch.zeros((), dtype=torch.long))
+    def build(self) -> None:  # noqa: D102
+        allowed = f"a whole number >= {self.warmup + 1}, after the warm-up"
+        require(self.until > self.warmup, "until", self.until, allowed)
+        super().build()
+        self.drift = nn.Parameter(torch.zeros(self.dim)) if self.affine else None
+        self.anchor = nn.Buffer(torch.ones(self.dim))
+        self.energy = nn.Buffer(torch.zeros(2))  # averages of |x weight|^2 / r and of |x weight|^2
+        self.step = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.skipped = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.tapered = False  # in evaluation mode: the gate is 0, so exported graphs compute no statistics
 
     def reset_parameters(self) -> None:  # noqa: D102
         super().reset_parameters()
@@ -73,13 +66,13 @@ class TaperNorm(Norm):
         self.tapered = False
 
     def gains(self) -> nn.Parameter | None:
-        """The gain that acts: `weight`, and when the warm-up is over the one that is learned by itself."""
+        """Return the gain in use: `weight` during the warm-up, then the separately learned one."""
         if self.weight is None or self.drift is None or self.step.is_meta or int(self.step) <= self.warmup:
             return self.weight
         return nn.Parameter((self.anchor + self.drift).detach(), self.weight.requires_grad)
 
     def reset_warmup(self) -> None:
-        """Start anew as an RMSNorm, with the gain that it has now."""
+        """Restart as an RMSNorm with the present gain."""
         with torch.no_grad():
             if self.weight is not None and self.drift is not None:
                 self.weight.copy_(torch.where(self.step > self.warmup, self.anchor + self.drift, self.weight))
@@ -90,7 +83,7 @@ class TaperNorm(Norm):
 
     @property
     def offline(self) -> bool:  # type: ignore[override]
-        """Whether the gate has reached 0. Asks the device."""
+        """True once the gate is 0. Waits for the device."""
         return not self.step.is_meta and int(self.step) >= self.until
 
     def train(self, mode: bool = True) -> "TaperNorm":  # noqa: D102
@@ -103,12 +96,12 @@ class TaperNorm(Norm):
         self.train(self.training)
 
     def gate(self, step: Tensor) -> Tensor:
-        """The share of the RMSNorm in a step: 1, then half a cosine, then 0."""
+        """Return the share of the RMSNorm in a step: 1, then half a cosine, then 0."""
         done = ((step - self.warmup).to(self.energy.dtype) / (self.until - self.warmup)).clamp(0, 1)
         return (1 + torch.cos(torch.pi * done)) / 2 * (done < 1)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalize `x[..., dim]`; counts the step and measures the batch while training."""
+        """Normalize `x[..., dim]`; in training, count the step and update the averages."""
         mask = self.check(x, mask)
         if self.tapered:
             y = x * self._fixed()
@@ -116,7 +109,7 @@ class TaperNorm(Norm):
             return y if y.dtype == x.dtype else y.to(x.dtype)
         wide = x.to(torch.promote_types(x.dtype, self.energy.dtype))
         inv = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.training and (torch.compiler.is_compiling() or not inside_backward()):  # a recomputed step is no step
+        if self.training and (torch.compiler.is_compiling() or not inside_backward()):  # recomputation counts no step
             with torch.no_grad():
                 gate, c, anchor = self._advance(wide.detach(), inv.detach(), mask)
         else:
@@ -148,15 +141,15 @@ class TaperNorm(Norm):
         return channels.snapshot(decided) if torch.compiler.is_compiling() else decided
 
     def _match(self) -> Tensor:
-        """c; 0 before anything was measured, when the gate is 1."""
+        """Return c; 0 before the first step, when the gate is 1."""
         return torch.where(self.energy[1] > 0, self.energy[0] / self.energy[1], 0)
 
     def _fixed(self) -> Tensor:
-        """What the norm multiplies by at the end."""
+        """Return the final factors `[dim]`."""
         return self._match() * (self.anchor if self.drift is None else self.anchor + self.drift)
 
     def split(self) -> Split:
-        """`Split(identity, c * gain, bias)` once the gate is 0; before, all but the bias is `rest`."""
+        """Return `Split(identity, c * gain, bias)` once the gate is 0, before `Split(norm, 1, bias)`."""
         shift = torch.zeros_like(self.anchor) if self.bias is None else self.bias
         if self.offline:
             return Split(nn.Identity(), self._fixed(), shift)

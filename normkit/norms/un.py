@@ -3,34 +3,42 @@
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Stat, StatNorm, push
-from normkit.norms._require import require, require_count, require_fraction
+from normkit.norms._options import Count, OldShare, Steps
 
 
 class UN(StatNorm):
-    """Quadratic means smoothed by a geometric mean over the last `window` batches, gradient means likewise.
+    """Quadratic means smoothed by a geometric mean over the last `window` batches.
 
     Once `step > window` and `step >= warmup`: `v = exp(mean(log(window of mean(x^2))))` (Eq. 16),
     `z = x / sqrt(v + eps)`, `y = weight * z + bias`; the gradient removes `psi`, a running mean
     `psi <- alpha psi + (1 - alpha) mean(window of mean(g z))` (Eq. 17). Before that the batch's own values, with the
-    exact gradient (`warmup_grad="ema"`: psi, as the released code). `running <- alpha running + (1 - alpha) v`.
+    exact gradient. `running <- alpha running + (1 - alpha) v`. After the warm-up the gradient is approximate by design.
 
-    `outlier_filtration=True` (Eq. 19): where the window's arithmetic mean exceeds its geometric mean by more than
-    `window * V(sqrt(window before))` in any channel, this step uses the batch's own statistics for the whole layer, and
-    the windows record `running` and `psi` instead. `threshold="scalar"` is the released code's V, one unbiased
-    variance over all entries; with "channel", one a channel as the paper's lemma reads, the filter fires in nearly
-    every step. `hold=True` keeps `running` and `psi` still in such a step. `filtered` counts them. Off by default, as
-    in the released recipes for text; the paper turns it on for images.
+    An outlier (Eq. 19) is a step in which the window's arithmetic mean exceeds its geometric mean by more than
+    `window * V(sqrt(window before))` in any channel. With `outlier_filtration` such a step uses the batch's own
+    statistics for the whole layer, the windows record `running` and `psi` instead, and `filtered` counts it.
 
-    `compensate=True` adds the released code's undocumented factor
-    `r = clip(sqrt(v + eps) / sqrt(running + eps), 1/5, 5)` on the gradient after `max(compensate_after, warmup)` steps;
-    the gradient of `weight` then no longer belongs to the output.
+    Recorded values are at least `eps`. Otherwise one all-zero channel in one batch would make the geometric mean 0 and
+    the output 300 times too large for `window - 1` steps.
 
-    Recorded values are floored at `eps`: one all-zero channel in one batch would otherwise make the geometric mean 0
-    and the output 300 times too large for `window - 1` steps.
+    Args:
+        window: Batches per window of the forward pass; 4 as in the paper. 1 is PN-V.
+        alpha: Share of the old running statistics per step; 0.9, as 0.6 fails in the paper's Table 9.
+        warmup: Training forwards by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
+        outlier_filtration: Filter outliers; off, as in the released recipes for text. The paper turns it on for images.
+        window_bkw: Batches per window of the backward pass; None means `window`.
+        threshold: V: "scalar", one variance over all entries, as the released code; "channel", one per channel, as the
+            paper's lemma reads: the filter is then active in nearly every step.
+        hold: Keep `running` and `psi` unchanged in a filtered step; off, as in the released code.
+        warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "ema" removes psi, as the released code.
+        compensate: Multiply the gradient by the released code's undocumented
+            `r = clip(sqrt(v + eps) / sqrt(running + eps), 1/5, 5)`. Off: the paper has no r, and with it the gradient
+            of `weight` is not that of the output.
+        compensate_after: Training forwards before r applies, at least `warmup`; 1000 as in the released code.
 
     >>> import torch
     >>> UN(1, window=2, eps=0.0)(torch.tensor([[3.0], [-3.0]])).tolist()
@@ -39,53 +47,27 @@ class UN(StatNorm):
 
     exact_grad = False
     pad_grad = "real"
-    window_x: Tensor
-    window_g: Tensor
-    psi: Tensor
-    filtered: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = True,
-        sync: bool = False,
-        steps_per_update: int = 1,
-        window: int = 4,
-        alpha: float = 0.9,
-        warmup: int = 4000,
-        outlier_filtration: bool = False,
-        window_bkw: int | None = None,
-        threshold: Literal["scalar", "channel"] = "scalar",
-        hold: bool = False,
-        warmup_grad: Literal["exact", "ema"] = "exact",
-        compensate: bool = False,
-        compensate_after: int = 1000,
-    ):
-        super().__init__(dim, eps=eps, affine=affine, bias=bias, sync=sync, steps_per_update=steps_per_update)
-        require_count("window", window)
-        require_fraction("alpha", alpha)
-        require_count("warmup", warmup, 0)
-        if window_bkw is not None:
-            require_count("window_bkw", window_bkw)
-        require(threshold in ("scalar", "channel"), "threshold", threshold, '"scalar" or "channel"')
-        require(warmup_grad in ("exact", "ema"), "warmup_grad", warmup_grad, '"exact" or "ema"')
-        flags = {"outlier_filtration": outlier_filtration, "hold": hold, "compensate": compensate}
-        for name, value in flags.items():
-            require(isinstance(value, bool), name, value, "True or False")
-        require_count("compensate_after", compensate_after, 0)
-        self.window, self.alpha, self.warmup, self.window_bkw = window, alpha, warmup, window_bkw
-        self.outlier_filtration, self.threshold, self.hold = outlier_filtration, threshold, hold
-        self.warmup_grad, self.compensate, self.compensate_after = warmup_grad, compensate, compensate_after
-        self.register_buffer("window_x", torch.zeros(window, dim))
-        self.register_buffer("window_g", torch.zeros(window_bkw or window, dim))
-        self.register_buffer("psi", torch.zeros(1, dim))
-        self.register_buffer("filtered", torch.zeros((), dtype=torch.long))
+    window: Count = 4
+    alpha: OldShare = 0.9
+    warmup: Steps = 4000
+    outlier_filtration: bool = False
+    window_bkw: Count | None = None
+    threshold: Literal["scalar", "channel"] = "scalar"
+    hold: bool = False
+    warmup_grad: Literal["exact", "ema"] = "exact"
+    compensate: bool = False
+    compensate_after: Steps = 1000
+
+    def build(self) -> None:  # noqa: D102
+        super().build()
+        self.window_x = nn.Buffer(torch.zeros(self.window, self.dim))
+        self.window_g = nn.Buffer(torch.zeros(self.window_bkw or self.window, self.dim))
+        self.psi = nn.Buffer(torch.zeros(1, self.dim))
+        self.filtered = nn.Buffer(torch.zeros((), dtype=torch.long))
 
     def _batch_phase(self, step: Tensor, window: Tensor) -> Tensor:
-        """Too early to smooth; a window of one never smooths, which makes it PN-V."""
+        """Return True while statistics are the batch's own; always with a window of one, which is PN-V."""
         return (step <= len(window)) | (step < self.warmup) | (self.window == 1)
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102

@@ -1,0 +1,163 @@
+"""Options of norms: annotated class attributes, checked and stored when a norm is made."""
+
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, dataclass_transform, get_args, get_origin
+
+from torch import nn
+
+from normkit.names import unknown
+
+
+class Allowed(NamedTuple):
+    """Values that an option takes: in words for the error message, and as a test."""
+
+    text: str
+    test: Callable[[Any], bool]
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise a ValueError with the given and the allowed value unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")
+
+
+def is_int(value: object) -> bool:
+    """Return True for whole numbers; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Return True for numbers; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Types of options. Whole numbers must fit a counter on the device, factors must be far from the limit of float32.
+Count = Annotated[int, Allowed("a whole number >= 1", lambda v: is_int(v) and 1 <= v < 2**62)]
+Steps = Annotated[int, Allowed("a whole number >= 0", lambda v: is_int(v) and 0 <= v < 2**62)]
+Epsilon = Annotated[float, Allowed("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)]
+OldShare = Annotated[float, Allowed("a number >= 0 and < 1", lambda v: is_number(v) and 0 <= v < 1)]
+Positive = Annotated[float, Allowed("a number above 0, at most 1e9", lambda v: is_number(v) and 0 < v <= 1e9)]
+Bound = Annotated[float, Allowed("a number >= 1, at most 1e9", lambda v: is_number(v) and 1 <= v <= 1e9)]
+
+PLAIN = {
+    bool: Allowed("True or False", lambda v: isinstance(v, bool)),
+    int: Allowed("a whole number", is_int),
+    float: Allowed("a number", is_number),
+    str: Allowed("a string", lambda v: isinstance(v, str)),
+    types.NoneType: Allowed("None", lambda v: v is None),
+}
+
+
+class Option(NamedTuple):
+    """One option: default, argument of the constructor, attribute of the norm, annotation."""
+
+    default: Any
+    argument: str = ""
+    attribute: str = ""
+    kind: Any = None
+
+    def check(self, value: object) -> None:
+        """Raise a ValueError unless `value` fits the annotation."""
+        rules = [_rule(kind) for kind in _members(self.kind)]
+        require(any(r.test(value) for r in rules), self.argument, value, " or ".join(r.text for r in rules))
+
+
+def option(*, default: Any = inspect.Parameter.empty, alias: str = "", kw_only: bool = True) -> Any:
+    """Declare an option whose argument is called `alias`, or is positional (`kw_only=False`, for type checkers)."""
+    return Option(default, alias)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(option,))
+class HasOptions(nn.Module):
+    """Module with options declared as a dataclass declares fields.
+
+    `window: Count = 4` in the body of a subclass is an option: a keyword argument of the constructor with this default,
+    checked by its annotation (a type above, bool, int, float, str, `Literal`, or `... | None`), stored as `self.window`
+    before `build()` runs. An attribute without annotation, or annotated as `ClassVar`, is none. Type checkers and
+    editors see the constructor through `dataclass_transform`; `inspect.signature` sees it, too.
+    """
+
+    declared: ClassVar[dict[str, Option]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        declared = dict(cls.declared)
+        for attribute, kind in inspect.get_annotations(cls, eval_str=True).items():
+            if kind is ClassVar or get_origin(kind) is ClassVar:  # takes an inherited option away, as in dataclasses
+                declared = {key: each for key, each in declared.items() if each.attribute != attribute}
+            elif attribute in vars(cls):
+                value = vars(cls)[attribute]
+                default, argument = value[:2] if isinstance(value, Option) else (value, "")
+                declared[argument or attribute] = Option(default, argument or attribute, attribute, kind)
+        cls.declared = {key: each for key, each in declared.items() if each.default is not inspect.Parameter.empty}
+        if "__init__" not in vars(cls):
+            cls.__init__ = _constructor(cls)
+
+    def __init__(self, dim: int, **options: Any):
+        super().__init__()
+        require(is_int(dim) and 0 < dim < 2**31, "dim", dim, "a whole number above 0")
+        self.dim = dim
+        for name in options.keys() - self.declared.keys():
+            raise TypeError(str(unknown(self.declared, name, f"option of {type(self).__name__}")))
+        for name, each in self.declared.items():
+            value = options.get(name, each.default)
+            each.check(value)
+            setattr(self, each.attribute, value)
+        self.build()
+
+    def build(self) -> None:
+        """Create parameters and buffers, from the options in `self`."""
+
+
+def option_defaults(kind: type[nn.Module]) -> dict[str, Any]:
+    """Return the options of a norm class and their defaults, from the signatures of its constructors."""
+    found: dict[str, Any] = {}
+    for cls in reversed(kind.__mro__):
+        if "__init__" in vars(cls) and issubclass(cls, HasOptions):
+            parameters = inspect.signature(cls.__init__).parameters.values()
+            own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+            written = not hasattr(cls.__init__, "__signature__")  # such a constructor may pass other options on
+            found = found | own if written else own
+    return found
+
+
+def _constructor(cls: type[HasOptions]) -> Callable[..., None]:
+    def __init__(self: Any, dim: int, **options: Any) -> None:
+        super(cls, self).__init__(dim, **options)  # type: ignore[call-arg]
+
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    __init__.__signature__ = signature(cls)  # type: ignore[attr-defined]
+    return __init__
+
+
+def signature(cls: type[HasOptions]) -> inspect.Signature:
+    """Return the signature of the constructor: `dim`, then the options by name."""
+    place = inspect.Parameter
+    first = [place("self", place.POSITIONAL_OR_KEYWORD), place("dim", place.POSITIONAL_OR_KEYWORD, annotation=int)]
+    named = [
+        place(name, place.KEYWORD_ONLY, default=each.default, annotation=_without_rules(each.kind))
+        for name, each in cls.declared.items()
+    ]
+    return inspect.Signature([*first, *named])
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _rule(kind: Any) -> Allowed:
+    if get_origin(kind) is Annotated:
+        return next((each for each in kind.__metadata__ if isinstance(each, Allowed)), _rule(kind.__origin__))
+    if get_origin(kind) is Literal:
+        *others, last = (f'"{each}"' for each in get_args(kind))
+        return Allowed(f"{', '.join(others)} or {last}", lambda v: v in get_args(kind))
+    return PLAIN.get(kind, Allowed("anything", lambda _: True))
+
+
+def _without_rules(kind: Any) -> Any:
+    plain = (each.__origin__ if get_origin(each) is Annotated else each for each in _members(kind))
+    return functools.reduce(operator.or_, plain)
