@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -99,10 +99,14 @@ class GradRule(Protocol):
     """What the backward pass asks of its owner: the gradient statistics to remove, given this batch's."""
 
     eps: float
-    center: bool
+    center: ClassVar[bool]
     sync: bool
-    pad_grad: str
-    own_gradient: bool  # what it removes is this batch's, and it keeps no record of that
+    pad_grad: ClassVar[str]
+
+    @property
+    def uses_batch_gradient(self) -> bool:
+        """True if the removed statistics are always this batch's, without any state."""
+        ...
 
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Gradient statistics `[k, C]` to remove, given this batch's; the owner updates its state."""
@@ -199,7 +203,7 @@ class Standardize(torch.autograd.Function):
         factor = _product(value.dtype, weight, output_scale, grad_scale)
         real = mask is not None and norm.pad_grad == "real"
         dx = None
-        alone = norm.own_gradient and norm.center and mask is None and not norm.sync
+        alone = norm.uses_batch_gradient and norm.center and mask is None and not norm.sync
         if alone and not native and _alike(dy, x, value.dtype):
             dx, sums = fused.own_gradient(dy, x, value[0], torch.rsqrt(value[1] + norm.eps), factor)
         elif ctx.one_pass:

@@ -181,7 +181,7 @@ class RowNorm(Norm):
 
 
 class Stat(NamedTuple):
-    """What a method decides in a training forward. All `[C]` but `value` and the state; None means 1 (output_shift: 0)."""
+    """Decisions of a method for one training forward."""
 
     value: Tensor  # [k, C], to standardize with
     state: dict[str, Tensor]  # what its buffers become
@@ -265,7 +265,7 @@ class StatNorm(Norm):
         return batch, {}
 
     @property
-    def own_gradient(self) -> bool:
+    def uses_batch_gradient(self) -> bool:
         """Whether what the backward pass removes is always this batch's, of which no record is kept."""
         return type(self).grad_stat is StatNorm.grad_stat
 

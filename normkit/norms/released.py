@@ -230,8 +230,9 @@ class MABN(Released):
 class MABNPairs(Released):
     """MABN2d of `cls/networks/MABN.py`, which imitates batches of two samples.
 
-    One batch has `2 * window` samples: `x` is `[2 * window, ..., dim]`; each pair of samples is divided by the mean over the last `window` pairs, those of
-    the batch before included. Every batch has the same number of samples; there is no mask.
+    One batch has `2 * window` samples: `x` is `[2 * window, ..., dim]`; each pair of samples is divided by the mean
+    over the last `window` pairs, those of the batch before included. Every batch has the same number of samples; there
+    is no mask.
     """
 
     window: Count = 16
@@ -341,8 +342,9 @@ class UN(Released):
 class Batch(Released):
     """MaskSyncBatchNorm, the PowerNorm repository's "batch".
 
-    Divides tokens by their root mean square, then applies torch's BatchNorm. Padded rows are replaced by the mean of the real ones and then counted, so the variance comes out too small and
-    padded outputs are `bias`. Nothing is synchronized, whatever the name says. `alpha` is 1 - their `momentum`.
+    Divides tokens by their root mean square, then applies torch's BatchNorm. Padded rows are replaced by the mean of
+    the real ones and then counted, so the variance comes out too small and padded outputs are `bias`. Nothing is
+    synchronized, whatever the name says. `alpha` is 1 - their `momentum`.
     """
 
     exact_grad = True
