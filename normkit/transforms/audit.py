@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from normkit.text import align
 from normkit.transforms.checks import refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import find, unreadable
+from normkit.transforms.fold.inputs import SAME_SIZES
 from normkit.transforms.fold.plan import FoldPlanner, Outcome, Plan
 from normkit.transforms.fold.trace import Trace
 from normkit.transforms.fold.tracer import Tracer, tracing
-from normkit.transforms.fold.verify import SAME_SIZES, error, in_float64, variants, widened
-from normkit.transforms.invoke import example_call, tensors
-
-Calls = dict[str, tuple[tuple, dict[str, Any]]]
+from normkit.transforms.fold.verify import Verifier
+from normkit.transforms.invoke import tensors
 
 
 @dataclass(frozen=True)
@@ -88,19 +87,14 @@ class Survey:
         if not names:
             seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
             raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
-        self.outputs = outputs
         self.original, self.untie = model, untie
         self.model = self.double()
         own_storage(self.model)
-        shown, (args, kwargs) = (args, kwargs), widened((args, kwargs))
-        with in_float64():
-            first = example_call(self.model, args, kwargs, verb, shown, "a float64 copy of the model")
-            self._check_outputs(first, self.model(*args, **kwargs), verb)
-            self.calls: Calls = {"the example": (args, kwargs), **variants(self.model, args, kwargs, other)}
-            self.trace = Trace(self.model, names, resizable=any(label not in SAME_SIZES for label in self.calls))
-            self.trace.entangled = shared_memory(model)
-            for call in self.calls.values():
-                self._follow(*call)
+        self.verifier = Verifier(self.model, args, kwargs, outputs, verb)
+        self.trace = Trace(self.model, names, resizable=True)
+        self.trace.entangled = shared_memory(model)
+        self.verifier.record(self.model, self._traced, other)
+        self.calls = self.verifier.calls
 
     def copy(self) -> nn.Module:
         """A copy of the original in its own type, its output layer untied where that was asked for."""
@@ -117,31 +111,22 @@ class Survey:
                 choose("eager")
         return model
 
-    def expected(self) -> list[dict[str, Tensor]]:
-        """What the float64 copy puts out, call by call."""
-        with in_float64():
-            return [self._read(self.model(*args, **kwargs)) for args, kwargs in self.calls.values()]
-
-    def worst(self, model: nn.Module, expected: list[dict[str, Tensor]]) -> float:
-        """The largest error of a model in float64 over all calls; inf where it fails."""
-        worst = 0.0
-        with in_float64():
-            for (args, kwargs), theirs in zip(self.calls.values(), expected, strict=True):
-                try:
-                    mine = self._read(model(*args, **kwargs))
-                except Exception:
-                    return float("inf")
-                worst = max(worst, error(mine, theirs))
-        return worst
-
-    def _read(self, out: Any) -> dict[str, Tensor]:
-        return {path: t.clone() for path, t in tensors(self.outputs(out) if self.outputs else out).items()}
-
     def plan(self, refused: dict[str, str] | None = None) -> Plan:
         """What becomes of each norm; `refused` are norms to leave alone, with the reason."""
         return FoldPlanner(self.trace, self.model, refused).plan()
 
-    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _traced(self, label: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """Trace one call and return its outputs; a call that fails leaves no trace."""
+        if label in SAME_SIZES:
+            self.trace.resizable = any(known not in SAME_SIZES for known in self.verifier.expected)
+        before = copy.deepcopy(self.trace)
+        try:
+            return self._follow(args, kwargs)
+        except Exception:
+            self.trace = before
+            raise
+
+    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         passed = tensors((args, kwargs))
         with tracing(self.trace, self.model) as tracer:
             for path, tensor in passed.items():
@@ -150,37 +135,21 @@ class Survey:
                     size = tensor.shape[dim]  # another one in another call, where this axis is no channels'
                     tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
             out = self.model(*args, **kwargs)
-            given = tensors(self.outputs(out) if self.outputs else out)
+            picked = self.verifier.outputs(out) if self.verifier.outputs else out
+            given = tensors(picked)
+        answer = self.verifier.pick(out)
         self._read_outputs(tracer, given)
-        del out, given
+        del out, picked, given
         known = {id(t) for t in passed.values()} | tracer.tables
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
             gc.collect()
         for tensor in [t for t in tracer.shadows.keys() if id(t) not in known]:  # noqa: SIM118
             tracer.read(tensor, "something that keeps it after the forward")
+        return answer
 
     def _read_outputs(self, tracer: Tracer, given: dict[str, Tensor]) -> None:
         for path, tensor in given.items():
             tracer.read(tensor, f"the caller of the model ({path})" if path else "the caller of the model")
-
-    def _check_outputs(self, first: Any, second: Any, verb: str) -> None:
-        try:
-            picked = tensors(self.outputs(first) if self.outputs else first)
-        except Exception as problem:
-            raise ValueError(f"{verb}() could not apply outputs= to what the model returned: {problem}") from problem
-        if not picked:
-            raise ValueError(
-                f"{verb}() found no tensor in what the model returned ({type(first).__name__}); pass outputs="
-            )
-        if empty := [path for path, t in picked.items() if t.dtype.is_floating_point and not t.isfinite().any()]:
-            raise ValueError(
-                f"{verb}() cannot prove anything on the example: no number is finite in the output {empty[0]}".rstrip()
-            )
-        if not error(second, first, self.outputs) <= 1e-12:
-            raise ValueError(
-                f"{verb}() ran the model twice on the example and got different outputs: its forward is random or "
-                "keeps state, so nothing can be proved about it. Remove what is random, or reset the state in forward"
-            )
 
 
 def refuse_training(model: nn.Module, verb: str) -> None:

@@ -39,8 +39,7 @@ def to_rms(
         raise ValueError(
             f"to_rms() found no LayerNorm; the norms are {', '.join(sorted({f.norm for f in fates.values()}))}"
         )
-    expected = survey.expected()
-    worst = survey.worst(_carry_out(survey.model, survey.trace, fates, writers), expected)
+    worst = survey.verifier.worst(_carry_out(survey.model, survey.trace, fates, writers))
     if not worst <= TOLERANCE:
         raise RuntimeError(f"to_rms() cannot prove this model: outputs differ by {worst:.1e} in float64")
     done = _carry_out(survey.copy(), survey.trace, fates, writers)

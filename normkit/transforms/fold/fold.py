@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normkit.transforms.audit import Audit, Survey
 from normkit.transforms.fold.plan import Outcome, Plan
@@ -70,10 +70,10 @@ def fold(
     )
     """
     survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "fold")
-    plan, expected = survey.plan(), survey.expected()
-    worst = survey.worst(absorb(survey.model, survey.trace, plan), expected)
+    plan = survey.plan()
+    worst = survey.verifier.worst(absorb(survey.model, survey.trace, plan))
     if not worst <= TOLERANCE:
-        plan, worst = _each_alone(survey, plan, expected)
+        plan, worst = _each_alone(survey, plan)
     del survey.model
     folded = absorb(survey.copy(), survey.trace, plan)
     with torch.no_grad():
@@ -87,17 +87,17 @@ def fold(
     return folded, Report(tuple(plan.fates.values()), tuple(survey.calls), worst, native)
 
 
-def _each_alone(survey: Survey, plan: Plan, expected: list[dict[str, Tensor]]) -> tuple[Plan, float]:
+def _each_alone(survey: Survey, plan: Plan) -> tuple[Plan, float]:
     """Should not be needed: leave out the norms whose folding, tried alone, is not exact."""
     refused: dict[str, str] = {}
     survey.model = survey.double()
     for name in [name for name, fate in plan.fates.items() if fate.action != "kept"]:
         alone = survey.plan({other: "" for other in plan.fates if other != name})
-        worst = survey.worst(absorb(copy.deepcopy(survey.model), survey.trace, alone), expected)
+        worst = survey.verifier.worst(absorb(copy.deepcopy(survey.model), survey.trace, alone))
         if not worst <= TOLERANCE:
             refused[name] = f"not exact: folded alone, the output differs by {worst:.1e}"
     plan = survey.plan(refused)
-    worst = survey.worst(absorb(survey.model, survey.trace, plan), expected)
+    worst = survey.verifier.worst(absorb(survey.model, survey.trace, plan))
     if not worst <= TOLERANCE:
         raise RuntimeError(f"fold() cannot prove this: each norm folds exactly, together they differ by {worst:.1e}")
     return plan, worst

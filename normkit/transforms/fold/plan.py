@@ -279,8 +279,8 @@ class _CodeMaps:
             return f"{name} shares memory with {self.trace.entangled[name]}"
         if readers := self.trace.weight_readers.get(name):
             return f"{name} is also read by {_listed(sorted(readers))}"
-        uses = [s.product for s in self.trace.sources.values() if s.product and s.product.view.parameter == name]
-        uses = list(dict.fromkeys(uses))
+        own = [s for s in self.trace.sources.values() if s.product and s.product.view.parameter == name]
+        uses = list(dict.fromkeys(s.product for s in own if s.product and (s.product.kind != "table" or s.reads)))
         if len(uses) < 2:
             return None
         seen = torch.full((self.trace.sizes[name],), torch.nan, dtype=torch.float64)

@@ -1,0 +1,74 @@
+"""Run a model in float64, whatever types it asks for."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Compute everything in float64, without the fused kernels that hide the operations of a layer."""
+    default, fused = torch.get_default_dtype(), torch.backends.mha.get_fastpath_enabled()
+    torch.set_default_dtype(torch.float64)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with Double(), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def widened(example: Any) -> Any:
+    """An example with its floating-point tensors in float64."""
+    leaves, spec = tree_flatten(example)
+    return tree_unflatten(
+        [t.double() if isinstance(t, Tensor) and t.dtype.is_floating_point else t for t in leaves], spec
+    )
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
+    """`torch.nn.functional.grouped_mm` as one product per group, which unlike it exists in float64.
+
+    Args:
+        x: Rows `[rows, in]` sorted by group, or `[groups, rows, in]` without `offs`.
+        weight: `[groups, in, out]`.
+        offs: `[groups]`, the row after the last one of each group.
+        options: `bias` and `out_dtype` of the original, which PyTorch ignores or refuses as well.
+
+    >>> grouped_mm(torch.ones(3, 2), torch.ones(2, 2, 1), torch.tensor([1, 3])).flatten()
+    tensor([2., 2., 2.])
+    """
+    if offs is None:
+        return x @ weight
+    ends = [0, *offs.tolist()]
+    parts = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weight, strict=False) if start < end]
+    return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weight.shape[2])])
+
+
+GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # of PyTorch, and of transformers where PyTorch has none
+
+
+class Double(TorchFunctionMode):
+    """Replace narrower types by float64, which norms and softmaxes ask for, and what float64 has no kernel for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call with float64 in place of narrower types."""
+        kwargs = kwargs or {}
+        if func in NARROWING:
+            return args[0].double()
+        if getattr(func, "__name__", "") in GROUPED and args[0].dtype == torch.float64:
+            return grouped_mm(*args, **kwargs)
+        return func(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value

@@ -1,0 +1,116 @@
+"""Verification in float64: the inputs that are tried, the comparison, and examples that prove nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fold_cases import DIM, Read, check, norm
+from third_party_models import CASES, pixels, randomize
+from torch import Tensor, nn
+
+from normkit.norms import make
+from normkit.transforms import fold
+from normkit.transforms.fold.float64 import Double, grouped_mm, in_float64
+from normkit.transforms.fold.inputs import variants
+from normkit.transforms.fold.verify import error
+
+
+def test_outputs_without_finite_numbers_are_refused():
+    with pytest.raises(ValueError, match="no number is finite"):
+        fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.full((3, 4), float("nan")))
+
+
+def test_an_output_with_nan_is_refused_and_masked_scores_are_not():
+    model = Read(nn.Linear(DIM, 4), lambda m, y: m.reader(y) / torch.tensor([1.0, 1.0, 1.0, 0.0]) * 0)
+    with pytest.raises(ValueError, match=r"some numbers are NaN.*Give an example with finite outputs"):
+        fold(randomize(model).eval(), torch.randn(3, DIM))
+    masked = Read(nn.Linear(DIM, 4), lambda m, y: m.reader(y).masked_fill(torch.arange(4) == 2, -torch.inf))
+    check(masked, torch.randn(3, DIM), actions="folded")
+
+
+def test_random_and_stateful_forwards_are_refused():
+    class Random(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.rand(1)
+
+    class Stateful(nn.Sequential):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    for kind in (Random, Stateful):
+        with pytest.raises(ValueError, match="random or keeps state"):
+            fold(kind(make("un", DIM), nn.Linear(DIM, 4)).eval(), torch.randn(3, DIM))
+
+
+def test_errors_of_different_outputs():
+    model = norm()
+    assert error(model(torch.randn(3, DIM)), model(torch.randn(3, DIM))) > 1e-2
+    assert error(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])) == float("inf")
+    assert error(torch.tensor([1]), torch.tensor([2])) == float("inf")
+    assert error({"a": torch.ones(2)}, {"b": torch.ones(2)}) == float("inf")
+    assert error(torch.tensor([-torch.inf, 1.0]), torch.tensor([-torch.inf, 1.0])) == 0.0
+
+
+def test_a_wrong_rule_fails_verification_and_the_norm_stays(monkeypatch):
+    from normkit.transforms.fold import plan
+
+    monkeypatch.setattr(plan.FoldPlanner, "readers", lambda self, source: (
+        [r.by for r in source.reads if not isinstance(r.by, str)], False))  # fmt: skip
+    model = randomize(Read(nn.Linear(DIM, 4), lambda m, y: m.reader(y) * y.square().mean())).eval()
+    _, report = fold(model, torch.randn(3, DIM))
+    assert report.rows[0].action == "kept"
+    assert "not exact" in report.rows[0].why
+    assert report.max_error < 1e-12
+
+
+def test_models_that_ask_for_narrower_types_get_float64():
+    with Double():
+        assert torch.ones(3, dtype=torch.float64).float().dtype == torch.float64
+        assert torch.softmax(torch.ones(3, dtype=torch.float64), 0, dtype=torch.float32).dtype == torch.float64
+    assert torch.ones(3).float().dtype == torch.float32
+
+
+def test_other_shapes_are_tried_and_masks_keep_their_values():
+    case = CASES["torch_encoder_pre"]()
+    found = variants(case.model, case.args, case.kwargs)
+    assert {"the same shapes", "a larger batch", "6 tokens"} <= set(found)
+    args, kwargs = found["6 tokens"]
+    assert args[0].shape == (2, 6, 16)
+    assert torch.equal(kwargs["src_key_padding_mask"], case.kwargs["src_key_padding_mask"][:, :6])
+    assert not torch.equal(found["the same shapes"][0][0], pixels(2, 7, 16))
+
+
+def test_grouped_products_of_experts_in_float64():
+    ends = torch.tensor([3, 3, 7], dtype=torch.int32)
+    x, weight = torch.randn(7, 4), torch.randn(3, 4, 8)
+    expected = torch.cat([x[:3] @ weight[0], x[3:] @ weight[2]])
+    torch.testing.assert_close(grouped_mm(x, weight, ends), expected)
+    with in_float64():
+        y = F.grouped_mm(x.double(), weight.double(), offs=ends)
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y.float(), expected)
+
+
+class Experts(nn.Module):
+    """A norm, a router and two experts whose weights are one parameter, each used by some of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = make("batch", 8)
+        self.router, self.experts = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(2, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(torch.tanh(x)).flatten(0, 1)
+        chosen, order = F.linear(y, self.router).argmax(-1).sort()
+        ends = torch.bincount(chosen, minlength=2).cumsum(0).int()
+        return F.grouped_mm(y[order], self.experts, offs=ends)
+
+
+def test_a_norm_folds_into_grouped_products_and_into_raw_weights_without_shift():
+    model = Experts()
+    nn.init.zeros_(model.norm.bias)
+    model.norm.running[0] = 0
+    folded, report = fold(model.eval(), torch.randn(3, 9, 8))
+    assert report.foldable == "1 of 1", str(report)
