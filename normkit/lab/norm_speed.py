@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from normkit.kernels.dispatch import kernels
 from normkit.lab.timing import Counter, ratio, rounds_of
-from normkit.norms import make, options
-from normkit.norms._base import Norm, StatNorm
+from normkit.norms import Norm, StatNorm, make, options
 
 LAYER = "nn.LayerNorm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

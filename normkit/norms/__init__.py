@@ -4,8 +4,9 @@ import ast
 from typing import Any
 
 from normkit.names import pick
-from normkit.norms._base import Norm, RowNorm, Split, Stat, StatNorm
+from normkit.norms._base import Norm, RowNorm, Split
 from normkit.norms._options import option_defaults
+from normkit.norms._stat_norm import Stat, StatNorm
 from normkit.norms.batch import BatchNorm
 from normkit.norms.derf import Derf
 from normkit.norms.dyt import DyT

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels.kernel_rule import KernelRule
-from normkit.norms._base import Stat, StatNorm, push
 from normkit.norms._options import Bound, Count, OldShare, Steps
+from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._state import push
 
 
 class MABN(StatNorm):

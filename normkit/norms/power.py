@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from normkit.kernels import rows
 from normkit.kernels.kernel_rule import KernelRule
-from normkit.norms._base import Split, Stat, StatNorm
+from normkit.norms._base import Split
 from normkit.norms._options import OldShare, Steps, require
+from normkit.norms._stat_norm import Stat, StatNorm
 
 
 class PowerNorm(StatNorm):

@@ -34,8 +34,9 @@ from torch.autograd.function import once_differentiable
 
 from normkit.kernels import rows
 from normkit.norms import mabn, power, un
-from normkit.norms._base import Norm, Split, StatNorm
+from normkit.norms._base import Norm, Split
 from normkit.norms._options import Count, OldShare, Steps, is_int, option_defaults, require
+from normkit.norms._stat_norm import StatNorm
 
 Gradients = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 

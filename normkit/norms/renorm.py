@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from normkit.kernels.kernel_rule import KernelRule
-from normkit.norms._base import Stat, StatNorm
 from normkit.norms._options import Bound, OldShare, Positive, Steps
+from normkit.norms._stat_norm import Stat, StatNorm
 
 
 class BatchRenorm(StatNorm):

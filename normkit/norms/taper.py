@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels import channels
-from normkit.norms._base import Norm, Split, inside_backward, usable
+from normkit.norms._base import Norm, Split
 from normkit.norms._options import Count, OldShare, option, require
+from normkit.norms._recompute import inside_backward
+from normkit.norms._state import usable
 
 
 class TaperNorm(Norm):

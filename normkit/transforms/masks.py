@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm
-from normkit.norms._base import inside_backward
+from normkit.norms._recompute import inside_backward
 
 MaskFrom = str | Mapping[str, str] | None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from normkit.norms._base import inside_backward
+from normkit.norms._recompute import inside_backward
 
 if TYPE_CHECKING:
     from normkit.watch.record import Recorder

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import normkit.watch.compiled as compiled
 from normkit.norms import Norm
-from normkit.norms._base import inside_backward
 from normkit.norms._options import is_int
+from normkit.norms._recompute import inside_backward
 from normkit.watch.collect import Look, Memory, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
 from normkit.watch.rows import Row, Rows

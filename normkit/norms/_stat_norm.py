@@ -1,0 +1,202 @@
+"""The training step of norms whose statistics outlive the batch."""
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normkit.kernels import channels, rows
+from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
+from normkit.kernels.step_statistics import StepStatistics
+from normkit.norms._base import Split
+from normkit.norms._recompute import snapshot
+from normkit.norms._state import StatefulNorm, usable
+
+
+class Stat(NamedTuple):
+    """Decisions of a method for one training forward: `weight * (output_scale * z + output_shift) + bias`.
+
+    Attributes:
+        value: Statistics `[k, C]` to standardize with.
+        state: New values of buffers, by name.
+        output_scale: Constant factor on the standardized x, forward and backward, `[C]`; None for 1.
+        output_shift: Constant added after `output_scale`, `[C]`; None for 0.
+        grad_scale: Constant factor on the gradient, backward only, `[C]`; None for 1.
+        dx_scale: Constant factor on dx, `[C]`; None for 1.
+        saved: Tensors that `grad_stat` reads.
+    """
+
+    value: Tensor
+    state: dict[str, Tensor]
+    output_scale: Tensor | None = None
+    output_shift: Tensor | None = None
+    grad_scale: Tensor | None = None
+    dx_scale: Tensor | None = None
+    saved: tuple[Tensor, ...] = ()
+
+
+class StatNorm(StatefulNorm):
+    """Norm whose statistics outlive the batch. A method is two rules on `[k, C]` tensors.
+
+    `train_stat` returns the statistics to standardize with, `grad_stat` the gradient statistics to remove. Both are
+    pure: they read the buffers and return their new values. This class does everything else: masks, unusable batches,
+    recomputation, several uses in one graph, accumulation, several processes.
+
+    Training is not thread-safe: threads that train with one module lose updates. At inference threads may share it.
+
+    Args:
+        dim: Number of channels, the last axis of `x`.
+        eps: Added to a variance or mean square before the root; 1e-5 as in most released code.
+        affine: Learn a `weight` (and a `bias`) per channel.
+        bias: Learn a `bias`; needs `affine`.
+        sync: Compute statistics over all processes of the default group; off, as it costs one all-reduce per pass.
+        steps_per_update: Training forwards per update of the state, by their joint statistics; 1, as without gradient
+            accumulation.
+    """
+
+    offline: ClassVar[bool] = True
+    batch_free: ClassVar[bool] = False
+    pad_grad: ClassVar[str] = "exact"  # gradient statistics sum over "exact"ly all rows, or over "real" ones
+    groups = 0  # layer-scale: groups of channels of a token, each first divided by its root mean square; 0: none
+
+    # -- the two rules of a method ------------------------------------------------------------------------------------
+
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:
+        """Return the statistics to standardize with, and the new state.
+
+        Args:
+            batch: Statistics of this batch, `[k, C]`.
+            step: Number of this update, counted from 1.
+            count: Number of real rows.
+        """
+        raise NotImplementedError
+
+    def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the gradient statistics to remove, and the new values of buffers.
+
+        Those of the batch, unchanged, give the exact gradient.
+
+        Args:
+            batch: Gradient statistics of this batch, `[k, C]`.
+            step: Number of this update, counted from 1.
+            saved: `Stat.saved` of the forward.
+        """
+        return batch, {}
+
+    @property
+    def uses_batch_gradient(self) -> bool:
+        """True if the removed statistics are always this batch's, without any state."""
+        return type(self).grad_stat is StatNorm.grad_stat
+
+    def known_in_advance(self) -> Tensor | None:
+        """Return the statistics of `train_stat` if the host can name them before it reads the batch, else None.
+
+        Kernels then read `x` once for output and statistics, and the backward reads `dy` and `x` once. None also where
+        the host would have to wait for the device.
+        """
+        return None
+
+    def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:
+        """Return the statistics of `grad_stat`, after a forward whose statistics were known in advance."""
+        raise NotImplementedError
+
+    def kernel_rule(self) -> KernelRule | None:
+        """Return both rules in the form that kernels apply, or None."""
+        return None
+
+    # -- the training step --------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalize `x[..., dim]` by the rules of the method; at inference by `running`."""
+        mask = self.check(x, mask)
+        if not self.training:
+            usual = type(self).rest is StatNorm.rest and type(self)._affine is StatNorm._affine
+            y = channels.infer(self, x) if usual else None
+            return channels.multiply_add(self.rest(x), *self._affine()) if y is None else y
+        wide = torch.promote_types(x.dtype, self.running.dtype)
+        kernels = channels.own(x, wide)
+        joined = kernels is not None and kernels.LAYER_SCALE and type(self).rest is StatNorm.rest
+        x, groups = (x, self.groups) if joined else (self.rest(x), 0)
+        with torch.no_grad():
+            rows_of_x = x.detach()
+            statistics, y, one_pass = (
+                self._records.find(lambda: channels.moments(rows_of_x, mask, self.center, wide, groups, self.eps)[0]),
+                None,
+                False,
+            )
+            if statistics is None:
+                statistics, y, one_pass = self._train_step(rows_of_x, mask, wide, groups, kernels is not None)
+            statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
+        record = self._records.add(statistics)
+        options = channels.StandardizeOptions(self, mask, groups, one_pass, y)
+        y = channels.Standardize.apply(x, self.weight, self.bias, statistics, options)
+        if record is not None and y.grad_fn is not None:
+            y.grad_fn.record = record  # type: ignore[attr-defined]
+        return y
+
+    def rest(self, x: Tensor) -> Tensor:
+        """Transform each token first, in training and at inference: layer-scale, or nothing."""
+        return rows.group_rms(x, self.eps, self.groups) if self.groups else x
+
+    def _train_step(
+        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: bool
+    ) -> tuple[StepStatistics, Tensor | None, bool]:
+        """Measure the batch, apply the method's rule and update the state.
+
+        Returns the statistics, the output if kernels computed it on the way, and True if the statistics were known in
+        advance.
+        """
+        known_in_advance, y = self.known_in_advance() if kernels else None, None
+        if kernels and x.numel() and (kernel_rule := find_kernel_rule(self)):
+            y, statistics = channels.train(self, kernel_rule, x, mask, known_in_advance, groups)
+            return statistics, y, known_in_advance is not None
+        if known_in_advance is None:
+            local, count = channels.moments(x, mask, self.center, wide, groups, self.eps)
+        else:
+            y, local, count = channels.standardize_and_moments(
+                x, known_in_advance, self.eps, self.center, self.weight, self.bias, mask, groups
+            )
+        batch = local
+        if self.sync:
+            batch, count = channels.unpack(channels.all_reduce(channels.pack(local, count, self.running)), self.running)
+        ok = usable(batch, count)
+        batch = torch.where(ok, batch, self.running.to(batch.dtype))  # not finite, or all padding: as the average batch
+        step = self.step + 1
+        stat = self.train_stat(batch, step, count)
+        state, changes = stat.state, ok
+        if self.accumulates:
+            joint, joint_count, changes = self._accumulate("", channels.pack(batch, count, self.running), ok)
+            joint, joint_count = channels.unpack(joint, self.running)
+            state = self.train_stat(joint, step, joint_count).state
+        self._commit({**state, "step": step}, changes)
+        self.skipped.add_(~ok)
+        scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
+        return StepStatistics(local, stat.value, count, step, *scales, stat.saved), y, known_in_advance is not None
+
+    @torch.no_grad()
+    def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """Return the gradient statistics to remove from dx, given this batch's `[k, C]`, and update the state."""
+        value, state = self.grad_stat(batch, step, saved)
+        if not state:
+            return value
+        ok = changes = usable(batch, count)
+        if self.accumulates:
+            sums = torch.cat([(batch * count).flatten(), count.view(1)])
+            sums, total, changes = self._accumulate("_grad", sums, ok)
+            state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, saved)[1]
+        self._commit(state, changes)
+        self.skipped_grad.add_(~ok)
+        return value
+
+    # -- inference ----------------------------------------------------------------------------------------------------
+
+    def _affine(self) -> tuple[Tensor, Tensor]:
+        scale = torch.rsqrt(self.running[-1] + self.eps)
+        shift = -self.running[0] * scale if self.center else torch.zeros_like(scale)
+        if self.weight is not None:
+            scale, shift = scale * self.weight, shift * self.weight
+        return scale, shift if self.bias is None else shift + self.bias
+
+    def split(self) -> Split:
+        """Return `Split(identity, scale, shift)`, from the running statistics."""
+        return Split(nn.Identity(), *self._affine())

@@ -1,0 +1,127 @@
+"""State of norms with statistics: its buffers, and the batches after which it changes."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from normkit.kernels.async_counter import AsyncCounter
+from normkit.norms._base import Norm
+from normkit.norms._options import Count
+from normkit.norms._recompute import Records
+
+ACCUMULATION = ("pending", "pending_grad", "micro_step", "micro_step_grad")
+
+
+class StatefulNorm(Norm):
+    """Norm with running statistics.
+
+    Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards without an
+    update, as their statistics were not finite or no row was real). With accumulation the sums of a step wait in
+    `pending`, `pending_grad`, counted by `micro_step`, `micro_step_grad`. The forward or the backward writes a buffer,
+    never both: compiled graphs cannot.
+    """
+
+    center: ClassVar[bool] = False  # True: statistics are mean and variance (k = 2), else a mean square (k = 1)
+    alpha = 0.9  # share of the old value in `average`
+    follows_optimizer = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
+
+    sync: bool = False
+    steps_per_update: Count = 1
+
+    def build(self) -> None:
+        """Create parameters and buffers, from the options in `self`."""
+        super().build()
+        k = 1 + self.center
+        self.running = nn.Buffer(torch.zeros(k, self.dim))
+        self.step = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.skipped = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.skipped_grad = nn.Buffer(torch.zeros((), dtype=torch.long))
+        if self.steps_per_update > 1:
+            for side in ("", "_grad"):
+                self.register_buffer(f"micro_step{side}", torch.zeros((), dtype=torch.long))
+                self.register_buffer(f"pending{side}", torch.zeros(k * self.dim + 1))
+        self.running[-1] = 1.0
+        self.next_state: dict[str, tuple[str, ...]] = {}  # names of buffers `next_*`, by the sums that they belong to
+        self._records, self._steps = Records(), AsyncCounter()
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the state changes by several batches together."""
+        return self.steps_per_update > 1 or self.follows_optimizer
+
+    def _accumulate(self, side: str, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the sums of a batch to the pending ones.
+
+        Args:
+            side: "" for the forward, "_grad" for the backward.
+            sums: Sums over the batch, its number of rows last.
+            ok: True if the batch counts.
+
+        Returns:
+            The joint sums, their number of rows, and True if the state changes now.
+        """
+        pending = getattr(self, f"pending{side}")
+        joint = torch.where(ok, pending + sums, pending)
+        if self.follows_optimizer:
+            pending.copy_(joint)
+            return joint, joint[-1], ok
+        micro_step = getattr(self, f"micro_step{side}")
+        ends = (micro_step + 1) % self.steps_per_update == 0
+        changes = ends & (joint[-1] > 0)
+        pending.copy_(torch.where(ends, 0, joint))
+        micro_step.add_(1)
+        return joint, joint[-1], changes
+
+    def _commit(self, state: dict[str, Tensor], changes: Tensor) -> None:
+        """Write new values into buffers where `changes` is True, without waiting for the device."""
+        for name, new in state.items():
+            old = getattr(self, f"next_{name}" if self.follows_optimizer else name)
+            old.copy_(torch.where(changes, new, old))
+
+    def average(self, batch: Tensor) -> Tensor:
+        """Return the running statistics after this batch: `alpha * running + (1 - alpha) * batch`."""
+        return self.running.lerp(batch.to(self.running.dtype), 1 - self.alpha)
+
+    def reset_parameters(self) -> None:
+        """Set parameters, running statistics, windows and counters to their initial values."""
+        super().reset_parameters()
+        with torch.no_grad():
+            for buffer in self.buffers(recurse=False):
+                buffer.zero_()
+            self.running[-1] = 1.0
+        self._steps = AsyncCounter()
+
+    def reset_warmup(self) -> None:
+        """Restart the warm-up before fine-tuning: counters and windows become zero, `running` stays."""
+        for name, buffer in self.named_buffers(recurse=False):
+            if name != "running":
+                buffer.zero_()
+        self._steps = AsyncCounter()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ACCUMULATION:  # steps_per_update may differ from that of the saved norm
+            buffer = self._buffers.get(name)
+            if buffer is not None and name not in self._non_persistent_buffers_set:
+                state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
+                continue
+            state_dict.pop(prefix + name, None)
+            if buffer is not None:
+                buffer.zero_()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._steps = AsyncCounter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the records of forwards, which belong to the graphs of the original."""
+        return {**super().__getstate__(), "_records": Records(), "_steps": AsyncCounter()}
+
+
+def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:
+    """Return the window `[M, ...]` with `entry` in slot `step % M`."""
+    slots = torch.arange(len(window), device=window.device).view(-1, *[1] * entry.dim())
+    return torch.where(slots == step % len(window), entry, window)
+
+
+def usable(batch: Tensor, count: Tensor) -> Tensor:
+    """Return a tensor that is True if every statistic is finite and some row was real."""
+    return ((batch - batch) == 0).all() & (count > 0)  # inf - inf and nan - nan are nan
