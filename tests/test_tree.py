@@ -1,9 +1,10 @@
-"""The structure that docs/architecture.md tells of, read off the import statements."""
+"""The layout that docs/architecture.md describes, read from the import statements and the sizes of files."""
 
 import ast
 import importlib.metadata
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -51,7 +52,10 @@ ALLOWED = {  # third party -> where it may be imported
         {"lab"},
     ),
 }  # fmt: skip
-BELOW = {"names", "files", "text"}  # files that all packages may import, and that import nothing of ours
+SHARED = {"names", "files", "text"}  # files that all packages may import, and that import nothing of ours
+LONGEST = 450  # lines of a file
+TYPICAL = 120  # median of the package
+LIBRARY = 11_000  # lines of the library, C++ included
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERYWHERE = sorted(
     path for folder in ("normkit", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
@@ -79,7 +83,7 @@ def imports(path: pathlib.Path, on_import: bool = False) -> list[str]:
     return found
 
 
-def test_the_walls_between_rooms_hold():
+def test_packages_import_only_what_they_may():
     wrong = []
     for path in FILES:
         here = package(path)
@@ -87,17 +91,28 @@ def test_the_walls_between_rooms_hold():
             continue
         for module in imports(path):
             parts = module.split(".")
-            foreign = parts[0] == "normkit" and len(parts) > 1 and parts[1] in {*PACKAGES, *BELOW} and parts[1] != here
-            if foreign and (here in BELOW or parts[1] not in PACKAGES[here] | BELOW):
+            foreign = parts[0] == "normkit" and len(parts) > 1 and parts[1] in {*PACKAGES, *SHARED} and parts[1] != here
+            if foreign and (here in SHARED or parts[1] not in PACKAGES[here] | SHARED):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not wrong
 
 
-def test_every_room_is_known():
-    assert {package(path) for path in FILES} <= {*PACKAGES, *BELOW, "__init__"}
+def test_parts_of_the_laboratory_import_only_what_they_may():
+    wrong = []
+    for path in (PACKAGE / "lab").rglob("*.py"):
+        parts = path.relative_to(PACKAGE / "lab").with_suffix("").parts
+        for module in imports(path):
+            other = module.removeprefix("normkit.lab.").split(".")[0]
+            if module.startswith("normkit.lab.") and other != parts[0] and other not in LAB[parts[0]]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
 
 
-def test_third_parties_stay_in_their_rooms():
+def test_every_package_is_listed():
+    assert {package(path) for path in FILES} <= {*PACKAGES, *SHARED, "__init__"}
+
+
+def test_third_parties_are_imported_only_where_listed():
     wrong = []
     for path in FILES:
         for module in imports(path):
@@ -109,8 +124,8 @@ def test_third_parties_stay_in_their_rooms():
     assert not wrong
 
 
-def test_what_is_imported_is_declared():
-    """What no extra of pyproject.toml brings works here by another package's leave, and fails elsewhere."""
+def test_imports_are_declared_dependencies():
+    """An undeclared dependency works here because another package installs it, and fails elsewhere."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
     extras = project["optional-dependencies"]
     users = [line for extra, lines in extras.items() for line in lines if extra != "dev"]
@@ -124,7 +139,7 @@ def test_what_is_imported_is_declared():
     assert not wrong
 
 
-def test_there_are_no_circles_inside_a_room():
+def test_there_are_no_import_circles():
     graph = {}
     for path in FILES:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -144,12 +159,20 @@ def test_there_are_no_circles_inside_a_room():
 
 
 @pytest.mark.parametrize("path", EVERYWHERE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_file_is_too_long_to_read(path):
-    assert len(path.read_text(encoding="utf8").splitlines()) <= 500
+def test_files_are_short(path):
+    assert len(path.read_text(encoding="utf8").splitlines()) <= LONGEST
+
+
+def test_the_library_is_small():
+    lengths = [len(path.read_text(encoding="utf8").splitlines()) for path in FILES]
+    assert statistics.median(lengths) <= TYPICAL
+    library = [p for name in ("norms", "kernels", "transforms", "watch") for p in (PACKAGE / name).rglob("*")]
+    sources = [path for path in library if path.suffix in (".py", ".h", ".cpp")]
+    assert sum(len(path.read_text(encoding="utf8").splitlines()) for path in sources) < LIBRARY
 
 
 def test_importing_normkit_takes_torch_alone():
-    """Nothing of a third party, no part of torch that `import torch` leaves out, no room that norms do not need."""
+    """No third party, no part of torch that `import torch` leaves out, no package that norms do not need."""
     code = "import sys, torch; before = set(sys.modules); import normkit; print(*sorted(set(sys.modules) - before))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     new = [name for name in out.split() if name.split(".")[0] not in sys.stdlib_module_names]
@@ -157,6 +180,6 @@ def test_importing_normkit_takes_torch_alone():
     assert {name.split(".")[1] for name in new if "." in name} <= {"norms", "kernels", "transforms", "watch", "names"}
 
 
-def test_there_is_no_drawer_for_odds_and_ends():
+def test_there_are_no_catch_all_modules():
     assert not list(PACKAGE.rglob("utils.py"))
     assert not [path for path in PACKAGE.rglob("*") if path.suffix in (".yaml", ".yml")]
