@@ -26,7 +26,20 @@ from normkit.norms import (
     make,
     options,
 )
-from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, follow_optimizer, settle, to_rms
+from normkit.transforms import (
+    audit,
+    blend,
+    calibrate,
+    convert,
+    export,
+    find,
+    fold,
+    follow_optimizer,
+    load_pretrained,
+    save_pretrained,
+    settle,
+    to_rms,
+)
 from normkit.watch import diagnose, record
 
 __version__ = "0.2.0"
@@ -63,9 +76,11 @@ __all__ = [
     "follow_optimizer",
     "keep_statistics",
     "kernels",
+    "load_pretrained",
     "make",
     "options",
     "record",
+    "save_pretrained",
     "settle",
     "to_rms",
 ]

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from normkit.norms import make
 from normkit.transforms import convert, fold, to_rms
+from normkit.transforms.affine import Affine
 from normkit.transforms.fold.inputs import variants
-from normkit.transforms.fold.rewrite import Affine
 from normkit.transforms.fold.verify import error
 
 

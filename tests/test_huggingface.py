@@ -6,18 +6,12 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from third_party_models import case_of, randomize
 
 from normkit.norms import Norm
-from normkit.transforms import convert
-from normkit.transforms.huggingface import (
-    audit_dir,
-    example_for,
-    fold_dir,
-    is_pretrained_dir,
-    load_pretrained_dir,
-    save_pretrained_dir,
-)
+from normkit.transforms import blend, convert, fold, load_pretrained, save_pretrained, settle, to_rms
+from normkit.transforms.huggingface import audit_dir, example_for, fold_dir, is_pretrained_dir
 
 pytest.importorskip("transformers")
 FOLDED = {
@@ -39,15 +33,15 @@ def call(case, model):
 def test_a_converted_model_goes_to_disk_folds_there_and_computes_the_same(name, tmp_path):
     case = case_of(name)
     model = randomize(convert(case.model, "un")).eval()
-    save_pretrained_dir(model, tmp_path / "model")
+    save_pretrained(model, tmp_path / "model")
     assert is_pretrained_dir(tmp_path / "model")
-    again = load_pretrained_dir(tmp_path / "model")
+    again = load_pretrained(tmp_path / "model")
     torch.testing.assert_close(call(case, again), call(case, model), rtol=0, atol=0)
     report = fold_dir(tmp_path / "model", tmp_path / "folded")
     assert report.foldable == FOLDED[name]
     assert report.max_error < 1e-12
     assert audit_dir(tmp_path / "model").rows == report.rows
-    folded = load_pretrained_dir(tmp_path / "folded")
+    folded = load_pretrained(tmp_path / "folded")
     assert not any(isinstance(module, Norm) for module in folded.modules())
     torch.testing.assert_close(call(case, folded), call(case, model), rtol=1e-4, atol=1e-5)
 
@@ -56,7 +50,7 @@ def test_a_converted_model_goes_to_disk_folds_there_and_computes_the_same(name, 
 def test_a_folded_folder_loads_and_runs_without_normkit(name, tmp_path):
     case = case_of(name)
     model = randomize(convert(case.model, "un")).eval()
-    save_pretrained_dir(model, tmp_path / "model")
+    save_pretrained(model, tmp_path / "model")
     fold_dir(tmp_path / "model", tmp_path / "folded")
     torch.save((case.kwargs, call(case, model)), tmp_path / "example.pt")
     code = f"""
@@ -78,15 +72,15 @@ def test_a_folder_as_transformers_saves_it_folds_its_gains(tmp_path):
     case.model.save_pretrained(tmp_path / "model")
     report = fold_dir(tmp_path / "model", tmp_path / "folded")
     assert report.count("gain folded") == 5
-    again = load_pretrained_dir(tmp_path / "folded")
+    again = load_pretrained(tmp_path / "folded")
     torch.testing.assert_close(call(case, again), call(case, case.model), rtol=1e-4, atol=1e-5)
     assert not (tmp_path / "folded" / "load.py").exists(), "norms are left that transformers' class would not have"
 
 
 def test_half_precision_comes_back_as_it_was(tmp_path):
     model = randomize(convert(case_of("llama").model, "un")).eval().bfloat16()
-    save_pretrained_dir(model, tmp_path)
-    again = load_pretrained_dir(tmp_path)
+    save_pretrained(model, tmp_path)
+    again = load_pretrained(tmp_path)
     assert next(again.parameters()).dtype == torch.bfloat16
     assert again.model.norm.running.dtype == torch.float32
 
@@ -101,41 +95,178 @@ def test_examples_are_made_from_the_configuration(name):
 
 def test_bad_folders_are_refused_with_the_reason(tmp_path):
     with pytest.raises(ValueError, match="is no folder"):
-        load_pretrained_dir(tmp_path / "nowhere")
+        load_pretrained(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no config\.json"):
-        load_pretrained_dir(tmp_path)
+        load_pretrained(tmp_path)
     config = {"model_type": "llama"}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert not is_pretrained_dir(tmp_path)
     with pytest.raises(ValueError, match="names no architecture"):
-        load_pretrained_dir(tmp_path)
+        load_pretrained(tmp_path)
     config["architectures"] = ["LlamaForCausalLM"]
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="holds no weights"):
-        load_pretrained_dir(tmp_path)
+        load_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"pickles \(pytorch_model\.bin\).*refused.*safetensors"):
-        load_pretrained_dir(tmp_path)
+        load_pretrained(tmp_path)
     path.write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
     with pytest.raises(ValueError, match=r"its own code \(evil\.Model\), which is not run"):
-        load_pretrained_dir(tmp_path)
+        load_pretrained(tmp_path)
     path.write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
     with pytest.raises(ValueError, match="quantized weights"):
-        load_pretrained_dir(tmp_path)
+        load_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     path.write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(ValueError, match="has no class NoSuchModel"):
-        load_pretrained_dir(tmp_path)
+        load_pretrained(tmp_path)
     with pytest.raises(ValueError, match="name another folder"):
         fold_dir(tmp_path, tmp_path)
 
 
+# -- folders that do not say everything, or contradict themselves ----------------------------------------------------
+
+
+def edit_config(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def saved_un(folder, name="llama"):
+    """A converted model, saved by transformers itself as `Trainer` does."""
+    case = case_of(name)
+    model = randomize(convert(case.model, "un", mask_from=case.mask_from)).eval()
+    model.save_pretrained(folder)
+    return case, model
+
+
 def test_weights_that_do_not_fit_the_changes_are_refused(tmp_path):
     model = randomize(convert(case_of("llama").model, "un")).eval()
-    save_pretrained_dir(model, tmp_path)
-    changes = json.loads((tmp_path / "normkit.json").read_text())
-    changes["norms"]["model.norm"] = {"is": "identity"}
-    (tmp_path / "normkit.json").write_text(json.dumps(changes))
-    with pytest.raises(ValueError, match=r"do not fit normkit\.json"):
-        load_pretrained_dir(tmp_path)
+    save_pretrained(model, tmp_path)
+    edit_config(tmp_path, lambda config: config["normkit"]["norms"].update({"model.norm": {"is": "identity"}}))
+    with pytest.raises(ValueError, match=r"do not fit the model: \d+ unexpected \(model\.norm\.filtered.* \.\.\.\)"):
+        load_pretrained(tmp_path)
+
+
+def test_tensors_that_are_missing_left_over_or_of_another_shape_are_named(tmp_path):
+    saved_un(tmp_path)
+    load_pretrained(tmp_path)
+    original = load_file(tmp_path / "model.safetensors")
+    changes = {
+        r"1 missing \(model\.norm\.running\)": lambda t: t.pop("model.norm.running"),
+        r"1 unexpected \(more\)$": lambda t: t.update(more=torch.zeros(2)),
+        r"1 of another shape \(model\.norm\.weight \[3\], not \[16\]\)": lambda t: t.update(
+            {"model.norm.weight": torch.zeros(3)}
+        ),
+    }
+    for message, change in changes.items():
+        tensors = dict(original)
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            fold_dir(tmp_path, tmp_path / "folded")
+    assert not (tmp_path / "folded").exists()
+
+
+def test_statistics_without_specs_are_refused_and_a_damaged_record_too(tmp_path):
+    saved_un(tmp_path)
+    edit_config(tmp_path, lambda config: config["normkit"]["norms"].update({"model.norm": {"is": "unn", "dim": 16}}))
+    with pytest.raises(ValueError, match="the key 'normkit' of its configuration cannot be read"):
+        load_pretrained(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(normkit=[1]))
+    with pytest.raises(ValueError, match="the key 'normkit' of its configuration cannot be read"):
+        load_pretrained(tmp_path)
+    edit_config(tmp_path, lambda config: config.pop("normkit"))
+    with pytest.raises(ValueError, match=r"unexpected .*running.*no key 'normkit': save with normkit\.save_pretrained"):
+        audit_dir(tmp_path)
+
+
+def test_folders_of_version_0_1_still_load(tmp_path):
+    case, model = saved_un(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "normkit.json").write_text(json.dumps(config.pop("normkit") | {"tied": []}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = load_pretrained(tmp_path)
+    torch.testing.assert_close(call(case, again), call(case, model), rtol=0, atol=0)
+    save_pretrained(again, tmp_path / "new")
+    assert "normkit" in json.loads((tmp_path / "new" / "config.json").read_text())
+
+
+# -- what transformers writes, and what it may read ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "hf_vit"])
+def test_what_transformers_saves_loads_with_norms_statistics_and_masks(name, tmp_path):
+    case, model = saved_un(tmp_path, name)
+    again = load_pretrained(tmp_path)
+    assert type(again) is type(model)
+    torch.testing.assert_close(call(case, again), call(case, model), rtol=0, atol=0)
+    for each in (model, again):
+        each.train()
+        for module in each.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        torch.manual_seed(0)
+        each(**case.kwargs)
+    for key, value in model.state_dict().items():  # after a training forward: masks arrive as before
+        torch.testing.assert_close(again.state_dict()[key], value, msg=key)
+
+
+def test_from_pretrained_fails_rather_than_build_other_norms(tmp_path):
+    case = case_of("bert")
+    model = randomize(convert(case.model, "un")).eval()
+    save_pretrained(model, tmp_path / "converted")
+    fold_dir(tmp_path / "converted", tmp_path / "folded")
+    for folder in ("converted", "folded"):
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            type(model).from_pretrained(tmp_path / folder)
+    save_pretrained(case.model, tmp_path / "plain")
+    torch.testing.assert_close(call(case, type(model).from_pretrained(tmp_path / "plain")), call(case, case.model))
+
+
+def test_a_part_that_was_converted_by_itself_is_found(tmp_path):
+    case = case_of("bert")
+    model = randomize(case.model)
+    convert(model.bert, "un", inplace=True)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(call(case, load_pretrained(tmp_path)), call(case, model), rtol=0, atol=0)
+
+
+def test_every_transform_keeps_the_record(tmp_path):
+    case = case_of("llama")
+    both = blend(case.model, "un", steps=1)
+    with pytest.raises(ValueError, match=r"is still a blend; call settle\(model\) before saving"):
+        save_pretrained(both, tmp_path / "blend")
+    both.save_pretrained(tmp_path / "blend")
+    with pytest.raises(ValueError, match=r"is a blend; rebuild the model with blend\(\)"):
+        load_pretrained(tmp_path / "blend")
+    both.train()(**case.kwargs)
+    gpt2 = case_of("gpt2")
+    models = {
+        "settled": (case, settle(both).eval()),
+        "rms": (gpt2, to_rms(gpt2.model, outputs=gpt2.outputs, untie=True, **gpt2.kwargs)[0]),
+        "folded": (case, fold(settle(both).eval(), outputs=case.outputs, **case.kwargs)[0]),
+    }
+    for name, (each, model) in models.items():
+        model.save_pretrained(tmp_path / name)
+        torch.testing.assert_close(call(each, load_pretrained(tmp_path / name)), call(each, model), msg=name)
+    back = convert(convert(case.model, "un"), "rms")
+    assert back.config.normkit["norms"]["model.norm"]["is"].startswith("rms")
+
+
+def test_several_files_and_a_folder_that_is_used_twice(tmp_path):
+    case, model = saved_un(tmp_path / "shards")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="2KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    torch.testing.assert_close(call(case, load_pretrained(tmp_path / "shards")), call(case, model), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"holds other weights \(model-.*name another folder"):
+        save_pretrained(model, tmp_path / "shards")
+    save_pretrained(model, tmp_path / "ours")
+    save_pretrained(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="holds weights of two models"):
+        load_pretrained(tmp_path / "ours")
+    with pytest.raises(TypeError, match=r"takes a model of transformers; got Linear"):
+        save_pretrained(torch.nn.Linear(2, 2), tmp_path / "linear")

@@ -8,6 +8,7 @@ from normkit.transforms.export import Exported, export
 from normkit.transforms.fold.fold import Report, fold
 from normkit.transforms.fold.plan import Outcome
 from normkit.transforms.follow_optimizer import OptimizerLink, follow_optimizer
+from normkit.transforms.huggingface import load_pretrained, save_pretrained
 from normkit.transforms.layernorm_to_rmsnorm import to_rms
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "find",
     "fold",
     "follow_optimizer",
+    "load_pretrained",
+    "save_pretrained",
     "settle",
     "to_rms",
     "unreadable",

@@ -14,6 +14,7 @@ from normkit.transforms.checks import refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import HOOKS, chosen_sites, find, put, replacement
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.masks import MaskFrom, route_mask
+from normkit.transforms.model_changes import record_changes
 from normkit.transforms.third_party import equivalent, read
 
 Schedule = Literal["linear", "cosine"]
@@ -153,6 +154,7 @@ def blend(
     leave_fast_path(model)
     if mask_from is not None:
         route_mask(model, mask_from)
+    record_changes(model)
     return model
 
 
@@ -180,6 +182,7 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
     made = {id(m): m.settled() for m in blends.values()}
     for name, old in blends.items():
         model = put(model, name, made[id(old)])
+    record_changes(model)
     return model
 
 

@@ -13,6 +13,7 @@ from normkit.transforms.checks import refuse_quantized, refuse_wrapped
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import MaskFrom, route_mask
+from normkit.transforms.model_changes import record_changes
 from normkit.transforms.third_party import (
     CannotRead,
     Found,
@@ -120,6 +121,7 @@ def convert(
     leave_fast_path(model)
     if mask_from is not None:
         route_mask(model, mask_from)
+    record_changes(model)
     return model
 
 

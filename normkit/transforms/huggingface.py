@@ -1,78 +1,125 @@
-"""Models of Hugging Face in a folder on disk: load, audit, fold, save. Only safetensors, no code from the folder."""
+"""Save and load models of Hugging Face with their norms; audit and fold the model in a folder.
 
-import copy
-import importlib
+Weights are read from safetensors only, and code in a folder is not run.
+"""
+
 import inspect
 import json
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from normkit.norms import Norm, make
 from normkit.transforms.audit import Audit, audit
-from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.fold import Report, fold
-from normkit.transforms.fold.rewrite import Affine
-from normkit.transforms.layout import channels_first
+from normkit.transforms.model_changes import IDENTITY, KEY, apply_changes, write_changes
 
-CHANGES = "normkit.json"  # beside the weights: how the model differs from its architecture
+VARIANT = (
+    "normkit"  # of the weight files, so that from_pretrained finds none and fails, where it would build other norms
+)
+FORMER = "normkit.json"  # what held the changes until 0.1
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit."""
-import inspect
-import json
 import pathlib
 
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 
 
 def model():
     folder = pathlib.Path(__file__).parent
-    changes = json.loads((folder / "normkit.json").read_text())
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = getattr(transformers, config.architectures[0])(config)
-    for name in changes["norms"]:
-        model.set_submodule(name, nn.Identity())
-    for name, length in changes["biases"].items():
-        owner, key = name.rsplit(".", 1)
-        setattr(model.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
-    for name in changes["untied"]:
-        module = model.get_submodule(name)
-        module.weight = nn.Parameter(module.weight.detach().clone())
-    missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-    assert not unexpected and all(any(name in group for group in changes["tied"]) for name in missing)
-    return model.eval()
+    kind, changes = getattr(transformers, config.architectures[0]), config.normkit
+
+    class Folded(kind):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            for name in changes["norms"]:
+                self.set_submodule(name, nn.Identity())
+            for name, length in changes["biases"].items():
+                owner, key = name.rsplit(".", 1)
+                setattr(self.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
+            for name in changes["untied"]:
+                module = self.get_submodule(name)
+                module.weight = nn.Parameter(torch.empty_like(module.weight))
+                self.all_tied_weights_keys.pop(name + ".weight", None)
+
+    model, found = Folded.from_pretrained(
+        folder, variant="normkit", use_safetensors=True, local_files_only=True, output_loading_info=True
+    )
+    if problems := [*found["missing_keys"], *found["unexpected_keys"]]:
+        raise ValueError(f"the weights do not fit: {problems}")
+    model.__class__ = kind
+    return model
 '''
 
 
 class Example(NamedTuple):
-    """How to call a model, and what its users read."""
+    """Keyword arguments for a model, and the function that picks the output that its users need."""
 
     kwargs: dict[str, Any]
     outputs: Callable[[Any], Any] | None
 
 
-def is_pretrained_dir(path: Path) -> bool:
-    """Whether a folder holds a model of Hugging Face: a config.json that names an architecture."""
-    config = path / "config.json"
-    return config.is_file() and "architectures" in config.read_text(encoding="utf8")
+def save_pretrained(model: Any, folder: Path | str) -> None:
+    """Save a model of Hugging Face with its norms: configuration, weights as safetensors, generation settings.
 
+    The specs of the norms go into `config.json`, statistics are among the weights. `load_pretrained` restores both.
+    `from_pretrained` of transformers would build the original norms; so that it fails instead, the weight files of a
+    model that differs from its architecture are named `model.normkit.safetensors`. A folded model that holds nothing
+    of normkit gets a `load.py`, which loads it without normkit.
 
-def load_pretrained_dir(path: Path | str) -> Any:
-    """The model of a folder, for inference, with the norms that `save_pretrained_dir` noted beside it.
+    Args:
+        model: A `PreTrainedModel`, usually after `convert`, `to_rms` or `fold`.
+        folder: Folder to write, created where it is missing.
 
-    ValueError for a folder without config or weights, weights that are pickles (they can run code when loaded),
-    an architecture that transformers does not have, code of its own, quantized weights.
+    Raises:
+        TypeError: If the model is not one of transformers.
+        ValueError: If a blend is not settled, a module was replaced by one that normkit cannot rebuild, or the folder
+            holds other weights.
     """
-    path = Path(path)
+    folder = Path(folder)
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise TypeError(
+            f"save_pretrained() takes a model of transformers; got {type(model).__name__}. For others, save "
+            "model.state_dict() and the specs"
+        )
+    changes = write_changes(model)
+    if blends := [name for name, change in changes.get("norms", {}).items() if change["is"].startswith("blend(")]:
+        raise ValueError(f"{blends[0]} is still a blend; call settle(model) before saving")
+    variant = VARIANT if changes else None
+    if other := sorted(file.name for file in _safetensors(folder) if (_variant(file) is None) != (variant is None)):
+        raise ValueError(f"{folder} holds other weights ({', '.join(other[:3])}); name another folder")
+    model.save_pretrained(folder, variant=variant)
+    if changes and all(change == IDENTITY for change in changes["norms"].values()):
+        (folder / "load.py").write_text(LOAD, encoding="utf8")
+
+
+def load_pretrained(folder: Path | str) -> Any:
+    """Load a model of Hugging Face with its norms, in evaluation mode.
+
+    The folder is one that `save_pretrained` of normkit wrote, a checkpoint of `Trainer`, or one that `save_pretrained`
+    of transformers wrote, of a converted or of an unchanged model.
+
+    Args:
+        folder: Folder with `config.json` and safetensors. Nothing is downloaded.
+
+    Returns:
+        The model, of its class in transformers, with the dtype it was saved in.
+
+    Raises:
+        ValueError: If a weight is missing, left over or of another shape; if the folder has no configuration or no
+            weights, weights only as pickles, code of its own, or quantized weights; if transformers does not have
+            the architecture.
+    """
+    path = Path(folder)
     config = _config(path)
-    files = _weights(path)
+    variant = _only_variant(path)
     transformers = _transformers()
     architecture = config["architectures"][0]
     try:
@@ -81,44 +128,34 @@ def load_pretrained_dir(path: Path | str) -> Any:
         raise ValueError(f"{path}: transformers {transformers.__version__} has no class {architecture}") from None
     except ImportError as problem:
         raise ValueError(f"{path}: transformers cannot import {architecture}: {problem}") from problem
-    changes = path / CHANGES
-    if not changes.is_file():
-        model = kind.from_pretrained(path, local_files_only=True, use_safetensors=True)
-        return model.eval()
-    from safetensors.torch import load_file
+    changes = config.get(KEY)
+    if changes is None and (path / FORMER).is_file():
+        changes = json.loads((path / FORMER).read_text(encoding="utf8"))
 
-    model = _changed(kind(kind.config_class.from_pretrained(path)), json.loads(changes.read_text(encoding="utf8")))
-    state = {key: t for file in files for key, t in load_file(file).items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    missing = [name for name in missing if not _is_alias(model, name, state)]
-    if missing or unexpected:
-        raise ValueError(f"{path}: weights do not fit {CHANGES}: missing {missing[:3]}, unexpected {unexpected[:3]}")
-    dtypes = {state[name].dtype for name, _ in model.named_parameters() if name in state}
-    return (model.to(dtypes.pop()) if len(dtypes) == 1 else model).eval()
+    def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        if changes is not None:
+            apply_changes(self, changes)
 
-
-def save_pretrained_dir(model: Any, path: Path | str) -> None:
-    """Write config, weights as safetensors, and how the model differs from its architecture.
-
-    Where nothing of normkit is left in the model, the folder also gets a `load.py` that needs none to load it.
-    """
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    changes = _changes(model)
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(path)
-    first: dict[int, str] = {}
-    state: dict[str, Tensor] = {}
-    for name, t in model.state_dict(keep_vars=True).items():
-        if first.setdefault(id(t), name) == name:
-            state[name] = t.detach().cpu().contiguous().clone()
-    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    (path / CHANGES).write_text(json.dumps(changes, indent=1) + "\n", encoding="utf8")
-    if all(change == {"is": "identity"} for change in changes["norms"].values()):
-        (path / "load.py").write_text(LOAD, encoding="utf8")
+    # a subclass, so that transformers itself reads shards, renames and converts weights, and ties them
+    changed = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)  # its report of tensors that do not fit is an error here
+    try:
+        model, found = changed.from_pretrained(
+            path, variant=variant, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from problem
+    finally:
+        log.setLevel(level)
+    model.__class__ = kind
+    _refuse_misfit(path, found, changes is not None)
+    if changes is not None:
+        write_changes(model)
+    return model
 
 
 def example_for(model: Any) -> Example:
@@ -149,22 +186,28 @@ def example_for(model: Any) -> Example:
 
 
 def audit_dir(path: Path | str, untie: bool = True) -> Audit:
-    """`audit` of the model in a folder."""
-    model = load_pretrained_dir(path)
+    """Audit the model in a folder."""
+    model = load_pretrained(path)
     example = example_for(model)
     return audit(model, outputs=example.outputs, untie=untie, **example.kwargs)
 
 
 def fold_dir(path: Path | str, out: Path | str, untie: bool = True) -> Report:
-    """Fold the model in a folder and write the result to another."""
+    """Fold the model in a folder and write the result to another folder."""
     path, out = Path(path), Path(out)
     if out.resolve() == path.resolve():
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
-    model = load_pretrained_dir(path)
+    model = load_pretrained(path)
     example = example_for(model)
     folded, report = fold(model, outputs=example.outputs, untie=untie, **example.kwargs)
-    save_pretrained_dir(folded, out)
+    save_pretrained(folded, out)
     return report
+
+
+def is_pretrained_dir(path: Path) -> bool:
+    """Whether a folder holds a model of Hugging Face: a config.json that names an architecture."""
+    config = path / "config.json"
+    return config.is_file() and "architectures" in config.read_text(encoding="utf8")
 
 
 def _logits(output: Any) -> Any:
@@ -186,123 +229,64 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _weights(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors"))
-    if files:
-        return files
+def _safetensors(path: Path) -> list[Path]:
+    return sorted(path.glob("model*.safetensors"))
+
+
+def _variant(file: Path) -> str | None:
+    return VARIANT if VARIANT in file.name.split(".") else None
+
+
+def _only_variant(path: Path) -> str | None:
+    """Which of transformers' variants the weight files of a folder are."""
+    variants = {_variant(file) for file in _safetensors(path)}
+    if len(variants) > 1:
+        names = ", ".join(file.name for file in _safetensors(path))
+        raise ValueError(f"{path} holds weights of two models ({names}); remove those that are out of date")
+    if variants:
+        return variants.pop()
     pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
     if pickles:
         raise ValueError(
             f"{path} holds its weights as pickles ({', '.join(pickles[:3])}), which can run code when loaded; they are "
             "refused. Save them as safetensors first: model.save_pretrained(folder)"
         )
-    raise ValueError(f"{path} holds no weights; expected *.safetensors beside config.json")
+    raise ValueError(f"{path} holds no weights; expected model.safetensors beside config.json")
+
+
+def _refuse_misfit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
+    """Raise a ValueError that names tensors unless a checkpoint fits its model exactly."""
+    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    shapes = sorted(f"{name} {list(saved)}, not {list(built)}" for name, saved, built in found["mismatched_keys"])
+    missing = [name for name in missing if name not in {entry[0] for entry in found["mismatched_keys"]}]
+    parts = [
+        f"{len(names)} {kind} ({', '.join(names[:4])}{' ...' if len(names) > 4 else ''})"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if names
+    ]
+    if not parts:
+        return
+    advice = ""
+    if not recorded and any(name.endswith(".running") for name in unexpected):
+        advice = (
+            f". They hold statistics of norms, but config.json has no key {KEY!r}: save with normkit.save_pretrained"
+        )
+    raise ValueError(f"{path}: weights do not fit the model: {'; '.join(parts)}{advice}")
 
 
 def _transformers() -> Any:
+    """Import transformers, which fails where torchvision is installed for another build of PyTorch."""
     if "torchvision" not in sys.modules:
         try:
-            importlib.import_module("torchvision")
+            import torchvision  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError:
             pass
-        except RuntimeError:  # a build for another PyTorch, which would take transformers down with it
+        except RuntimeError:  # models of text do without; see "Troubleshooting" in the documentation
+            for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
             sys.modules["torchvision"] = None  # type: ignore[assignment]
     try:
         import transformers
     except ImportError as missing:
-        raise ImportError("models of Hugging Face need transformers; pip install transformers") from missing
+        raise ImportError("models of Hugging Face need transformers; pip install 'normkit[huggingface]'") from missing
     return transformers
-
-
-def _fresh(model: Any) -> nn.Module:
-    """The architecture of a model, without weights."""
-    with torch.device("meta"):
-        return type(model)(copy.deepcopy(model.config))
-
-
-def _changes(model: Any) -> dict[str, Any]:
-    """How a model differs from its architecture: norms, biases that it has more, layers untied."""
-    fresh = _fresh(model)
-    norms: dict[str, Any] = {}
-    biases: dict[str, int] = {}
-    for name, there in fresh.named_modules():
-        if any(name.startswith(f"{norm}.") for norm in norms):
-            continue
-        here = model.get_submodule(name)
-        if type(here) is not type(there):
-            norms[name] = _describe(name, here)
-            continue
-        for key, value in here._parameters.items():
-            if value is not None and there._parameters.get(key) is None:
-                biases[f"{name}.{key}"] = value.numel()
-    return {"norms": norms, "biases": biases, "untied": _untied(model, fresh), "tied": _ties(model)}
-
-
-def _describe(name: str, module: nn.Module) -> dict[str, Any]:
-    affine = (
-        {"weight": module.weight is not None, "bias": getattr(module, "bias", None) is not None}
-        if hasattr(module, "weight")
-        else {}
-    )
-    if type(module) is nn.Identity:
-        return {"is": "identity"}
-    if isinstance(module, Affine):
-        width = next(p.numel() for p in module.parameters())
-        return {"is": "affine", **affine, "dim": width, "channel_dim": module.channel_dim}
-    if isinstance(module, Norm):
-        return {"is": module.spec, "dim": module.dim, "channel_dim": getattr(module, "channel_dim", -1)}
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is None:
-        return {"is": type(module).__name__, "dim": module.normalized_shape[0], "eps": module.eps}
-    raise ValueError(
-        f"{name} is a {type(module).__name__} in place of what its architecture has; it cannot be saved so"
-    )
-
-
-def _changed(model: Any, changes: dict[str, Any]) -> Any:
-    """An architecture with the changes carried out."""
-    for name, change in changes["norms"].items():
-        model.set_submodule(name, _built(change))
-    for name, length in changes["biases"].items():
-        owner, _, key = name.rpartition(".")
-        setattr(model.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
-    for name in changes["untied"]:
-        module = model.get_submodule(name)
-        module.weight = nn.Parameter(module.weight.detach().clone())
-    leave_fast_path(model)
-    return model
-
-
-def _built(change: dict[str, Any]) -> nn.Module:
-    kind = change["is"]
-    if kind == "identity":
-        return nn.Identity()
-    dim = change["dim"]
-    if kind == "affine":
-        weight, bias = (torch.ones(dim) if change[key] else None for key in ("weight", "bias"))
-        return Affine(weight, bias, change["channel_dim"])
-    if kind in ("LayerNorm", "RMSNorm"):
-        return getattr(nn, kind)(dim, change["eps"], elementwise_affine=False)
-    norm = make(kind, dim)
-    return channels_first(norm) if change["channel_dim"] == 1 else norm
-
-
-def _ties(model: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
-def _untied(model: Any, fresh: nn.Module) -> list[str]:
-    """Modules whose weight the architecture ties to another's, and this model does not."""
-    theirs = [set(group) for group in _ties(fresh)]
-    mine = [set(group) for group in _ties(model)]
-    apart = {name for group in theirs for name in group if not any(name in other for other in mine)}
-    embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    return sorted(
-        owner for name in apart if (owner := name.removesuffix(".weight")) != name and owner not in embeddings
-    )
-
-
-def _is_alias(model: nn.Module, name: str, state: dict[str, Tensor]) -> bool:
-    return any(name in group and any(other in state for other in group) for group in _ties(model))

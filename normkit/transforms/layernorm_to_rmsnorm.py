@@ -14,6 +14,7 @@ from normkit.transforms.fold.plan import Blocked, FoldPlanner, Outcome
 from normkit.transforms.fold.rewrite import Edit
 from normkit.transforms.fold.trace import Product, Source, Trace
 from normkit.transforms.fold.verify import error
+from normkit.transforms.model_changes import record_changes
 
 
 def to_rms(
@@ -45,6 +46,7 @@ def to_rms(
     done = _carry_out(survey.copy(), survey.trace, fates, writers)
     with torch.no_grad():
         native = error(done(*example, **kwexample), model(*example, **kwexample), outputs)
+    record_changes(done)
     return done, Report(tuple(fates.values()), tuple(survey.calls), worst, native)
 
 

@@ -54,6 +54,16 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     model.register_forward_hook(Forget(route), always_call=True)
 
 
+def mask_arguments(model: nn.Module) -> dict[str, str]:
+    """Return the argument that each norm takes its mask from, by the norm's name."""
+    found = {}
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, GiveMask):
+                found[name] = hook.argument
+    return found
+
+
 def remove_routes(model: nn.Module) -> None:
     """Take away what `route_mask` put in."""
     for module in model.modules():

@@ -12,6 +12,7 @@ from normkit.transforms.audit import Audit, Survey
 from normkit.transforms.fold.plan import Outcome, Plan
 from normkit.transforms.fold.rewrite import absorb
 from normkit.transforms.fold.verify import error
+from normkit.transforms.model_changes import record_changes
 
 TOLERANCE = 1e-9  # of a proof in float64, relative to the largest output
 
@@ -84,6 +85,7 @@ def fold(
             "out others that are not finite: a folded weight exceeds what its type holds. "
             "Fold it in float32: model.float()"
         )
+    record_changes(folded)
     return folded, Report(tuple(plan.fates.values()), tuple(survey.calls), worst, native)
 
 

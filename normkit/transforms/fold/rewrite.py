@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import LayerNorm, Norm, RMSNorm
+from normkit.transforms.affine import Affine
 from normkit.transforms.convert import put
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.plan import Plan, new_bias
@@ -13,29 +14,6 @@ from normkit.transforms.fold.trace import FOREIGN, Place, Product, Source, Trace
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import remove_routes
 from normkit.transforms.third_party import equivalent, read
-
-
-class Affine(nn.Module):
-    """What is left of a norm where the model adds its output to something: `x * weight + bias`, either may be None.
-
-    >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.tensor([[3.0]])).item()
-    7.0
-    """
-
-    def __init__(self, weight: Tensor | None, bias: Tensor | None, channel_dim: int = -1):
-        super().__init__()
-        self.weight = None if weight is None else nn.Parameter(weight)
-        self.bias = None if bias is None else nn.Parameter(bias)
-        self.channel_dim = channel_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One multiply-add."""
-        shape = [1] * x.dim()
-        shape[self.channel_dim] = -1
-        if self.weight is None:
-            return x if self.bias is None else x + self.bias.view(shape)
-        y = x * self.weight.view(shape)
-        return y if self.bias is None else torch.addcmul(self.bias.view(shape), x, self.weight.view(shape))
 
 
 @torch.no_grad()

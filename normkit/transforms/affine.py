@@ -1,0 +1,33 @@
+"""The multiply-add or addition that folding leaves where a norm cannot vanish completely."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Affine(nn.Module):
+    """Compute `x * weight + bias` per channel; either may be None.
+
+    Args:
+        weight: Factor of each channel, `[dim]`, or None.
+        bias: Addend of each channel, `[dim]`, or None.
+        channel_dim: Axis of the channels: -1 for `[batch, time, channels]`, 1 for `[batch, channels, ...]`.
+
+    Example:
+        >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.tensor([[3.0]])).item()
+        7.0
+    """
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, channel_dim: int = -1):
+        super().__init__()
+        self.weight = None if weight is None else nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+        self.channel_dim = channel_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the multiply-add."""
+        shape = [1] * x.dim()
+        shape[self.channel_dim] = -1
+        if self.weight is None:
+            return x if self.bias is None else x + self.bias.view(shape)
+        y = x * self.weight.view(shape)
+        return y if self.bias is None else torch.addcmul(self.bias.view(shape), x, self.weight.view(shape))

@@ -1,0 +1,157 @@
+"""Record in a Hugging Face model's configuration how the model differs from its architecture, and rebuild it.
+
+`config.json` is the one file that every writer of a checkpoint saves, `Trainer` and `save_pretrained` included. So the
+specs of the norms travel in its key "normkit".
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from normkit.norms import Norm, make
+from normkit.transforms.affine import Affine
+from normkit.transforms.fastpath import leave_fast_path
+from normkit.transforms.layout import channels_first
+from normkit.transforms.masks import mask_arguments, route_mask
+
+KEY = "normkit"  # in config.json
+IDENTITY = {"is": "identity"}
+
+
+def record_changes(model: nn.Module) -> None:
+    """Write the changes of a Hugging Face model into `model.config`; leave any other model alone.
+
+    A model that holds modules of other libraries in changed places (adapters, say) is recorded by
+    `save_pretrained` alone, which names them.
+    """
+    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        return
+    try:
+        write_changes(model)
+    except Exception:  # a class that cannot be built from its configuration alone
+        return
+
+
+def write_changes(model: Any) -> dict[str, Any]:
+    """Write the changes of a model into its configuration, and return them; empty where there are none.
+
+    Raises:
+        ValueError: If a module was replaced by one that normkit cannot rebuild.
+    """
+    changes = find_changes(model)
+    if any(changes.values()):
+        setattr(model.config, KEY, changes)
+    elif hasattr(model.config, KEY):
+        delattr(model.config, KEY)
+    return changes if any(changes.values()) else {}
+
+
+def find_changes(model: Any) -> dict[str, Any]:
+    """Compare a model with its architecture: norms, additional biases, output layers that are no longer tied."""
+    with torch.device("meta"):
+        fresh = type(model)(copy.deepcopy(model.config))
+    norms: dict[str, Any] = {}
+    biases: dict[str, int] = {}
+    masks, modules = mask_arguments(model), dict(model.named_modules(remove_duplicate=False))
+    for name, there in fresh.named_modules():
+        if name not in modules or any(name.startswith(f"{norm}.") for norm in norms):
+            continue
+        here = modules[name]
+        if type(here) is not type(there):
+            norms[name] = _describe(name, here) | ({"mask": masks[name]} if name in masks else {})
+            continue
+        for key, value in here._parameters.items():
+            if value is not None and there._parameters.get(key) is None:
+                biases[f"{name}.{key}"] = value.numel()
+    return {"norms": norms, "biases": biases, "untied": _untied(model, fresh)}
+
+
+def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
+    """Rebuild the changes of a checkpoint in a model of its architecture, in place, without weights.
+
+    Raises:
+        ValueError: If the record is damaged, or names a module that the architecture does not have.
+    """
+    try:
+        masks = {}
+        for name, change in changes["norms"].items():
+            full = _full_name(model, name)
+            model.set_submodule(full, _build(change))
+            if "mask" in change:
+                masks[full] = change["mask"]
+        for name, length in changes["biases"].items():
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(_full_name(model, owner)), key, nn.Parameter(torch.zeros(length)))
+        for name in changes["untied"]:
+            module = model.get_submodule(_full_name(model, name))
+            module.weight = nn.Parameter(torch.empty_like(module.weight))
+            getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"the key {KEY!r} of its configuration cannot be read: {problem}") from problem
+    leave_fast_path(model)
+    if masks:
+        route_mask(model, masks)
+
+
+def _full_name(model: Any, name: str) -> str:
+    """The module's name in the model, where the model inside it was converted by itself (`convert(model.bert)`)."""
+    inner = f"{getattr(model, 'base_model_prefix', '')}.{name}"
+    names = {each for each, _ in model.named_modules()}
+    return inner if name not in names and inner in names else name
+
+
+def _describe(name: str, module: nn.Module) -> dict[str, Any]:
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    affine = {"weight": weight is not None, "bias": bias is not None}
+    if type(module) is nn.Identity:
+        return IDENTITY
+    if isinstance(module, Affine):
+        width = next(p.numel() for p in module.parameters())
+        return {"is": "affine", **affine, "dim": width, "channel_dim": module.channel_dim}
+    if isinstance(module, Norm):
+        return {"is": module.spec, "dim": module.dim, "channel_dim": getattr(module, "channel_dim", -1)}
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return {"is": type(module).__name__, **affine, "dim": module.normalized_shape[0], "eps": module.eps}
+    raise ValueError(
+        f"{name} is a {type(module).__name__}, which its architecture does not have there and normkit cannot rebuild. "
+        "Save the model with the library that put it there"
+    )
+
+
+def _build(change: Mapping[str, Any]) -> nn.Module:
+    kind = change["is"]
+    if change == IDENTITY:
+        return nn.Identity()
+    dim = change["dim"]
+    if kind == "affine":
+        weight, bias = (torch.ones(dim) if change[key] else None for key in ("weight", "bias"))
+        return Affine(weight, bias, change["channel_dim"])
+    if kind in ("LayerNorm", "RMSNorm"):
+        options = {"bias": change.get("bias", False)} if kind == "LayerNorm" else {}
+        return getattr(nn, kind)(dim, change["eps"], elementwise_affine=change.get("weight", False), **options)
+    if kind.startswith("blend("):
+        raise ValueError(
+            f"{kind} is a blend; rebuild the model with blend() and load its weights, or settle() it before it is saved"
+        )
+    norm = make(kind, dim)
+    return channels_first(norm) if change["channel_dim"] == 1 else norm
+
+
+def _ties(model: nn.Module) -> list[set[str]]:
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _untied(model: Any, fresh: nn.Module) -> list[str]:
+    """Modules whose weight the architecture ties to another's, and this model does not."""
+    mine = _ties(model)
+    apart = {name for group in _ties(fresh) for name in group if not any(name in other for other in mine)}
+    embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return sorted(
+        owner for name in apart if (owner := name.removesuffix(".weight")) != name and owner not in embeddings
+    )
