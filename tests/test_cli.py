@@ -21,6 +21,7 @@ from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train.config import Images, Run
 from normkit.lab.train.run import load, train
 from normkit.norms import NORMS, options
+from normkit.transforms import convert
 
 RUN = Run(
     name="small",
@@ -191,8 +192,27 @@ def test_audit_and_fold_of_a_hugging_face_folder(typed, tmp_path):
     assert "0 of 6 norms fold away" in out
     status, out, _ = typed("fold", tmp_path / "bert", "--out", tmp_path / "folded")
     assert status == 0, "gains and biases of LayerNorm move into the layers after it"
-    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "folded").iterdir()}
+    files = {path.name for path in (tmp_path / "folded").iterdir()}
+    assert {"config.json", "model.normkit.safetensors"} <= files, "from_pretrained would build the norms of BERT"
     assert refused(typed("fold", tmp_path / "bert", "--out", tmp_path / "bert"), "is the model itself")
+
+
+def test_a_converted_hugging_face_folder_folds_or_is_refused(typed, tmp_path):
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+    from third_party_models import case_of
+
+    model = convert(case_of("llama").model, "un")
+    model.save_pretrained(tmp_path / "saved")
+    status, out, _ = typed("fold", tmp_path / "saved", "--out", tmp_path / "folded")
+    assert status == 0
+    assert "5 of 5 norms fold away" in out
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    del tensors["model.norm.running"]
+    save_file(tensors, tmp_path / "saved" / "model.safetensors", metadata={"format": "pt"})
+    for command in (("audit",), ("fold", "--out", tmp_path / "other")):
+        named = refused(typed(command[0], tmp_path / "saved", *command[1:]), "1 missing (model.norm.running)")
+        assert not (tmp_path / "other").exists(), named
 
 
 def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):

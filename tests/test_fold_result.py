@@ -13,12 +13,7 @@ from torch import Tensor, nn
 
 from normkit.norms import StatNorm, make
 from normkit.transforms import calibrate, convert, fold
-<<<<<<< HEAD
 from normkit.transforms.affine import Affine
-=======
-from normkit.transforms.affine import Affine
-from normkit.transforms.fold.verify import Double, error, variants
->>>>>>> b9b4533 (save_pretrained and load_pretrained: specs of norms travel in config.json, checkpoints of Trainer load, weights that do not fit are refused by name)
 
 # -- the result -------------------------------------------------------------------------------------------------------
 

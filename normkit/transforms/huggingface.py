@@ -7,7 +7,8 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +96,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     variant = VARIANT if changes else None
     if other := sorted(file.name for file in _safetensors(folder) if (_variant(file) is None) != (variant is None)):
         raise ValueError(f"{folder} holds other weights ({', '.join(other[:3])}); name another folder")
-    model.save_pretrained(folder, variant=variant)
+    with _quiet(_transformers()):
+        model.save_pretrained(folder, variant=variant)
     if changes and all(change == IDENTITY for change in changes["norms"].values()):
         (folder / "load.py").write_text(LOAD, encoding="utf8")
 
@@ -139,18 +141,14 @@ def load_pretrained(folder: Path | str) -> Any:
 
     # a subclass, so that transformers itself reads shards, renames and converts weights, and ties them
     changed = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-    log = logging.getLogger("transformers.modeling_utils")
-    level = log.level
-    log.setLevel(logging.ERROR)  # its report of tensors that do not fit is an error here
     try:
-        model, found = changed.from_pretrained(
-            path, variant=variant, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )  # fmt: skip
+        with _quiet(transformers):
+            model, found = changed.from_pretrained(
+                path, variant=variant, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )  # fmt: skip
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from problem
-    finally:
-        log.setLevel(level)
     model.__class__ = kind
     _refuse_misfit(path, found, changes is not None)
     if changes is not None:
@@ -272,6 +270,21 @@ def _refuse_misfit(path: Path, found: Mapping[str, Any], recorded: bool) -> None
             f". They hold statistics of norms, but config.json has no key {KEY!r}: save with normkit.save_pretrained"
         )
     raise ValueError(f"{path}: weights do not fit the model: {'; '.join(parts)}{advice}")
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Hold back progress bars, and the report of tensors that do not fit, which is an error here."""
+    library, log = transformers.utils.logging, logging.getLogger("transformers.modeling_utils")
+    level, bars = log.level, library.is_progress_bar_enabled()
+    log.setLevel(logging.ERROR)
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if bars:
+            library.enable_progress_bar()
 
 
 def _transformers() -> Any:
