@@ -13,9 +13,9 @@ from rich.console import Console
 
 from normkit.lab.report import results
 from normkit.lab.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
-from normkit.lab.studies.evaluate import ratio, take_turns
+from normkit.lab.studies.evaluate import _ratio
 from normkit.lab.studies.progress import Board
-from normkit.lab.studies.workers import Workers, tell
+from normkit.lab.studies.workers import Workers, send
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.run import load
 from normkit.norms import make
@@ -74,7 +74,7 @@ def test_three_norms_side_by_side_then_folded_and_timed(tmp_path):
     told = []
 
     class Ears(Board):
-        def tell(self, title, tick):
+        def update(self, title, tick):
             told.append((title, tick.stage))
 
         def end(self, title, outcome):
@@ -120,7 +120,7 @@ def test_minutes_choose_the_steps(tmp_path):
 
 
 def answer(title, what):
-    tell(title, Progress(what, 1, 1))
+    send(title, Progress(what, 1, 1))
     return what.upper()
 
 
@@ -129,7 +129,7 @@ def fail(title):
 
 
 def wait_to_be_stopped(title):
-    while not tell(title, Progress("waiting", 0, 1)):
+    while not send(title, Progress("waiting", 0, 1)):
         time.sleep(0.01)
     return "stopped"
 
@@ -234,8 +234,8 @@ def _children(pid):
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
     with Board(Console(width=40), ["un"], 100) as shown:
         for step in range(1, 101):
-            shown.tell("un", Progress("training", step, 100, 1.5, 30_000.0, 65.0))
-        shown.tell("un", Progress("decoding", 100, 100))
+            shown.update("un", Progress("training", step, 100, 1.5, 30_000.0, 65.0))
+        shown.update("un", Progress("decoding", 100, 100))
         shown.end("un", "done, PER 9.9")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 13, "the first step, each tenth, one more stage, the end"
@@ -247,7 +247,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
 def test_progress_is_live_in_a_terminal():
     console = Console(force_terminal=True, width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     with Board(console, ["layer", "un"], 100) as shown:
-        shown.tell("un", Progress("training", 50, 100, 1.5, 30_000.0, 65.0))
+        shown.update("un", Progress("training", 50, 100, 1.5, 30_000.0, 65.0))
         shown.end("un", "done, PER 9.9")
     console.file.close()
     text = console.export_text()
@@ -256,13 +256,6 @@ def test_progress_is_live_in_a_terminal():
     assert "done, PER 9.9" in text
 
 
-def test_calls_are_timed_in_turns():
-    order = []
-    times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3)
-    assert order == ["a", "b"] * 4
-    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 3, "b": 3}
-
-
-def test_ratio_is_the_median_of_the_turns_ratios():
+def test_ratio_is_the_median_of_the_rounds_with_percentiles():
     a, b = [1.0, 2.0, 30.0, 4.0, 5.0], [1.0, 1.0, 10.0, 1.0, 1.0]
-    assert ratio(a, b) == {"ratio": 3.0, "low": 1.0, "high": 5.0, "n": 5}
+    assert _ratio(a, b) == {"ratio": 3.0, "low": 1.8, "high": 4.2, "n": 5}

@@ -295,6 +295,7 @@ def test_statistics_are_read_off_recorded_rows(tmp_path):
     (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *rows]) + "\n", encoding="utf8")
     run = {"run": {"steps": 5000}, "curve": [{"step": 100}]}  # stopped early
     read = {name: METRICS[name].read(tmp_path, run) for name in METRICS if "distance_mean" in name}
+    assert read.pop("distance_mean anywhere") == 500.0
     assert read == {"distance_mean": 2.0, "distance_mean max": 3.0, "distance_mean outliers": 1.5}
     values = [f"100,target_embedding.words,,singular_value[{i}],{1 / (1 + i)}" for i in range(0, 100, 3)]
     (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *values]) + "\n", encoding="utf8")
@@ -418,7 +419,7 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
         (["core.cmudict", "--scale", "big"], "no scale 'big'"),
         (["core.cmudict", "--seeds", "0"], "seeds must be at least 1; got 0"),
         (["core.cmudict", "--only", "laier"], "did you mean 'layer'"),
-        (["pn.table1", "--only", "Dynamic Conv"], "Dynamic Conv of pn.table1: the paper's figures alone are shown"),
+        (["pn.table1", "--only", "Dynamic Conv"], "Dynamic Conv of pn.table1: only the paper's figures are shown"),
         (["un.table8"], "un.table8 has no runs at scale pocket"),
         (["core.cmudict", "--processes", "0"], "processes must be at least 1"),
     ],

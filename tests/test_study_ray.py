@@ -12,7 +12,7 @@ from normkit.lab.report import results
 from normkit.lab.studies import runner
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.studies.progress import Board
-from normkit.lab.studies.ray_workers import Cluster
+from normkit.lab.studies.ray_workers import RayWorkers
 from normkit.lab.studies.study import Base, Column, Row, Study
 from normkit.lab.train.run import train
 
@@ -40,7 +40,7 @@ def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
     killed: list[str] = []
     over = threading.Event()
     killer = threading.Thread(target=kill_one, args=(un, killed, over))
-    with Cluster("local", cores=2) as cluster:
+    with RayWorkers("local", cores=2) as cluster:
         gpu = dataclasses.replace(plan.todo[un], device="cuda")
         with pytest.raises(ValueError, match=r"needs 1 GPU; this Ray cluster has 0"):
             cluster.submit("on a GPU", noted_job, gpu, un, "")
@@ -62,4 +62,4 @@ def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
 
 def test_an_address_where_nobody_answers_is_told():
     with pytest.raises(ValueError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
-        Cluster("127.0.0.1:1")
+        RayWorkers("127.0.0.1:1")

@@ -122,7 +122,7 @@ def _train(run: Any, folder: Path, resume: bool, command: str) -> int:
         with Board(console, [run.name], run.steps) as board:
 
             def on_progress(progress: Any) -> bool:
-                board.tell(run.name, progress)
+                board.update(run.name, progress)
                 return asked.is_set()
 
             result = train_run(run, folder, resume, on_progress, command)

@@ -77,9 +77,9 @@ def _study(given: dict[str, Any], command: str) -> int:
     plan = runner.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
     console = Console()
     with Board(console, [run.name for run in plan.todo.values()], 1) as board:
-        board.say(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
+        board.print(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
         for why in plan.missing:
-            board.say(f"left out: {why}")
+            board.print(f"left out: {why}")
         with runner.engine(plan, given["processes"], given["ray"], board) as engine:
             made, interrupted = runner.run_study(study, scale, out, plan, engine, board, command)
     write(table.text(made))

@@ -1,4 +1,4 @@
-"""The main job: one task, several norms, the same seed, data order and budget; then what folding makes of one."""
+"""The demo: train one model with each of several norms under equal conditions, then fold one."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from normkit.lab.studies.evaluate import finish_job
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.recipes import g2p_cmudict
 from normkit.lab.studies.study import warmed
-from normkit.lab.studies.workers import Workers, tell, train_job
+from normkit.lab.studies.workers import Workers, send, train_job
 from normkit.lab.train.config import Run
 from normkit.lab.train.progress import Progress
 from normkit.norms import NORMS, StatNorm, parse
@@ -21,17 +21,17 @@ COMPARED = ("layer", "scale", "un", "power(groups=0)", "pnv", "batch")
 STEPS = 3600
 FINISH = "folding and timing"
 
-# What --minutes sets aside, in steps of the slowest worker
+# --minutes reserves time for these, in steps of the slowest worker
 SCORING = 700  # after the training of each norm
-FINISHING = 1500  # after all of them, and before
+FINISHING = 1500  # before and after all of them
 LEAST = 200
-LOOKS = 5
-SPARE = 0.05
+SPEED_SAMPLES = 5
+SPARE = 0.05  # share of the minutes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One norm of the demo: its title in the table, its run, and the folder that the run goes to."""
+    """One norm of the demo: its title in the table, its run, and the run's folder."""
 
     title: str
     run: Run
@@ -47,10 +47,20 @@ def entries(
     out: Path = Path("runs/demo"),
     test_items: int = 2000,
 ) -> list[Entry]:
-    """The runs of the demo, one a norm spec; ValueError for a spec that there is not, or one given twice.
+    """Make the runs of the demo, one per norm spec.
 
-    `scale` comes with FixNorm. Statistics that have a warm-up of their own warm up as long as the learning rate does,
-    unless the spec says otherwise.
+    `scale` comes with FixNorm. Statistics warm up as long as the learning rate does, unless the spec sets `warmup`.
+
+    Args:
+        norms: Norm specs.
+        steps: Steps of each run.
+        seed: Seed of weights and data order.
+        bucketing: Batches of words of similar length.
+        out: Folder of the runs' folders.
+        test_items: Words to score.
+
+    Raises:
+        ValueError: If a spec is unknown or given twice, or there is none.
 
     >>> [entry.run.model.norm for entry in entries(("layer", "un"), steps=1000)]
     ['layer', 'un(warmup=100)']
@@ -58,10 +68,9 @@ def entries(
     found = []
     for spec in norms:
         warmup = max(1, steps // 10)
-        norm = warmed(spec, warmup)
         recipe = g2p_cmudict()
-        fixed = parse(spec)[0] == "scale"  # FixNorm is of the input and of the output that is tied to it
-        model = dataclasses.replace(recipe.model, norm=norm, fixnorm=fixed, tie=fixed)
+        fixnorm = parse(spec)[0] == "scale"  # FixNorm normalizes the embedding, to which the output is tied then
+        model = dataclasses.replace(recipe.model, norm=warmed(spec, warmup), fixnorm=fixnorm, tie=fixnorm)
         run = dataclasses.replace(
             recipe,
             name=f"demo {spec}",
@@ -86,7 +95,7 @@ def entries(
 
 
 def slug(spec: str) -> str:
-    """A spec as the name of a folder.
+    """Turn a spec into the name of a folder.
 
     >>> slug("power(groups=0)")
     'power-groups=0'
@@ -96,7 +105,13 @@ def slug(spec: str) -> str:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a demo: results by folder, in the order of the plan, what failed by title, and how it ended."""
+    """Outcome of a demo.
+
+    Attributes:
+        found: Results by folder, in the order of the plan.
+        failed: Error messages by title.
+        interrupted: Ctrl-C ended it.
+    """
 
     found: dict[Path, dict[str, Any]]
     failed: dict[str, str]
@@ -104,11 +119,11 @@ class Outcome:
 
 
 def compare(plan: list[Entry], board: Board, command: str, processes: int = 2) -> Outcome:
-    """Train all norms of a plan, some side by side, then fold and time them. Ctrl-C ends it and keeps what is there."""
+    """Train all norms of a plan in parallel, then fold and time them; Ctrl-C keeps what is finished."""
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     interrupted = False
-    with Workers(processes, board.tell) as workers:
+    with Workers(processes, board.update) as workers:
 
         def collect() -> None:
             for title, result in workers.ended():
@@ -131,7 +146,7 @@ def compare(plan: list[Entry], board: Board, command: str, processes: int = 2) -
                 found |= {title: results.read(folder) for title, folder in scored.items()}
         except KeyboardInterrupt:
             interrupted = True
-            board.say("stopping; what is finished is kept (Ctrl-C again to stop at once)")
+            board.print("stopping; what is finished is kept (Ctrl-C again to stop at once)")
             workers.stop()
             collect()
     by_folder = {entry.folder: found[entry.title] for entry in plan if entry.title in found}
@@ -146,14 +161,18 @@ def _ending(result: Any) -> str:
 
 
 def _cost(entry: Entry) -> bool:
-    """Norms with statistics of batches take longest: they come first."""
+    """Sort key: norms with batch statistics take longest, so they start first."""
     return issubclass(NORMS[parse(entry.run.model.norm)[0]], StatNorm)
 
 
 def steps_for(minutes: float, plan: list[Entry], board: Board, processes: int = 2) -> int:
-    """Steps that fit into so many minutes, by training each norm for a moment, as many at a time as later."""
+    """Estimate the steps that fit into some minutes, by training each norm briefly, in as many processes as later.
+
+    Raises:
+        ValueError: If the minutes do not suffice.
+    """
     costs = {}
-    with Workers(processes, board.tell) as workers, tempfile.TemporaryDirectory() as folder:
+    with Workers(processes, board.update) as workers, tempfile.TemporaryDirectory() as folder:
         for entry in sorted(plan, key=_cost, reverse=True):
             workers.submit(entry.title, measure_job, entry.run, Path(folder) / entry.folder.name)
         for title, seconds in workers.ended():
@@ -171,16 +190,16 @@ def steps_for(minutes: float, plan: list[Entry], board: Board, processes: int = 
 
 
 def measure_job(title: str, run: Run, folder: Path) -> float:
-    """A worker's job: seconds that a step of a run takes."""
+    """Measure the seconds per step of a run, in a worker."""
     from normkit.lab.train.run import train
 
-    seen: list[tuple[float, int]] = []
+    samples: list[tuple[float, int]] = []
 
     def on_progress(progress: Progress) -> bool:
-        seen.append((time.perf_counter(), progress.step))
-        asked = tell(title, progress._replace(stage="measuring speed"))
-        return asked or len(seen) == LOOKS
+        samples.append((time.perf_counter(), progress.step))
+        stop = send(title, progress._replace(stage="measuring speed"))
+        return stop or len(samples) == SPEED_SAMPLES
 
     train(run, folder, on_progress=on_progress)
-    (start, first), (end, last) = seen[1], seen[-1]
-    return (end - start) / (last - first)
+    (start, first_step), (end, last_step) = samples[1], samples[-1]
+    return (end - start) / (last_step - first_step)

@@ -16,34 +16,48 @@ from normkit.lab.train.run import load
 
 
 def best(folder: Path) -> Path:
-    """The run with the lowest phoneme error rate among those in a folder; ValueError where there is none."""
+    """Find the run with the lowest phoneme error rate in a folder.
+
+    Raises:
+        ValueError: If the folder holds no finished run of task g2p.
+    """
     if not folder.is_dir():
         raise ValueError(f"there is no {folder}; train with `normkit demo` first, or name a run with --run")
-    scored = {where: result["scores"] for where, result in results.find([folder]).items() if result["scores"]}
+    scored = {run: result["scores"] for run, result in results.find([folder]).items() if result["scores"]}
     if not scored:
         raise ValueError(f"no run in {folder} was finished; name another one with --run")
-    rates = {where: scores.get("beam", scores["running"]).get("per") for where, scores in scored.items()}
-    rates = {where: rate for where, rate in rates.items() if rate is not None}
+    rates = {run: scores.get("beam", scores["running"]).get("per") for run, scores in scored.items()}
+    rates = {run: rate for run, rate in rates.items() if rate is not None}
     if not rates:
         raise ValueError(f"no run in {folder} turns spelling into sound; name a run of task g2p with --run")
-    return min(rates, key=lambda where: rates[where])
+    return min(rates, key=lambda run: rates[run])
 
 
 def pronounce(folder: Path, words: Sequence[str]) -> list[list[str]]:
-    """Sounds of each word, by the model of a run; ValueError for a letter that it does not know."""
+    """Predict the sounds of words with a trained model.
+
+    Raises:
+        ValueError: If a word has a letter that is not in the model's vocabulary, or the model is damaged.
+    """
     run, model, source, target = _load(folder)
-    found = _search(run, model, [_known(source, list(word.lower())) for word in words])
+    found = _search(run, model, [_encode(source, list(word.lower())) for word in words])
     return [target.decode(sequence) for sequence in found]
 
 
 def translate_lines(
-    folder: Path, lines: Iterable[str], tell: Callable[[str], object] = lambda said: None
+    folder: Path, lines: Iterable[str], warn: Callable[[str], object] = lambda text: None
 ) -> Iterator[str]:
-    """Each line as the model of a run rewrites it; an empty line stays empty. ValueError, with its number, for a line
-    that the model cannot take.
+    """Translate lines with a trained model; an empty line stays empty.
 
-    A model of subwords reads text that is tokenized and cased as its corpus is; an unknown character is left unknown,
-    and `tell` hears of lines that are mostly unknown.
+    A model of subwords takes text that is tokenized and cased as its corpus is.
+
+    Args:
+        folder: Folder of the run.
+        lines: Lines of text; for other models, a sequence of symbols a line, such as a word.
+        warn: Called with a message for each line that is mostly unknown to the model.
+
+    Raises:
+        ValueError: If the model cannot take a line; the message has the line's number.
     """
     run, model, source, target = _load(folder)
     for number, line in enumerate(lines, 1):
@@ -53,10 +67,10 @@ def translate_lines(
             elif isinstance(source, Subwords) and isinstance(target, Subwords):
                 pieces = source.encode_text(line)
                 if 2 * pieces.count(UNK) > len(pieces):
-                    tell(f"line {number} is mostly unknown to the model; is it in its language and script?")
+                    warn(f"line {number} is mostly unknown to the model; is it in its language and script?")
                 yield target.text(_search(run, model, [pieces])[0])
             else:
-                yield " ".join(target.decode(_search(run, model, [_known(source, list(line.strip().lower()))])[0]))
+                yield " ".join(target.decode(_search(run, model, [_encode(source, list(line.strip().lower()))])[0]))
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
 
@@ -68,7 +82,7 @@ def _load(folder: Path) -> tuple[Run, Seq2Seq, Vocab, Vocab]:
     return run, model, vocabularies["source"], vocabularies["target"]
 
 
-def _known(source: Vocab, symbols: list[str]) -> list[int]:
+def _encode(source: Vocab, symbols: list[str]) -> list[int]:
     numbers = source.encode(symbols)
     if UNK in numbers or not numbers:
         unknown = [symbol for symbol, number in zip(symbols, numbers, strict=True) if number == UNK]

@@ -1,4 +1,4 @@
-"""Progress of several runs at once: live bars in a terminal, a line now and then elsewhere."""
+"""Progress of several runs: live bars in a terminal, occasional lines elsewhere."""
 
 import time
 from typing import Any
@@ -12,23 +12,19 @@ from normkit.lab.train.progress import Progress
 
 
 class Board:
-    """Shows how far each of several runs is; `with Board(console, titles, steps) as board: board.tell(title, tick)`."""
+    """Display of several runs: `with Board(console, titles, steps) as board: board.update(title, progress)`."""
 
     def __init__(self, console: Console, titles: list[str], steps: int):
-        self.console = console if first() else Console(quiet=True)  # of the processes of a run the first speaks
+        self.console = console if first() else Console(quiet=True)  # only rank 0 prints
         self.titles, self.steps = titles, steps
         self.started = time.monotonic()
-        self._said: dict[str, float] = {}
+        self._printed: dict[str, float] = {}
         self._live: Bars | None = None
         self._rows: dict[str, Any] = {}
 
     def __enter__(self) -> "Board":
         if self.console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[state]}"),
-            )
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
             self._live = Bars(*columns, console=self.console, refresh_per_second=5)
             self._live.start()
             self._rows = {title: self._live.add_task(title, total=self.steps, state="waiting") for title in self.titles}
@@ -38,42 +34,39 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
-    def tell(self, title: str, tick: Progress) -> None:
-        """Show where a run is."""
-        if tick.stage != "training":
-            state = f"{tick.stage} ..."
-        else:
+    def update(self, title: str, progress: Progress) -> None:
+        """Show the progress of a run; without a terminal, one line per tenth of the training and per later stage."""
+        step, steps, training = progress.step, progress.steps, progress.stage == "training"
+        state = f"{progress.stage} ..."
+        if training:
             state = (
-                f"step {tick.step:,} of {tick.steps:,}   loss {tick.loss:.3f}   "
-                f"{tick.tokens_per_s:,.0f} {tick.unit}/s   {clock(tick.seconds_left)} left"
+                f"step {step:,} of {steps:,}   loss {progress.loss:.3f}   "
+                f"{progress.tokens_per_s:,.0f} {progress.unit}/s   {clock(progress.seconds_left)} left"
             )
         if self._live is not None:
-            self._live.update(self._rows[title], total=tick.steps, completed=tick.step, state=state)
-            return
-        part = tick.step / tick.steps  # elsewhere: each tenth of the training, and each further stage, on a line
-        if tick.stage != "training" or part - self._said.get(title, -1.0) >= 0.1 or part == 1:
-            self._said[title] = part
+            self._live.update(self._rows[title], total=steps, completed=step, state=state)
+        elif not training or step == steps or step / steps - self._printed.get(title, -1.0) >= 0.1:
+            self._printed[title] = step / steps
             self._line(f"{title}: {state}")
 
     def end(self, title: str, outcome: str) -> None:
-        """Show how a run ended."""
+        """Show the outcome of a run."""
         if self._live is not None:
             self._live.update(self._rows[title], state=outcome)
         else:
             self._line(f"{title}: {outcome}")
 
-    def say(self, text: str) -> None:
-        """A line about no run in particular."""
+    def print(self, text: str) -> None:
+        """Print a line that concerns no single run."""
         (self._live.console if self._live is not None else self.console).print(text, markup=False, highlight=False)
 
     def _line(self, text: str) -> None:
-        self.console.print(
-            f"[{clock(time.monotonic() - self.started)}] {text}", markup=False, highlight=False, soft_wrap=True
-        )
+        text = f"[{clock(time.monotonic() - self.started)}] {text}"
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def clock(seconds: float) -> str:
-    """Seconds as minutes and seconds.
+    """Format seconds as minutes and seconds.
 
     >>> clock(75)
     '1:15'

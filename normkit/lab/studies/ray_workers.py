@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster, or on a local Ray: the same calls as `Workers`."""
+"""Run jobs on a Ray cluster, or on a local Ray, with the interface of `Workers`."""
 
 import logging
 import os
@@ -10,14 +10,14 @@ from normkit.lab.studies.workers import ENVIRONMENT, RETRIES, environment
 from normkit.lab.train.config import Run
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
-LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray sets aside for results; ours are small
+LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray reserves for results; ours are small
 
 
-class Cluster:
-    """Jobs as Ray tasks; `with Cluster("local") as cluster: cluster.submit(title, job, run, ...)`.
+class RayWorkers:
+    """Jobs as Ray tasks: `with RayWorkers("local") as workers: workers.submit(title, job, run, ...)`.
 
-    Each asks for the threads of its run, and for its GPUs unless the run is for the CPU. Where a worker is lost, Ray
-    starts the job again elsewhere; it goes on from its last checkpoint if all machines see the run's folder.
+    Each job requests the threads of its run, and its GPUs unless the run is for the CPU. If a worker is lost, Ray
+    starts the job again elsewhere; it resumes from its last checkpoint if all machines can read the run's folder.
     """
 
     def __init__(self, address: str = "local", cores: int | None = None):
@@ -25,38 +25,38 @@ class Cluster:
             os.environ.setdefault(name, value)
         import ray
 
-        _reach(address)
+        _check_reachable(address)
         self._ray, self._jobs, self._stopped = ray, dict[Any, str](), False
-        started: dict[str, Any] = {"runtime_env": {"env_vars": ENVIRONMENT}}
-        if address == "local":  # its workers have the environment that it is started in
-            started = {"num_cpus": cores, "object_store_memory": LOCAL_MEMORY, "include_dashboard": False}
+        options: dict[str, Any] = {"runtime_env": {"env_vars": ENVIRONMENT}}
+        if address == "local":  # its workers inherit the environment that it is started in
+            options = {"num_cpus": cores, "object_store_memory": LOCAL_MEMORY, "include_dashboard": False}
         try:
             with environment():
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **started)
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except ConnectionError as error:
             raise ValueError(f"no Ray cluster answers at {address!r}: {str(error).splitlines()[0]}") from None
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> "RayWorkers":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ray.shutdown()
 
     def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
-        """Let a worker do `job(title, *arguments)`; the first argument is the run."""
+        """Start `job(title, *arguments)` on a worker; the first argument is the run."""
         run: Run = arguments[0]
-        wanted = {"CPU": run.devices * (run.threads or 1), "GPU": 0 if run.device == "cpu" else run.devices}
-        there = self._ray.cluster_resources()
-        for kind, count in wanted.items():
-            if count > there.get(kind, 0):
-                raise ValueError(f"{title} needs {count} {kind}; this Ray cluster has {there.get(kind, 0):g}")
+        needs = {"CPU": run.devices * (run.threads or 1), "GPU": 0 if run.device == "cpu" else run.devices}
+        resources = self._ray.cluster_resources()
+        for kind, count in needs.items():
+            if count > resources.get(kind, 0):
+                raise ValueError(f"{title} needs {count} {kind}; this Ray cluster has {resources.get(kind, 0):g}")
         task = self._ray.remote(job).options(
-            num_cpus=wanted["CPU"], num_gpus=wanted["GPU"], max_retries=RETRIES, retry_exceptions=False
+            num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_retries=RETRIES, retry_exceptions=False
         )
         self._jobs[task.remote(title, *arguments)] = title
 
     def ended(self) -> Iterator[tuple[str, Any]]:
-        """Jobs as they end, until all have; those never started are left out."""
+        """Yield title and outcome of each job as it ends; cancelled jobs are left out."""
         while self._jobs:
             done, _ = self._ray.wait(list(self._jobs), num_returns=1, timeout=1.0)
             for job in done:
@@ -65,7 +65,7 @@ class Cluster:
                     outcome = self._ray.get(job)
                 except self._ray.exceptions.RayError as error:
                     if self._stopped or isinstance(error, self._ray.exceptions.TaskCancelledError):
-                        continue  # it did not fail
+                        continue
                     outcome = getattr(error, "cause", None) or error
                 yield title, outcome
 
@@ -76,8 +76,8 @@ class Cluster:
             self._ray.cancel(job)
 
 
-def _reach(address: str) -> None:
-    """ValueError where nobody listens at HOST:PORT, on which Ray itself would wait for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise ValueError if HOST:PORT refuses connections; Ray itself would wait for minutes."""
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if separator and port.isdecimal():
         try:

@@ -1,4 +1,4 @@
-"""Run a study: what is finished is kept, what was interrupted goes on, what failed is a row."""
+"""Run a study: keep finished runs, resume interrupted ones, record failed ones as rows of the table."""
 
 import dataclasses
 import shutil
@@ -16,25 +16,32 @@ from normkit.lab.studies.workers import Workers, on_devices, train_job
 from normkit.lab.train.config import Run
 
 if TYPE_CHECKING:
-    from normkit.lab.studies.ray_workers import Cluster
+    from normkit.lab.studies.ray_workers import RayWorkers
 
-    Engine = Workers | Cluster  # what runs jobs: submit, ended, stop
+    Engine = Workers | RayWorkers
 
 
 @dataclasses.dataclass(frozen=True)
 class StudyPlan:
-    """Runs of a study by their folders: those to train, in this order; how many are finished; what data is missing."""
+    """Runs of a study that are left to train.
+
+    Attributes:
+        todo: Runs by folder, in the order of training.
+        finished: Number of runs that are finished already.
+        missing: A line for each data set that is missing (at scale paper: incomplete), whose runs are left out.
+    """
 
     todo: dict[Path, Run]
     finished: int
     missing: tuple[str, ...] = ()
-    """A line for each source of data that is not here, at scale paper not as a whole, whose runs are left out."""
 
 
 def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> StudyPlan:
-    """What is left to train, seed by seed so that a table is whole early.
+    """List the runs that are left to train, seed by seed, so that the table has all rows early.
 
-    ValueError where nothing can be run at this scale, or no data is here, or a folder holds a run of other settings.
+    Raises:
+        ValueError: If nothing can be run at this scale, all data is missing, or a folder holds a run with other
+            settings.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1; got {seeds}")
@@ -42,24 +49,24 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
     printed = [row.label for row in study.rows if row.settings is None and row.label in only]
     if not cells and printed:
         raise ValueError(
-            f"{', '.join(printed)} of {study.id}: the paper's figures alone are shown, normkit has no such method or "
-            "training; --only takes rows that can be run"
+            f"{', '.join(printed)} of {study.id}: only the paper's figures are shown: normkit has no such method "
+            "or training; --only takes rows that can be run"
         )
     if not cells:
-        there = ", ".join(study.scales) or "none: it shows the paper's figures alone"
-        raise ValueError(f"{study.id} has no runs at scale {scale} here; scales with runs: {there}")
+        available = ", ".join(study.scales) or "none: it shows only the paper's figures"
+        raise ValueError(f"{study.id} has no runs at scale {scale} here; scales with runs: {available}")
     runs = dict(seeded(cell, out, seed) for seed in range(seeds) for cell in cells)
     todo = {folder: run for folder, run in runs.items() if not finished(folder, run)}
     one_each = {run.data: run for run in todo.values()}
-    missing = {data: why for data, run in one_each.items() if (why := _absence(run, whole=scale == "paper"))}
+    missing = {data: reason for data, run in one_each.items() if (reason := _missing(run, whole=scale == "paper"))}
     if missing and len(missing) == len({run.data for run in runs.values()}):
         raise ValueError("; ".join(missing.values()))
     kept = {folder: run for folder, run in todo.items() if run.data not in missing}
     return StudyPlan(kept, len(runs) - len(todo), tuple(missing.values()))
 
 
-def _absence(run: Run, whole: bool) -> str:
-    """Why the data of a run cannot be read, or with `whole` is a part of the corpus; empty where all is well."""
+def _missing(run: Run, whole: bool) -> str:
+    """Explain why the data of a run cannot be read or, with `whole`, is incomplete; empty if it is fine."""
     from normkit.lab.train.source import source
 
     try:
@@ -75,7 +82,11 @@ def _absence(run: Run, whole: bool) -> str:
 
 
 def finished(folder: Path, run: Run) -> bool:
-    """Whether a folder holds this run's result: scores, or a divergence. ValueError where it is another run's."""
+    """Check whether a folder holds this run's result: scores, or a divergence.
+
+    Raises:
+        ValueError: If the result is of another run.
+    """
     if not (folder / results.FILE).is_file():
         return False
     result = results.read(folder)
@@ -84,11 +95,15 @@ def finished(folder: Path, run: Run) -> bool:
 
 
 def engine(plan: StudyPlan, processes: int, ray: str | None, board: Board) -> "Engine":
-    """What to train a plan with: processes here, or Ray at an address. ValueError where a GPU is missing here."""
-    if ray is not None:
-        from normkit.lab.studies.ray_workers import Cluster
+    """Create the engine for a plan: processes on this machine, or Ray at an address.
 
-        return Cluster(ray)
+    Raises:
+        ValueError: If the plan needs a GPU and this machine has none.
+    """
+    if ray is not None:
+        from normkit.lab.studies.ray_workers import RayWorkers
+
+        return RayWorkers(ray)
     if any(run.device == "cuda" for run in plan.todo.values()):
         import torch
 
@@ -96,46 +111,50 @@ def engine(plan: StudyPlan, processes: int, ray: str | None, board: Board) -> "E
             raise ValueError(
                 "this scale needs a GPU, and none is here; --scale pocket does not, --ray ADDRESS may have"
             )
-    return Workers(processes, board.tell)
+    return Workers(processes, board.update)
 
 
 def run_study(
     study: Study, scale: str, out: Path, plan: StudyPlan, engine: "Engine", board: Board, command: str = ""
 ) -> tuple[Table, bool]:
-    """Train what a plan has left; returns the table of all that is there, and whether it was interrupted.
+    """Train the runs of a plan; after each run, write the table's files again.
 
-    After each run the table's files are written anew. A run that raised leaves failed.txt, is tried again next time.
+    A run that raises leaves failed.txt and is tried again next time.
+
+    Returns:
+        The table of all finished runs, and whether Ctrl-C interrupted the study.
     """
-    interrupted = False
     folders = {run.name: folder for folder, run in plan.todo.items()}
+
+    def collect_ended() -> None:
+        for title, outcome in engine.ended():
+            failure = folders[title] / FAILURE
+            if isinstance(outcome, BaseException):
+                status = f"failed: {' '.join(str(outcome).split()) or type(outcome).__name__}"
+                write_whole(failure, f"{status[:300]}\n".encode())
+            else:
+                status = outcome["status"]
+                failure.unlink(missing_ok=True)
+            board.end(title, status)
+            write(collect(study, scale, out), out)
+
     for folder, run in plan.todo.items():
         engine.submit(run.name, study_job, run, folder, command)
+    interrupted = False
     try:
-        _collect(study, scale, out, engine, board, folders)
+        collect_ended()
     except KeyboardInterrupt:
         interrupted = True
-        board.say("stopping; what is finished is kept, the rest goes on from here next time (Ctrl-C again: at once)")
+        board.print("stopping; finished runs are kept, the others resume next time (Ctrl-C again: at once)")
         engine.stop()
-        _collect(study, scale, out, engine, board, folders)
+        collect_ended()
     table = collect(study, scale, out)
     write(table, out)
     return table, interrupted
 
 
-def _collect(study: Study, scale: str, out: Path, engine: "Engine", board: Board, folders: dict[str, Path]) -> None:
-    for title, outcome in engine.ended():
-        if isinstance(outcome, BaseException):
-            ending = f"failed: {' '.join(str(outcome).split()) or type(outcome).__name__}"
-            write_whole(folders[title] / FAILURE, f"{ending[:300]}\n".encode())
-        else:
-            ending = outcome["status"]
-            (folders[title] / FAILURE).unlink(missing_ok=True)
-        board.end(title, ending)
-        write(collect(study, scale, out), out)
-
-
 def study_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any]:
-    """A worker's job: train, or go on where it stopped, telling the parent; its checkpoints go when it is finished."""
+    """Train or resume a run in a worker; remove its checkpoints when it is finished."""
     on_devices(run.devices, train_job, title, run, folder, command, True)
     result = results.read(folder)
     if not result["status"].startswith("interrupted"):

@@ -1,4 +1,4 @@
-"""A study: a grid of runs with the figures that a paper printed for them."""
+"""Study: a grid of runs beside the figures that a paper printed for them."""
 
 import dataclasses
 import hashlib
@@ -16,16 +16,16 @@ from normkit.norms import options, parse
 from normkit.text import format_spec
 
 SCALES = ("pocket", "gpu", "paper")
-ELSEWHERE = ("name", "device", "threads")  # settings that say where a run was made, not what it is
+WHERE = ("name", "device", "threads")  # settings that identify where a run was made, not what it is
 AFTER_WARMUP = ("r_until", "d_until", "until")  # options of norms that count steps from the start
-LONGEST = 100  # characters of a folder's name
+MAX_NAME = 100  # characters of a folder's name
 
 Settings = Mapping[str, Any]
-"""Fields of a `Run` to replace, those of its parts with a dot: `{"model.norm": "un", "warmup": Times(2)}`."""
+"""Fields of a `Run` to replace; those of its parts with a dot: `{"model.norm": "un", "warmup": Times(2)}`."""
 
 
 class Times(NamedTuple):
-    """In settings: so many times what the base run has."""
+    """Value in settings: the base run's value times `factor`."""
 
     factor: float
 
@@ -50,40 +50,64 @@ Bases = Mapping[str, Base]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of a paper's table: which number of which runs."""
+    """A column of a table: one metric of some runs.
+
+    Attributes:
+        title: The paper's heading, in our words.
+        metric: Name of a row of METRICS.
+        base: Starting point of the runs, by scale.
+        settings: Settings that this column replaces in its base.
+        at: Further settings, by scale.
+        options: Options for the rows' norms in this column: for those norms that have them and do not set them.
+    """
 
     title: str
-    """As the paper heads it, in our words."""
     metric: str
-    """A row of METRICS."""
     base: Bases = dataclasses.field(default_factory=dict)
-    """By scale; a scale that is not there has not been run yet, for want of data or of a recipe."""
     settings: Settings = dataclasses.field(default_factory=dict)
-    """What this column changes in its base."""
     at: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
-    """Further settings at some scale."""
     options: Settings = dataclasses.field(default_factory=dict)
-    """Options of the rows' norms in this column, of those norms that have them and do not say otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a paper's table: a way to train, and what the paper printed for it."""
+    """A row of a table: a way to train, and the figures that the paper printed for it.
+
+    Attributes:
+        label: Title of the row.
+        settings: Settings that this row replaces; None if normkit cannot run it and shows the paper alone.
+        printed: The paper's figure for each column, digit by digit.
+        base: Starting point in place of the columns' bases.
+        at: Further settings, by scale.
+    """
 
     label: str
     settings: Settings | None
-    """What this row changes in each column's base; None for what normkit has not: the paper alone is shown."""
     printed: tuple[str, ...] = ()
-    """The paper's figure for each column, digit by digit."""
     base: Bases | None = None
-    """What this row starts from in place of the columns' bases."""
     at: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
-    """Further settings at some scale."""
+
+    @property
+    def names(self) -> set[str]:
+        """Names by which `--only` selects this row: its label, its norm with and without options."""
+        if self.settings is None:
+            return {self.label}
+        spec = self.settings.get("model.norm", "layer")
+        return {self.label, spec, parse(spec)[0]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """A table or figure of a paper, or a question of our own, as a grid of runs: rows times columns times seeds.
+    """A table or figure of a paper, or a question of our own, as a grid of runs: rows x columns x seeds.
+
+    Attributes:
+        id: Name, such as `pn.table2`.
+        title: The comparison, in a line.
+        rows: Ways to train.
+        columns: Metrics and models.
+        source: Paper and place, such as "PowerNorm, Table 2"; empty for a question of our own.
+        claim: The paper's conclusion. Figures print no numbers, so this is compared with our results.
+        note: Differences between our runs and the paper's at every scale.
 
     >>> from normkit.lab.studies.recipes import g2p_cmudict
     >>> base = {"pocket": Base("toy", g2p_cmudict, {"steps": 10})}
@@ -94,17 +118,12 @@ class Study:
     """
 
     id: str
-    """As `pn.table2`."""
     title: str
-    """What is compared, in a line."""
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
     source: str = ""
-    """Paper and place, as "PowerNorm, Table 2"; empty for a question of our own."""
     claim: str = ""
-    """What the paper sees in it; figures print no numbers, so this is what ours are held against."""
     note: str = ""
-    """Where our runs differ from the paper's at every scale."""
 
     def __post_init__(self):
         for column in self.columns:
@@ -117,12 +136,12 @@ class Study:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Scales at which something of it can be run."""
+        """Scales at which some of the study can be run."""
         return tuple(scale for scale in SCALES if expand(self, scale))
 
 
 class Cell(NamedTuple):
-    """A place of the grid: which row and column, the run without its seed, and the folder of its seeds."""
+    """A place of the grid: its row and column, the run without its seed, and the folder of its seeds."""
 
     row: int
     column: int
@@ -131,73 +150,78 @@ class Cell(NamedTuple):
 
 
 def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
-    """The cells of a study that can be run at a scale, row by row; `only` takes rows of these norms or labels.
+    """List the cells of a study that can be run at a scale, row by row.
 
-    ValueError for a scale that there is not, and for a name in `only` that is in no row.
+    Args:
+        study: The study.
+        scale: One of SCALES.
+        only: Norms or labels of rows; empty for all rows.
+
+    Raises:
+        ValueError: If the scale is unknown, or no row has a name in `only`.
     """
     if scale not in SCALES:
         raise ValueError(f"there is no scale {scale!r}; there are {', '.join(SCALES)}")
-    rows = {number: row for number, row in enumerate(study.rows) if not only or _names(row) & set(only)}
-    known = set().union(*map(_names, study.rows))
+    names = sorted(set().union(*(row.names for row in study.rows)))
     for name in only:
-        pick(dict.fromkeys(sorted(known)), name, f"row of {study.id}")
+        pick(dict.fromkeys(names), name, f"row of {study.id}")
     cells = []
-    for number, row in rows.items():
+    for number, row in enumerate(study.rows):
+        if row.settings is None or (only and row.names.isdisjoint(only)):
+            continue
         for place, column in enumerate(study.columns):
             base = (column.base if row.base is None else row.base).get(scale)
-            if base is None or row.settings is None:
+            if base is None:
                 continue
-            start = override(base.recipe(), base.settings)
-            wanted = override(start, {**column.settings, **column.at.get(scale, {})})
-            wanted = override(override(wanted, row.settings), row.at.get(scale, {}))
-            wanted = override(wanted, {"model.norm": with_options(wanted.model.norm, column.options)})
-            if set(wanted.model.norm_at.values()) == {wanted.model.norm}:  # one norm everywhere, said twice
-                wanted = override(wanted, {"model.norm_at": {}})
-            folder = Path(scale) / base.name / name_of(start, wanted)
-            cells.append(Cell(number, place, _settle(wanted, scale, folder), folder))
+            start = run = override(base.recipe(), base.settings)
+            for settings in ({**column.settings, **column.at.get(scale, {})}, row.settings, row.at.get(scale, {})):
+                run = override(run, settings)
+            run = override(run, {"model.norm": with_options(run.model.norm, column.options)})
+            if set(run.model.norm_at.values()) == {run.model.norm}:  # the same norm everywhere, written twice
+                run = override(run, {"model.norm_at": {}})
+            folder = Path(scale) / base.name / folder_name(start, run)
+            cells.append(Cell(number, place, _complete(run, scale, folder), folder))
     return cells
 
 
 def override(run: Run, settings: Settings) -> Run:
-    """A run with some settings replaced.
+    """Replace some settings of a run.
 
     >>> from normkit.lab.studies.recipes import g2p_cmudict
     >>> run = override(g2p_cmudict(), {"model.norm": "un", "warmup": Times(2)})
     >>> run.model.norm, run.warmup
     ('un', 1000)
     """
-    changed: dict[str, dict[str, Any]] = {"": {}, "model": {}, "images": {}}
+    changes: dict[str, dict[str, Any]] = {"": {}}
     for name, value in settings.items():
         part, _, field = name.rpartition(".")
-        of, found = getattr(run, part, None) if part else run, changed.get(part, {})
-        if part not in changed or not hasattr(of, field):
+        owner = getattr(run, part, None) if part else run
+        if not (dataclasses.is_dataclass(owner) and hasattr(owner, field)):
             raise ValueError(f"a run has no setting {name!r}")
         if isinstance(value, Times):
-            before = getattr(of, field)
-            value = max(1, round(before * value.factor)) if isinstance(before, int) else before * value.factor  # noqa: PLW2901
-        found[field] = value
-    own, model, images = changed.values()
-    parts = {"model": dataclasses.replace(run.model, **model), "images": dataclasses.replace(run.images, **images)}
+            product = getattr(owner, field) * value.factor
+            value = max(1, round(product)) if isinstance(getattr(owner, field), int) else product  # noqa: PLW2901
+        changes.setdefault(part, {})[field] = value
+    own = changes.pop("")
+    parts = {part: dataclasses.replace(getattr(run, part), **changed) for part, changed in changes.items()}
     return dataclasses.replace(run, **own, **parts)
 
 
 def with_options(spec: str, more: Settings) -> str:
-    """A norm with further options, of those that it has and does not say itself; all in the order of its own.
+    """Add options to a norm: those that it has and does not set, all in the norm's own order.
 
     >>> with_options("un(window=2)", {"alpha": 0.8, "window": 4}), with_options("layer", {"alpha": 0.8})
     ('un(window=2, alpha=0.8)', 'layer')
     """
     name, given = parse(spec)
-    own = options(name)
-    if not more.keys() & own.keys() - given.keys():
-        return spec
-    return format_spec(name, {key: {**more, **given}[key] for key in own if key in given or key in more})
+    merged = {key: {**more, **given}[key] for key in options(name) if key in given or key in more}
+    return format_spec(name, merged) if merged.keys() - given.keys() else spec
 
 
 def warmed(spec: str, warmup: int) -> str:
-    """A norm whose statistics warm up as long as the learning rate does, unless it says otherwise.
+    """Let the statistics of a norm warm up as long as the learning rate does, unless the spec sets `warmup`.
 
-    Phases that follow the warm-up keep their length in proportion to it.
+    Phases after the warm-up keep their length in proportion to it.
 
     >>> warmed("un(window=2)", 100), warmed("layer", 100)
     ('un(window=2, warmup=100)', 'layer')
@@ -215,7 +239,7 @@ def warmed(spec: str, warmup: int) -> str:
 
 
 def warm(run: Run) -> Run:
-    """A run in which all norms are `warmed`: with a default of 4,000 steps, shorter runs would never leave the warm-up.
+    """Apply `warmed` to all norms of a run: shorter runs would never leave the default warm-up of 4,000 steps.
 
     >>> from normkit.lab.studies.recipes import g2p_cmudict
     >>> run = override(g2p_cmudict(), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
@@ -226,65 +250,61 @@ def warm(run: Run) -> Run:
     return override(run, {"model.norm": warmed(run.model.norm, run.warmup), "model.norm_at": norm_at})
 
 
-def name_of(base: Run, run: Run) -> str:
-    """What tells a run from its base: the norm, then what else differs, as the name of a folder.
+def folder_name(base: Run, run: Run) -> str:
+    """Name a run's folder by its norm and the other settings that differ from its base.
 
     >>> from normkit.lab.studies.recipes import g2p_cmudict
     >>> base = g2p_cmudict()
-    >>> name_of(base, override(base, {"model.norm": "power(groups=0)", "model.placement": "post"}))
+    >>> folder_name(base, override(base, {"model.norm": "power(groups=0)", "model.placement": "post"}))
     'power-groups=0,placement=post'
     """
     before, after = flat(dataclasses.asdict(base)), flat(dataclasses.asdict(run))
     parts = [run.model.norm]
     for key, value in after.items():
-        if value != before.get(key) and key not in ("name", "model.norm"):
-            text = ",".join(f"{place}={norm}" for place, norm in value.items()) if isinstance(value, dict) else value
-            parts.append(text if isinstance(value, dict) else f"{key.removeprefix('model.')}={text}")
-    name = ",".join(re.sub(r"[^\w.=]+", "-", str(part)).strip("-") for part in parts)
-    return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        if value == before.get(key) or key in ("name", "model.norm"):
+            continue
+        if isinstance(value, dict):
+            parts.append(",".join(f"{place}={norm}" for place, norm in value.items()))
+        else:
+            parts.append(f"{key.removeprefix('model.')}={value}")
+    name = ",".join(re.sub(r"[^\w.=]+", "-", part).strip("-") for part in parts)
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def seeded(cell: Cell, out: Path, seed: int) -> tuple[Path, Run]:
     """Folder and run of one seed of a cell."""
-    return out / cell.folder / f"seed-{seed}", dataclasses.replace(
-        cell.run, seed=seed, name=f"{cell.run.name}/seed-{seed}"
-    )
+    run = dataclasses.replace(cell.run, seed=seed, name=f"{cell.run.name}/seed-{seed}")
+    return out / cell.folder / f"seed-{seed}", run
 
 
 def seeds(folder: Path) -> dict[int, Path]:
-    """The folders of a cell's seeds; a copy that somebody keeps beside them (seed-0-old) is none."""
+    """Folders of a cell's seeds; a copy beside them, such as seed-0-old, is ignored."""
     return {int(path.name[5:]): path for path in folder.glob("seed-*") if re.fullmatch(r"seed-(0|[1-9]\d*)", path.name)}
 
 
-def differences(found: Settings, wanted: Run) -> list[str]:
-    """Settings of a result's run that are not those of `wanted`, a line each; where it was run does not count."""
-    have, want = flat(dict(found)), flat(dataclasses.asdict(wanted))
+def differences(found: Settings, expected: Run) -> list[str]:
+    """Describe the settings in which a result's run differs from the expected one, except those in WHERE."""
+    have, need = flat(dict(found)), flat(dataclasses.asdict(expected))
     defaults = flat(dataclasses.asdict(Run(name="", task="", data="", steps=1)))
     return [
         f"{name} {have.get(name, defaults.get(name))!r} where the study has {value!r}"
-        for name, value in want.items()
-        if name not in ELSEWHERE and _plain(have.get(name, defaults.get(name))) != _plain(value)
+        for name, value in need.items()
+        if name not in WHERE and _as_json(have.get(name, defaults.get(name))) != _as_json(value)
     ]
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _names(row: Row) -> set[str]:
-    """What a row answers to: its label, its norm with and without options."""
-    spec = (row.settings or {}).get("model.norm", "layer" if row.settings is not None else "")
-    return {row.label} | ({spec, parse(spec)[0]} if spec else set())
-
-
-def _settle(run: Run, scale: str, folder: Path) -> Run:
-    """The run as it is trained: its name, its device, statistics that warm up, checkpoints to resume from."""
-    where: dict[str, Any] = {"device": "cpu", "threads": 1} if scale == "pocket" else {"device": "cuda"}
+def _complete(run: Run, scale: str, folder: Path) -> Run:
+    """Set name, device, warm-up of statistics, and checkpoints to resume from."""
+    hardware: dict[str, Any] = {"device": "cpu", "threads": 1} if scale == "pocket" else {"device": "cuda"}
     every = run.checkpoint_every or max(1, run.steps // 10)
     keep = max(run.average, 2)  # checkpoints of many runs fill a disk
-    return dataclasses.replace(warm(run), name=str(folder), checkpoint_every=every, keep=keep, **where)
+    return dataclasses.replace(warm(run), name=str(folder), checkpoint_every=every, keep=keep, **hardware)
 
 
 def unique(cells: Iterable[Cell]) -> list[Cell]:
-    """Cells without those that share another one's runs."""
+    """Keep one cell of those that share the same runs."""
     return list({cell.folder: cell for cell in reversed(list(cells))}.values())[::-1]

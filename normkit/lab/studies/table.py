@@ -1,4 +1,4 @@
-"""A study's table: what the paper printed and, beside it, what finished runs of one scale say."""
+"""Table of a study: the paper's figures beside those of our finished runs at one scale."""
 
 import json
 import math
@@ -14,33 +14,35 @@ from normkit.files import write_whole
 from normkit.lab.report import results
 from normkit.lab.studies.metrics import METRICS
 from normkit.lab.studies.study import Cell, Column, Study, differences, expand, seeded, seeds
+from normkit.lab.train.config import Run
 from normkit.text import align, escape
 
 SCHEMA = 1
-FAILURE = "failed.txt"  # what a run folder has in place of a result, where training raised an error
+FAILURE = "failed.txt"  # in a run folder in place of a result, if training raised an error
 NOT_YET = "not yet run"
 NONE = "-"
 WIDTH = 120
 Table = dict[str, Any]
-"""What `collect` returns and JSON holds; `text` and `markdown` show it."""
+"""Returned by `collect` and written as JSON; `text` and `markdown` format it."""
 
 
 def collect(study: Study, scale: str, out: Path) -> Table:
-    """The table of a study from the runs in `out`, whatever seeds there are.
+    """Build the table of a study from the runs in `out`, with all seeds that exist.
 
-    ValueError where a run was trained with other settings than this study's at this scale: scales are never mixed.
+    Raises:
+        ValueError: If a run has other settings than this study at this scale: scales are never mixed.
     """
     cells = {(cell.row, cell.column): cell for cell in expand(study, scale)}
     rows = []
     for number, row in enumerate(study.rows):
-        shown = []
+        found = []
         for place, column in enumerate(study.columns):
             cell = cells.get((number, place))
             printed = row.printed[place] if row.printed else None
             runs = [] if cell is None else _runs(cell, column, out)
             ours = row.settings is not None
-            shown.append({"printed": printed, "ours": ours, "runs": runs, **_summary(runs)})
-        rows.append({"label": row.label, "cells": shown})
+            found.append({"printed": printed, "ours": ours, "runs": runs, **_summary(runs)})
+        rows.append({"label": row.label, "cells": found})
     return {
         "schema": SCHEMA,
         "study": study.id,
@@ -49,19 +51,18 @@ def collect(study: Study, scale: str, out: Path) -> Table:
         "claim": study.claim,
         "note": study.note,
         "scale": scale,
-        "columns": [_column(study, place) for place in range(len(study.columns))],
+        "columns": [_column(column) for column in study.columns],
         "rows": rows,
     }
 
 
-def _column(study: Study, place: int) -> dict[str, Any]:
-    column = study.columns[place]
+def _column(column: Column) -> dict[str, Any]:
     metric = METRICS[column.metric]
     return {"title": column.title, "about": metric.about, "better": metric.better, "digits": metric.digits}
 
 
 def _runs(cell: Cell, column: Column, out: Path) -> list[dict[str, Any]]:
-    """What each seed's folder says."""
+    """Read the runs of a cell, one for each seed."""
     found = []
     for seed, folder in sorted(seeds(out / cell.folder).items()):
         record: dict[str, Any] = {"seed": seed, "folder": folder.relative_to(out).as_posix(), "value": None}
@@ -89,7 +90,7 @@ def _runs(cell: Cell, column: Column, out: Path) -> list[dict[str, Any]]:
 
 
 def _data(result: Mapping[str, Any]) -> str | None:
-    """What a run was trained on, a part of a corpus under its own name, and how much of the test it was scored on."""
+    """Name the data of a run, and how much of the test split it was scored on."""
     facts = result.get("data") or {}
     n = next((scores["n"] for scores in result["scores"].values() if scores.get("n")), None)
     if n is None or "name" not in facts:
@@ -100,9 +101,9 @@ def _data(result: Mapping[str, Any]) -> str | None:
     return f"{facts['name']}, scored on {count} test {'words' if result['run']['task'] == 'lm' else 'items'}"
 
 
-def check(folder: Path, have: Mapping[str, Any], want: Any) -> None:
-    """ValueError where the settings in a folder are not those of the run that a study wants there."""
-    changed = differences(have, want)
+def check(folder: Path, found: Mapping[str, Any], expected: Run) -> None:
+    """Raise ValueError if the settings in a folder are not those of the study's run."""
+    changed = differences(found, expected)
     if changed:
         raise ValueError(
             f"{folder} holds a run of other settings, which this table does not mix in: {'; '.join(changed[:3])}; "
@@ -119,11 +120,8 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-# -- what is shown ----------------------------------------------------------------------------------------------------
-
-
 def cell_text(cell: Mapping[str, Any], digits: int) -> str:
-    """Ours, in a cell: mean ± sample standard deviation (n), and what did not end well.
+    """Format our figure: mean ± sample standard deviation (n), and runs that did not finish.
 
     >>> run = {"seed": 0, "status": "diverged at step 7", "value": None}
     >>> cell_text({"ours": True, "runs": [run], "n": 0, "mean": None, "spread": None}, 1)
@@ -144,42 +142,34 @@ def cell_text(cell: Mapping[str, Any], digits: int) -> str:
 
 
 def grid(table: Table) -> tuple[list[tuple[str, str]], list[list[str]]]:
-    """Headings (the column, and whose figure) and rows as text; ours appear where something of a column was run."""
-    places = range(len(table["columns"]))
-    heads, shown = [("", "")], []
-    for place in places:
+    """Format headings (column, and "paper" or "ours") and rows. Columns that were not run show the paper alone."""
+    heads, rows = [("", "")], [[escape(row["label"])] for row in table["rows"]]
+    for place, column in enumerate(table["columns"]):
         cells = [row["cells"][place] for row in table["rows"]]
-        title = escape(table["columns"][place]["title"])
-        printed, run = any(cell["printed"] for cell in cells), any(cell["runs"] for cell in cells)
-        shown.append((printed, run or not printed))
-        heads += [
-            (title, whose)
-            for whose, there in zip(("paper", f"ours, {table['scale']}"), shown[-1], strict=True)
-            if there
-        ]
-    rows = []
-    for row in table["rows"]:
-        line = [escape(row["label"])]
-        for place in places:
-            cell = row["cells"][place]
-            texts = (cell["printed"] or NONE, cell_text(cell, table["columns"][place]["digits"]))
-            line += [text for text, there in zip(texts, shown[place], strict=True) if there]
-        rows.append(line)
+        title, printed = escape(column["title"]), any(cell["printed"] for cell in cells)
+        if printed:
+            heads.append((title, "paper"))
+        ours = any(cell["runs"] for cell in cells) or not printed
+        if ours:
+            heads.append((title, f"ours, {table['scale']}"))
+        for line, cell in zip(rows, cells, strict=True):
+            line.extend([cell["printed"] or NONE] if printed else [])
+            line.extend([cell_text(cell, column["digits"])] if ours else [])
     return heads, rows
 
 
 def text(table: Table) -> str:
-    """The table, where it comes from, how the order of its rows compares with the paper's: what a command prints."""
+    """Format a table with its heading and remarks, as `normkit study` prints it."""
     heads, rows = grid(table)
-    lines = [[head for head, _ in heads], [whose for _, whose in heads], *rows]
+    lines = [[head for head, _ in heads], [source for _, source in heads], *rows]
     notes = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in remarks(table)]
     return "\n".join([heading(table), "", align(lines, right=range(1, len(heads)), heads=2), "", *notes]) + "\n"
 
 
 def markdown(table: Table, commands: bool = True) -> str:
-    """The same as Markdown, with the commands that made it or without."""
+    """Format a table as Markdown, with or without the commands of its runs."""
     heads, lines = grid(table)
-    head = [f"{title}: {whose}" if title else "" for title, whose in heads]
+    head = [f"{title}: {source}" if title else "" for title, source in heads]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in (head, *lines)]
     rows = [f"| {' | '.join(line)} |" for line in (cells[0], ["---"] + ["---:"] * (len(head) - 1), *cells[1:])]
     notes = [f"- {line}" for line in remarks(table, commands)]
@@ -187,15 +177,15 @@ def markdown(table: Table, commands: bool = True) -> str:
 
 
 def heading(table: Table) -> str:
-    """Study, title and source in a line."""
+    """Name study, title and source in a line."""
     source = f" ({table['source']})" if table["source"] else ""
     return f"{table['study']}: {table['title']}{source}"
 
 
 def remarks(table: Table, commands: bool = True) -> list[str]:
-    """What is to be known below a table: claim, order, what was not run, where and how ours was made."""
+    """List the remarks below a table: claim, order, missing runs, data, machines and commands."""
     runs = [run for row in table["rows"] for cell in row["cells"] for run in cell["runs"]]
-    lines = [f"The paper sees: {table['claim']}"] if table["claim"] else []
+    lines = [f"The paper's claim: {table['claim']}"] if table["claim"] else []
     lines += [table["note"]] if table["note"] else []
     lines += [line for place in range(len(table["columns"])) if (line := agreement(table, place))]
     missing = [
@@ -222,14 +212,14 @@ def remarks(table: Table, commands: bool = True) -> list[str]:
 
 
 def _trained_on(table: Table) -> list[str]:
-    """A line that names the data of our runs, with the columns where they differ."""
+    """Name the data of our runs, with the columns if they differ."""
     columns: dict[str, list[str]] = {}
     for place, column in enumerate(table["columns"]):
         found = {run.get("data") for row in table["rows"] for run in row["cells"][place]["runs"]}
         for data in sorted(found - {None}):
             columns.setdefault(data, []).append(column["title"])
-    told = [f"{data} ({', '.join(titles)})" if len(columns) > 1 else data for data, titles in columns.items()]
-    return [f"Data of ours: {'; '.join(told)}."] if told else []
+    names = [f"{data} ({', '.join(titles)})" if len(columns) > 1 else data for data, titles in columns.items()]
+    return [f"Data of ours: {'; '.join(names)}."] if names else []
 
 
 def _commit(run: Mapping[str, Any]) -> str:
@@ -237,7 +227,7 @@ def _commit(run: Mapping[str, Any]) -> str:
 
 
 def number(printed: str | None) -> float | None:
-    """A printed figure as a number; a failure is infinite, a figure that is not there None.
+    """Read a printed figure: a failure is infinite, a missing figure None.
 
     >>> number("20.91‡∗"), number("FAIL"), number("/")
     (20.91, inf, None)
@@ -251,7 +241,7 @@ def number(printed: str | None) -> float | None:
 
 
 def agreement(table: Table, place: int) -> str | None:
-    """How many pairs of rows ours order as the paper does; None where there is nothing to compare."""
+    """Count the pairs of rows that we order as the paper does; None if there is none to compare."""
     column = table["columns"][place]
     sign = column["better"] or 1
     theirs: dict[str, float] = {}
@@ -268,19 +258,17 @@ def agreement(table: Table, place: int) -> str | None:
     pairs = [(a, b) if theirs[a] > theirs[b] else (b, a) for a, b in pairs]
     against = [f"{b} over {a}" for a, b in pairs if ours[b] > ours[a]]
     same = sum(ours[a] > ours[b] for a, b in pairs)
-    told = f": {', '.join(against)}" if against else ""
-    return f"{column['title']}: of {len(pairs)} pairs, ours order {same} as the paper, {len(against)} against{told}."
+    which = f": {', '.join(against)}" if against else ""
+    return f"{column['title']}: of {len(pairs)} pairs, ours order {same} as the paper, {len(against)} against{which}."
 
 
 def _ours(cell: Mapping[str, Any]) -> float | None:
-    """The mean; infinite where all seeds diverged."""
+    """Mean over seeds; infinite if all seeds diverged."""
     if cell["mean"] is not None:
         return cell["mean"]
     ended = [run["status"] for run in cell["runs"]]
     return math.inf if ended and all(status.startswith("diverged") for status in ended) else None
 
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 FILES: dict[str, Callable[[Table], str]] = {
     "json": lambda table: json.dumps(table, indent=1, ensure_ascii=False) + "\n",
@@ -290,8 +278,8 @@ FILES: dict[str, Callable[[Table], str]] = {
 
 
 def write(table: Table, out: Path) -> Path:
-    """Write STUDY.json, .txt and .md into `out/SCALE/tables`; returns the path of the text."""
-    for ending, show in FILES.items():
-        path = out / table["scale"] / "tables" / f"{table['study']}.{ending}"
-        write_whole(path, show(table).encode())
-    return out / table["scale"] / "tables" / f"{table['study']}.txt"
+    """Write STUDY.json, .txt and .md into `out/SCALE/tables`, and return the path of the text."""
+    path = out / table["scale"] / "tables" / table["study"]
+    for ending, format_table in FILES.items():
+        write_whole(path.with_name(f"{path.name}.{ending}"), format_table(table).encode())
+    return path.with_name(f"{path.name}.txt")
