@@ -78,6 +78,23 @@ def test_a_mask_that_masks_nothing_yet(how):
     both_agree(Two(masked), (x, none), (x, some), "add" if how == "masked_fill" else "multiply-add")
 
 
+@pytest.mark.parametrize("value", [torch.tensor(0.0), torch.tensor(-2.0)])
+def test_a_mask_that_fills_in_a_tensor(value):
+    def masked(y, a, b, mask):
+        return a(y.masked_fill(mask[..., None], value)) + b(y)
+
+    x, mask = torch.randn(2, 5, DIM), torch.arange(10).view(2, 5) % 3 == 0
+    both_agree(Two(masked), (x, mask), (x, ~mask), "multiply-add")
+
+
+def test_a_mask_that_fills_in_a_number_computed_from_the_norm():
+    def masked(y, a, b, mask):
+        return a(torch.ones_like(y).masked_fill(mask[..., None], y.mean((0, 1, 2)))) + b(y)
+
+    x, mask = torch.randn(2, 5, DIM), torch.arange(10).view(2, 5) % 3 == 0
+    both_agree(Two(masked), (x, mask), (x, ~mask), "multiply-add")
+
+
 @pytest.mark.parametrize("factor", [torch.tensor(0.5), torch.tensor([1.0])])
 def test_a_factor_that_the_caller_passes_is_not_folded_in(factor):
     model = Two(lambda y, a, b, f: a(y * f) + b(y))

@@ -132,6 +132,8 @@ class Tracer(TorchDispatchMode):
             return torch.full(t.shape, FOREIGN, dtype=torch.float64) if shadow is None else shadow
 
         packet = func.overloadpacket
+        if packet is aten.masked_fill and isinstance(args[2], Tensor):
+            self.read(args[2], "aten.masked_fill")
         args, kwargs = tree_map(stand_in, args), tree_map(stand_in, kwargs)
         if packet in (aten.masked_fill, aten.where):
             args = tuple(_both_ways(a) if isinstance(a, Tensor) and a.dtype is torch.bool else a for a in args)
@@ -141,7 +143,7 @@ class Tracer(TorchDispatchMode):
             if packet is aten.constant_pad_nd and len(args) > 2 and args[2] != 0:
                 args = (*args[:2], FOREIGN)
             if packet is aten.masked_fill:
-                value = args[2]
+                value, func = args[2], packet  # the overload for a number, also where the model fills in a tensor
                 args = (*args[:2], ZERO if not isinstance(value, Tensor) and value == 0 else FOREIGN)
             moved = func(*args, **kwargs)
             if packet is aten.constant_pad_nd and self.trace.resizable and not any(args[1]):
