@@ -1,6 +1,6 @@
 """Fold many models and write docs/compatibility.md: norms found, converted and gone, errors, and what stays and why.
 
-    python benchmarks/compatibility.py [--rows results/compatibility.json] [--out docs/compatibility.md]
+    python benchmarks/compatibility.py [--rows benchmarks/results/compatibility.json] [--out docs/compatibility.md]
     python benchmarks/compatibility.py --only bert gpt2 "timm resnet18"
     python benchmarks/compatibility.py --page
 
@@ -135,7 +135,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "compatibility.md")
-    parser.add_argument("--rows", type=Path, default=ROOT / "results" / "compatibility.json")
+    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "results" / "compatibility.json")
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--page", action="store_true")
     given = parser.parse_args()

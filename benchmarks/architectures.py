@@ -1,0 +1,179 @@
+"""Further architectures of transformers, timm and torchvision in tiny sizes, for the page of compatibility.
+
+They have random weights, gains, biases and statistics. `CASES` maps a name to a function that builds the case.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from third_party_models import Case, padding, pixels, randomize, tokens
+
+SIZES = {  # options of configurations in transformers, used where a configuration has them
+    "vocab_size": 50, "hidden_size": 16, "d_model": 16, "n_embd": 16, "dim": 16, "embedding_size": 16,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
+    "num_decoder_layers": 2, "num_encoder_layers": 2, "num_attention_heads": 2, "n_head": 2, "n_heads": 2,
+    "num_heads": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_ff": 32, "d_kv": 8,
+    "ffn_dim": 32, "ffn_hidden_size": 32, "n_inner": 32, "hidden_dim": 32, "max_position_embeddings": 64,
+    "n_positions": 64, "max_source_positions": 64, "max_target_positions": 64, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+    "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "image_size": 32, "patch_size": 8,
+    "rotary_dim": 8, "type_vocab_size": 2,
+}  # fmt: skip
+PICTURES = {"vocab_size", "patch_size"}  # left as they are for models of images, which often have several stages
+
+OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
+    "recurrent_gemma": {"lru_width": 16, "block_types": ["recurrent", "attention"]},
+    "mamba": {"state_size": 4},
+    "falcon_mamba": {"state_size": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 4},
+    "switch_transformers": {"num_sparse_encoder_layers": 1},
+    "esm": {"mask_token_id": 3},
+    "xlm": {"emb_dim": 16},
+    "flaubert": {"emb_dim": 16},
+    "codegen": {"n_head": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "dots1": {"n_shared_experts": 1},
+    "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "funnel": {"block_sizes": [1, 1]},
+    "xmod": {"default_language": "en_XX"},
+}
+SKIP = {"funnel": {"num_hidden_layers"}, "prophetnet": {"num_hidden_layers"}, "gemma4_text": {"head_dim"}}  # fmt: skip
+
+CAUSAL = (
+    "afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid beam bert-generation biogpt bitnet blenderbot bloom "
+    "codegen cohere cohere2 cohere2_moe cpmant ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama "
+    "doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo gemma3_text "
+    "gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss "
+    "gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe inkling_text "
+    "internlm3 jais2 jamba jetmoe lfm2 lfm2_moe llama4_text longcat_flash mamba mamba2 mellum minicpm3 minimax "
+    "minimax_m2 ministral mixtral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 olmoe openai-gpt opt "
+    "pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss "
+    "smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlstm youtu"
+).split()
+MASKED = (
+    "albert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert "
+    "flaubert fnet funnel ibert jina_embeddings_v3 layoutlm longformer megatron-bert mobilebert modernbert mpnet mra "
+    "nomic_bert nystromformer rembert roberta-prelayernorm roc_bert roformer squeezebert tapas xlm xlm-roberta "
+    "xlm-roberta-xl xmod yoso canine"
+).split()
+PAIRS = (
+    "blenderbot-small fsmt led longt5 m2m_100 mbart mt5 mvp nllb-moe pegasus pegasus_x plbart prophetnet "
+    "switch_transformers t5gemma umt5"
+).split()
+IMAGES = (
+    "beit bit convnext convnextv2 cvt data2vec-vision deit dinov2 dinov2_with_registers donut-swin efficientnet "
+    "focalnet hgnet_v2 hiera ijepa levit mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 poolformer pvt pvt_v2 regnet "
+    "segformer siglip swiftformer swinv2 textnet vit_msn"
+).split()
+TIMM: dict[str, dict[str, Any]] = {  # model: options
+    "test_byobnet": {}, "test_convnext2": {}, "test_convnext3": {}, "test_efficientnet": {}, "test_efficientnet_gn": {},
+    "test_efficientnet_ln": {}, "test_mambaout": {}, "test_nfnet": {}, "test_resnet": {}, "test_vit2": {},
+    "test_vit3": {}, "test_vit4": {},
+    "resnet18": {}, "resnext26ts": {}, "mobilenetv3_small_050": {}, "regnetx_002": {}, "ghostnet_050": {},
+    "repvit_m0_9": {}, "starnet_s1": {}, "tiny_vit_5m_224": {"img_size": 64}, "efficientvit_b0": {}, "fastvit_t8": {},
+    "poolformer_s12": {}, "poolformerv2_s12": {}, "convformer_s18": {}, "edgenext_xx_small": {}, "visformer_tiny": {"img_size": 64},
+    "pvt_v2_b0": {}, "levit_128s": {}, "mixer_s32_224": {"img_size": 64, "num_blocks": 2},
+    "resmlp_12_224": {"img_size": 64, "num_blocks": 2}, "gmlp_ti16_224": {"img_size": 64, "num_blocks": 2},
+    "convmixer_768_32": {"depth": 2, "dim": 32}, "cait_xxs24_224": {"img_size": 64, "depth": 2},
+    "xcit_nano_12_p16_224": {"img_size": 64, "depth": 2}, "beit_base_patch16_224": {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 2},
+    "eva02_tiny_patch14_224": {"img_size": 56, "depth": 2}, "deit3_small_patch16_224": {"img_size": 64, "depth": 2},
+    "vit_tiny_r_s16_p8_224": {"img_size": 64, "depth": 2}, "twins_pcpvt_small": {"img_size": 64, "depths": (1, 1, 1, 1)},
+    "crossvit_tiny_240": {}, "swinv2_tiny_window8_256": {"img_size": 64, "embed_dim": 12, "depths": (1, 1), "num_heads": (2, 2), "window_size": 4},
+    "focalnet_tiny_srf": {"depths": (1, 1, 1, 1), "embed_dim": 12}, "davit_tiny": {"depths": (1, 1), "embed_dims": (12, 24), "num_heads": (2, 2)},
+    "convnextv2_atto": {"depths": (1, 1, 1, 1)}, "inception_next_atto": {}, "mobilevit_xxs": {}, "gcvit_xxtiny": {"depths": (1, 1, 1, 1)},
+    "nest_tiny": {"img_size": 64, "depths": (1, 1, 1)}, "sequencer2d_s": {"layers": (1, 1, 1, 1)},
+}  # fmt: skip
+TORCHVISION = (
+    "resnet18 mobilenet_v2 mobilenet_v3_small efficientnet_b0 shufflenet_v2_x0_5 mnasnet0_5 regnet_y_400mf vgg11_bn "
+    "convnext_tiny swin_v2_t squeezenet1_0"
+).split()
+
+
+def _configuration(kind: str, skip: set[str]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    default = CONFIG_MAPPING[kind]()
+    optional = ("sliding_window", "q_lora_rank")
+    sizes = {
+        key: size
+        for key, size in SIZES.items()
+        if key not in skip | SKIP.get(kind, set())
+        and not isinstance(getattr(type(default), key, None), property)
+        and hasattr(default, key)
+        and (type(getattr(default, key)) is int or (getattr(default, key) is None and key not in optional))
+    }
+    return CONFIG_MAPPING[kind](**{**sizes, "attn_implementation": "eager", **OPTIONS.get(kind, {})})
+
+
+def _transformers(kind: str, mapping: str, pictures: bool = False) -> nn.Module:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    name = getattr(modeling_auto, mapping).get(kind)
+    name = name if isinstance(name, str | None) else name[0]
+    config = _configuration(kind, PICTURES if pictures else set())
+    torch.manual_seed(0)
+    return randomize(getattr(transformers, name or CLASSES[kind])(config)).eval()
+
+
+CLASSES = {"canine": "CanineForTokenClassification"}
+
+
+def _text(kind: str, mapping: str) -> Case:
+    model = _transformers(kind, mapping)
+    takes = inspect.signature(model.forward).parameters
+    kwargs: dict[str, Any] = {"input_ids": tokens(2, 7), "attention_mask": padding()}
+    if mapping == "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES":
+        kwargs |= {"decoder_input_ids": tokens(2, 5, seed=3), "decoder_attention_mask": padding(2, 5)}
+    if "attention_mask" not in takes:
+        del kwargs["attention_mask"]
+    if "use_cache" in takes:
+        kwargs["use_cache"] = False
+    if kind == "tapas":
+        kwargs["token_type_ids"] = torch.zeros(2, 7, 7, dtype=torch.long)
+    return Case(model, (), kwargs, None, lambda out: out.logits)
+
+
+def _image(kind: str) -> Case:
+    model = _transformers(kind, "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", pictures=True)
+    size = getattr(model.config, "image_size", 64)
+    size = size if isinstance(size, int) else size[0]
+    return Case(model, (), {"pixel_values": pixels(2, 3, size, size)}, None, lambda out: out.logits)
+
+
+def _timm(name: str) -> Case:
+    import timm
+
+    torch.manual_seed(0)
+    size = TIMM[name].get("img_size", 240 if name == "crossvit_tiny_240" else 64)
+    model = timm.create_model(name, num_classes=7, **TIMM[name])
+    return Case(randomize(model).eval(), (pixels(2, 3, size, size),), {})
+
+
+def _torchvision(name: str) -> Case:
+    import torchvision
+
+    torch.manual_seed(0)
+    return Case(randomize(torchvision.models.get_model(name, num_classes=7)).eval(), (pixels(2, 3, 64, 64),), {})
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") for kind in CAUSAL},
+    **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_MASKED_LM_MAPPING_NAMES") for kind in MASKED},
+    **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES") for kind in PAIRS},
+    **{f"transformers {kind}": partial(_image, kind) for kind in IMAGES},
+    **{f"timm {name}": partial(_timm, name) for name in TIMM},
+    **{f"torchvision {name}": partial(_torchvision, name) for name in TORCHVISION},
+}
