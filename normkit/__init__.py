@@ -1,6 +1,6 @@
 """normkit: swap, train, watch and fold away the norms of any Transformer."""
 
-from normkit.kernels.channels import keep_statistics
+from normkit.kernels.autograd import keep_statistics
 from normkit.kernels.dispatch import kernels
 from normkit.norms import (
     MABN,

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import normkit
-from normkit.kernels import channels, dispatch, rows
-from normkit.kernels import cpu as native
-from normkit.kernels.cpu import build
+from normkit.kernels import dispatch, ops
+from normkit.kernels.cpu import arguments, build
+from normkit.kernels.cpu import entry as native
 
 needs_kernels = pytest.mark.skipif(bool(native.obstacle()), reason=f"no kernels here: {native.obstacle()}")
 KINDS = (torch.float32, torch.bfloat16)
@@ -48,14 +49,14 @@ def columns():
 def test_columns(n, width, kind, masked, center, groups):
     torch.manual_seed(0)
     x, dy, eps = normal(n, width, kind=kind), normal(n, width, kind=kind), 1e-3
-    mean, scale, shift, dy_coefficient, slope, level = normal(6, width).unbind(0)
-    mean, level = (mean, level) if center else (None, torch.zeros(width))
+    mean, scale, shift, dy_coefficient, x_coefficient, constant = normal(6, width).unbind(0)
+    mean, constant = (mean, constant) if center else (None, torch.zeros(width))
     mask = torch.rand(n) < 0.6 if masked else None
     keep = torch.ones(n, 1, dtype=torch.double) if mask is None else mask[:, None].double()
     wide = x.double().requires_grad_()
     u = scaled(wide, groups, eps)
     stat, count = native.moments(x, mask, center, groups, eps)
-    expected, real = channels.moments(u.detach(), mask, center)
+    expected, real = ops.moments(u.detach(), mask, center)
     assert (stat.dtype, count.item()) == (torch.float32, real.item())
     assert_close(stat.double(), expected, rtol=2e-5, atol=2e-5)
 
@@ -67,9 +68,9 @@ def test_columns(n, width, kind, masked, center, groups):
         assert torch.equal(fresh[0], stat)
 
     dx, sums = native.gradient(
-        dy, x, mean, mask, to_dx=(dy_coefficient, slope, level), real=masked, groups=groups, eps=eps
+        dy, x, mean, mask, to_dx=(dy_coefficient, x_coefficient, constant), real=masked, groups=groups, eps=eps
     )  # fmt: skip
-    given = dy.double() * dy_coefficient + keep * (apart.detach() * slope + level)
+    given = dy.double() * dy_coefficient + keep * (apart.detach() * x_coefficient + constant)
     assert dx is not None
     assert_close(
         dx.double(),
@@ -100,10 +101,10 @@ def test_rows_in_any_order_of_memory(op, weights, biased, kind):
         given = iter(wide)
         args = [next(given) if t is not None else None for t in (x, weight, bias)]
         with normkit.kernels("native") as ran:
-            y = getattr(rows, op)(x, weight, bias, 1e-3)
+            y = getattr(ops, op)(x, weight, bias, 1e-3)
         assert dict(ran) == {f"native {op}": 1}
         with normkit.kernels("reference"):
-            expected = getattr(rows, op)(*args, 1e-3)
+            expected = getattr(ops, op)(*args, 1e-3)
         assert_close(y.double(), expected, **FINE[kind])
         found, plain = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, wide, dy.double())
         assert [t.dtype for t in found] == [t.dtype for t in leaves]
@@ -122,7 +123,7 @@ def test_results_that_pass_by_the_caches(kind):
         found = []
         for choice in ("native", "reference"):
             with normkit.kernels(choice):
-                y = rows.rms(x, weight, None, 1e-5)
+                y = ops.rms(x, weight, None, 1e-5)
                 found.append((y, torch.autograd.grad(y, x, x.detach())[0]))
         for ours, plain in zip(*found, strict=True):
             assert_close(ours, plain, **FINE[kind])
@@ -167,7 +168,7 @@ def test_the_variance_survives_a_mean_far_from_zero(masked):
     torch.manual_seed(0)
     x, mask = torch.randn(5000, 8) + 1e4, torch.rand(5000) < 0.5 if masked else None
     stat = native.moments(x, mask, True)[0]
-    assert_close(stat.double(), channels.moments(x.double(), mask, True)[0], rtol=1e-4, atol=1e-4)
+    assert_close(stat.double(), ops.moments(x.double(), mask, True)[0], rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -242,10 +243,10 @@ def test_forwards_of_one_graph_and_recomputed_ones_have_their_own_statistics(spe
 
 
 @needs_kernels
-@pytest.mark.parametrize("op", [rows.rms, rows.scale])
+@pytest.mark.parametrize("op", [ops.rms, ops.scale])
 def test_gradients_of_gradients_go_by_plain_operations(op):
     torch.manual_seed(0)
-    x, weight = normal(4, 6).requires_grad_(), normal(1 if op is rows.scale else 6).requires_grad_()
+    x, weight = normal(4, 6).requires_grad_(), normal(1 if op is ops.scale else 6).requires_grad_()
     found = []
     for choice in ("native", "reference"):
         with normkit.kernels(choice):
@@ -259,11 +260,11 @@ def test_gradients_of_gradients_go_by_plain_operations(op):
 def test_what_they_do_not_compute_is_left_to_others():
     x = torch.randn(4, 6)
     with normkit.kernels("auto") as ran:
-        rows.rms(x.double(), None, None, 1e-5)
-        rows.rms(x.half(), None, None, 1e-5)
-        rows.rms(x, torch.ones(6, dtype=torch.float64), None, 1e-5)
-        rows.layer(x, None, None, 1e-5)
-        rows.rms(x, None, None, 1e-5, inside=False)
+        ops.rms(x.double(), None, None, 1e-5)
+        ops.rms(x.half(), None, None, 1e-5)
+        ops.rms(x, torch.ones(6, dtype=torch.float64), None, 1e-5)
+        ops.layer(x, None, None, 1e-5)
+        ops.rms(x, None, None, 1e-5, inside=False)
     assert not [name for name in ran if name.startswith("native")]
 
 
@@ -271,7 +272,7 @@ def test_what_they_do_not_compute_is_left_to_others():
 def test_who_traces_or_counts_operations_sees_all_of_them():
     x = torch.randn(4, 6)
     with normkit.kernels("auto") as ran, FlopCounterMode(display=False):
-        rows.rms(x, None, None, 1e-5)
+        ops.rms(x, None, None, 1e-5)
     assert not [name for name in ran if name.startswith("native")]
     norm = normkit.make("batch", 6).eval()
     graph = make_fx(norm)(x)
@@ -323,19 +324,19 @@ def test_inference_mode_and_negative_views():
         norm(x)
     assert norm.step == 1
     negative = torch._neg_view(x)
-    assert_close(rows.rms(negative, None, None, 1e-5), -rows.rms(x, None, None, 1e-5))
+    assert_close(ops.rms(negative, None, None, 1e-5), -ops.rms(x, None, None, 1e-5))
     assert_close(native.moments(negative, None, True)[0], native.moments(-x, None, True)[0])
 
 
 @needs_kernels
 def test_what_c_would_misread_is_an_error():
     x = torch.randn(4, 6)
-    with pytest.raises(ValueError, match=r"each of 4 rows.*\(3,\)"):
+    with pytest.raises(ValueError, match=r"shape \(3,\).*each of 4 rows"):
         native.moments(x, torch.ones(3, dtype=torch.bool), True)
     with pytest.raises(RuntimeError, match=r"scale is torch\.float64 on cpu"):
         native.standardize(x, None, torch.ones(6, dtype=torch.float64), torch.zeros(6))
     with pytest.raises(RuntimeError, match=r"weight is torch\.float32 on meta"):
-        rows.rms(x, torch.ones(6, device="meta"), None, 1e-5)
+        ops.rms(x, torch.ones(6, device="meta"), None, 1e-5)
 
 
 @pytest.fixture
@@ -390,15 +391,76 @@ def test_a_folder_that_others_may_write_to_is_not_used(bare):
     assert list(bare.iterdir()) == []
 
 
-def test_the_environment_chooses(tmp_path):
-    code = "import torch; from normkit.kernels import dispatch as b, rows; rows.rms(torch.ones(2, 4), None, None, 0.0)"
-    for choice, ended, said in (("reference", 0, "{'reference rms': 1}"), ("fastest", 1, "it is 'fastest'")):
-        done = subprocess.run(
-            [sys.executable, "-c", code + "; print(dict(b.ran))"],
-            env=os.environ | {"NORMKIT_KERNELS": choice},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode, said in done.stdout + done.stderr) == (ended, True)
+def run_with_choice(choice):
+    code = """import torch
+from normkit.kernels import dispatch, ops
+x = torch.ones(2, 4)
+ops.rms(x, None, None, 0.0)
+print(dispatch.select(x, "rms"), dispatch.current_choice())
+"""
+    environment = os.environ | {"NORMKIT_KERNELS": choice}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_environment_chooses():
+    done = run_with_choice("reference")
+    assert (done.returncode, done.stdout) == (0, "reference reference\n")
+    done = run_with_choice("fastest")
+    assert done.returncode == 1
+    assert "it is 'fastest'" in done.stderr
     assert "native" in dispatch.CHOICES
+
+
+def test_the_environment_is_read_when_an_op_runs(monkeypatch):
+    x = torch.ones(2, 4)
+    for choice in ("reference", "fused"):
+        monkeypatch.setenv("NORMKIT_KERNELS", choice)
+        assert dispatch.select(x, "layer", native=False) == choice
+
+
+def test_a_choice_holds_in_its_own_thread():
+    x, inside = torch.ones(2, 4), threading.Barrier(2)
+    found = {}
+
+    def run(choice):
+        with normkit.kernels(choice) as ran:
+            inside.wait()  # both blocks are open at once
+            dispatch.select(x, "layer", native=False)
+            inside.wait()
+        found[choice] = dict(ran)
+
+    threads = [threading.Thread(target=run, args=(choice,)) for choice in ("reference", "fused")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"reference": {"reference layer": 1}, "fused": {"fused layer": 1}}
+
+
+def test_a_backward_pass_in_another_thread_continues_the_forward_passes_block():
+    seen = []
+
+    def backward(block):
+        with dispatch.resumed(block):
+            seen.append(dispatch.current_choice())
+
+    with normkit.kernels("reference"):
+        block = dispatch.current_block()
+        with normkit.kernels("fused"), dispatch.resumed(block):
+            seen.append(dispatch.current_choice())  # the same thread: the block around the backward pass
+    thread = threading.Thread(target=backward, args=(block,))
+    thread.start()
+    thread.join()
+    assert seen == ["fused", "reference"]
+
+
+@needs_kernels
+def test_arguments_are_checked_by_name_and_type():
+    x = torch.ones(2, 4)
+    with pytest.raises(AttributeError, match="wieght"):
+        arguments.call("row_forward", x=x, y=x, wieght=None, n=2, channels=4, eps=0.0, length=False)
+    with pytest.raises(TypeError):
+        arguments.call("row_forward", x=x, y=x, n=2.5, channels=4, eps=0.0, length=False)
+    with pytest.raises(RuntimeError, match=r"y is torch\.float64 on cpu; it must be torch\.float32, contiguous"):
+        arguments.call("row_forward", x=x, y=x.double(), n=2, channels=4, eps=0.0, length=False)
+    assert {"column_forward", "row_backward", "train", "differentiate"} <= arguments.structs().keys()

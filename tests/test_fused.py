@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import normkit
-from normkit.kernels import channels, fused, rows
+from normkit.kernels import dispatch, fused, ops
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -26,8 +26,8 @@ def test_columns_over_blocks_of_rows(n):
     assert_close(fused.column_sums(dy, x, mean, inv), sums, rtol=1e-10, atol=1e-10)
     var = inv.square()
     z = (x - mean) / (var + 1e-3).sqrt()
-    assert_close(fused.standardize(x, mean, var, inv, mean, 1e-3), z * inv + mean)
-    assert_close(fused.standardize(x, None, var, None, None, 0.0), x / var.sqrt())
+    assert_close(fused.normalize(x, mean, var, inv, mean, 1e-3), z * inv + mean)
+    assert_close(fused.normalize(x, None, var, None, None, 0.0), x / var.sqrt())
     if n > 1:
         wide = [t.clone().requires_grad_() for t in (x, mean)]
         inv = torch.rsqrt(x.var(0, correction=0) + 1e-3)
@@ -42,24 +42,24 @@ def test_float_does_not_fade_over_many_rows(center):
     torch.manual_seed(0)
     x = torch.randn(100_000, 8) + 3
     assert_close(
-        channels.moments(x, None, center)[0].double(),
-        channels.moments(x.double(), None, center)[0],
+        ops.moments(x, None, center)[0].double(),
+        ops.moments(x.double(), None, center)[0],
         rtol=2e-6,
         atol=2e-6,
     )
 
 
-@pytest.mark.parametrize("half", fused.HALVES)
+@pytest.mark.parametrize("half", dispatch.HALVES)
 def test_halves_are_summed_in_float(half):
     torch.manual_seed(0)
     x = torch.randn(3000, 8).to(half)
-    assert fused.joins(x, torch.float32)
-    stat, _ = channels.moments(x, None, True, torch.float32)
+    assert dispatch.can_join(x, torch.float32)
+    stat, _ = ops.moments(x, None, True, torch.float32)
     assert stat.dtype is torch.float32
-    assert_close(stat.double(), channels.moments(x.double(), None, True)[0], rtol=2e-5, atol=2e-6)
+    assert_close(stat.double(), ops.moments(x.double(), None, True)[0], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("op", "width"), [(rows.rms, 6), (rows.scale, 1)])
+@pytest.mark.parametrize(("op", "width"), [(ops.rms, 6), (ops.scale, 1)])
 def test_rows_can_be_differentiated_twice(op, width):
     torch.manual_seed(0)
     x, weight = (torch.randn(*shape, **DOUBLE, requires_grad=True) for shape in ((4, 6), (width,)))
@@ -67,15 +67,15 @@ def test_rows_can_be_differentiated_twice(op, width):
     assert torch.autograd.gradgradcheck(lambda x, w: op(x, w, None, 1e-5), (x, weight))
 
 
-@pytest.mark.parametrize("half", fused.HALVES)
+@pytest.mark.parametrize("half", dispatch.HALVES)
 @pytest.mark.parametrize(
-    ("op", "width"), [(rows.rms, 6), (rows.rms, 0), (rows.scale, 1), (rows.scale, 0), (rows.group_rms, 0)]
+    ("op", "width"), [(ops.rms, 6), (ops.rms, 0), (ops.scale, 1), (ops.scale, 0), (ops.group_rms, 0)]
 )
 def test_rows_of_halves_are_rounded_once(op, width, half):
     torch.manual_seed(0)
     x, dy = torch.randn(5, 3, 6).to(half).requires_grad_(), torch.randn(5, 3, 6).to(half)
     weight = torch.rand(width, requires_grad=True) if width else None
-    rest = (1e-5, 2) if op is rows.group_rms else (weight, None, 1e-5)
+    rest = (1e-5, 2) if op is ops.group_rms else (weight, None, 1e-5)
     found = []
     for choice in ("fused", "reference"):
         with normkit.kernels(choice) as ran:
@@ -90,7 +90,7 @@ def test_rows_of_halves_are_rounded_once(op, width, half):
 
 def test_a_clamped_length_is_a_constant():
     x = torch.tensor([[3e-6, 4e-6], [3.0, 4.0]], **DOUBLE, requires_grad=True)
-    rows.scale(x, None, None, 1e-5).backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]], **DOUBLE))
+    ops.scale(x, None, None, 1e-5).backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]], **DOUBLE))
     assert_close(x.grad, torch.tensor([[1e5, 2e5], [0.0, 0.0]], **DOUBLE))
 
 
@@ -143,10 +143,10 @@ def test_a_mask_that_leaves_nothing_or_everything(center):
     torch.manual_seed(0)
     x, dy, stat = torch.randn(6, 4).bfloat16(), torch.randn(6, 4).bfloat16(), torch.rand(1 + center, 4) + 0.5
     for mask in (torch.zeros(6, dtype=torch.bool), torch.ones(6, dtype=torch.bool)):
-        batch, count = channels.moments(x, mask, center, torch.float32)
+        batch, count = ops.moments(x, mask, center, torch.float32)
         assert (batch.shape, batch.dtype, int(count)) == ((1 + center, 4), torch.float32, int(mask.sum()))
-        sums = channels.standardize_grad(dy, x, stat, 1e-5, center, mask=mask, real=True)[1]
+        sums = ops.standardize_grad(dy, x, stat, 1e-5, center, mask=mask, real=True)[1]
         assert sums is not None
         assert sums.shape == (4, 4)
         assert_close(sums[2:], sums[:2] * mask[0])
-    assert_close(batch, channels.moments(x, None, center, torch.float32)[0])
+    assert_close(batch, ops.moments(x, None, center, torch.float32)[0])

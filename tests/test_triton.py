@@ -98,14 +98,14 @@ def test_the_switch_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="auto, triton, native, fused, reference"), normkit.kernels("cuda"):
         pass
     with normkit.kernels("reference") as ran:
-        assert not dispatch.triton(torch.ones(2, 4), "layer")
+        assert dispatch.select(torch.ones(2, 4), "layer") == "reference"
         with normkit.kernels("auto"):
-            assert not dispatch.triton(torch.ones(2, 4), "layer", native=False)
+            assert dispatch.select(torch.ones(2, 4), "layer", native=False) == "fused"
     assert dict(ran) == {"reference layer": 1, "fused layer": 1}
 
 
-@pytest.mark.skipif(dispatch.interpreted(), reason="the interpreter is on")
+@pytest.mark.skipif(dispatch.is_interpreted(), reason="the interpreter is on")
 @needs_triton
 def test_kernels_on_a_cpu_tensor_are_an_error_that_says_what_to_do():
     with pytest.raises(RuntimeError, match="cpu, and Triton needs a CUDA device"), normkit.kernels("triton"):
-        dispatch.triton(torch.ones(2, 4), "layer")
+        dispatch.select(torch.ones(2, 4), "layer")

@@ -14,26 +14,41 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from normkit.kernels.triton import channel_kernels as channels
+from normkit.kernels.triton import column_kernels as channels
 from normkit.kernels.triton import row_kernels as rows
 from normkit.kernels.triton import rule_kernels as rules
 from normkit.kernels.triton.launch import column_launch, row_launch
 
 INTEGERS = ("rows", "width", "groups", "channels", "programs", "x_stride", "r_stride", "dy_stride", "ds_stride")
-INTEGERS += ("wells", "size", "warmup", "until_r", "until_d")
+INTEGERS += ("shares", "size", "warmup", "until_r", "until_d")
 NUMBERS = ("eps", "rate", "bound_r", "bound_d", "floor")
 COUNTERS = {"STEP", "NEXT", "SKIPPED"}
-WIDE = {"MEAN", "INV", "VAR", "DW", "DB", "P", "SUM", "SQUARE", "COUNT", "STAT", "TOTAL", "SUMS", "POST", "SHIFT"}
+WIDE = {
+    "MEAN",
+    "INV",
+    "VAR",
+    "DW",
+    "DB",
+    "P",
+    "SUM",
+    "SQUARE",
+    "COUNT",
+    "STAT",
+    "TOTAL",
+    "SUMS",
+    "OUTPUT_SCALE",
+    "OUTPUT_SHIFT",
+}
 WIDE |= {
-    "BACK",
+    "DX_SCALE",
     "REMOVED",
-    "WELL",
+    "FINITE",
     "RUNNING",
     "WINDOW",
     "BATCH",
     "VALUE",
-    "MEMO",
-    "GAMMA",
+    "SAVED_GRAD",
+    "SAVED_GAMMA",
     "SMOOTH_GRAD",
     "SMOOTH",
 }  # always float32; the others have the type of x
@@ -57,41 +72,46 @@ def cases():
     yield rows.add_partials, set(), {}, down._replace(tile=64, block=32)
     for center in (True, False):
         none = set() if center else {"SUM"}
-        given, absent = {"CENTER": center}, {"MEAN", "VAR", "W", "B", "POST", "SHIFT"}
+        given, absent = {"CENTER": center}, {"MEAN", "VAR", "W", "B", "OUTPUT_SCALE", "OUTPUT_SHIFT"}
         yield channels.column_forward, none | {"Y"} | absent, given, down
         yield channels.column_forward, none, given, down
-        yield channels.column_forward, none | absent - {"MEAN", "VAR"} | {"WELL", "STEP", "NEXT"}, given, down
+        yield channels.column_forward, none | absent - {"MEAN", "VAR"} | {"FINITE", "STEP", "NEXT"}, given, down
         yield channels.merge_moments, none, given, down._replace(tile=64, block=32)
-        yield channels.column_backward, {"DX", "REMOVED", "FACTOR", "POST", "BACK"}, {**given, "REAL": True}, down
+        yield (
+            channels.column_backward,
+            {"DX", "REMOVED", "FACTOR", "OUTPUT_SCALE", "DX_SCALE"},
+            {**given, "REAL": True},
+            down,
+        )
         yield channels.column_backward, {"SUMS"}, {**given, "REAL": False}, down
         yield channels.column_backward, set(), {**given, "REAL": True}, down
-    every = {"SUM", "WINDOW", "POST", "SHIFT", "MEMO", "GAMMA", "SMOOTH_GRAD"}
+    every = {"SUM", "WINDOW", "OUTPUT_SCALE", "OUTPUT_SHIFT", "SAVED_GRAD", "SAVED_GAMMA", "SMOOTH_GRAD"}
     for rule, used in (
-        ("batch", {"SUM"}), ("stale", {"MEMO", "GAMMA", "SMOOTH_GRAD"}), ("geometric", {"WINDOW"}),
-        ("arithmetic", {"WINDOW", "POST"}), ("renorm", {"SUM", "POST", "SHIFT"}),
+        ("batch", {"SUM"}), ("running", {"SAVED_GRAD", "SAVED_GAMMA", "SMOOTH_GRAD"}), ("geometric", {"WINDOW"}),
+        ("arithmetic", {"WINDOW", "OUTPUT_SCALE"}), ("renorm", {"SUM", "OUTPUT_SCALE", "OUTPUT_SHIFT"}),
     ):  # fmt: skip
         options = {"RULE": rule, "CENTER": "SUM" in used, "UNBIASED": rule == "batch"}
         yield rules.train_rule, every - used, options, down._replace(tile=64, block=32)
     ones = dict.fromkeys(
-        ("programs", "wells", "size", "warmup", "until_r", "until_d"), 1
+        ("programs", "shares", "size", "warmup", "until_r", "until_d"), 1
     )  # Triton makes them constants
     options = {"CENTER": False, "UNBIASED": False, **ones}
     yield (
         rules.train_rule,
-        every - {"WINDOW", "POST"},
+        every - {"WINDOW", "OUTPUT_SCALE"},
         {**options, "RULE": "arithmetic"},
         down._replace(tile=1, block=32),
     )
     yield (
         rules.train_rule,
-        every - {"SUM", "POST", "SHIFT"},
+        every - {"SUM", "OUTPUT_SCALE", "OUTPUT_SHIFT"},
         {**options, "RULE": "renorm", "CENTER": True},
         down._replace(tile=1),
     )
-    every = {"WELL", "POST", "SHIFT", "MEMO", "GAMMA", "WINDOW", "SMOOTH"}
+    every = {"FINITE", "OUTPUT_SCALE", "OUTPUT_SHIFT", "SAVED_GRAD", "SAVED_GAMMA", "WINDOW", "SMOOTH"}
     for rule, used in (
-        ("exact", {"POST", "SHIFT"}), ("stale", every - {"POST", "SHIFT", "WINDOW"}),
-        ("windowed", {"WELL", "WINDOW", "SMOOTH"}),
+        ("exact", {"OUTPUT_SCALE", "OUTPUT_SHIFT"}), ("running", every - {"OUTPUT_SCALE", "OUTPUT_SHIFT", "WINDOW"}),
+        ("windowed", {"FINITE", "WINDOW", "SMOOTH"}),
     ):  # fmt: skip
         options = {"RULE": rule, "EXACT": True, "CLAMP": True, "CENTER": rule == "exact", "REAL": rule != "exact"}
         yield rules.grad_rule, every - used, options, down._replace(tile=64, block=32)

@@ -1,11 +1,13 @@
-"""Which implementation of the ops runs, and what ran: Triton kernels, C++ ones, PyTorch's own, or plain PyTorch."""
+"""Selection of the implementation that computes an op: Triton, C++, PyTorch's fused kernels, or plain PyTorch."""
 
 import collections
 import contextlib
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -13,133 +15,222 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-CHOICES = ("auto", "triton", "native", "fused", "reference")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from normkit.kernels.cpu import entry as cpu
 
-_choice = os.environ.get("NORMKIT_KERNELS") or "auto"
-if _choice not in CHOICES:
-    raise ValueError(f"NORMKIT_KERNELS must be one of {', '.join(CHOICES)}; it is {_choice!r}")
-ran: collections.Counter[str] = collections.Counter()  # "triton layer", "fused layer", ...: calls so far
+CHOICES = ("auto", "triton", "native", "fused", "reference")
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Block:
+    """One `with kernels(...)` block: its choice, what ran in it, the block around it, and its thread."""
+
+    __slots__ = ("choice", "outer", "ran", "thread")
+
+    def __init__(self, choice: str, outer: "Block | None"):
+        self.choice, self.outer = choice, outer
+        self.ran: collections.Counter[str] = collections.Counter()
+        self.thread = threading.get_ident()
+
+
+_block: ContextVar[Block | None] = ContextVar("normkit_kernels", default=None)
 
 
 @contextlib.contextmanager
 def kernels(choice: str) -> Iterator[collections.Counter[str]]:
-    """Choose what ops run on within the block, in all threads; yields a counter of what ran in it.
+    """Choose the implementation of ops within a block.
 
-    - "auto": in eager mode the first of the next three that can; the reference elsewhere and under `torch.compile`.
-    - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA, where triton can be imported. Asked
-      for by name they run under `torch.compile` too, or there is a RuntimeError that says what is missing. CPU
-      tensors work only under Triton's interpreter (`TRITON_INTERPRET=1` before Python starts).
-    - "native": our C++ kernels for float32 and bfloat16 tensors on a CPU, compiled on first use where Linux has a C++
-      compiler. Asked for by name, they run or there is a RuntimeError.
-    - "fused": PyTorch's own fused kernels on a CPU.
-    - "reference": plain PyTorch everywhere. Norms of each token can be differentiated twice; norms by batch statistics
-      cannot while they train, by whatever kernels: that is a RuntimeError.
+    The choice holds in this thread (or task of asyncio). Other threads keep their own blocks; outside of any block
+    `NORMKIT_KERNELS` in the environment decides, else "auto". Autograd runs backward passes on a GPU in a thread of
+    its own: there the choice of the forward pass holds. A compiled graph keeps the choice that it was compiled with.
 
-    `NORMKIT_KERNELS` in the environment is the choice outside of such blocks.
+    Args:
+        choice: One of
 
-    >>> with kernels("reference") as ran_here:
-    ...     _ = triton(torch.ones(2, 4), "layer")
-    >>> dict(ran_here)
-    {'reference layer': 1}
+            - "auto": in eager mode the first of the next three that can run; the reference elsewhere and under
+              `torch.compile`.
+            - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton. Under
+              `torch.compile` they run too. CPU tensors need Triton's interpreter (`TRITON_INTERPRET=1` before Python
+              starts).
+            - "native": C++ kernels for float32 and bfloat16 tensors on a CPU, compiled on first use; needs Linux and a
+              C++ compiler.
+            - "fused": PyTorch's own fused kernels on a CPU.
+            - "reference": plain PyTorch. Norms of each token can be differentiated twice; norms by batch statistics
+              cannot while they train, with any implementation.
+
+    Yields:
+        A counter of what ran in the block, such as `{"triton layer": 2}`.
+
+    Raises:
+        ValueError: If the choice is unknown.
+        RuntimeError: If the choice cannot run on this machine, or (for "triton", when an op is called) on its tensor.
+
+    Example:
+        >>> with kernels("reference") as ran:
+        ...     _ = select(torch.ones(2, 4), "layer")
+        >>> dict(ran)
+        {'reference layer': 1}
     """
-    global _choice  # noqa: PLW0603
     if choice not in CHOICES:
         raise ValueError(f"kernels must be one of {', '.join(CHOICES)}; got {choice!r}")
-    if choice == "triton" and _importable():
-        load()  # a graph cannot
-    if choice == "native" and (why := load_native().obstacle()):
+    if choice == "triton" and _has_triton():
+        load_triton()  # tracing a graph cannot import it
+    if choice == "native" and (why := cpu.obstacle()):
         raise RuntimeError(f'kernels("native") cannot run: {why}; use kernels("auto")')
-    before, counted = _choice, ran.copy()
-    here: collections.Counter[str] = collections.Counter()
-    _choice = choice
+    block = Block(choice, _block.get())
+    token = _block.set(block)
     try:
-        yield here
+        yield block.ran
     finally:
-        _choice = before
-        here.update(ran - counted)
+        _block.reset(token)
 
 
-def triton(x: Tensor, name: str, *, fused: bool = True, native: bool = True) -> bool:
-    """Whether the op `name` of `x` runs as a Triton kernel now; remembers what runs in `ran`.
+def current_choice() -> str:
+    """The implementation that this thread asks for: of the innermost block, else of the environment."""
+    if (block := _block.get()) is not None:
+        return block.choice
+    choice = os.environ.get("NORMKIT_KERNELS") or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"NORMKIT_KERNELS must be one of {', '.join(CHOICES)}; it is {choice!r}")
+    return choice
 
-    `fused`, `native`: whether it has a path through PyTorch's fused kernels on a CPU, and through ours.
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler: tracing cannot read a ContextVar.
+current_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def current_block() -> Block | None:
+    """The innermost block, for `resumed` in a backward pass."""
+    return None if torch.compiler.is_compiling() else _block.get()
+
+
+@contextlib.contextmanager
+def resumed(block: Block | None) -> Iterator[None]:
+    """Continue a forward pass's block in a backward pass that autograd runs in another thread."""
+    if block is None or block.thread == threading.get_ident() or _block.get() is not None:
+        yield
+        return
+    token = _block.set(block)
+    try:
+        yield
+    finally:
+        _block.reset(token)
+
+
+def select(
+    x: Tensor, name: str, wide: torch.dtype | None = None, *, native: bool = True, fused: bool = True
+) -> str:  # fmt: skip
+    """Select the implementation of an op on `x` and count it.
+
+    Args:
+        x: The op's main argument.
+        name: The op's name.
+        wide: Type of the op's vectors `[C]`; None for an op per token.
+        native: Whether there is a C++ kernel for these arguments.
+        fused: Whether PyTorch has fused kernels for these arguments.
+
+    Returns:
+        "triton", "native", "fused" or "reference".
+
+    Raises:
+        RuntimeError: If "triton" was asked for and cannot run on `x`.
     """
+    narrow = wide is None or wide is torch.float32
     if torch.compiler.is_compiling():
-        return _choice == "triton" and x.dtype in DTYPES
-    if runs(x, name):
+        return "triton" if narrow and x.dtype in TRITON_DTYPES and current_choice() == "triton" else "reference"
+    if narrow and can_use_triton(x, name):
         kind = "triton"
-    elif native and native_kernels(x):
+    elif native and narrow and can_use_native(x):
         kind = "native"
+    elif fused and (can_use_torch_kernels(x) if wide is None else can_join(x, wide)):
+        kind = "fused"
     else:
-        kind = "fused" if fused and borrows(x) else "reference"
-    ran[f"{kind} {name}"] += 1
-    return kind == "triton"
+        kind = "reference"
+    block = _block.get()
+    while block is not None:
+        block.ran[f"{kind} {name}"] += 1
+        block = block.outer
+    return kind
 
 
-def native_kernels(x: Tensor, wide: torch.dtype = torch.float32) -> ModuleType | None:
-    """Our kernels for CPUs where they run on `x`, to compute in `wide`."""
-    if _choice not in ("auto", "native") or wide is not torch.float32 or not borrows(x) or _watched():
+def custom_kernels(x: Tensor, wide: torch.dtype) -> ModuleType | None:
+    """Our kernels for channels, if they run eagerly on `x` with vectors `[C]` of type `wide`.
+
+    They do what PyTorch has no kernels for: moments and output on one reading, a method's rules (`train`) and, with
+    `SUPPORTS_GROUPS`, layer-scale on their way.
+    """
+    if wide is not torch.float32 or torch.compiler.is_compiling():
         return None
-    ours = load_native()
-    return ours if x.dtype in ours.DTYPES and ours.library() is not None else None
+    if can_use_triton(x, "standardize"):
+        return load_triton()
+    return cpu if can_use_native(x) else None
 
 
-def _watched() -> bool:
-    """Whether somebody traces, counts or differentiates PyTorch's operations as they run: C++ kernels are none."""
-    mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
-    return not getattr(mode, "hears_kernels", mode is None) or forward_ad._current_level >= 0
+def can_use_triton(x: Tensor, name: str) -> bool:
+    """Whether a Triton kernel runs on `x` in eager mode; RuntimeError if it was asked for and cannot."""
+    choice = current_choice()
+    if choice not in ("auto", "triton") or (choice == "auto" and not x.is_cuda):
+        return False
+    obstacle = _triton_obstacle(x)
+    if obstacle and choice == "triton":
+        raise RuntimeError(f'kernels("triton") cannot run {name!r}: {obstacle}; use kernels("auto")')
+    return not obstacle
 
 
-def borrows(x: Tensor) -> bool:
-    """Whether kernels for CPUs may run: x is there, not empty, in eager mode, and nothing else was asked for."""
+def can_use_native(x: Tensor) -> bool:
+    """Whether the C++ kernels run on `x`."""
     return (
-        _choice in ("auto", "native", "fused")
-        and x.device.type == "cpu"
+        x.dtype in cpu.DTYPES
+        and current_choice() in ("auto", "native")
+        and can_use_torch_kernels(x)
+        and not _is_traced()
+        and cpu.library() is not None
+    )
+
+
+def can_use_torch_kernels(x: Tensor) -> bool:
+    """Whether kernels for CPUs may run on `x`: a plain tensor with numbers, in eager mode, and not ruled out."""
+    return (
+        x.device.type == "cpu"
         and type(x) in (Tensor, nn.Parameter)
         and x.dtype.is_floating_point
         and x.numel() > 0
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and not torch._C._are_functorch_transforms_active()
+        and current_choice() in ("auto", "native", "fused")
     )
 
 
-def load() -> ModuleType:
-    """The kernels, imported on first use."""
-    from normkit.kernels import triton as ours
-
-    return ours
+def can_join(x: Tensor, wide: torch.dtype) -> bool:
+    """Whether PyTorch's kernels read `x` beside vectors `[C]` of type `wide`: one type, or half and float."""
+    return (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32)) and can_use_torch_kernels(x)
 
 
-def load_native() -> ModuleType:
-    """Our kernels for CPUs; compiled when the first of them is called, not yet by this."""
-    from normkit.kernels import cpu as ours
+def _is_traced() -> bool:
+    """Whether PyTorch's operations are traced, counted or differentiated as they run; calls of C++ would be missed."""
+    mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
+    return not getattr(mode, "counts_custom_kernels", mode is None) or forward_ad._current_level >= 0
 
-    return ours
+
+def load_triton() -> ModuleType:
+    """The Triton kernels, imported on first use because triton is optional."""
+    from normkit.kernels.triton import entry
+
+    return entry
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU in this process."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def runs(x: Tensor, name: str) -> bool:
-    """Whether a kernel would run in eager mode; RuntimeError where it was asked for and cannot."""
-    if _choice not in ("auto", "triton") or (_choice == "auto" and not x.is_cuda):
-        return False
-    wrong = _obstacle(x)
-    if wrong and _choice == "triton":
-        raise RuntimeError(f'kernels("triton") cannot run {name!r}: {wrong}; use kernels("auto")')
-    return not wrong
-
-
-def _obstacle(x: Tensor) -> str:
-    if not _importable():
+def _triton_obstacle(x: Tensor) -> str:
+    if not _has_triton():
         return "the package triton is not installed"
-    if not x.is_cuda and not interpreted():
+    if not x.is_cuda and not is_interpreted():
         return f"x is on {x.device}, and Triton needs a CUDA device (or TRITON_INTERPRET=1 before Python starts)"
-    if x.dtype not in DTYPES:
+    if x.dtype not in TRITON_DTYPES:
         return f"x is {x.dtype}; there are kernels for float32, bfloat16 and float16"
     if type(x) not in (Tensor, nn.Parameter) or torch._C._are_functorch_transforms_active():
         return "x is a tensor subclass or inside a functional transform"
@@ -147,5 +238,5 @@ def _obstacle(x: Tensor) -> str:
 
 
 @functools.cache
-def _importable() -> bool:
+def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

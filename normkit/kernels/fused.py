@@ -1,9 +1,8 @@
-"""Eager arithmetic on a CPU in few passes over memory, by PyTorch's own fused kernels put to other uses.
+"""Eager arithmetic on a CPU in few passes over memory, with PyTorch's own fused kernels.
 
 A chain of elementwise operations reads and writes every number again and again. The kernels of batch and layer
 normalization compute column moments, column sums and gradients in one pass each, that of weight normalization the
-gradient of a row divided by its length; they take any factors for "statistics". `backend.borrows` says where they run:
-elsewhere (CUDA, `torch.compile`, functional transforms) plain operations do.
+gradient of a row divided by its length; they take any factors for "statistics".
 """
 
 import functools
@@ -11,34 +10,13 @@ import functools
 import torch
 from torch import Tensor
 
-from normkit.kernels import dispatch
+from normkit.kernels import reference
 
 _bn_backward = torch.ops.aten.native_batch_norm_backward
 _ln_backward = torch.ops.aten.native_layer_norm_backward
 _wn_backward = torch.ops.aten._weight_norm_interface_backward
 BLOCK = 4096  # rows at a time: the kernels add up one row after another; more blocks, more starts of threads
-HUGE = 1e18  # its square is a number yet
-HALVES = (torch.bfloat16, torch.float16)
-
-
-def worth(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether the analytic gradient of rows is wanted: `backend.borrows`, and there is something to differentiate."""
-    needed = x.requires_grad or (weight is not None and weight.requires_grad)
-    return needed and torch.is_grad_enabled() and dispatch.borrows(x)
-
-
-def joins(x: Tensor, wide: torch.dtype) -> bool:
-    """Whether the kernels read `x` beside vectors `[C]` of type `wide` without a copy: one type, or half and float."""
-    return dispatch.borrows(x) and (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32))
-
-
-def where(mask: Tensor) -> Tensor:
-    """Indices of the rows that `mask [...]` names. The host knows their number, which on a CPU is there to know.
-
-    >>> where(torch.tensor([[True, False], [True, True]])).tolist()
-    [0, 2, 3]
-    """
-    return mask.flatten().nonzero().squeeze(1)
+HUGE = 1e18  # its square is still finite
 
 
 def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -48,7 +26,7 @@ def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     [[2.0], [1.0]]
     """
     mean = var = None
-    if rows.dtype is not wide:  # only there to say the type; a momentum of 0 leaves it alone
+    if rows.dtype is not wide:  # running statistics only set the type; a momentum of 0 leaves them alone
         mean, var = torch.zeros(2, rows.shape[1], dtype=wide)
     blocks = rows.contiguous().split(BLOCK)
     found = [torch.batch_norm_update_stats(block, mean, var, 0.0) for block in blocks]
@@ -60,12 +38,68 @@ def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     return mean, ((variances + (means - mean).square()) * share).sum(0)
 
 
+def moments(x: Tensor, mask: Tensor | None, center: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Statistics `[k, C]` of the real rows of `x`, and the number of these rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    if mask is not None:  # a copy of the real rows costs less than plain operations on all of them
+        rows = rows.index_select(0, _where(mask))
+    count = rows.new_full((), rows.shape[0], dtype=dtype)
+    if rows.shape[0] == 0:
+        return rows.new_zeros(1 + center, rows.shape[1], dtype=dtype), count
+    mean, var = column_moments(rows, dtype)
+    return torch.stack([mean, var]) if center else torch.addcmul(var, mean, mean)[None], count
+
+
 def standardize(
+    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
+    output_scale: Tensor | None = None, output_shift: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`."""
+    scale, shift = reference.output_vectors(stat.dtype, weight, bias, output_scale, output_shift)
+    return normalize(x, stat[0] if center else None, stat[-1], scale, shift, eps)
+
+
+def standardize_grad(
+    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
+    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
+    real: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradient of `standardize`: see `reference.standardize_grad`."""
+    wide, rows, dys = stat.dtype, x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
+    if dys.dtype is not rows.dtype:
+        rows, dys = rows.to(wide), dys.to(wide)
+    inv, dy_coefficient, taken = reference.gradient_vectors(stat, eps, factor, dx_scale, removed)
+    mean = stat[0] if center else None
+    dx = out = None
+    if sums:
+        out = torch.stack(column_sums(dys, rows, mean, inv))
+        if real and mask is not None:
+            kept = _where(mask)
+            dy_real, x_real = dys.index_select(0, kept), rows.index_select(0, kept)
+            out = torch.cat([out, torch.stack(column_sums(dy_real, x_real, mean, inv))])
+    if dy_coefficient is not None and taken is not None:
+        dx = normalize(rows, mean, stat[-1], taken[-1], taken[0] if center else None, eps)
+        if mask is not None:
+            dx = dx.index_fill_(0, _where(~mask), 0)
+        if dx.dtype is wide:
+            dx = dx.addcmul_(dys, dy_coefficient)
+        else:  # halves on a CPU: two products rounded, then their sum, for a third of the time
+            dx = multiply_add(dys, dy_coefficient, None).add_(dx)
+        dx = dx.to(x.dtype).view(x.shape)
+    return dx, out
+
+
+def multiply_add(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """`x * scale + shift` with vectors `[C]`, rounded once to the type of `x`."""
+    return normalize(x, None, constant(1.0, scale), scale, shift, 0.0)
+
+
+def normalize(
     x: Tensor, mean: Tensor | None, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """`weight * (x - mean) / sqrt(var + eps) + bias` with vectors `[C]`, rounded once to the type of `x`.
 
-    >>> standardize(torch.tensor([[3.0]]), torch.ones(1), torch.ones(1), None, torch.ones(1), 0.0).tolist()
+    >>> normalize(torch.tensor([[3.0]]), torch.ones(1), torch.ones(1), None, torch.ones(1), 0.0).tolist()
     [[3.0]]
     """
     mean = constant(0.0, var) if mean is None else mean
@@ -75,13 +109,20 @@ def standardize(
     return _shaped(torch.native_batch_norm(rows, weight, bias, mean, var, False, 0.0, eps)[0], x)
 
 
+def _where(mask: Tensor) -> Tensor:
+    """Indices of the rows that `mask [...]` names; on a CPU their number needs no wait."""
+    return mask.flatten().nonzero().squeeze(1)
+
+
 def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums over rows of `dy` and of `dy * (x - mean) * inv`, in one pass: `[C]` each.
+    """Sum over rows `dy` and `dy * (x - mean) * inv`, in one pass: `[C]` each.
 
     >>> dy, x = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
     >>> [s.tolist() for s in column_sums(dy, x, None, torch.ones(1))]
     [[3.0], [11.0]]
     """
+    if not len(x):  # PyTorch's kernel fails with a floating-point exception
+        return torch.zeros_like(inv), torch.zeros_like(inv)
     mean, one = constant(0.0, inv) if mean is None else mean, constant(1.0, inv)
     found = [
         _bn_backward(*block, one, None, None, mean, inv, True, 0.0, [False, True, True])[1:]
@@ -112,12 +153,12 @@ def _constant(value: float, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """A vector of one number, made once; nobody may write to it."""
+    """A vector of one number, made once; must not be written to."""
     return _constant(value, like.shape[-1], like.dtype)
 
 
 def scale_rows(x: Tensor, factor: Tensor) -> Tensor:
-    """`x * factor` with a number for each row, rounded once to the type of `x`: rows are channels to this kernel.
+    """`x * factor` with a number for each row, rounded once to the type of `x`: the kernel takes rows for channels.
 
     >>> scale_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0], [3.0]])).tolist()
     [[2.0, 4.0], [9.0, 12.0]]
@@ -133,13 +174,16 @@ def _shaped(y: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(y, x.shape)
 
 
-def divide(x: Tensor, weight: Tensor | None, eps: float, *, length: bool = False) -> Tensor:
-    """Each row divided by its root mean square (or `length`), times `weight`, with an analytic gradient.
+def divide(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, length: bool = False) -> Tensor:
+    """Divide each row by its root mean square (or `length`), with an analytic gradient.
 
-    >>> divide(torch.tensor([[3.0, 4.0]]), None, 1e-5, length=True)
+    >>> divide(torch.tensor([[3.0, 4.0]]), None, None, 1e-5, length=True)
     tensor([[0.6000, 0.8000]])
     """
-    return Divide.apply(x, weight, eps, length)  # type: ignore[return-value]
+    wide = reference.wide_type(x, weight)
+    done = bias is None and wide is reference.wide_type(x)  # else more follows, and rounding comes after it
+    y = Divide.apply(x if done else x.to(wide), weight, eps, length)
+    return reference.affine(y, None, bias).to(x.dtype)  # type: ignore[arg-type]
 
 
 class Divide(torch.autograd.Function):
@@ -147,12 +191,12 @@ class Divide(torch.autograd.Function):
 
     `weight` is None, one number, or `[C]` (not where `length`). Computed in float32 or wider, rounded once to the type
     of `x`. Backward, with `g = weight * dy`: `dx = r g - x r^2 sum(g x r) / C`; for a length not divided by C, and
-    without the second term where it was clamped. Differentiated twice, it is the plain composition.
+    without the second term where it was clamped. Differentiated twice, it uses plain operations.
     """
 
     @staticmethod
     def forward(ctx, x, weight, eps, length):  # noqa: D102
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = reference.wide_type(x)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         r = norm.clamp(min=eps).reciprocal() if length else torch.rsqrt(norm.square() / x.shape[-1] + eps)
         ctx.eps, ctx.length = eps, length
@@ -167,7 +211,7 @@ class Divide(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, r, norm = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *differentiable(x, weight, ctx.eps, ctx.length, dy), None, None
+            return *reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy), None, None
         shape, width, kind = x.shape, x.shape[-1], x.dtype
         x, dy = (t.reshape(-1, width).to(r.dtype).contiguous() for t in (x, dy))
         r, given = r.view(-1, 1), None if weight is None else weight.to(r.dtype)
@@ -176,7 +220,7 @@ class Divide(torch.autograd.Function):
             dx, dweight, _ = _ln_backward(dy, x, (width,), mean, r, given, None, [True, True, False])
             dx.add_(r * (dy.mv(given) / width)[:, None])  # the kernel removes a mean that was not there
             return dx.to(kind).view(shape), dweight.to(weight.dtype), None, None
-        # weight normalization is x * g / norm: its gradient is ours, with 1 / norm^2 for what multiplies sum(g x) x.
+        # weight normalization is x * g / norm: it has this gradient, with 1 / norm^2 for what multiplies sum(g x) x.
         # A clamped row is divided by a constant: a norm that makes the second term vanish, and a g that makes up for it
         scale = norm.view(-1, 1)
         scale = torch.where(scale < ctx.eps, HUGE, scale) if ctx.length else width**0.5 / r
@@ -184,16 +228,3 @@ class Divide(torch.autograd.Function):
         dx, dots = _wn_backward(dy, x, plain if given is None else plain * given, scale, 0)
         dweight = None if weight is None else (dots * plain).sum().view(weight.shape).to(weight.dtype)
         return dx.to(kind).view(shape), dweight, None, None
-
-
-def differentiable(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:
-    """Gradients of x and weight in `Divide` by plain operations, which can be differentiated again."""
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
-    if length:
-        y = y / torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp(min=eps)
-    else:
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    y = (y if weight is None else y * weight).to(x.dtype)
-    wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
-    grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    return tuple(next(grads) if t is not None and t.requires_grad else None for t in (x, weight))

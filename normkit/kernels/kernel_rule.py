@@ -1,4 +1,4 @@
-"""What a kernel has to know of a norm to apply its two rules by itself, in the launch that adds up partial sums."""
+"""A norm's rules as parameters of a kernel, which applies them in the launch that adds up partial sums."""
 
 import functools
 from typing import Any, NamedTuple
@@ -6,39 +6,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.kernels.step_statistics import StepStatistics
-
 
 class KernelRule(NamedTuple):
-    """A method's rules as `ops/triton/rule_kernels.py` and `ops/native/rules.h` know them.
+    """Names and numbers of a method's rules, as `triton/rule_kernels.py` and `cpu/rules.h` implement them.
 
-    The rules in PyTorch stay the reference.
-    `forward` and `backward` name what is done there; the rest are a method's own buffers and numbers.
+    `train_stat` and `grad_stat` in PyTorch stay the reference.
+
+    Attributes:
+        forward: Statistics to standardize with: "batch"; "running", those from before this batch; "geometric" or
+            "arithmetic", the mean over a window; "renorm".
+        backward: Gradient statistics to remove: "exact", this batch's; "running"; "windowed".
+        rate: Share of the new value in `running`.
+        rate_grad: Share of the new value in running gradient statistics.
+        warmup: Steps of warm-up.
+        until: Step from which a factor is free, or the steps at which bounds are reached.
+        bounds: Bounds of a factor and of a shift.
+        floor: Least value that a window records.
+        unbiased: Running variance with n / (n - 1).
+        exact_early: The warm-up has the exact gradient.
+        clamp: Limit the decay of PowerNorm's gradient statistics.
+        window: Buffer `[M, C]` of recent statistics.
+        window_grad: Buffer `[M, C]` of recent gradient statistics.
+        smooth_grad: Buffer `[1, C]` of running gradient statistics.
     """
 
-    forward: str  # "batch", "stale", "geometric", "arithmetic" or "renorm"
-    backward: str = "exact"  # or "stale", "windowed"
-    rate: float = 0.0  # share of the new value in `running`
-    rate_grad: float = 0.0  # and in gradient statistics
+    forward: str
+    backward: str = "exact"
+    rate: float = 0.0
+    rate_grad: float = 0.0
     warmup: int = 0
-    until: tuple[int, int] = (0, 0)  # the step from which a factor is free, or the steps when bounds are reached
-    bounds: tuple[float, float] = (1.0, 0.0)  # of a factor and of a shift
-    floor: float = 0.0  # of what a window records
-    unbiased: bool = False  # running variance with n / (n - 1)
-    exact_early: bool = True  # the warm-up has the exact gradient
+    until: tuple[int, int] = (0, 0)
+    bounds: tuple[float, float] = (1.0, 0.0)
+    floor: float = 0.0
+    unbiased: bool = False
+    exact_early: bool = True
     clamp: bool = False
-    window: Tensor | None = None  # [M, C]
+    window: Tensor | None = None
     window_grad: Tensor | None = None
-    smooth_grad: Tensor | None = None  # [1, C]: what is removed from gradients, where a running mean is
-
-
-Decided = tuple[Tensor | None, StepStatistics]  # y, where it is written already, and the step's decisions
+    smooth_grad: Tensor | None = None
 
 
 def find_kernel_rule(norm: Any) -> KernelRule | None:
-    """The norm's `mirror`, where it tells all: one process, one batch a step, no rule overridden further down.
+    """The norm's `kernel_rule()` if kernels can apply it.
 
-    Buffers must be plain tensors too, for kernels write to their memory.
+    That takes one process, one batch per step, a rule that no subclass overrides, and plain tensors as buffers, because
+    kernels write to their memory.
     """
     if norm.sync or norm.accumulates or not has_kernel_rule(type(norm)):
         return None
@@ -48,10 +60,11 @@ def find_kernel_rule(norm: Any) -> KernelRule | None:
 
 @functools.cache
 def has_kernel_rule(kind: type) -> bool:
+    """Whether the class that defines the rules of `kind` last also defines `kernel_rule`."""
     rules = {"train_stat", "grad_stat", "average", "kernel_rule"}
     return "kernel_rule" in vars(next(cls for cls in kind.__mro__ if rules & vars(cls).keys()))
 
 
-def moved(*buffers: Tensor | None) -> None:
-    """Tell autograd that kernels wrote to these."""
+def mark_written(*buffers: Tensor | None) -> None:
+    """Record for autograd that kernels wrote to these buffers."""
     torch.autograd.graph.increment_version([b for b in buffers if b is not None])

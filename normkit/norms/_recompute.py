@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from normkit.kernels import channels
+from normkit.kernels import autograd
 from normkit.kernels.step_statistics import StepStatistics
 
 
@@ -74,5 +74,5 @@ class Records:
 def snapshot(statistics: StepStatistics) -> StepStatistics:
     """Copy the statistics, so that a compiled backward does not recompute them from overwritten buffers."""
     tensors = statistics.tensors()
-    copies = iter(channels.snapshot([t for t in tensors if t is not None]))
+    copies = iter(autograd.snapshot([t for t in tensors if t is not None]))
     return StepStatistics.from_tensors([None if t is None else next(copies) for t in tensors])

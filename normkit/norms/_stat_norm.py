@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import channels, rows
+from normkit.kernels import autograd, dispatch, ops, sync
 from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.norms._base import Split
@@ -111,16 +111,16 @@ class StatNorm(StatefulNorm):
         mask = self.check(x, mask)
         if not self.training:
             usual = type(self).rest is StatNorm.rest and type(self)._affine is StatNorm._affine
-            y = channels.infer(self, x) if usual else None
-            return channels.multiply_add(self.rest(x), *self._affine()) if y is None else y
+            y = ops.infer(self, x) if usual else None
+            return ops.multiply_add(self.rest(x), *self._affine()) if y is None else y
         wide = torch.promote_types(x.dtype, self.running.dtype)
-        kernels = channels.own(x, wide)
-        joined = kernels is not None and kernels.LAYER_SCALE and type(self).rest is StatNorm.rest
+        kernels = dispatch.custom_kernels(x, wide)
+        joined = kernels is not None and kernels.SUPPORTS_GROUPS and type(self).rest is StatNorm.rest
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
             rows_of_x = x.detach()
             statistics, y, one_pass = (
-                self._records.find(lambda: channels.moments(rows_of_x, mask, self.center, wide, groups, self.eps)[0]),
+                self._records.find(lambda: ops.moments(rows_of_x, mask, self.center, wide, groups, self.eps)[0]),
                 None,
                 False,
             )
@@ -128,15 +128,15 @@ class StatNorm(StatefulNorm):
                 statistics, y, one_pass = self._train_step(rows_of_x, mask, wide, groups, kernels is not None)
             statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
         record = self._records.add(statistics)
-        options = channels.StandardizeOptions(self, mask, groups, one_pass, y)
-        y = channels.Standardize.apply(x, self.weight, self.bias, statistics, options)
+        options = autograd.StandardizeOptions(self, mask, groups, one_pass, y)
+        y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, options)
         if record is not None and y.grad_fn is not None:
             y.grad_fn.record = record  # type: ignore[attr-defined]
         return y
 
     def rest(self, x: Tensor) -> Tensor:
         """Transform each token first, in training and at inference: layer-scale, or nothing."""
-        return rows.group_rms(x, self.eps, self.groups) if self.groups else x
+        return ops.group_rms(x, self.eps, self.groups) if self.groups else x
 
     def _train_step(
         self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: bool
@@ -148,25 +148,25 @@ class StatNorm(StatefulNorm):
         """
         known_in_advance, y = self.known_in_advance() if kernels else None, None
         if kernels and x.numel() and (kernel_rule := find_kernel_rule(self)):
-            y, statistics = channels.train(self, kernel_rule, x, mask, known_in_advance, groups)
+            y, statistics = ops.train(self, kernel_rule, x, mask, known_in_advance, groups)
             return statistics, y, known_in_advance is not None
         if known_in_advance is None:
-            local, count = channels.moments(x, mask, self.center, wide, groups, self.eps)
+            local, count = ops.moments(x, mask, self.center, wide, groups, self.eps)
         else:
-            y, local, count = channels.standardize_and_moments(
+            y, local, count = ops.standardize_and_moments(
                 x, known_in_advance, self.eps, self.center, self.weight, self.bias, mask, groups
             )
         batch = local
         if self.sync:
-            batch, count = channels.unpack(channels.all_reduce(channels.pack(local, count, self.running)), self.running)
+            batch, count = sync.unpack(sync.all_reduce(sync.pack(local, count, self.running)), self.running)
         ok = usable(batch, count)
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # not finite, or all padding: as the average batch
         step = self.step + 1
         stat = self.train_stat(batch, step, count)
         state, changes = stat.state, ok
         if self.accumulates:
-            joint, joint_count, changes = self._accumulate("", channels.pack(batch, count, self.running), ok)
-            joint, joint_count = channels.unpack(joint, self.running)
+            joint, joint_count, changes = self._accumulate("", sync.pack(batch, count, self.running), ok)
+            joint, joint_count = sync.unpack(joint, self.running)
             state = self.train_stat(joint, step, joint_count).state
         self._commit({**state, "step": step}, changes)
         self.skipped.add_(~ok)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import rows
+from normkit.kernels import reference
 from normkit.norms._base import RowNorm, Split
 from normkit.norms._options import Positive
 
@@ -38,7 +38,7 @@ class DyT(RowNorm):
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         wide = x.to(torch.promote_types(x.dtype, self.a.dtype))
-        return rows.affine(self.squash(wide), self.weight, self.bias).to(x.dtype)
+        return reference.affine(self.squash(wide), self.weight, self.bias).to(x.dtype)
 
     def split(self) -> Split:  # noqa: D102
         rest, scale, shift = super().split()

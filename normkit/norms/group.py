@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from normkit.kernels import rows
+from normkit.kernels import ops, reference
 from normkit.norms._base import RowNorm
 from normkit.norms._options import Count, require
 
@@ -33,7 +33,7 @@ class GroupNorm(RowNorm):
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         if self.over == "token":
-            return rows.group(x, self.weight, self.bias, self.eps, self.groups)
+            return ops.group(x, self.weight, self.bias, self.eps, self.groups)
         if x.dim() < 2:
             raise ValueError(f'over="sample" takes x[batch, ..., {self.dim}]; got shape {tuple(x.shape)}')
-        return rows.group_sample(x, self.weight, self.bias, self.eps, self.groups, mask)
+        return reference.group_sample(x, self.weight, self.bias, self.eps, self.groups, mask)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from normkit.kernels import rows
+from normkit.kernels import ops
 from normkit.norms._base import RowNorm
 
 
@@ -18,4 +18,4 @@ class LayerNorm(RowNorm):
     """
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return rows.layer(x, self.weight, self.bias, self.eps)
+        return ops.layer(x, self.weight, self.bias, self.eps)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from normkit.kernels import rows
+from normkit.kernels import reference
 from normkit.norms._base import RowNorm
 
 
@@ -22,4 +22,4 @@ class NoNorm(RowNorm):
     affine: bool = False
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return x if self.weight is None else rows.affine(x, self.weight, self.bias).to(x.dtype)
+        return x if self.weight is None else reference.affine(x, self.weight, self.bias).to(x.dtype)

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import rows
+from normkit.kernels import ops
 from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Split
 from normkit.norms._options import OldShare, Steps, require
@@ -103,7 +103,7 @@ class PowerNorm(StatNorm):
         if self.accumulate != "average" or self.denominator == "batch":
             return None
         return KernelRule(
-            "stale", "stale", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.warmup, clamp=self.clamp,
+            "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.warmup, clamp=self.clamp,
             exact_early=self.warmup_grad == "exact", smooth_grad=self.nu,
         )  # fmt: skip
 
@@ -117,4 +117,4 @@ class GroupRMS(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Divide each group of channels by its root mean square."""
-        return rows.group_rms(x, self.eps, self.groups)
+        return ops.group_rms(x, self.eps, self.groups)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from normkit.kernels import rows
+from normkit.kernels import ops
 from normkit.norms import mabn, power, un
 from normkit.norms._base import Norm, Split
 from normkit.norms._options import Count, OldShare, Steps, is_int, option_defaults, require
@@ -155,7 +155,7 @@ class PowerNorm(Released):
 
     def rest(self, x: Tensor) -> Tensor:
         """Apply GroupScaling1D, to padded rows as well; its eps is always 1e-5."""
-        return rows.group_rms(x, 1e-5, self.groups)
+        return ops.group_rms(x, 1e-5, self.groups)
 
     def train_step(self, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Gradients]:  # noqa: D102
         self.iters += 1
@@ -362,7 +362,7 @@ class Batch(Released):
 
     def rest(self, x: Tensor) -> Tensor:
         """Apply LayerScaling1D; its eps is always 1e-5."""
-        return rows.group_rms(x, 1e-5, 1)
+        return ops.group_rms(x, 1e-5, 1)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: D102
         mask = self.check(x, mask)

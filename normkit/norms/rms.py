@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from normkit.kernels import rows
+from normkit.kernels import ops
 from normkit.norms._base import RowNorm
 from normkit.norms._options import option
 
@@ -25,4 +25,4 @@ class RMSNorm(RowNorm):
     eps_at: Literal["inside", "outside"] = "inside"
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return rows.rms(x, self.weight, self.bias, self.eps, inside=self.eps_at == "inside")
+        return ops.rms(x, self.weight, self.bias, self.eps, inside=self.eps_at == "inside")

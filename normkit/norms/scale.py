@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import rows
+from normkit.kernels import ops
 from normkit.norms._base import RowNorm, Split
 from normkit.norms._options import option
 
@@ -58,7 +58,7 @@ class ScaleNorm(RowNorm):
         return nn.Parameter(gains, self.weight is not None and self.weight.requires_grad)
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return rows.scale(x, self.length(), self.bias, self.eps)
+        return ops.scale(x, self.length(), self.bias, self.eps)
 
     def split(self) -> Split:  # noqa: D102
         rest, scale, shift = super().split()

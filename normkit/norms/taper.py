@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import channels
+from normkit.kernels import autograd, sync
 from normkit.norms._base import Norm, Split
 from normkit.norms._options import Count, OldShare, option, require
 from normkit.norms._recompute import inside_backward
@@ -128,7 +128,7 @@ class TaperNorm(Norm):
         rows = [torch.where(keep, each, 0).sum() for each in (energy * inv, energy)]
         sums = torch.stack([*rows, keep.sum(dtype=x.dtype)])
         if self.sync:
-            sums = channels.all_reduce(sums)
+            sums = sync.all_reduce(sums)
         means, count = sums[:2] / sums[2].clamp(min=1), sums[2]
         ok = usable(means, count)
         step = self.step + 1
@@ -140,7 +140,7 @@ class TaperNorm(Norm):
         self.skipped.add_(~ok)
         self.step.add_(ok)
         decided = [self.gate(step), self._match(), self.anchor.clone()]
-        return channels.snapshot(decided) if torch.compiler.is_compiling() else decided
+        return autograd.snapshot(decided) if torch.compiler.is_compiling() else decided
 
     def _match(self) -> Tensor:
         """Return c; 0 before the first step, when the gate is 1."""

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import channels
+from normkit.kernels import autograd
 from normkit.norms import Norm, Split
 from normkit.transforms.checks import refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import HOOKS, chosen_sites, find, put, replacement
@@ -85,7 +85,7 @@ class Blend(Norm):
             self.step.add_(1)
         share = self.share().to(x.dtype)
         if torch.compiler.is_compiling():
-            (share,) = channels.snapshot([share])  # a compiled backward would take that of the next step
+            (share,) = autograd.snapshot([share])  # a compiled backward would take that of the next step
         self._lend()
         return self.new(x, mask).lerp(self.old(x, mask), share)
 

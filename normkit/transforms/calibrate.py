@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import channels
+from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
 from normkit.transforms.checks import refuse_wrapped
 from normkit.transforms.invoke import call
@@ -123,10 +123,10 @@ class _Sums:
     def __call__(self, norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
         x = kwargs["x"] if "x" in kwargs else args[0]
         mask = norm.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))
-        batch, count = channels.moments(norm.rest(x).double(), mask, self.center)
+        batch, count = ops.moments(norm.rest(x).double(), mask, self.center)
         if self.sums is None:  # second moments are taken about the first batch's mean, which keeps their digits
             self.origin[: len(batch) - 1] = batch[0] if self.center else 0.0
-        added = channels.pack(batch, count, self.origin)
+        added = sync.pack(batch, count, self.origin)
         self.sums = added if self.sums is None else self.sums + added
         self.count = self.sums[-1]
         if self.own:
@@ -135,7 +135,7 @@ class _Sums:
     def statistics(self, name: str) -> Tensor:
         """The joint statistics `[k, dim]`."""
         assert self.sums is not None
-        joint, count = channels.unpack(self.sums, self.origin)
+        joint, count = sync.unpack(self.sums, self.origin)
         if not count > 0:
             raise ValueError(f"calibrate() cannot know the statistics of {name}: all its tokens were padding")
         if not joint.isfinite().all():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.kernels import channels
+from normkit.kernels import ops, sync
 from normkit.norms import PowerNorm, StatNorm
 from normkit.norms.un import UN
 from normkit.watch.quantities import QUARTILES, Quantity
@@ -74,10 +74,10 @@ class Memory:
 
 def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance `[C]` of the real rows of `x[..., C]`, and their count; over all processes where it syncs."""
-    batch, count = channels.moments(x, mask, center=True)
+    batch, count = ops.moments(x, mask, center=True)
     if getattr(module, "sync", False):
         origin = torch.zeros_like(batch)
-        batch, count = channels.unpack(channels.all_reduce(channels.pack(batch, count, origin)), origin)
+        batch, count = sync.unpack(sync.all_reduce(sync.pack(batch, count, origin)), origin)
     return batch[0], batch[1], count
 
 
@@ -138,7 +138,7 @@ def gather_gradient(
         x, dy, count = torch.where(keep, x, 0), torch.where(keep, dy, 0), mask.sum()
     sums = torch.stack([dy.sum(0), (dy * x).sum(0), dy.square().sum(0)])
     if getattr(site.module, "sync", False):
-        every = channels.all_reduce(torch.cat([sums.flatten(), sums.new_ones(1) * count]))
+        every = sync.all_reduce(torch.cat([sums.flatten(), sums.new_ones(1) * count]))
         sums, count = every[:-1].view_as(sums), every[-1]
     s0, sx, square = sums / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
     psi = torch.sqrt(var + mean.square() + site.eps)

@@ -1,4 +1,4 @@
-"""The C++ kernels as a library: compiled for this machine on first use, kept in the cache folder, loaded."""
+"""Compilation of the C++ kernels for this machine, on first use, into the cache folder."""
 
 import ctypes
 import functools
@@ -19,33 +19,29 @@ import torch
 
 from normkit.files import cache_folder
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-INCLUDED = ("walks.h", "columns.h", "rows.h", "rules.h")
+SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-PATIENCE = 300  # seconds; it takes 3
+TIMEOUT = 300  # seconds; compilation takes about 3
 
 _lock = threading.Lock()
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None where there are none; `obstacle` says why."""
-    return _found()[0]
+    """The loaded library, or None; `obstacle` has the reason."""
+    with _lock:
+        return _load()[0]
 
 
 def obstacle() -> str:
-    """Why there are no kernels; empty where there are."""
-    return _found()[1]
-
-
-def _found() -> tuple[ctypes.CDLL | None, str]:
+    """The reason why there are no C++ kernels; empty if there are."""
     with _lock:
-        return _load()
+        return _load()[1]
 
 
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     if sys.platform != "linux":
-        return None, f"they are for Linux, and this is {sys.platform}"
+        return None, f"the C++ kernels need Linux; this is {sys.platform}"
     compiler = _compiler()
     if not compiler:
         return None, "there is no C++ compiler: install g++, or name one in CXX"
@@ -56,34 +52,34 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             _compile(compiler, folder / name)
         return ctypes.CDLL(str(folder / name)), ""
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        why = f"{compiler[0]} could not make them: {said.strip()[-500:]}"
-        warnings.warn(f"normkit's kernels for CPUs: {why}. PyTorch's run instead, slower", RuntimeWarning, stacklevel=2)
+        output = getattr(error, "stderr", "") or str(error)
+        why = f"{compiler[0]} could not compile the C++ kernels: {output.strip()[-500:]}"
+        warnings.warn(f"normkit: {why}. PyTorch's slower kernels run instead", RuntimeWarning, stacklevel=2)
         return None, why
 
 
 def _compiler() -> list[str]:
     given = shlex.split(os.environ.get("CXX", ""))
-    there = (shutil.which(name) for name in ([given[0]] if given else ["g++", "c++", "clang++"]))
-    first = next((path for path in there if path), None)
+    found = (shutil.which(name) for name in ([given[0]] if given else ["g++", "c++", "clang++"]))
+    first = next((path for path in found if path), None)
     return [first, *given[1:]] if first else []
 
 
 def _key(compiler: list[str]) -> str:
-    """One library for each source, compiler and processor: a home folder may be that of many machines."""
+    """Hash of sources, flags, compiler and processor, because machines may share a home folder."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
-    same = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
-    sources = [path.read_text(encoding="utf8") for path in (SOURCE, *map(SOURCE.with_name, INCLUDED))]
-    told = [*sources, *FLAGS, *compiler, platform.machine(), *same]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
+    processor = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
+    sources = [path.read_text(encoding="utf8") for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
+    parts = [*sources, *FLAGS, *compiler, platform.machine(), *processor]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
 def _private(folder: Path) -> Path:
-    """The folder, made where it is missing; one of this process alone where others could put a library into it."""
+    """The folder, created if missing; a new temporary one if other users could put a library into it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        seen = folder.stat()
-        ours = seen.st_uid == os.getuid() and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        status = folder.stat()
+        ours = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if ours and os.access(folder, os.W_OK):
             return folder
     except OSError:
@@ -92,13 +88,21 @@ def _private(folder: Path) -> Path:
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    """Compile beside the place and move there: another process finds all of it or nothing.
+    """Compile into a temporary folder and move the result, so that other processes never find half a file.
 
-    Linked with the OpenMP that came with PyTorch, so that both have the same threads.
+    It is linked with the OpenMP that came with PyTorch, so that both use the same threads.
     """
     threads = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         made = Path(place) / path.name
-        words = [*compiler, *FLAGS, str(SOURCE), "-o", str(made), *map(str, threads[:1]), "-Wl,--as-needed"]
-        subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        command = [
+            *compiler,
+            *FLAGS,
+            str(SOURCES / "kernels.cpp"),
+            "-o",
+            str(made),
+            *map(str, threads[:1]),
+            "-Wl,--as-needed",
+        ]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT)
         made.replace(path)

@@ -2,7 +2,8 @@
 
 #pragma once
 
-#include "walks.h"
+#include "arguments.h"
+#include "loops.h"
 
 namespace {
 
@@ -26,19 +27,25 @@ struct Moments {  // of some rows: their mean (where it is to be removed), the s
 };
 
 template <class T>
-void column_forward(const T* x, const std::uint8_t* mask, T* y, const float* mean, const float* scale,
-                    const float* shift, float* stat, float* count, int64_t n, int64_t channels, int64_t groups,
-                    float eps, int center, int threads) {
-    const Cut cut(n);
+void column_forward(const ColumnForward& given, int threads) {
+    const T* x = static_cast<const T*>(given.x);
+    T* y = static_cast<T*>(given.y);
+    const std::uint8_t* mask = given.mask;
+    const float *mean = given.mean, *scale = given.scale, *shift = given.shift;
+    float* stat = given.stat;
+    const int64_t n = given.n, channels = given.channels, groups = given.groups;
+    const float eps = given.eps;
+    const int center = given.center;
+    const Chunks chunks(n);
     const int64_t size = stat ? (1 + center) * channels : 0;
-    Floats parts(cut.chunks * size);
-    std::vector<double> counts(cut.chunks);
+    Floats parts(chunks.number * size);
+    std::vector<double> counts(chunks.number);
     const auto moments = [=](float* place, double rows) {
         return Moments{center ? place + channels : nullptr, place, rows};
     };
-    cut.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
-        Rows<T> rows(x, channels, groups, eps);
-        Results<T> results(y, n, channels);
+    chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
+        InputRows<T> rows(x, channels, groups, eps);
+        OutputRows<T> results(y, n, channels);
         Floats sums(size);
         Moments all = moments(parts.data() + chunk * size, 0);
         for (int64_t first = from; first < to; first += BLOCK) {
@@ -92,31 +99,39 @@ void column_forward(const T* x, const std::uint8_t* mask, T* y, const float* mea
     Floats sums(size);
     if (center) {
         Moments all = moments(sums.data(), 0);
-        for (int64_t k = 0; k < cut.chunks; ++k) all.join(moments(parts.data() + k * size, counts[k]), channels);
+        for (int64_t k = 0; k < chunks.number; ++k) all.join(moments(parts.data() + k * size, counts[k]), channels);
         real = all.count;
         std::copy_n(all.mean, channels, stat);
     } else {
         for (double found : counts) real += found;
-        add_up(parts, cut.chunks, size, sums.data());
+        add_up(parts, chunks.number, size, sums.data());
     }
     const double most = std::max(real, 1.0);
     for (int64_t c = 0; c < channels; ++c) stat[center * channels + c] = float(sums[c] / most);
-    *count = float(real);
+    *given.count = float(real);
 }
 
-// With u = x after layer-scale, `slant dy + slope (u - mean) + level`, of padding `slant dy` alone, then back through
-// layer-scale to dx; the sums of dy and of dy (u - mean), over all rows and, where `real`, over real ones too.
+// With u = x after layer-scale, the gradient of u is `dy_coefficient dy + x_coefficient (u - mean) + constant`, in the
+// padding `dy_coefficient dy` alone; dx is that through layer-scale. The sums of dy and of dy (u - mean) run over all
+// rows and, if `real`, over real ones too.
 template <class T>
-void column_backward(const T* dy, const T* x, const std::uint8_t* mask, T* dx, const float* mean, const float* slant,
-                     const float* slope, const float* level, float* sums, int64_t n, int64_t channels, int64_t groups,
-                     float eps, int real, int threads) {
-    const Cut cut(n);
+void column_backward(const ColumnBackward& given, int threads) {
+    const T *dy = static_cast<const T*>(given.dy), *x = static_cast<const T*>(given.x);
+    T* dx = static_cast<T*>(given.dx);
+    const std::uint8_t* mask = given.mask;
+    const float *mean = given.mean, *dy_coefficient = given.dy_coefficient;
+    const float *x_coefficient = given.x_coefficient, *constant = given.constant;
+    float* sums = given.sums;
+    const int64_t n = given.n, channels = given.channels, groups = given.groups;
+    const float eps = given.eps;
+    const int real = given.real;
+    const Chunks chunks(n);
     const int64_t size = sums ? (real ? 4 : 2) * channels : 0;
-    Floats parts(cut.chunks * size);
-    cut.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
-        Rows<T> rows(x, channels, groups, eps), grads(dy, channels);
-        Results<T> results(dx, n, channels);
-        Floats beside(channels), block(size);
+    Floats parts(chunks.number * size);
+    chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
+        InputRows<T> rows(x, channels, groups, eps), grads(dy, channels);
+        OutputRows<T> results(dx, n, channels);
+        Floats scratch(channels), block(size);
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
             std::fill(block.begin(), block.end(), 0.0f);
@@ -124,7 +139,8 @@ void column_backward(const T* dy, const T* x, const std::uint8_t* mask, T* dx, c
                 const bool kept = !mask || mask[i];
                 const float *row = rows[i], *g = grads[i];
                 T* out = dx ? results.row(i) : nullptr;
-                float *sum = block.data() + (real && kept ? 2 * channels : 0), *with = sum + channels;  // padding first
+                // the first two sums are of padding, the next of real rows
+                float *sum = block.data() + (real && kept ? 2 * channels : 0), *with = sum + channels;
                 for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width) {
                     const float r = rows.factor[k];
                     if (sums && mean)
@@ -138,25 +154,27 @@ void column_backward(const T* dy, const T* x, const std::uint8_t* mask, T* dx, c
                             with[at + c] += g[at + c] * (row[at + c] * r);
                         });
                     if (!dx) continue;
-                    const auto slanted = [=](int64_t c) { return g[at + c] * slant[at + c]; };
-                    const auto whole = [=](int64_t c) { return slanted(c) + row[at + c] * r * slope[at + c]; };
+                    const auto direct = [=](int64_t c) { return g[at + c] * dy_coefficient[at + c]; };
+                    const auto gradient = [=](int64_t c) {
+                        return direct(c) + row[at + c] * r * x_coefficient[at + c];
+                    };
                     if (groups) {
-                        float* d = beside.data();
+                        float* d = scratch.data();
                         const float along =
-                            (kept ? total(rows.width, [=](int64_t c) { return (d[c] = whole(c)) * row[at + c]; })
-                                  : total(rows.width, [=](int64_t c) { return (d[c] = slanted(c)) * row[at + c]; })) *
+                            (kept ? total(rows.width, [=](int64_t c) { return (d[c] = gradient(c)) * row[at + c]; })
+                                  : total(rows.width, [=](int64_t c) { return (d[c] = direct(c)) * row[at + c]; })) *
                             r * r / rows.width;
                         each(rows.width, [=, out = out + at](int64_t c) {
                             put(out + c, r * (d[c] - row[at + c] * along));
                         });
                     } else if (!kept) {
-                        each(rows.width, [=](int64_t c) { put(out + c, slanted(c)); });
+                        each(rows.width, [=](int64_t c) { put(out + c, direct(c)); });
                     } else if (mean) {
                         each(rows.width, [=](int64_t c) {
-                            put(out + c, slanted(c) + (row[c] - mean[c]) * slope[c] + level[c]);
+                            put(out + c, direct(c) + (row[c] - mean[c]) * x_coefficient[c] + constant[c]);
                         });
                     } else {
-                        each(rows.width, [=](int64_t c) { put(out + c, whole(c)); });
+                        each(rows.width, [=](int64_t c) { put(out + c, gradient(c)); });
                     }
                 }
                 if (dx) results.done(i);
@@ -165,7 +183,7 @@ void column_backward(const T* dy, const T* x, const std::uint8_t* mask, T* dx, c
         }
     });
     if (!sums) return;
-    add_up(parts, cut.chunks, size, sums);
+    add_up(parts, chunks.number, size, sums);
     for (int64_t c = 0; real && c < 2 * channels; ++c) sums[c] += sums[2 * channels + c];
 }
 

@@ -1,20 +1,20 @@
-// What Python calls: kernels for each type, as addresses of functions. Activations are [n, channels], side by side; no
-// address stands for an argument that is not there.
+// Entry points: every kernel for each type of activations, as an address of a function, and the size of its arguments.
 
 #include "columns.h"
 #include "rows.h"
 #include "rules.h"
 
-#define EXPORT(KERNEL)                                                     \
-    extern "C" {                                                           \
-    decltype(&KERNEL<float>) KERNEL##_float32 = &KERNEL<float>;            \
-    decltype(&KERNEL<bf16>) KERNEL##_bfloat16 = &KERNEL<bf16>;             \
+#define EXPORT(KERNEL, ARGUMENTS)                                                                       \
+    extern "C" {                                                                                        \
+    void (*KERNEL##_float32)(const ARGUMENTS&, int) = &KERNEL<float>;                                   \
+    void (*KERNEL##_bfloat16)(const ARGUMENTS&, int) = &KERNEL<bf16>;                                   \
+    std::int64_t KERNEL##_size = sizeof(ARGUMENTS);                                                     \
     }
 
-EXPORT(column_forward)
-EXPORT(column_backward)
-EXPORT(row_forward)
-EXPORT(row_backward)
-EXPORT(infer)
-EXPORT(train)
-EXPORT(differentiate)
+EXPORT(column_forward, ColumnForward)
+EXPORT(column_backward, ColumnBackward)
+EXPORT(row_forward, RowForward)
+EXPORT(row_backward, RowBackward)
+EXPORT(infer, Infer)
+EXPORT(train, Train)
+EXPORT(differentiate, Differentiate)

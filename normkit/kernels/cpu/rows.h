@@ -2,11 +2,12 @@
 
 #pragma once
 
-#include "walks.h"
+#include "arguments.h"
+#include "loops.h"
 
 namespace {
 
-// What a row is multiplied by: 1 / sqrt(mean(x^2) + eps), or 1 / max(|x|, eps), a constant where `clamped`.
+// Factor of a row: 1 / sqrt(mean(x^2) + eps), or 1 / max(|x|, eps), a constant if `clamped`.
 struct Factor {
     float value;
     bool clamped;
@@ -20,11 +21,16 @@ struct Factor {
 };
 
 template <class T>
-void row_forward(const T* x, T* y, const float* weight, const float* bias, int64_t n, int64_t channels, float eps,
-                 int length, int threads) {
-    Cut(n).over(channels, threads, [&](int64_t, int64_t from, int64_t to) {
-        Rows<T> rows(x, channels);
-        Results<T> results(y, n, channels);
+void row_forward(const RowForward& given, int threads) {
+    const T* x = static_cast<const T*>(given.x);
+    T* y = static_cast<T*>(given.y);
+    const float *weight = given.weight, *bias = given.bias;
+    const int64_t n = given.n, channels = given.channels;
+    const float eps = given.eps;
+    const int length = given.length;
+    Chunks(n).over(channels, threads, [&](int64_t, int64_t from, int64_t to) {
+        InputRows<T> rows(x, channels);
+        OutputRows<T> results(y, n, channels);
         for (int64_t i = from; i < to; ++i) {
             const float* u = rows[i];
             const float r = Factor(u, channels, eps, length).value;
@@ -43,15 +49,21 @@ void row_forward(const T* x, T* y, const float* weight, const float* bias, int64
 // With z = r x and g = weight dy: `dx = r (g - z mean(g z))`, for a length `r (g - z sum(g z))`; the sums of dy and of
 // dy z.
 template <class T>
-void row_backward(const T* dy, const T* x, T* dx, const float* weight, float* sums, int64_t n, int64_t channels,
-                  float eps, int length, int threads) {
-    const Cut cut(n);
+void row_backward(const RowBackward& given, int threads) {
+    const T *dy = static_cast<const T*>(given.dy), *x = static_cast<const T*>(given.x);
+    T* dx = static_cast<T*>(given.dx);
+    const float* weight = given.weight;
+    float* sums = given.sums;
+    const int64_t n = given.n, channels = given.channels;
+    const float eps = given.eps;
+    const int length = given.length;
+    const Chunks chunks(n);
     const int64_t size = sums ? 2 * channels : 0;
-    Floats parts(cut.chunks * size);
-    cut.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
-        Rows<T> rows(x, channels), grads(dy, channels);
-        Results<T> results(dx, n, channels);
-        Floats beside(channels), block(size);
+    Floats parts(chunks.number * size);
+    chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
+        InputRows<T> rows(x, channels), grads(dy, channels);
+        OutputRows<T> results(dx, n, channels);
+        Floats scratch(channels), block(size);
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
             std::fill(block.begin(), block.end(), 0.0f);
@@ -65,8 +77,8 @@ void row_backward(const T* dy, const T* x, T* dx, const float* weight, float* su
                         with[c] += g[c] * (u[c] * r);
                     });
                 if (weight) {
-                    each(channels, [=, to = beside.data()](int64_t c) { to[c] = g[c] * weight[c]; });
-                    g = beside.data();
+                    each(channels, [=, to = scratch.data()](int64_t c) { to[c] = g[c] * weight[c]; });
+                    g = scratch.data();
                 }
                 const float along = factor.clamped ? 0 : dot(g, u, channels) * r * r / (length ? 1 : channels);
                 each(channels, [=, out = results.row(i)](int64_t c) { put(out + c, r * (g[c] - u[c] * along)); });
@@ -75,7 +87,7 @@ void row_backward(const T* dy, const T* x, T* dx, const float* weight, float* su
             each(size, [from = block.data(), all = parts.data() + chunk * size](int64_t c) { all[c] += from[c]; });
         }
     });
-    if (sums) add_up(parts, cut.chunks, size, sums);
+    if (sums) add_up(parts, chunks.number, size, sums);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""How a kernel is launched: tile, warps and number of programs, from the shape; and the measured best beside it.
+"""Launch of a kernel: tile, warps and number of programs from the shape, and a search for better ones.
 
 A launch decides the order of every sum, so it follows from the shape alone: the same shape gives the same bits, on
 every run and every device.
@@ -12,7 +12,7 @@ PROGRAMS = 264  # two for each of the 132 multiprocessors of a large card: enoug
 
 
 class Launch(NamedTuple):
-    """`tile` rows by `block` channels at a time, `warps` warps, at most `programs` programs side by side along rows."""
+    """Tiles of `tile` rows by `block` channels, `warps` warps, at most `programs` programs along rows."""
 
     tile: int
     block: int
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 def row_launch(rows: int, channels: int, *, backward: bool = False) -> Launch:
-    """For kernels that see whole rows of `channels`: small rows share a program, large ones get more warps."""
+    """Launch for kernels of whole rows: small rows share a program, large ones get more warps."""
     block = min(power_of_2(channels), LONGEST)
     tile = max(1, min(16, 2048 // block)) if channels <= LONGEST else 1
     warps = min(16, max(1, tile * block // (256 if backward else 512)))
@@ -35,11 +35,21 @@ def row_launch(rows: int, channels: int, *, backward: bool = False) -> Launch:
 
 
 def column_launch(rows: int, channels: int) -> Launch:
-    """For kernels that walk down columns: tiles of 2048 numbers, 128 channels wide or less."""
+    """Launch for kernels of columns: tiles of 2048 numbers, at most 128 channels wide."""
     block = min(power_of_2(channels), 128)
     tile = min(2048 // block, power_of_2(max(rows, 1)))
     along = cdiv(4 * PROGRAMS, cdiv(channels, block))
     return Launch(tile, block, 4, max(1, min(cdiv(rows, tile), along)))
+
+
+def sum_launch(programs: int, channels: int) -> dict[str, int]:
+    """Keywords of a kernel that adds up the shares of so many programs."""
+    return {"TILE": min(power_of_2(programs), 64), "BLOCK": min(power_of_2(channels), 32), "num_warps": 4}
+
+
+def sum_grid(channels: int) -> tuple[int]:
+    """Programs of that kernel: at most 32 channels each."""
+    return (cdiv(channels, min(power_of_2(channels), 32)),)
 
 
 def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Launch]:
@@ -52,10 +62,10 @@ def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Laun
 
 
 def tune(op: Callable[[Launch], object], guess: Launch, rows: int, *, wide: bool = False) -> list[tuple[float, Launch]]:
-    """Every candidate's median time in ms, the fastest first: the autotuned twin of the heuristic. Needs a GPU.
+    """Median time in ms of every candidate, the fastest first. Needs a GPU.
 
-    `op` runs the kernel as launched. It is a function and no `triton.autotune`, for the number of programs decides
-    the size of buffers too, and the answer is there to correct the heuristic, not to change the bits at run time.
+    `op` runs the kernel as launched. `triton.autotune` does not fit: the number of programs decides the size of
+    buffers too, and the result serves to correct the heuristic, not to change the bits at run time.
     """
     import triton
 
@@ -67,10 +77,10 @@ def tune(op: Callable[[Launch], object], guess: Launch, rows: int, *, wide: bool
 
 
 def cdiv(a: int, b: int) -> int:
-    """How many `b` it takes to hold `a`."""
+    """Integer division `a / b`, rounded up."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
+    """Smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

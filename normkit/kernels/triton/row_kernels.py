@@ -1,4 +1,4 @@
-"""Kernels that see whole rows: one run of channels (a group of a token's channels) at a time.
+"""Kernels of whole rows: one run of channels (a group of a token's channels) at a time.
 
 The grid is (programs along rows, groups). Numbers are loaded once, computed in float32, stored in the type of the
 pointer. Statistics of a row are saved as `[rows, groups]`: the mean, and `inv`, the factor of the row.
@@ -7,7 +7,7 @@ pointer. Statistics of a row are saved as `[rows, groups]`: the mean, and `inv`,
 import triton
 import triton.language as tl
 
-# What a row is divided by. Each keeps its own place for eps.
+# Divisors of a row. eps enters each in another place.
 DEVIATION: tl.constexpr = tl.constexpr(0)  # sqrt(var + eps), the mean removed
 ROOT_MEAN_SQUARE: tl.constexpr = tl.constexpr(1)  # sqrt(mean(x^2) + eps)
 RMS_PLUS_EPS: tl.constexpr = tl.constexpr(2)  # sqrt(mean(x^2)) + eps
@@ -28,9 +28,9 @@ def inverse(square, width, eps, KIND: tl.constexpr):
 
 @triton.jit
 def share(dot, inv, width, eps, KIND: tl.constexpr):
-    """How much of z leaves the gradient of a row, from `dot = sum(g * z)`."""
+    """Share of z to subtract from the gradient of a row, from `dot = sum(g * z)`."""
     if KIND == RMS_PLUS_EPS:
-        rest = 1.0 - eps * inv  # rms / (rms + eps); 0 for a row of zeros, whose z is 0 as well
+        rest = 1.0 - eps * inv  # rms / (rms + eps); 0 for a row of zeros, whose z is 0 as finite
         part = tl.where(rest > 0, dot / width / tl.where(rest > 0, rest, 1.0), 0.0)
     elif KIND == LENGTH:
         part = tl.where(inv * eps < 1.0, dot, 0.0)  # a clamped length is a constant
@@ -44,7 +44,7 @@ def row_forward(
     X, R, S, W, B, Y, MEAN, INV, rows, width, x_stride, r_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Y = W * z + B of rows of X, or of S = X + R, which is written too."""
+    """Compute Y = W * z + B of rows of X, or of S = X + R, which is written too."""
     group, groups = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
@@ -56,7 +56,7 @@ def row_forward(
         x += tl.load(R + row[:, None] * r_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(S.dtype.element_ty)
         tl.store(S + out, rounded, mask=inside)
-        x = rounded.to(tl.float32)  # normalize what the next layer will read
+        x = rounded.to(tl.float32)  # the next layer reads the rounded sum
     if KIND == DEVIATION:
         mean = tl.sum(x, 1) / width
         x = tl.where(inside, x - mean[:, None], 0.0)
@@ -79,7 +79,7 @@ def row_backward(
     DY, X, DS, W, MEAN, INV, DX, DW, DB, rows, width, dy_stride, x_stride, ds_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """DX (plus DS, the gradient of the sum) and this program's share of the sums over rows for W and B.
+    """Compute DX (plus DS, the gradient of the sum) and this program's share of the sums over rows for W and B.
 
     A program takes every `programs`-th tile, in order, and writes its own row of DW and DB: sums without atomics.
     """
@@ -135,7 +135,7 @@ def long_forward(
     X, R, S, W, B, Y, MEAN, INV, rows, width, x_stride, r_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`row_forward` of one row (TILE is 1), block after block: moments merged on the first reading, Y on the second."""
+    """`row_forward` of one row (TILE is 1) in blocks: moments on the first reading, Y on the second."""
     row = tl.program_id(0).to(tl.int64)
     group, groups = tl.program_id(1), tl.num_programs(1)
     base = row * (width * groups) + group * width
@@ -149,7 +149,7 @@ def long_forward(
             rounded = x.to(S.dtype.element_ty)
             tl.store(S + base + column, rounded, mask=real)
             x = rounded.to(tl.float32)
-        if KIND == DEVIATION:  # Chan, Golub and LeVeque's merging of means and squared deviations
+        if KIND == DEVIATION:  # Chan, Golub and LeVeque merge of means and squared deviations
             count = tl.sum(tl.where(real, 1.0, 0.0), 0)
             here = tl.sum(x, 0) / count
             x = tl.where(real, x - here, 0.0)
@@ -167,7 +167,7 @@ def long_forward(
         column = first + tl.arange(0, BLOCK)
         real = column < width
         x = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-        if R is not None:  # added again: cheaper than waiting for the store of another thread
+        if R is not None:  # added again: cheaper than to wait for the store of another thread
             x += tl.load(R + row * r_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
             x = x.to(S.dtype.element_ty).to(tl.float32)
         y = (x - mean) * inv
@@ -186,7 +186,7 @@ def long_backward(
     DY, X, DS, W, MEAN, INV, DX, width, dy_stride, x_stride, ds_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """DX of one row, block after block. The sums for W and B are `row_sums`."""
+    """Compute DX of one row, block after block. `row_sums` has the sums for W and B."""
     row = tl.program_id(0).to(tl.int64)
     group, groups = tl.program_id(1), tl.num_programs(1)
     inv = tl.load(INV + row * groups + group)
@@ -233,7 +233,7 @@ def row_sums(
     DY, X, MEAN, INV, DW, DB, rows, width, groups, dy_stride, x_stride,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program's share of sum(dy * z) and sum(dy) over rows, for a block of channels: rows too long for registers."""
+    """Compute a program's share of sum(dy * z) and sum(dy) for a block of channels of long rows."""
     start, programs = tl.program_id(0), tl.num_programs(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < width * groups
@@ -256,7 +256,7 @@ def row_sums(
 
 @triton.jit
 def add_partials(P, OUT, programs, channels, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT[c] = the sum of P[i, c] over `programs` rows, in a fixed order: the second level of every sum."""
+    """Add up the shares P[i, c] of `programs` programs, in a fixed order, into OUT[c]."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([TILE, BLOCK], tl.float32)
     for start in range(0, programs, TILE):

@@ -1,7 +1,7 @@
 """Norms of each token on the GPU: one launch forward, two backward (three where a bias has a gradient too).
 
 Eager calls go through a thin `autograd.Function`; under `torch.compile` the same launches are the registered
-operators `normkit::row_norm` and `normkit::row_norm_grad`, which a graph can hold.
+operators `normkit::row_norm` and `normkit::row_norm_grad`.
 """
 
 import contextlib
@@ -12,41 +12,41 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from normkit.kernels.triton import row_kernels
-from normkit.kernels.triton.launch import LONGEST, Launch, cdiv, column_launch, power_of_2, row_launch
+from normkit.kernels.triton.launch import LONGEST, Launch, cdiv, column_launch, row_launch, sum_grid, sum_launch
 
-kernel: Any = row_kernels  # a checker takes a launch for a plain call
+kernel: Any = row_kernels  # type checkers take a launch for a plain call
 KINDS = {"layer": 0, "rms": 1, "rms_plus_eps": 2, "scale": 3}
 
 
 class Saved(NamedTuple):
-    """What a forward found out about rows: `[rows, groups]`, float32."""
+    """Mean and factor of each row, for the backward pass: `[rows, groups]`, float32."""
 
     mean: Tensor
     inv: Tensor
 
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `ops.rows.layer`."""
+    """As `reference.layer`."""
     return _norm(x, weight, bias, None, "layer", eps)[0]
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
-    """As `ops.rows.rms`; a row of zeros has a finite gradient with `inside=False` too."""
+    """As `reference.rms`; a row of zeros has a finite gradient with `inside=False` too."""
     return _norm(x, weight, bias, None, "rms" if inside else "rms_plus_eps", eps)[0]
 
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `ops.rows.scale`."""
+    """As `reference.scale`."""
     return _norm(x, weight, bias, None, "scale", eps)[0]
 
 
 def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
-    """As `ops.rows.group`."""
+    """As `reference.group`."""
     return _norm(x, weight, bias, None, "layer", eps, groups)[0]
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
-    """As `ops.rows.group_rms`."""
+    """As `reference.group_rms`."""
     return _norm(x, None, None, None, "rms", eps, groups)[0]
 
 
@@ -73,7 +73,7 @@ def _norm(x, weight, bias, residual, kind: str, eps: float, groups: int = 1) -> 
 
 
 class RowNorm(torch.autograd.Function):
-    """A row norm without the dispatcher's toll."""
+    """A row norm in eager mode, without the overhead of a registered operator."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, kind, eps, groups):  # noqa: D102
@@ -94,7 +94,7 @@ class RowNorm(torch.autograd.Function):
 
 
 class AddNorm(torch.autograd.Function):
-    """A row norm of a sum, which is returned too: its gradient comes back in the same pass."""
+    """A row norm of a sum, which is returned too; one backward pass takes both gradients."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, kind, eps, groups):  # noqa: D102
@@ -122,7 +122,7 @@ def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, kind: int, eps: float,
     groups: int = 1, launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """y, the sum (x itself without a residual), and what the backward needs. One launch."""
+    """Compute y, the sum (x itself without a residual) and row statistics, in one launch."""
     rows, channels, width = _sizes(x, groups)
     flat = as_rows(x)
     added = None if residual is None else as_rows(residual)
@@ -133,9 +133,9 @@ def forward(
         return y, total, saved
     launch = launch or row_launch(rows, width)
     body = kernel.row_forward if width <= LONGEST else kernel.long_forward
-    with on(x):
+    with device_of(x):
         body[(launch.programs, groups)](
-            flat, added, total, whole(weight), whole(bias), y, *saved, rows, width, flat.stride(0),
+            flat, added, total, contiguous(weight), contiguous(bias), y, *saved, rows, width, flat.stride(0),
             0 if added is None else added.stride(0), eps, KIND=kind, SCALAR=is_scalar(weight, channels), **launch.meta,
         )  # fmt: skip
     return y, total, saved
@@ -149,8 +149,8 @@ def backward(
     rows, channels, width = _sizes(x, groups)
     scalar = is_scalar(weight, channels)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = blank(weight.shape, x, weight.dtype) if weight is not None and want_weight else None
-    db = blank((channels,), x, bias_dtype or x.dtype) if want_bias else None
+    dw = sum_buffer(weight.shape, x, weight.dtype) if weight is not None and want_weight else None
+    db = sum_buffer((channels,), x, bias_dtype or x.dtype) if want_bias else None
     if rows == 0 or channels == 0:
         return dx, dw, db
     flat, dy, ds = as_rows(x), as_rows(dy), None if ds is None else as_rows(ds)
@@ -159,21 +159,21 @@ def backward(
     launch = launch or (row_launch(rows, width, backward=True) if fits else column_launch(rows, channels))
     one = (launch.programs * groups, 1) if scalar and fits else (launch.programs, channels)
     sizes = one, (launch.programs, channels)
-    weights, biases = (None if g is None else partial(n, x) for g, n in zip((dw, db), sizes, strict=True))
+    weights, biases = (None if g is None else scratch(n, x) for g, n in zip((dw, db), sizes, strict=True))
     strides = dy.stride(0), flat.stride(0)
-    with on(x):
+    with device_of(x):
         if fits:
             kernel.row_backward[(launch.programs, groups)](
-                dy, flat, ds, whole(weight), *saved, dx, weights, biases, rows, width, *strides, ds_stride, eps,
+                dy, flat, ds, contiguous(weight), *saved, dx, weights, biases, rows, width, *strides, ds_stride, eps,
                 KIND=kind, SCALAR=scalar, **launch.meta,
             )  # fmt: skip
         else:
             kernel.long_backward[(rows, groups)](
-                dy, flat, ds, whole(weight), *saved, dx, width, *strides, ds_stride, eps,
+                dy, flat, ds, contiguous(weight), *saved, dx, width, *strides, ds_stride, eps,
                 KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 2, num_warps=8,
             )  # fmt: skip
             if dw is not None or db is not None:
-                weights, biases = (p if p is not None else partial(n, x) for p, n in
+                weights, biases = (p if p is not None else scratch(n, x) for p, n in
                                    zip((weights, biases), sizes, strict=True))  # fmt: skip
                 kernel.row_sums[(launch.programs, cdiv(channels, launch.block))](
                     dy, flat, *saved, weights, biases, rows, width, groups, *strides,
@@ -181,53 +181,50 @@ def backward(
                 )  # fmt: skip
         if dw is not None and scalar and not fits:
             wide = torch.empty(channels, dtype=torch.float32, device=x.device)
-            dw.copy_(finish(weights, wide).sum())
+            dw.copy_(add_up(weights, wide).sum())
         elif dw is not None:
-            finish(weights, dw)
+            add_up(weights, dw)
         if db is not None:
-            finish(biases, db)
+            add_up(biases, db)
     return dx, dw, db
 
 
-def finish(partials: Tensor | None, out: Tensor) -> Tensor:
-    """The second level of a sum: `[programs, n]` added up in a fixed order into `out`, `[n]`."""
-    assert partials is not None
-    programs, channels = partials.shape
-    block = min(power_of_2(channels), 32)
-    tile = min(power_of_2(programs), 64)
-    grid = (cdiv(channels, block),)
-    kernel.add_partials[grid](partials, out, programs, channels, TILE=tile, BLOCK=block, num_warps=4)
+def add_up(shares: Tensor | None, out: Tensor) -> Tensor:
+    """Add up the shares of programs, `[programs, n]`, in a fixed order into `out`, `[n]`."""
+    assert shares is not None
+    programs, channels = shares.shape
+    kernel.add_partials[sum_grid(channels)](shares, out, programs, channels, **sum_launch(programs, channels))
     return out
 
 
-def blank(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Room for sums over `x` that kernels will write; zeros, which are a launch, only where nothing is to be summed."""
+def sum_buffer(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialized memory for sums over `x`; zeros, which cost a launch, only if `x` is empty."""
     return (torch.empty if x.numel() else torch.zeros)(shape, dtype=dtype, device=x.device)
 
 
-def partial(shape: tuple[int, int], like: Tensor) -> Tensor:
-    """Room for the first level of a sum."""
+def scratch(shape: tuple[int, int], like: Tensor) -> Tensor:
+    """Uninitialized float32 memory on the device of `like`."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`[..., C]` as rows with any stride and channels side by side; a copy only where that cannot be."""
+    """`[..., C]` as rows of any stride with contiguous channels; a copy only if needed."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def whole(parameter: Tensor | None) -> Tensor | None:
-    """A parameter as the kernels read it."""
+def contiguous(parameter: Tensor | None) -> Tensor | None:
+    """The tensor, contiguous; None stays None."""
     return None if parameter is None else parameter.contiguous()
 
 
 def is_scalar(weight: Tensor | None, channels: int) -> bool:
-    """Whether one weight serves all channels."""
+    """Whether there is one weight for all channels."""
     return weight is not None and weight.numel() == 1 and channels > 1
 
 
-def on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: make that the tensor's."""
+def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Context in which the device of `x` is current, as Triton launches on the current one."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
@@ -240,7 +237,7 @@ def _sizes(x: Tensor, groups: int) -> tuple[int, int, int]:
     return x.numel() // max(channels, 1), channels, channels // groups
 
 
-# -- the same as operators that a compiled graph can hold --------------------------------------------------------------
+# -- operators for compiled graphs -------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("normkit::row_norm", mutates_args=())
@@ -265,7 +262,7 @@ def row_norm_grad(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, ds: Tensor | None, mean: Tensor, inv: Tensor,
     kind: int, eps: float, groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Operator: gradients of x, weight and bias; empty where there is no parameter."""
+    """Operator: gradients of x, weight and bias, with empty tensors for missing parameters."""
     dx, dw, db = backward(
         dy, x, weight, ds, Saved(mean, inv), kind, eps, groups, weight is not None, bias is not None,
         None if bias is None else bias.dtype,
@@ -278,7 +275,7 @@ def _(dy, x, weight, bias, ds, mean, inv, kind, eps, groups):
     return x.new_empty(x.shape), *(x.new_empty(0) if p is None else p.new_empty(p.shape) for p in (weight, bias))
 
 
-def _keep(ctx, inputs, output):
+def _save(ctx, inputs, output):
     x, weight, bias, residual, *ctx.options = inputs
     ctx.added = residual is not None
     ctx.save_for_backward(output[1] if ctx.added else x, weight, bias, *output[2:])
@@ -294,4 +291,4 @@ def _differentiate(ctx, dy, ds, _mean, _inv):
     return dx, dw, db, dx if ctx.added else None, None, None, None
 
 
-row_norm.register_autograd(_differentiate, setup_context=_keep)
+row_norm.register_autograd(_differentiate, setup_context=_save)

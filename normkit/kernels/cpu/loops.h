@@ -1,8 +1,8 @@
-// Walks over rows of float32 or bfloat16 numbers, handed to threads in chunks.
+// Loops over rows of float32 or bfloat16 numbers, distributed to threads in chunks.
 //
 // Chunks follow from the shape alone, each adds up its own rows, and their sums are added in order: the same input
-// gives the same bits on any number of threads. A row is read as floats, in a buffer that stays in the first cache
-// where it must be converted. Arithmetic is float32, plain sums over chunks are double.
+// gives the same bits on any number of threads. A row of bfloat16 is converted to floats in a buffer that stays in the
+// first-level cache. Arithmetic is float32, plain sums over chunks are double.
 
 #pragma once
 
@@ -42,7 +42,7 @@ inline void put(bf16* to, float value) {  // to nearest, ties to even; NaN stays
     to->bits = std::uint16_t(value == value ? rounded : 0x7fc0);
 }
 
-// `body(c)` for every channel, many at once: what one of them writes none of the others reads.
+// `body(c)` for every channel, vectorized: no call reads what another writes.
 template <class Body>
 inline void each(int64_t channels, Body body) {
 #pragma omp simd
@@ -62,25 +62,25 @@ inline float dot(const float* a, const float* b, int64_t channels) {
     return total(channels, [=](int64_t c) { return a[c] * b[c]; });
 }
 
-constexpr int64_t BLOCK = 32;       // rows: they stay in the second cache between two readings; the first level of sums
+constexpr int64_t BLOCK = 32;       // rows that stay in the second-level cache between two readings; a unit of sums
 constexpr int64_t CHUNKS = 128;     // at most, so as many threads at most
-constexpr int64_t SMALL = 1 << 15;  // elements that are not worth a second thread
-constexpr int64_t LARGE = 12 << 20; // bytes of results that no cache would hold for whoever reads them next
+constexpr int64_t SMALL = 1 << 15;  // elements: fewer are not worth a second thread
+constexpr int64_t LARGE = 12 << 20; // bytes of results: more would not stay in a cache until they are read
 
-struct Cut {
-    int64_t n, rows, chunks;
+struct Chunks {
+    int64_t n, rows, number;
 
-    explicit Cut(int64_t n) : n(n) {
+    explicit Chunks(int64_t n) : n(n) {
         const int64_t blocks = (n + BLOCK - 1) / BLOCK;
         rows = BLOCK * std::max<int64_t>(1, (blocks + CHUNKS - 1) / CHUNKS);
-        chunks = (n + rows - 1) / rows;
+        number = (n + rows - 1) / rows;
     }
 
-    // `walk(chunk, first row, row after the last)` for every chunk.
-    template <class Walk>
-    void over(int64_t channels, int threads, Walk walk) const {
+    // `body(chunk, first row, row after the last)` for every chunk.
+    template <class Body>
+    void over(int64_t channels, int threads, Body body) const {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (n * channels > SMALL)
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) walk(chunk, chunk * rows, std::min(n, (chunk + 1) * rows));
+        for (int64_t chunk = 0; chunk < number; ++chunk) body(chunk, chunk * rows, std::min(n, (chunk + 1) * rows));
     }
 };
 
@@ -94,28 +94,28 @@ void add_up(const Floats& parts, int64_t chunks, int64_t size, float* out) {
     for (int64_t c = 0; c < size; ++c) out[c] = float(sum[c]);
 }
 
-// Rows of results. Where they are many they go to memory past the caches, which saves reading what is overwritten.
+// Rows of results. Large results bypass the caches, which saves reading the memory that is overwritten.
 template <class T>
-class Results {
+class OutputRows {
     T* all;
     int64_t channels;
-    bool past;
+    bool streams;
     std::vector<T> line;
 
    public:
-    Results(T* all, int64_t n, int64_t channels) : all(all), channels(channels), past(false) {
+    OutputRows(T* all, int64_t n, int64_t channels) : all(all), channels(channels), streams(false) {
 #ifdef __SSE2__
         const int64_t row = channels * sizeof(T);
-        past = n * row > LARGE && row % 16 == 0 && reinterpret_cast<std::uintptr_t>(all) % 16 == 0;
+        streams = n * row > LARGE && row % 16 == 0 && reinterpret_cast<std::uintptr_t>(all) % 16 == 0;
 #endif
-        if (past) line.resize(channels);
+        if (streams) line.resize(channels);
     }
 
-    T* row(int64_t i) { return past ? line.data() : all + i * channels; }
+    T* row(int64_t i) { return streams ? line.data() : all + i * channels; }
 
     void done(int64_t i) {
 #ifdef __SSE2__
-        if (!past) return;
+        if (!streams) return;
         const auto* from = reinterpret_cast<const __m128i*>(line.data());
         auto* to = reinterpret_cast<__m128i*>(all + i * channels);
         for (int64_t k = 0; k < int64_t(channels * sizeof(T) / 16); ++k)
@@ -123,28 +123,28 @@ class Results {
 #endif
     }
 
-    ~Results() {
+    ~OutputRows() {
 #ifdef __SSE2__
-        if (past) _mm_sfence();
+        if (streams) _mm_sfence();
 #endif
     }
 };
 
-// Rows as floats, and what runs of their channels are multiplied by: 1 / sqrt(mean(x^2) + eps) for each of `groups`
-// (layer-scale), 1 for the whole row where there are none.
+// Rows as floats, and the factor of each run of their channels: 1 / sqrt(mean(x^2) + eps) for each of `groups`
+// (layer-scale), 1 for the whole row without groups.
 template <class T>
-class Rows {
+class InputRows {
     const T* all;
     int64_t channels, groups;
     float eps;
-    Floats room;
+    Floats buffer;
 
    public:
     int64_t runs, width;
-    Floats factor;  // of the runs of the row that was read last
+    Floats factor;  // of each run of the last row that was read
 
-    Rows(const T* all, int64_t channels, int64_t groups = 0, float eps = 0)
-        : all(all), channels(channels), groups(groups), eps(eps), room(channels), runs(std::max<int64_t>(groups, 1)),
+    InputRows(const T* all, int64_t channels, int64_t groups = 0, float eps = 0)
+        : all(all), channels(channels), groups(groups), eps(eps), buffer(channels), runs(std::max<int64_t>(groups, 1)),
           width(channels / runs), factor(runs, 1.0f) {}
 
     const float* operator[](int64_t i) {
@@ -158,8 +158,8 @@ class Rows {
     const float* wide_row(const float* row) { return row; }
 
     const float* wide_row(const bf16* row) {
-        each(channels, [=, to = room.data()](int64_t c) { to[c] = wide(row[c]); });
-        return room.data();
+        each(channels, [=, to = buffer.data()](int64_t c) { to[c] = wide(row[c]); });
+        return buffer.data();
     }
 };
 

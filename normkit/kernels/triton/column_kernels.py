@@ -1,8 +1,8 @@
-"""Kernels that walk down columns. One forward and one backward serve batch statistics of both sorts.
+"""Kernels of columns: batch statistics, standardize, and its gradient.
 
-Fresh statistics: read x to sum; read x, write y; read dy, x to sum; read dy, x, write dx: 3 + 5 moves of memory.
-Stale statistics (known before the pass): each side sums and writes on one reading: 2 + 3 moves.
-A row counts by its weight (the mask as 0 or 1); what stands in a row of weight 0 touches no statistic, be it NaN.
+Statistics of this batch: read x to sum; read x, write y; read dy, x to sum; read dy, x, write dx: 3 + 5 activations.
+Statistics known in advance: each side sums and writes on one reading: 2 + 3 activations.
+A row counts by its weight (the mask as 0 or 1); a row of weight 0 affects no statistic, even if it is NaN.
 """
 
 import triton
@@ -10,16 +10,19 @@ import triton.language as tl
 
 
 @triton.jit
-def factors(MEAN, VAR, W, B, POST, SHIFT, channel, real, eps, CENTER: tl.constexpr):
-    """`y = x * a + b` for a block of channels, out of `y = W * (POST * (x - mean) / sqrt(var + eps) + SHIFT) + B`."""
+def factors(MEAN, VAR, W, B, OUTPUT_SCALE, OUTPUT_SHIFT, channel, real, eps, CENTER: tl.constexpr):
+    """Compute a and b of `y = x * a + b` for a block of channels.
+
+    `y = W * (OUTPUT_SCALE * (x - mean) / sqrt(var + eps) + OUTPUT_SHIFT) + B`.
+    """
     a = 1.0 / tl.sqrt(tl.load(VAR + channel, mask=real, other=1.0).to(tl.float32) + eps)
     b = tl.zeros_like(a)
-    if POST is not None:
-        a = a * tl.load(POST + channel, mask=real, other=0.0).to(tl.float32)
+    if OUTPUT_SCALE is not None:
+        a = a * tl.load(OUTPUT_SCALE + channel, mask=real, other=0.0).to(tl.float32)
     if CENTER:
         b = -a * tl.load(MEAN + channel, mask=real, other=0.0).to(tl.float32)
-    if SHIFT is not None:
-        b += tl.load(SHIFT + channel, mask=real, other=0.0).to(tl.float32)
+    if OUTPUT_SHIFT is not None:
+        b += tl.load(OUTPUT_SHIFT + channel, mask=real, other=0.0).to(tl.float32)
     if W is not None:
         w = tl.load(W + channel, mask=real, other=0.0).to(tl.float32)
         a = a * w
@@ -31,22 +34,23 @@ def factors(MEAN, VAR, W, B, POST, SHIFT, channel, real, eps, CENTER: tl.constex
 
 @triton.jit
 def column_forward(
-    X, MASK, Y, MEAN, VAR, W, B, POST, SHIFT, SUM, SQUARE, COUNT, WELL, STEP, NEXT, rows, channels, x_stride, eps,
+    X, MASK, Y, MEAN, VAR, W, B, OUTPUT_SCALE, OUTPUT_SHIFT, SUM, SQUARE, COUNT, FINITE, STEP, NEXT,
+    rows, channels, x_stride, eps,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Y (where there is one), and this program's share of the moments (where there is room for them).
+    """Compute Y (if given) and this program's share of the moments (if SQUARE is given).
 
-    Where a rule comes next: WELL, whether the share is such that no sum of shares can overflow, and NEXT, one more than
-    the counter STEP, which the rule's programs must not read while one of them moves it.
-
-    SQUARE alone is given: sums of x^2. SUM too: mean and squared deviations of this program's rows, merged tile by tile
+    SQUARE without SUM: sums of x^2. With SUM: mean and squared deviations of this program's rows, merged tile by tile
     (Chan, Golub and LeVeque), so that one reading is enough and a large mean costs no digits.
+
+    For the rule that follows: FINITE, 1 if no sum of shares can overflow, and NEXT, one more than the counter STEP,
+    which the rule's programs must not read while one of them moves it.
     """
     start, programs = tl.program_id(0), tl.num_programs(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
     if Y is not None:
-        a, b = factors(MEAN, VAR, W, B, POST, SHIFT, channel, real, eps, CENTER)  # type: ignore[misc]
+        a, b = factors(MEAN, VAR, W, B, OUTPUT_SCALE, OUTPUT_SHIFT, channel, real, eps, CENTER)  # type: ignore[misc]
     square = tl.zeros([TILE, BLOCK], tl.float32)
     deviation = tl.zeros([BLOCK], tl.float32)
     mean = tl.zeros([BLOCK], tl.float32)
@@ -83,19 +87,19 @@ def column_forward(
         tl.store(SQUARE + start * channels + channel, deviation, mask=real)
         if tl.program_id(1) == 0:
             tl.store(COUNT + start, seen)
-        if WELL is not None:
-            well = (deviation * programs < 1e38) & (tl.abs(mean) < 1e14)  # 1e14^2 times 2^31 rows: 2e37
-            tl.store(WELL + start * tl.num_programs(1) + tl.program_id(1), tl.min(tl.where(well, 1.0, 0.0), 0))
+        if FINITE is not None:
+            finite = (deviation * programs < 1e38) & (tl.abs(mean) < 1e14)  # 1e14^2 times 2^31 rows: 2e37
+            tl.store(FINITE + start * tl.num_programs(1) + tl.program_id(1), tl.min(tl.where(finite, 1.0, 0.0), 0))
             if start + tl.program_id(1) == 0:
                 tl.store(NEXT, tl.load(STEP) + 1)
 
 
 @triton.jit
-def merged(
+def merged_moments(
     SUM, SQUARE, COUNT, channel, programs, channels,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean (zero without CENTER), second moment and count of rows out of the programs' shares, in a fixed order."""
+    """Merge the programs' shares, in a fixed order: mean (zero without CENTER), second moment, count of rows."""
     real = channel < channels
     counts = tl.zeros([TILE], tl.float32)
     first = tl.zeros([TILE, BLOCK], tl.float32)
@@ -126,9 +130,9 @@ def merge_moments(
     SUM, SQUARE, COUNT, STAT, TOTAL, programs, channels,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """STAT `[k, C]` and the count of rows."""
+    """Merge the programs' shares into STAT `[k, C]` and the count of rows."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mean, second, total = merged(  # type: ignore[misc]
+    mean, second, total = merged_moments(  # type: ignore[misc]
         SUM, SQUARE, COUNT, channel, programs, channels, CENTER, TILE, BLOCK
     )  # fmt: skip
     if CENTER:
@@ -142,14 +146,15 @@ def merge_moments(
 
 @triton.jit
 def column_backward(
-    DY, X, MASK, DX, MEAN, VAR, FACTOR, POST, BACK, REMOVED, SUMS, WELL, rows, channels, dy_stride, x_stride, eps,
+    DY, X, MASK, DX, MEAN, VAR, FACTOR, OUTPUT_SCALE, DX_SCALE, REMOVED, SUMS, FINITE,
+    rows, channels, dy_stride, x_stride, eps,
     CENTER: tl.constexpr, REAL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """DX (where there is one), and this program's share of the sums of dy and dy * z (where there is room).
+    """Compute DX (if given) and this program's share of the sums of dy and dy * z (if SUMS is given).
 
-    `dx = BACK / sqrt(var + eps) * (FACTOR * POST * dy - s0 - z * s1)`, nothing removed from rows of padding. With REAL,
-    SUMS has the sums over real rows beside those over all rows: `[programs, 4, C]` for `[programs, 2, C]`. WELL, where
-    a rule comes next: whether the share is such that no sum of shares can overflow.
+    `dx = DX_SCALE / sqrt(var + eps) * (FACTOR * OUTPUT_SCALE * dy - s0 - z * s1)`, nothing removed from rows of
+    padding. With REAL, SUMS also has the sums over real rows: `[programs, 4, C]` instead of `[programs, 2, C]`. FINITE,
+    for the rule that follows: 1 if no sum of shares can overflow.
     """
     start, programs = tl.program_id(0), tl.num_programs(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -161,12 +166,12 @@ def column_backward(
     factor = tl.full([BLOCK], 1.0, tl.float32)
     if FACTOR is not None:
         factor = tl.load(FACTOR + channel, mask=real, other=0.0).to(tl.float32)
-    if POST is not None:
-        factor = factor * tl.load(POST + channel, mask=real, other=0.0).to(tl.float32)
+    if OUTPUT_SCALE is not None:
+        factor = factor * tl.load(OUTPUT_SCALE + channel, mask=real, other=0.0).to(tl.float32)
     if DX is not None:
         scale = inv
-        if BACK is not None:
-            scale = scale * tl.load(BACK + channel, mask=real, other=0.0).to(tl.float32)
+        if DX_SCALE is not None:
+            scale = scale * tl.load(DX_SCALE + channel, mask=real, other=0.0).to(tl.float32)
         direct = scale * factor
         s0 = tl.zeros_like(inv)
         if CENTER:
@@ -204,8 +209,8 @@ def column_backward(
             total, dot = real_total, real_dot
             tl.store(here + 2 * channels, tl.sum(total, 0), mask=real)
             tl.store(here + 3 * channels, tl.sum(dot, 0), mask=real)
-        if WELL is not None:
-            well = tl.abs(tl.sum(dot, 0) * factor) * programs < 1e38
+        if FINITE is not None:
+            finite = tl.abs(tl.sum(dot, 0) * factor) * programs < 1e38
             if CENTER:
-                well = well & (tl.abs(tl.sum(total, 0) * factor) * programs < 1e38)
-            tl.store(WELL + start * tl.num_programs(1) + tl.program_id(1), tl.min(tl.where(well, 1.0, 0.0), 0))
+                finite = finite & (tl.abs(tl.sum(total, 0) * factor) * programs < 1e38)
+            tl.store(FINITE + start * tl.num_programs(1) + tl.program_id(1), tl.min(tl.where(finite, 1.0, 0.0), 0))

@@ -1,0 +1,193 @@
+"""The training forward and the analytic backward of norms by batch statistics, as one autograd Function."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from normkit.kernels import dispatch, fused, ops, reference
+from normkit.kernels.cpu import entry as cpu
+from normkit.kernels.kernel_rule import find_kernel_rule
+from normkit.kernels.step_statistics import StepStatistics
+from normkit.kernels.sync import all_reduce
+
+
+class GradientOwner(Protocol):
+    """The part of a norm that `Standardize` uses in the backward pass."""
+
+    eps: float
+    center: ClassVar[bool]
+    sync: bool
+    pad_grad: ClassVar[str]
+
+    @property
+    def uses_batch_gradient(self) -> bool:
+        """True if the removed statistics are always this batch's, without any state."""
+        ...
+
+    def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """Gradient statistics `[k, C]` to remove, given this batch's; the norm updates its state."""
+        ...
+
+    def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:
+        """The result of `take_gradient`, after a forward pass whose statistics were known in advance."""
+        ...
+
+
+@dataclass(frozen=True)
+class StandardizeOptions:
+    """Arguments of `Standardize` that have no gradient, beside the statistics.
+
+    Attributes:
+        norm: Decides which gradient statistics to remove.
+        mask: `[...]`, True where a row is real.
+        groups: Groups of layer-scale that the kernels apply on their way.
+        one_pass: The statistics were known before this batch was read.
+        y: The output, if a kernel has already written it.
+    """
+
+    norm: GradientOwner
+    mask: Tensor | None
+    groups: int = 0
+    one_pass: bool = False
+    y: Tensor | None = None
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As `once_differentiable`, which gives no error if the gradient itself is a constant, as in a penalty on it."""
+    inner = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def outer(ctx: Any, *dys: Tensor) -> Any:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "norms by batch statistics cannot be differentiated twice (create_graph=True) while training; "
+                "put them into evaluation mode, or take a norm of each token by itself"
+            )
+        return inner(ctx, *dys)
+
+    return outer
+
+
+class Standardize(torch.autograd.Function):
+    """`y = weight * (output_scale * z + output_shift) + bias`, `z = (x - mean) / sqrt(var + eps)`, statistics given.
+
+    The backward pass removes the gradient statistics that the norm chooses (`s0` of `g`, `s1` of `g * z`):
+    `dx = dx_scale * (g - s0 - z * s1) / sqrt(var + eps)` with `g = grad_scale * output_scale * weight * dy`. Rows of
+    padding take part in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, statistics, options):  # noqa: D102
+        norm = options.norm
+        ctx.norm, ctx.groups, ctx.one_pass, ctx.has_bias = norm, options.groups, options.one_pass, bias is not None
+        ctx.block = dispatch.current_block()
+        ctx.save_for_backward(x, weight, options.mask, *statistics.tensors())
+        if options.y is not None:
+            return options.y
+        return ops.standardize(
+            x, statistics.value, norm.eps, norm.center, weight, bias, statistics.output_scale,
+            statistics.output_shift, groups=options.groups,
+        )  # fmt: skip
+
+    @staticmethod
+    @_once
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+        x, weight, mask, *tensors = ctx.saved_tensors
+        statistics = StepStatistics.from_tensors(tensors)
+        if torch.compiler.is_compiling():
+            return *_backward(ctx, dy, x, weight, mask, statistics), None, None
+        with dispatch.resumed(ctx.block):
+            return *_backward(ctx, dy, x, weight, mask, statistics), None, None
+
+
+def _backward(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None, statistics: StepStatistics
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias."""
+    norm, value, saved = ctx.norm, statistics.value, statistics.saved
+    output_scale, grad_scale = statistics.output_scale, statistics.grad_scale
+    kind = ops.select_grad(dy, x, value.dtype, ctx.groups)
+    known_in_advance = norm.grad_known_in_advance(saved) if ctx.one_pass else None
+    has_rule = kind in ("triton", "native") and grad_scale is None and statistics.dx_scale is None and x.numel() > 0
+    if has_rule and not torch.compiler.is_compiling() and (kernel_rule := find_kernel_rule(norm)):
+        module = dispatch.load_triton() if kind == "triton" else cpu
+        return module.differentiate(
+            norm, kernel_rule, dy, x, weight, mask, statistics, known_in_advance, ctx.has_bias, ctx.groups
+        )
+    op = functools.partial(
+        ops.standardize_grad, dy, x, value, norm.eps, norm.center, mask=mask, groups=ctx.groups, kind=kind
+    )
+    factor = reference.product(value.dtype, weight, output_scale, grad_scale)
+    real = mask is not None and norm.pad_grad == "real"
+    dx = None
+    alone = norm.uses_batch_gradient and norm.center and mask is None and not norm.sync
+    if alone and kind == "fused" and dy.dtype is x.dtype:
+        dx, sums = fused.own_gradient(dy, x, value[0], torch.rsqrt(value[1] + norm.eps), factor)
+    elif ctx.one_pass:
+        dx, sums = op(factor, statistics.dx_scale, removed=known_in_advance, real=real)
+    else:
+        sums = op(real=real)[1]
+    assert sums is not None
+    dbias, dweight = sums[0], sums[1]  # of all rows, for the parameters
+    for constant in (output_scale, grad_scale):
+        dweight = dweight if constant is None else dweight * constant
+    if (shift := statistics.output_shift) is not None:
+        dweight = dweight + (shift if grad_scale is None else shift * grad_scale) * dbias
+    if dx is None or ctx.one_pass:
+        assert isinstance(sums, Tensor)
+        grad_sums = sums[-2:] if norm.center else sums[-1:]  # of those that move statistics
+        grad_sums = grad_sums if factor is None else grad_sums * factor
+        grad_sums = all_reduce(grad_sums) if norm.sync else grad_sums
+        count = statistics.count
+        removed = norm.take_gradient(grad_sums / count.clamp(min=1), count, statistics.step, saved)
+        dx = op(factor, statistics.dx_scale, removed=removed, sums=False)[0] if dx is None else dx
+    dweight = None if weight is None else dweight.to(weight.dtype)
+    dbias = dbias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+    return dx, dweight, dbias
+
+
+@torch.library.custom_op("normkit::snapshot", mutates_args=())
+def snapshot(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies that a compiled backward must keep instead of recomputing them.
+
+    A compiled graph would otherwise recompute small tensors in the backward pass from the buffers that they were
+    made of, which the forward pass has overwritten by then (seen with torch 2.13: window slots off by one). Activation
+    checkpointing recomputes this op, too, unless `keep_statistics` excludes it: a RuntimeError.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "torch.compile recomputes a norm with statistics in the backward pass, and these have moved on by then; "
+            "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=normkit.keep_statistics)"
+        )
+    return [t.clone() for t in tensors]
+
+
+@snapshot.register_fake
+def _(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(t) for t in tensors]
+
+
+def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Keep the decisions of norms, a few numbers each, in activation checkpointing under `torch.compile`.
+
+    Pass it as `context_fn`. Without it, compiled norms with statistics raise a RuntimeError in the backward pass.
+    Eager norms do not need it.
+
+    Returns:
+        The two context managers that `torch.utils.checkpoint.checkpoint` expects.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> def block(x):
+        ...     return checkpoint(torch.tanh, x, use_reentrant=False, context_fn=keep_statistics)
+        >>> block(torch.zeros(1))  # or torch.compile(block)
+        tensor([0.])
+    """
+    return create_selective_checkpoint_contexts([torch.ops.normkit.snapshot.default])

@@ -1,0 +1,203 @@
+"""All operations that have C++ kernels. Tensors are float32 or bfloat16, vectors `[C]` float32."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normkit.kernels import reference
+from normkit.kernels.cpu.arguments import call
+from normkit.kernels.cpu.build import library, obstacle
+from normkit.kernels.kernel_rule import KernelRule, mark_written
+from normkit.kernels.step_statistics import StepStatistics
+
+__all__ = [
+    "DTYPES", "SUPPORTS_GROUPS", "differentiate", "divide", "gradient", "infer", "library", "moments", "obstacle",
+    "standardize", "standardize_grad", "train",
+]  # fmt: skip
+
+SUPPORTS_GROUPS = True  # kernels of columns apply layer-scale on their way
+DTYPES = (torch.float32, torch.bfloat16)
+FORWARD = ("batch", "running", "geometric", "arithmetic", "renorm")  # in the order of rules.h
+BACKWARD = ("exact", "running", "windowed")
+
+
+def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Statistics `[k, C]` of the real rows of `x`, after layer-scale with `groups`, and their number."""
+    (n, channels), x = _sizes(x), _plain(x)
+    stat, count = _vectors(x, 1 + center), x.new_empty((), dtype=torch.float32)
+    call("column_forward", x=x, mask=_flat(mask, n), stat=stat, count=count, n=n, channels=channels, groups=groups,
+         eps=float(eps), center=center)  # fmt: skip
+    return stat, count
+
+
+def standardize(
+    x: Tensor, mean: Tensor | None, scale: Tensor, shift: Tensor, mask: Tensor | None = None, *, sums: bool = False,
+    groups: int = 0, eps: float = 0.0,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """`(x - mean) * scale + shift`; with `sums`, the quadratic means `[1, C]` of the real rows and their number."""
+    (n, channels), x = _sizes(x), _plain(x)
+    y, fresh = torch.empty_like(x), (_vectors(x, 1), x.new_empty((), dtype=torch.float32)) if sums else None
+    stat, count = fresh or (None, None)
+    call("column_forward", x=x, mask=_flat(mask, n), y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count,
+         n=n, channels=channels, groups=groups, eps=float(eps))  # fmt: skip
+    return y, fresh
+
+
+def gradient(
+    dy: Tensor, x: Tensor, mean: Tensor | None, mask: Tensor | None = None, *,
+    to_dx: tuple[Tensor, Tensor, Tensor] | None = None, sums: bool = True, real: bool = False, groups: int = 0,
+    eps: float = 0.0,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Compute dx and the sums over rows of dy and of `dy * (x - mean)`, `[2, C]`; `[4, C]` with `real`: of real rows too.
+
+    With `to_dx = (dy_coefficient, x_coefficient, constant)`, dx is `dy_coefficient * dy + x_coefficient * (x - mean) +
+    constant`, in the padding `dy_coefficient * dy`.
+    """
+    (n, channels), dy, x = _sizes(x), _plain(dy), _plain(x)
+    dx, out = None if to_dx is None else torch.empty_like(x), _vectors(x, 4 if real else 2) if sums else None
+    dy_coefficient, x_coefficient, constant = to_dx or (None, None, None)
+    call("column_backward", dy=dy, x=x, mask=_flat(mask, n), dx=dx, mean=mean, dy_coefficient=dy_coefficient,
+         x_coefficient=x_coefficient, constant=constant, sums=out, n=n, channels=channels, groups=groups,
+         eps=float(eps), real=real)  # fmt: skip
+    return dx, out
+
+
+def standardize_grad(
+    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
+    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
+    real: bool = False, groups: int = 0,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradient of standardizing with given statistics: see `reference.standardize_grad`."""
+    inv, dy_coefficient, taken = reference.gradient_vectors(stat, eps, factor, dx_scale, removed)
+    to_dx = None if taken is None or dy_coefficient is None else (dy_coefficient, taken[-1] * inv, taken[0])
+    mean, real = stat[0] if center else None, real and mask is not None
+    dx, out = gradient(dy, x, mean, mask, to_dx=to_dx, sums=sums, real=real, groups=groups, eps=eps)
+    if out is not None:
+        out[1::2] *= inv
+    return None if dx is None else dx.view(x.shape), out
+
+
+def divide(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, length: bool = False) -> Tensor:
+    """Divide each row by its root mean square (or `length`), times `weight`, plus `bias`."""
+    return Divide.apply(x, weight, bias, eps, length)  # type: ignore[return-value]
+
+
+class Divide(torch.autograd.Function):
+    """As `fused.Divide`, in one pass each way. Differentiated twice, it uses plain operations."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, length):  # noqa: D102
+        x = _plain(x)
+        (n, channels), y = _sizes(x), torch.empty_like(x)
+        factor, constant = _expanded(weight, channels), _expanded(bias, channels)
+        if factor is None and constant is not None:
+            factor = torch.ones_like(constant)
+        call("row_forward", x=x, y=y, weight=factor, bias=constant, n=n, channels=channels, eps=float(eps),
+             length=length)  # fmt: skip
+        ctx.save_for_backward(x, weight, bias)
+        ctx.eps, ctx.length = eps, length
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            dx, dweight = reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy)
+            return dx, dweight, None if bias is None else dy.sum(range(dy.dim() - 1)).to(bias.dtype), None, None
+        (n, channels), dx = _sizes(x), torch.empty_like(x)
+        sums = _vectors(x, 2) if any(ctx.needs_input_grad[1:3]) else None
+        call("row_backward", dy=_plain(dy), x=x, dx=dx, weight=_expanded(weight, channels), sums=sums, n=n,
+             channels=channels, eps=float(ctx.eps), length=ctx.length)  # fmt: skip
+        if sums is None:
+            return dx, None, None, None, None
+        dweight = None if weight is None else (sums[1].sum() if weight.numel() < channels else sums[1])
+        dweight = None if weight is None or dweight is None else dweight.view(weight.shape).to(weight.dtype)
+        return dx, dweight, None if bias is None else sums[0].to(bias.dtype), None, None
+
+
+def infer(norm: Any, x: Tensor) -> Tensor:
+    """A norm by its running statistics, layer-scale included."""
+    (n, channels), x = _sizes(x), _plain(x)
+    y, weight, bias = torch.empty_like(x), _expanded(norm.weight, channels), _expanded(norm.bias, channels)
+    call("infer", x=x, y=y, running=norm.running, weight=weight, bias=bias, n=n, channels=channels, groups=norm.groups,
+         eps=float(norm.eps), center=norm.center)  # fmt: skip
+    return y
+
+
+def train(
+    norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None, known_in_advance: Tensor | None, groups: int
+) -> tuple[Tensor, StepStatistics]:
+    """Run a training forward and move the norm's state; returns y and the decisions of the step."""
+    (n, channels), k, rule = _sizes(x), 1 + norm.center, kernel_rule
+    x, mask, one_pass = _plain(x), _flat(mask, n), rule.forward == "running"
+    y, weight, bias = torch.empty_like(x), _expanded(norm.weight, channels), _expanded(norm.bias, channels)
+    batch, value, step = _vectors(x, k), _vectors(x, k), torch.empty_like(norm.step)
+    count = x.new_empty((), dtype=torch.float32)
+    output_scale = _vectors(x) if rule.forward in ("arithmetic", "renorm") else None
+    output_shift = _vectors(x) if rule.forward == "renorm" else None
+    saved = (_vectors(x, 1), _vectors(x, 1)) if one_pass else ()
+    saved_grad, saved_gamma = saved or (None, None)
+    call(
+        "train", x=x, mask=mask, y=y, weight=weight, bias=bias, n=n, channels=channels, groups=groups,
+        eps=float(norm.eps), center=norm.center, rule=FORWARD.index(rule.forward),
+        known_in_advance=known_in_advance is not None, rate=float(rule.rate), warmup=rule.warmup,
+        until_r=rule.until[0], until_d=rule.until[1], bound_r=float(rule.bounds[0]), bound_d=float(rule.bounds[1]),
+        floor=float(rule.floor), unbiased=rule.unbiased, running=norm.running, step=norm.step, skipped=norm.skipped,
+        window=rule.window, window_size=0 if rule.window is None else len(rule.window),
+        smooth_grad=rule.smooth_grad if one_pass else None, batch=batch, value=value, count=count, next_step=step,
+        output_scale=output_scale, output_shift=output_shift, saved_grad=saved_grad, saved_gamma=saved_gamma,
+    )  # fmt: skip
+    mark_written(norm.running, norm.step, norm.skipped, rule.window)
+    return y, StepStatistics(batch, value, count, step, output_scale, output_shift, saved=saved)
+
+
+def differentiate(
+    norm: Any, kernel_rule: KernelRule, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None,
+    statistics: StepStatistics, known_in_advance: Tensor | None, has_bias: bool, groups: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Compute gradients of x, weight and bias and move the norm's state."""
+    (n, channels), dy, x, rule, of = _sizes(x), _plain(dy), _plain(x), kernel_rule, statistics
+    dx, dweight, dbias = torch.empty_like(x), _vectors(x), _vectors(x)
+    saved_grad, saved_gamma = of.saved or (None, None)
+    call(
+        "differentiate", dy=dy, x=x, mask=_flat(mask, n), dx=dx, weight=_expanded(weight, channels), n=n,
+        channels=channels, groups=groups, eps=float(norm.eps), center=norm.center,
+        real=mask is not None and norm.pad_grad == "real", rule=BACKWARD.index(rule.backward),
+        known_in_advance=known_in_advance is not None, rate=float(rule.rate_grad), warmup=rule.warmup,
+        exact_early=rule.exact_early, clamp=rule.clamp, value=of.value.contiguous(), count=of.count, step=of.step,
+        output_scale=of.output_scale, output_shift=of.output_shift, saved_grad=saved_grad, saved_gamma=saved_gamma,
+        skipped=norm.skipped_grad, window=rule.window_grad,
+        window_size=0 if rule.window_grad is None else len(rule.window_grad), smooth_grad=rule.smooth_grad,
+        dweight=dweight, dbias=dbias,
+    )  # fmt: skip
+    mark_written(norm.skipped_grad, rule.window_grad, rule.smooth_grad)
+    kind = x.dtype if weight is None else weight.dtype
+    return dx, None if weight is None else dweight.to(kind), dbias.to(kind) if has_bias else None
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The tensor, contiguous and with its signs resolved."""
+    return x.resolve_neg().contiguous()
+
+
+def _flat(mask: Tensor | None, n: int) -> Tensor | None:
+    if mask is not None and mask.numel() != n:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must have one element for each of {n} rows")
+    return None if mask is None else mask.reshape(-1).to(torch.bool).contiguous()
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+def _vectors(x: Tensor, *rows: int) -> Tensor:
+    """Uninitialized vectors `[*rows, C]`."""
+    return x.new_empty((*rows, x.shape[-1]), dtype=torch.float32)
+
+
+def _expanded(parameter: Tensor | None, channels: int) -> Tensor | None:
+    """A parameter as contiguous float32 `[C]`."""
+    if parameter is None or (parameter.dtype is torch.float32 and parameter.shape == (channels,)):
+        return parameter if parameter is None else parameter.contiguous()
+    return parameter.detach().to(torch.float32).expand(channels).contiguous()

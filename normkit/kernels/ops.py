@@ -1,0 +1,185 @@
+"""Operations that norms use, each run by the implementation that `dispatch` selects.
+
+`reference.py` defines what each computes. `groups` of per-channel operations: every row counts after layer-scale, which
+only the kernels of `dispatch.custom_kernels` with `SUPPORTS_GROUPS` apply on their way.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normkit.kernels import dispatch, fused, reference
+from normkit.kernels.cpu import entry as cpu
+from normkit.kernels.kernel_rule import KernelRule
+from normkit.kernels.step_statistics import StepStatistics
+
+# -- per token --------------------------------------------------------------------------------------------------------
+
+
+def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Center and scale each row: `weight * (x - mean) / sqrt(var + eps) + bias`, with the biased variance."""
+    joined = all(p is None or dispatch.can_join(x, p.dtype) for p in (weight, bias))
+    kind = dispatch.select(x, "layer", native=False, fused=joined)
+    if kind == "triton":
+        return dispatch.load_triton().layer(x, weight, bias, eps)
+    if kind == "fused":  # PyTorch's kernel computes in float32 by itself
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return reference.layer(x, weight, bias, eps)
+
+
+def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
+    """Divide each row by its root mean square, with `eps` inside the root or added to it."""
+    wide = reference.wide_type(x, weight, bias)
+    native, analytic = inside and wide is torch.float32, inside and _needs_grad(x, weight)
+    kind = dispatch.select(x, "rms", native=native, fused=analytic)
+    if kind == "triton":
+        return dispatch.load_triton().rms(x, weight, bias, eps, inside=inside)
+    if kind == "native":
+        return cpu.divide(x, weight, bias, eps)
+    if kind == "fused":
+        return fused.divide(x, weight, bias, eps)
+    return reference.rms(x, weight, bias, eps, inside=inside)
+
+
+def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Divide each row by its length, at least `eps`: `weight * x / max(||x||, eps) + bias`."""
+    wide = reference.wide_type(x, weight, bias)
+    analytic = (weight is None or weight.numel() == 1) and _needs_grad(x, weight)
+    kind = dispatch.select(x, "scale", native=wide is torch.float32, fused=analytic)
+    if kind == "triton":
+        return dispatch.load_triton().scale(x, weight, bias, eps)
+    if kind == "native":
+        return cpu.divide(x, weight, bias, eps, length=True)
+    if kind == "fused":
+        return fused.divide(x, weight, bias, eps, length=True)
+    return reference.scale(x, weight, bias, eps)
+
+
+def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
+    """Normalize each of `groups` runs of consecutive channels of each row as `layer` does."""
+    if dispatch.select(x, "group", native=False, fused=False) == "triton":
+        return dispatch.load_triton().group(x, weight, bias, eps, groups)
+    return reference.group(x, weight, bias, eps, groups)
+
+
+def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
+    """Divide each of `groups` runs of channels of a row by `sqrt(mean(x^2) + eps)`: layer-scale."""
+    kind = dispatch.select(x, "group_rms", fused=_needs_grad(x, None))
+    if kind == "triton":
+        return dispatch.load_triton().group_rms(x, eps, groups)
+    if kind == "reference":
+        return reference.group_rms(x, eps, groups)
+    divide = cpu.divide if kind == "native" else fused.divide
+    return divide(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
+
+
+def _needs_grad(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether an analytic gradient pays: without one, plain operations are as fast."""
+    return torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+
+
+# -- per channel ------------------------------------------------------------------------------------------------------
+
+
+def moments(
+    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None, groups: int = 0,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Statistics `[k, C]` of the real rows of `x`, and the number of these rows: see `reference.moments`."""
+    dtype = x.dtype if dtype is None else dtype
+    kind = dispatch.select(x, "moments", dtype)
+    if kind == "triton":
+        return dispatch.load_triton().moments(x, mask, center)
+    if kind == "native":
+        return cpu.moments(x, mask, center, groups, eps)
+    return (fused if kind == "fused" else reference).moments(x, mask, center, dtype)
+
+
+def standardize(
+    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
+    output_scale: Tensor | None = None, output_shift: Tensor | None = None, groups: int = 0,
+) -> Tensor:  # fmt: skip
+    """`weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`."""
+    kind = dispatch.select(x, "standardize", stat.dtype)
+    given = x, stat, eps, center, weight, bias, output_scale, output_shift
+    if kind == "triton":
+        return dispatch.load_triton().standardize(*given)[0]
+    if kind == "native":
+        vectors = reference.scale_and_shift(stat, eps, weight, bias, output_scale, output_shift)
+        return cpu.standardize(x, stat[0] if center else None, *vectors, groups=groups, eps=eps)[0]
+    return (fused if kind == "fused" else reference).standardize(*given)
+
+
+def standardize_and_moments(
+    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None,
+    groups: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`standardize` and the batch's own moments and count, on one reading; needs `dispatch.custom_kernels`."""
+    if dispatch.select(x, "standardize_and_moments", stat.dtype, fused=False) == "triton":
+        y, fresh = dispatch.load_triton().standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True)
+    else:
+        vectors = reference.scale_and_shift(stat, eps, weight, bias, None, None)
+        mean = stat[0] if center else None
+        y, fresh = cpu.standardize(x, mean, *vectors, mask, sums=True, groups=groups, eps=eps)
+    assert fresh is not None
+    return y, *fresh
+
+
+def select_grad(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int = 0) -> str:
+    """Select the implementation of `standardize_grad` and count it; with layer-scale, that of the forward pass."""
+    kind = dispatch.select(x, "standardize_grad", wide)
+    if groups:
+        return "native"
+    if kind in ("native", "fused") and not dispatch.can_use_torch_kernels(dy):
+        return "reference"
+    return "fused" if kind == "native" and dy.dtype is not x.dtype else kind
+
+
+def standardize_grad(
+    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
+    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
+    real: bool = False, groups: int = 0, kind: str = "",
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradient of `standardize`, see `reference.standardize_grad`; `kind` as `select_grad` returned it."""
+    kind = kind or select_grad(dy, x, stat.dtype, groups)
+    given = dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real
+    if kind == "native":
+        return cpu.standardize_grad(*given, groups=groups)
+    module = dispatch.load_triton() if kind == "triton" else fused if kind == "fused" else reference
+    return module.standardize_grad(*given)
+
+
+def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """`x * scale + shift` with vectors `[C]` of a type to compute in; in the type of `x`."""
+    if not torch.is_grad_enabled() and dispatch.can_join(x, scale.dtype):
+        shift = shift.to(scale.dtype)
+        if scale.dtype is torch.float32 and dispatch.can_use_native(x):
+            return cpu.standardize(x, None, scale.contiguous(), shift.contiguous())[0]
+        return fused.multiply_add(x, scale, shift)
+    return reference.multiply_add(x, scale, shift)
+
+
+# -- whole passes of a norm by batch statistics -----------------------------------------------------------------------
+
+
+def infer(norm: Any, x: Tensor) -> Tensor | None:
+    """A norm by its running statistics in one call; None where there is no kernel or a gradient is needed."""
+    if torch.is_grad_enabled() or norm.running.dtype is not torch.float32 or not dispatch.can_use_native(x):
+        return None
+    dispatch.select(x, "infer")
+    return cpu.infer(norm, x)
+
+
+def train(
+    norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None, known_in_advance: Tensor | None, groups: int
+) -> tuple[Tensor | None, StepStatistics]:  # fmt: skip
+    """Sum over `x`, apply the norm's rule and move its state; needs `dispatch.custom_kernels`.
+
+    Returns:
+        y, if the kernels have written it already, and the decisions of the step.
+    """
+    name = "moments" if known_in_advance is None else "standardize_and_moments"
+    module = dispatch.load_triton() if dispatch.select(x, name, torch.float32) == "triton" else cpu
+    return module.train(norm, kernel_rule, x, mask, known_in_advance, groups)

@@ -1,0 +1,257 @@
+"""The arithmetic of all norms in plain PyTorch: per token over its channels, per channel over all tokens.
+
+Per-token operations compute in float32 or wider and return the type of `x`. Per-channel statistics have `k` rows:
+`[2, C]` (mean, variance) with the mean removed, else `[1, C]` (quadratic mean).
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# -- per token --------------------------------------------------------------------------------------------------------
+
+
+def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Center and scale each row, with the biased variance.
+
+    >>> layer(torch.tensor([[1.0, 3.0]]), None, None, 0.0)
+    tensor([[-1.,  1.]])
+    """
+    wide = wide_type(x, weight, bias)
+    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
+    """Divide each row by its root mean square, with `eps` inside the root or added to it.
+
+    >>> rms(torch.tensor([[3.0, 3.0]]), None, None, 0.0)
+    tensor([[1., 1.]])
+    """
+    wide = x.to(wide_type(x, weight))
+    square = wide.square().mean(-1, keepdim=True)
+    y = wide * torch.rsqrt(square + eps) if inside else wide / (square.sqrt() + eps)
+    return affine(y, weight, bias).to(x.dtype)
+
+
+def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Divide each row by its length, at least `eps`.
+
+    >>> scale(torch.tensor([[3.0, 4.0]]), None, None, 1e-5)
+    tensor([[0.6000, 0.8000]])
+    """
+    wide = x.to(wide_type(x, weight))
+    y = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=eps)
+    return affine(y, weight, bias).to(x.dtype)
+
+
+def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
+    """Normalize each of `groups` runs of consecutive channels of each row as `layer` does.
+
+    >>> group(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), None, None, 0.0, 2)
+    tensor([[-1.,  1., -1.,  1.]])
+    """
+    split = x.to(wide_type(x, weight)).unflatten(-1, (groups, -1))
+    y = F.layer_norm(split, split.shape[-1:], None, None, eps).flatten(-2)
+    return affine(y, weight, bias).to(x.dtype)
+
+
+def group_sample(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int, mask: Tensor | None = None
+) -> Tensor:
+    """Normalize over a group's channels and all real positions of a sample (Wu & He 2018, Eq. 7).
+
+    `x` is `[batch, ..., C]`; `mask` is `[batch, ...]`, True where a position is real.
+    """
+    split = x.to(wide_type(x, weight)).unflatten(-1, (groups, -1))  # [batch, ..., groups, C / groups]
+    if split.numel() == 0:
+        return x
+    over = (*range(1, split.dim() - 2), split.dim() - 1)
+    if mask is None:
+        var, mean = torch.var_mean(split, over, correction=0, keepdim=True)
+    else:
+        keep = mask[..., None, None]
+        count = keep.sum(over, keepdim=True).clamp(min=1) * split.shape[-1]
+        mean = torch.where(keep, split, 0).sum(over, keepdim=True) / count
+        var = torch.where(keep, split - mean, 0).square().sum(over, keepdim=True) / count
+    return affine(((split - mean) * torch.rsqrt(var + eps)).flatten(-2), weight, bias).to(x.dtype)
+
+
+def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
+    """Divide each of `groups` runs of channels of a row by `sqrt(mean(x^2) + eps)`: layer-scale.
+
+    Shen et al. 2020, section 4.2; `GroupScaling1D` in their code. No parameters.
+    """
+    return rms(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
+
+
+def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`y * weight + bias`, either of them optional."""
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def wide_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
+    """The type to compute in: float32, or wider for wider inputs."""
+    types = (torch.float32, *(p.dtype for p in parameters if p is not None))
+    return functools.reduce(torch.promote_types, types, x.dtype)
+
+
+def differentiable_grad(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:
+    """Gradients of x and weight in `rms` (or `scale`, with `length`) that can be differentiated again."""
+    y = (scale if length else rms)(x, weight, None, eps)
+    wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
+    grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    return tuple(next(grads) if t is not None and t.requires_grad else None for t in (x, weight))
+
+
+# -- per channel ------------------------------------------------------------------------------------------------------
+
+
+def moments(
+    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Statistics `[k, C]` of the real rows of `x`, and the number of these rows.
+
+    Args:
+        x: `[..., C]`.
+        mask: `[...]`, True where a row is real. Without a real row the statistics are zero.
+        center: Mean and variance; else the quadratic mean.
+        dtype: Type to compute in; None for that of `x`.
+
+    >>> moments(torch.tensor([[1.0], [3.0], [9.0]]), torch.tensor([True, True, False]), center=True)
+    (tensor([[2.],
+            [1.]]), tensor(2.))
+    """
+    rows = x.reshape(-1, x.shape[-1]).to(x.dtype if dtype is None else dtype)
+    if mask is None:
+        count = rows.new_full((), rows.shape[0])
+        if rows.shape[0] == 0:
+            return rows.new_zeros(1 + center, rows.shape[1]), count
+        if center:
+            mean = rows.mean(0)  # two passes: torch.var_mean over rows costs 15 times as much on a CPU
+            return torch.stack([mean, (rows - mean).square_().mean(0)]), count
+        return rows.square().mean(0, keepdim=True), count
+    keep = mask.reshape(-1, 1)
+    real = keep.sum(dtype=rows.dtype)
+    count = real.clamp(min=1)
+    rows = torch.where(keep, rows, 0)
+    if center:
+        mean = rows.sum(0) / count
+        var = torch.where(keep, rows - mean, 0).square().sum(0) / count
+        return torch.stack([mean, var]), real
+    return rows.square().sum(0, keepdim=True) / count, real
+
+
+def standardize(
+    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
+    output_scale: Tensor | None = None, output_shift: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`.
+
+    >>> standardize(torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), 0.0, True).tolist()
+    [[2.0], [4.0]]
+    """
+    scale, shift = scale_and_shift(stat, eps, weight, bias, output_scale, output_shift)
+    return multiply_add(x, scale, shift - stat[0] * scale if center else shift)
+
+
+def standardize_grad(
+    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
+    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
+    real: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradient of `standardize`: dx, and the sums over rows of dy and of dy * z.
+
+    Args:
+        dy: Gradient of the output, `[..., C]`.
+        x: Input of the forward pass.
+        stat: Statistics of the forward pass, `[k, C]`.
+        eps: Added to the variance.
+        center: Whether `stat` has a mean.
+        factor: Product of all that multiplies dy on its way to z (weight, output_scale, grad_scale), `[C]`.
+        dx_scale: Constant factor on dx, `[C]`.
+        mask: `[...]`, True where a row is real. Nothing is removed from the gradient of the others.
+        removed: Gradient statistics to remove, `[k, C]`; None for sums alone.
+        sums: Compute the sums, `[2, C]`.
+        real: With a mask, also the sums over real rows: `[4, C]`.
+
+    Returns:
+        dx (None without `removed`) and the sums (None without `sums`).
+    """
+    rows, dys = (t.reshape(-1, x.shape[-1]).to(stat.dtype) for t in (x, dy))
+    inv, dy_coefficient, taken = gradient_vectors(stat, eps, factor, dx_scale, removed)
+    mean = stat[0] if center else None  # z = (x - mean) * inv is never written out: both join [C] factors
+    keep = None if mask is None else mask.reshape(-1, 1)
+    dx = out = None
+    if sums:
+        out = _sums(dys, rows, mean, inv)
+        if real and keep is not None:
+            real_rows = (torch.where(keep, t, 0) for t in (dys, rows))
+            out = torch.cat([out, _sums(*real_rows, mean, inv)])
+    if dy_coefficient is not None and taken is not None:
+        slope = taken[-1] * inv
+        dx = torch.addcmul(torch.zeros_like(slope) if mean is None else taken[0] - slope * mean, rows, slope)
+        dx = dx if keep is None else torch.where(keep, dx, 0)
+        dx = dx.addcmul_(dys, dy_coefficient).to(x.dtype).view(x.shape)
+    return dx, out
+
+
+def _sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> Tensor:
+    return torch.stack([dy.sum(0), (dy * (x if mean is None else x - mean)).sum(0) * inv])
+
+
+def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """`x * scale + shift` with vectors `[C]` of a type to compute in; in the type of `x`.
+
+    >>> multiply_add(torch.ones(2, 1), torch.tensor([3.0]), torch.tensor([0.5])).tolist()
+    [[3.5], [3.5]]
+    """
+    if x.dtype == scale.dtype:  # no casts in an exported graph
+        return torch.addcmul(shift, x, scale)
+    wide = torch.promote_types(x.dtype, scale.dtype)
+    return torch.addcmul(shift.to(wide), x.to(wide), scale.to(wide)).to(x.dtype)
+
+
+# -- vectors [C] that all implementations need ------------------------------------------------------------------------
+
+
+def product(dtype: torch.dtype, *factors: Tensor | None) -> Tensor | None:
+    """Product of the factors that are given, in `dtype`; None without any."""
+    given = [t.to(dtype) for t in factors if t is not None]
+    return functools.reduce(torch.mul, given) if given else None
+
+
+def output_vectors(
+    dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, output_scale: Tensor | None,
+    output_shift: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Factor on z and constant after it, `[C]`; None for 1 and 0."""
+    shift = None if output_shift is None else product(dtype, weight, output_shift)
+    if bias is not None:
+        shift = bias.to(dtype) if shift is None else shift + bias
+    return product(dtype, weight, output_scale), shift
+
+
+def scale_and_shift(
+    stat: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None, output_scale: Tensor | None,
+    output_shift: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Vectors of `standardize` as `(x - mean) * scale + shift`, `[C]`."""
+    scale, shift = output_vectors(stat.dtype, weight, bias, output_scale, output_shift)
+    inv = torch.rsqrt(stat[-1] + eps)
+    scale = inv if scale is None else inv * scale
+    return scale, torch.zeros_like(scale) if shift is None else shift
+
+
+def gradient_vectors(
+    stat: Tensor, eps: float, factor: Tensor | None, dx_scale: Tensor | None, removed: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """1 / sqrt(var + eps), the coefficient of dy in dx, and `removed` with its sign and scale."""
+    inv = torch.rsqrt(stat[-1] + eps)
+    if removed is None:
+        return inv, None, None
+    scale = inv if dx_scale is None else inv * dx_scale
+    return inv, scale if factor is None else scale * factor, removed * -scale
