@@ -1,9 +1,9 @@
-"""Take the norms out of a Vision Transformer that we did not write, prove that nothing changed, run it in onnxruntime.
+"""Remove the norms of a third-party Vision Transformer, verify the result, run it in onnxruntime.
 
     pip install -e ".[export]" transformers scikit-learn && python examples/slim_a_vit.py
 
-About half a minute on a CPU: transformers' ViT with LayerNorm learns the 8 x 8 digits of scikit-learn; its norms are
-swapped for UN, which it gets used to in a few more steps; then they fold away.
+It takes about half a minute on a CPU. transformers' ViT with LayerNorm learns the 8 x 8 digits of scikit-learn; UN
+replaces its norms, 100 more steps adapt the weights, and the norms fold away.
 """
 
 import sys
@@ -14,11 +14,11 @@ from sklearn.datasets import load_digits
 
 import normkit as nk
 
-sys.modules["torchvision"] = None  # this ViT does without it, and its build may be for another PyTorch
+sys.modules["torchvision"] = None  # not needed, and its build may not fit this PyTorch
 from transformers import ViTConfig, ViTForImageClassification  # noqa: E402
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # for matrices this small, more threads only wait for each other
+torch.set_num_threads(1)  # matrices this small do not profit from more threads
 digits = load_digits()
 images, labels = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32), torch.tensor(digits.target)
 order = torch.randperm(len(images))

@@ -1,8 +1,8 @@
-"""Would this model survive BatchNorm? Ask it while it trains as it is, with its LayerNorm.
+"""Predict from a LayerNorm model's training whether BatchNorm would work in it.
 
-A Transformer encoder of PyTorch learns to say where in a sequence of digits the largest one stands, on two kinds of
-batches: mixed ones, and batches of one kind each (digits up to 3, up to 6, up to 9), as when text is sorted by length.
-Nothing of it is changed; the recorder keeps the statistics that BatchNorm would have had.
+A Transformer encoder of PyTorch learns the position of the largest digit in a sequence, on two kinds of batches: mixed
+ones, and batches of one kind each (digits up to 3, up to 6, up to 9), as when text is bucketed by length. The model
+stays as it is; the recorder keeps the statistics that BatchNorm would have had.
 """
 
 import torch
@@ -39,5 +39,5 @@ for sorted_by_kind in (False, True):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(digits), digits.argmax(1)).backward()
             optimizer.step()
-    found = [f"wrong: {finding}" for finding in nk.diagnose(rows)] + nk.watch.advise(rows)
+    found = [f"finding: {finding}" for finding in nk.diagnose(rows)] + nk.watch.advise(rows)
     print("batches of one kind each" if sorted_by_kind else "mixed batches", *found, sep="\n    ")

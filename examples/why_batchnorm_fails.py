@@ -1,7 +1,6 @@
-"""Why BatchNorm fails on text: batches of one length are unlike each other, and their running average is like none.
+"""Measure how far batch statistics on text are from the running statistics, with and without bucketing by length.
 
-No training: one pass of an encoder over real words in two kinds of batches, and how far each batch's statistics are
-from the running ones. Needs `pip install -e ".[data]"`.
+There is no training: an encoder makes one pass over real words in two kinds of batches. Needs `pip install -e ".[data]"`.
 """
 
 import statistics
@@ -22,7 +21,7 @@ for bucketing in (False, True):
     with nk.record(model.encoder, every=1, quantities="distance_quadratic") as rows, torch.no_grad():
         for batch in batches_of(lengths, tokens=2000, bucketing=bucketing)[:60]:
             model.encode(pad([words[i] for i in batch]))
-    late = [row for row in rows if row.step > 20]  # the running average has forgotten its start
+    late = [row for row in rows if row.step > 20]  # after the running average's start
     print("batches of one length" if bucketing else "batches of any length")
     for site in sorted({row.site for row in late}):
         distance = statistics.mean(row.value for row in late if row.site == site)
