@@ -99,7 +99,7 @@ def test_a_mask_that_fills_in_a_number_computed_from_the_norm():
 def test_a_factor_that_the_caller_passes_is_not_folded_in(factor):
     model = Two(lambda y, a, b, f: a(y * f) + b(y))
     x = torch.randn(2, 5, DIM)
-    both_agree(model, (x, factor), (x, factor + 2), "multiply-add")
+    both_agree(model, (x, factor), (x, factor + 2), "add")  # a gain passes a factor of any size, a shift does not
 
 
 def test_padding_of_pictures_that_are_not_square():
@@ -123,7 +123,7 @@ def test_padding_that_only_sizes_not_tried_show():
     model = convert(swin, "un")
     _, report = both_agree_on(model, (torch.randn(1, 3, 56, 56),), (torch.randn(1, 3, 72, 72),))
     norm1 = [row.action for row in report if row.name.endswith("norm1")]
-    assert norm1 == ["add", "add"]
+    assert norm1 == ["folded", "folded"]  # the writers of the stream take the shift
 
 
 class Rows(nn.Module):

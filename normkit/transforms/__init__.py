@@ -1,12 +1,12 @@
 """Transforms of models that somebody else wrote; none changes the model that it is given, unless asked."""
 
-from normkit.transforms.audit import Audit, audit
+from normkit.transforms.audit import audit
 from normkit.transforms.blend import Blend, blend, settle
 from normkit.transforms.calibrate import calibrate
 from normkit.transforms.convert import convert, find, unreadable
 from normkit.transforms.export import Exported, export
-from normkit.transforms.fold.fold import Report, fold
-from normkit.transforms.fold.plan import Outcome
+from normkit.transforms.fold import Outcome, Report, fold
+from normkit.transforms.fold.report import Audit
 from normkit.transforms.follow_optimizer import OptimizerLink, follow_optimizer
 from normkit.transforms.huggingface import load_pretrained, save_pretrained
 from normkit.transforms.layernorm_to_rmsnorm import to_rms

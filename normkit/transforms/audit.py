@@ -1,54 +1,13 @@
-"""Per norm: where it stands, who reads it, and what folding can make of it."""
+"""Report for each norm what folding can make of it, without a change to the model."""
 
-import copy
-import gc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from normkit.text import align
-from normkit.transforms.checks import refuse_quantized, refuse_wrapped
-from normkit.transforms.convert import find, unreadable
-from normkit.transforms.fold.inputs import SAME_SIZES
-from normkit.transforms.fold.plan import FoldPlanner, Outcome, Plan
-from normkit.transforms.fold.trace import Trace
-from normkit.transforms.fold.tracer import Tracer, tracing
-from normkit.transforms.fold.verify import Verifier
-from normkit.transforms.invoke import tensors
-
-
-@dataclass(frozen=True)
-class Audit:
-    """The fate of every norm; iterates over its rows, prints as a table."""
-
-    rows: tuple[Outcome, ...]
-    tried: tuple[str, ...]
-
-    def __iter__(self) -> Iterator[Outcome]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def count(self, *actions: str) -> int:
-        """How many norms have one of these actions."""
-        return sum(row.action in actions for row in self.rows)
-
-    @property
-    def foldable(self) -> str:
-        """How many of the norms vanish, as "9 of 10"."""
-        return f"{self.count('folded', 'folded back')} of {len(self.rows)}"
-
-    @property
-    def saved(self) -> int:
-        """Parameters that the model has fewer afterwards."""
-        return sum(row.saved for row in self.rows)
-
-    def __str__(self) -> str:
-        return f"{table(self.rows)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved"
+from normkit.transforms.fold.plan import make_plan
+from normkit.transforms.fold.report import Audit
+from normkit.transforms.fold.survey import Survey
 
 
 def audit(
@@ -59,148 +18,29 @@ def audit(
     other_shapes: bool = True,
     **kwexample: Any,
 ) -> Audit:
-    """Say for every norm what folding can make of it, without changing anything.
+    """Report for each norm what `fold` can make of it, without changing anything.
 
-    The model runs on the example, and on random inputs of other shapes made after it, while every number that leaves a
-    norm is followed to who reads it. `outputs` picks what you use of the model's output (`lambda out: out.logits`):
-    a norm whose output goes to you cannot be folded. `other_shapes` and errors are those of `fold`.
+    The model runs on the example, and on random inputs of other shapes made after it, while every channel is followed
+    from where it is written to everything that reads it.
 
-    >>> import normkit
-    >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
-    >>> audit(model, torch.zeros(3, 4)).foldable
-    '1 of 1'
+    Args:
+        model: The model, in evaluation mode.
+        *example: The arguments of a call of the model.
+        outputs: Picks what you use of the model's output, such as `lambda out: out.logits`. What you use cannot change,
+            so a norm whose output it is stays.
+        untie: Give an output layer that is tied to an embedding a copy of its own first.
+        other_shapes: Also try other lengths and sizes, not only another batch.
+        **kwexample: The keyword arguments of the call.
+
+    Returns:
+        A row for each norm. The errors are those of `fold`.
+
+    Example:
+        >>> import normkit, torch
+        >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
+        >>> audit(model, torch.zeros(3, 4)).foldable
+        '1 of 1'
     """
     survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "audit")
-    return Audit(tuple(survey.plan().fates.values()), tuple(survey.calls))
-
-
-class Survey:
-    """A float64 copy of a model, the calls that it was tried on, and the trace of them."""
-
-    def __init__(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any, untie: bool, other: bool, verb: str
-    ):
-        refuse_wrapped(model, verb)
-        refuse_quantized(model, verb)
-        refuse_training(model, verb)
-        names = {name: found.channel_dim for name, found in find(model).items()}
-        if not names:
-            seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
-            raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
-        self.original, self.untie = model, untie
-        self.model = self.double()
-        own_storage(self.model)
-        self.verifier = Verifier(self.model, args, kwargs, outputs, verb)
-        self.trace = Trace(self.model, names, resizable=True)
-        self.trace.entangled = shared_memory(model)
-        self.verifier.record(self.model, self._traced, other)
-        self.calls = self.verifier.calls
-
-    def copy(self) -> nn.Module:
-        """A copy of the original in its own type, its output layer untied where that was asked for."""
-        model = copy.deepcopy(self.original)
-        if self.untie:
-            untie_embeddings(model)
-        return model
-
-    def double(self) -> nn.Module:
-        """A copy in float64; experts of Hugging Face models one by one, for grouped products know no float64."""
-        model = self.copy().double()
-        for module in model.modules():
-            if callable(choose := getattr(module, "set_experts_implementation", None)):
-                choose("eager")
-        return model
-
-    def plan(self, refused: dict[str, str] | None = None) -> Plan:
-        """What becomes of each norm; `refused` are norms to leave alone, with the reason."""
-        return FoldPlanner(self.trace, self.model, refused).plan()
-
-    def _traced(self, label: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Trace one call and return its outputs; a call that fails leaves no trace."""
-        if label in SAME_SIZES:
-            self.trace.resizable = any(known not in SAME_SIZES for known in self.verifier.expected)
-        before = copy.deepcopy(self.trace)
-        try:
-            return self._follow(args, kwargs)
-        except Exception:
-            self.trace = before
-            raise
-
-    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        passed = tensors((args, kwargs))
-        with tracing(self.trace, self.model) as tracer:
-            for path, tensor in passed.items():
-                if tensor.dtype.is_floating_point and tensor.dim() > 2:
-                    dim = 1 if tensor.dim() == 4 else -1
-                    size = tensor.shape[dim]  # another one in another call, where this axis is no channels'
-                    tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
-            out = self.model(*args, **kwargs)
-            picked = self.verifier.outputs(out) if self.verifier.outputs else out
-            given = tensors(picked)
-        answer = self.verifier.pick(out)
-        self._read_outputs(tracer, given)
-        del out, picked, given
-        known = {id(t) for t in passed.values()} | tracer.tables
-        if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
-            gc.collect()
-        for tensor in [t for t in tracer.shadows.keys() if id(t) not in known]:  # noqa: SIM118
-            tracer.read(tensor, "something that keeps it after the forward")
-        return answer
-
-    def _read_outputs(self, tracer: Tracer, given: dict[str, Tensor]) -> None:
-        for path, tensor in given.items():
-            tracer.read(tensor, f"the caller of the model ({path})" if path else "the caller of the model")
-
-
-def refuse_training(model: nn.Module, verb: str) -> None:
-    """Raise a ValueError unless every module is in evaluation mode."""
-    training = [name for name, module in model.named_modules() if module.training]
-    if training:
-        where = "the model" if "" in training else training[0]
-        raise ValueError(
-            f"{verb}() works on a model for inference, and {where} is in training mode; call model.eval() first"
-        )
-
-
-def untie_embeddings(model: nn.Module) -> list[str]:
-    """Give each layer that shares its weight with an embedding a copy of its own, in place; their names."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    copies: dict[int, nn.Parameter] = {}
-    untied = []
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and id(weight) in tables and not isinstance(module, nn.Embedding):
-            own = copies.setdefault(id(weight), nn.Parameter(weight.detach().clone(), weight.requires_grad))
-            module.weight = own
-            untied.append(name)
-    return untied
-
-
-def shared_memory(model: nn.Module) -> dict[str, str]:
-    """Parameters that are different objects in the same memory, by name."""
-    seen: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        if not parameter.numel():
-            continue
-        storage = parameter.untyped_storage().data_ptr()
-        if storage in seen:
-            found[name], found[seen[storage]] = seen[storage], name
-        seen.setdefault(storage, name)
-    return found
-
-
-def own_storage(model: nn.Module) -> None:
-    """Each parameter and buffer contiguous in memory of its own, in place; ties between modules stay."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-
-
-def table(rows: tuple[Outcome, ...]) -> str:
-    """The rows as aligned columns."""
-    lines = [("norm", "is", "stands", "becomes", "into, or why not", "saved")]
-    for row in rows:
-        said = "; ".join(part for part in (", ".join(row.into), row.why) if part)
-        lines.append((row.name or "(the model)", row.norm, row.position, row.action, said, f"{row.saved:,}"))
-    return align(lines)
+    plan = make_plan(survey.trace, survey.model)
+    return Audit(tuple(plan.outcomes.values()), tuple(survey.calls))

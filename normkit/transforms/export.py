@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from normkit.transforms.audit import refuse_training
 from normkit.transforms.checks import refuse_wrapped
+from normkit.transforms.fold.survey import refuse_training
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import example_call, tensors
 from normkit.transforms.openvino_executorch import write_executorch, write_openvino

@@ -1,5 +1,6 @@
-"""Carry out a plan: put the gains and shifts of norms into the weights beside them."""
+"""Rewrite a model in new coordinates: weights, biases, tables, and what is left of each norm."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -9,109 +10,108 @@ from normkit.norms import LayerNorm, Norm, RMSNorm
 from normkit.transforms.affine import Affine
 from normkit.transforms.convert import put
 from normkit.transforms.fastpath import leave_fast_path
-from normkit.transforms.fold.plan import Plan, new_bias
-from normkit.transforms.fold.trace import FOREIGN, Place, Product, Source, Trace, View
+from normkit.transforms.fold.plan import FoldPlan
+from normkit.transforms.fold.relations import NormNode
+from normkit.transforms.fold.report import GONE
+from normkit.transforms.fold.trace import Place, Product, Source, View
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import remove_routes
-from normkit.transforms.third_party import equivalent, read
 
 
 @torch.no_grad()
-def absorb(model: nn.Module, trace: Trace, plan: Plan) -> nn.Module:
-    """Carry out `plan` on a model, in place; the arithmetic is in float64 whatever the model's type."""
-    norms = {name: model.get_submodule(name) for name in plan.fates}
-    splits = {}
-    for name, module in norms.items():
-        norm = module if isinstance(module, Norm) else equivalent(read(module))
-        rest, scale, shift = norm.split()
-        splits[name] = rest, scale.double().cpu(), shift.double().cpu()
+def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
+    """Carry out a plan on a model, in place; the arithmetic is in float64 whatever the model's type."""
     edit = Edit(model)
-    _forwards(model, trace, plan, splits, edit)
-    _backwards(model, trace, plan, splits, edit)
+    _weights(plan, edit)
+    _biases(plan, edit)
+    for source in plan.relations.trace.sources.values():
+        if source.gains is not None:
+            _gains(source, plan, edit)
     edit.write()
-    for name, fate in plan.fates.items():
-        if fate.action != "kept":
-            model = _replace(model, name, fate.action, norms[name], trace.norms[name], *splits[name])
+    for name, outcome in plan.outcomes.items():
+        if outcome.action != "kept":
+            model = _replace(model, plan, plan.relations.norms[name], outcome.action)
     leave_fast_path(model)
     if not any(isinstance(module, Norm) for module in model.modules()):
         remove_routes(model)
     return model
 
 
-def _forwards(model: nn.Module, trace: Trace, plan: Plan, splits: dict, edit: "Edit") -> None:
-    """`b += W shift` with the weights as they were, then `W *= scale`."""
-    scale, shift = torch.ones(trace.codes), torch.zeros(trace.codes)
-    scale, shift = scale.double(), shift.double()
-    for name in plan.forward:
-        source = trace.sources["norm", name]
-        s, t = splits[name][1:]
-        _spread(source, s, torch.zeros_like(t) if plan.fates[name].action == "add" else t, scale, shift)
-    deltas: dict[tuple[Place, int], Tensor] = {}
-    factors: dict[str, dict[View, Tensor]] = {}
-    for product in dict.fromkeys(p for products in plan.forward.values() for p in products):
-        codes = trace.codes_in[product].clamp(min=0).long()
-        followed = trace.codes_in[product] != FOREIGN
-        s, t = torch.where(followed, scale[codes], 1.0), torch.where(followed, shift[codes], 0.0)
-        if bool((t != 0).any()):
-            weight = product.view.of(edit.read(product.view.parameter))
-            delta = torch.einsum("gkrn,gk->gn", weight, t).flatten()
-            if bool((delta != 0).any()):
-                deltas[_bias(model, trace, product)] = delta
-        factors.setdefault(product.view.parameter, {})[product.view] = s[:, :, None, None]
-    for (place, length), delta in deltas.items():
-        edit.change(place.parameter, lambda b, place=place, delta=delta: place.of(b).add_(delta), length)
-    for name, views in factors.items():
-        edit.change(name, lambda w, views=views: _scale(w, views))
+def largest_factor(plan: FoldPlan) -> float:
+    """The largest number that an element of a weight is multiplied by."""
+    factors = [_factors(plan, product) for product in plan.relations.inputs]
+    return max(
+        (float(read.abs().max() * written.abs().max()) for read, written in factors if read.numel()), default=1.0
+    )
 
 
-def _scale(weight: Tensor, views: dict[View, Tensor]) -> None:
-    """Multiply each part by its factor; parts may overlap, an element is multiplied once."""
-    if len(views) == 1:
-        ((view, factor),) = views.items()
-        view.of(weight).mul_(factor)
+def _factors(plan: FoldPlan, product: Product) -> tuple[Tensor, Tensor]:
+    """The factors of a weight by what it reads, and by what it writes; they multiply as `[groups, in, 1, out]`."""
+    groups, inputs, _, outputs = product.view.size
+    writes = plan.relations.outputs[product]
+    read = plan.at.scale[plan.relations.inputs[product]].view(groups, inputs, 1, 1)
+    return read, (plan.at.written[writes] / plan.at.scale[writes]).view(groups, 1, 1, outputs)
+
+
+def _weights(plan: FoldPlan, edit: "Edit") -> None:
+    """`W <- diag(1 / s_out) W diag(s_in)`; a table `E <- (E - t) / s`."""
+    changed: dict[str, list[tuple[View, Tensor, Tensor]]] = {}
+    for product in plan.relations.inputs:
+        factor = torch.mul(*_factors(plan, product))
+        shift = torch.zeros_like(factor)
+        if product.adds:
+            nodes = plan.relations.outputs[product]
+            shift = (plan.at.shift[nodes] / plan.at.scale[nodes]).view(factor[:, :1].shape)
+        if bool((factor != 1).any()) or bool((shift != 0).any()):
+            changed.setdefault(product.view.parameter, []).append((product.view, factor, shift))
+    for name, parts in changed.items():
+        edit.change(name, lambda weight, parts=parts: _multiply(weight, parts))
+
+
+def _multiply(weight: Tensor, parts: list[tuple[View, Tensor, Tensor]]) -> None:
+    """Multiply parts of a weight, and subtract from them; an element of several parts is changed once."""
+    if len(parts) == 1:
+        ((view, factor, shift),) = parts
+        view.of(weight).mul_(factor).sub_(shift)
         return
-    whole = torch.ones_like(weight)
-    for view, factor in views.items():
-        view.of(whole).copy_(factor.expand(view.size))
-    weight.mul_(whole)
+    factors, shifts = torch.ones_like(weight), torch.zeros_like(weight)
+    for view, factor, shift in parts:
+        view.of(factors).copy_(factor.expand(view.size))
+        view.of(shifts).copy_(shift.expand(view.size))
+    weight.mul_(factors).sub_(shifts)
 
 
-def _spread(source: Source, s: Tensor, t: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """Write a norm's numbers at its codes, and at those of its multiples: `f (s x + t) = s (f x) + f t`."""
-    scale[source.base : source.base + source.size] = s
-    shift[source.base : source.base + source.size] = t
-    for each in source.reads:
-        if isinstance(each.by, Source) and len(each.by.terms) == 1 and each.by.terms[0] is not None:
-            pairs, factor = each.by.terms[0]
-            own = pairs[torch.isin(pairs[:, 0], each.codes)]
-            inner_s, inner_t = torch.ones(each.by.size).double(), torch.zeros(each.by.size).double()
-            index = (own[:, 0] - source.base).long()
-            inner_s[own[:, 1].long()], inner_t[own[:, 1].long()] = s[index], factor * t[index]
-            _spread(each.by, inner_s, inner_t, scale, shift)
+def _biases(plan: FoldPlan, edit: "Edit") -> None:
+    """`b <- (b + W t_in - t_out) / s_out`, with the weight as it was."""
+    relations, at = plan.relations, plan.at
+    changes: dict[Place, tuple[int, Tensor, Tensor]] = {}
+    for product, inputs in relations.inputs.items():
+        place = relations.trace.biases.get(product)
+        if product.adds or (place is None and product not in plan.new_biases):
+            continue
+        writes, view = relations.outputs[product], product.view
+        shift = at.shift[inputs].view(view.size[:2])
+        delta = torch.zeros(view.outputs, dtype=torch.float64)
+        if bool((shift != 0).any()):
+            delta = torch.einsum("gkrn,gk->gn", view.of(edit.read(view.parameter)), shift).flatten()
+        place, length = plan.new_biases[product] if place is None else (place, relations.trace.sizes[place.parameter])
+        scale, written = at.scale[writes], at.written[writes]
+        if bool((delta != 0).any() | (scale != 1).any() | (at.shift[writes] != 0).any() | (written != 1).any()):
+            changes[place] = length, written / scale, (written * delta - at.shift[writes]) / scale
+        elif product in plan.new_biases:
+            changes[place] = length, torch.ones_like(scale), torch.zeros_like(scale)
+    for place, (length, factor, summand) in changes.items():
+        edit.change(place.parameter, lambda b, p=place, f=factor, a=summand: p.of(b).mul_(f).add_(a), length)
 
 
-def _backwards(model: nn.Module, trace: Trace, plan: Plan, splits: dict, edit: "Edit") -> None:
-    """`W = scale W` by output, `b = scale b + shift`; a table takes the shift itself."""
-    for name, writers in plan.backward.items():
-        _, scale, shift = splits[name]
-        for writer in writers:
-            view = writer.product.view
-            s, t = torch.ones(view.outputs).double(), torch.zeros(view.outputs).double()
-            s[writer.out], t[writer.out] = scale[writer.channel], writer.share * shift[writer.channel]
-            s, t = s.view(view.size[0], 1, 1, view.size[3]), t.view(view.size[0], 1, 1, view.size[3])
-            if writer.product.kind in ("embedding", "table"):
-                edit.change(view.parameter, lambda w, view=view, s=s, t=t: view.of(w).mul_(s).add_(t))
-                continue
-            edit.change(view.parameter, lambda w, view=view, s=s: view.of(w).mul_(s))
-            if writer.product in trace.biases or bool((t != 0).any()):
-                place, length = _bias(model, trace, writer.product)
-                s, t = s.flatten(), t.flatten()
-                edit.change(place.parameter, lambda b, place=place, s=s, t=t: place.of(b).mul_(s).add_(t), length)
-
-
-def _bias(model: nn.Module, trace: Trace, product: Product) -> tuple[Place, int]:
-    place = trace.biases.get(product)
-    return new_bias(model, trace, product) if place is None else (place, trace.sizes[place.parameter])
+def _gains(source: Source, plan: FoldPlan, edit: "Edit") -> None:
+    """A parameter per channel: `gain <- gain * s_in / s_out`."""
+    relations, scale = plan.relations, plan.at.scale
+    table, _ = next(relations.trace.by_code(source.gains.double()))
+    factor = scale[relations.scaled[source]] / scale[source.codes]
+    index = (source.gains - table.base).long()
+    if bool((factor != 1).any()):
+        edit.change(table.name, lambda gain: gain.view(-1).__setitem__(index, gain.view(-1)[index] * factor))
 
 
 class Edit:
@@ -150,20 +150,20 @@ class Edit:
                 module.out_proj.bias = nn.Parameter(weight.new_zeros(module.embed_dim), weight.requires_grad)
 
 
-def _replace(
-    model, name: str, action: str, old: nn.Module, channel_dim: int, rest: nn.Module, scale: Tensor, shift: Tensor
-) -> nn.Module:
+def _replace(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.Module:
+    """Put the rest of a norm in its place."""
+    old, channel_dim = model.get_submodule(node.name), plan.relations.trace.norms[node.name]
     like = next((t for t in [*old.parameters(), *old.buffers()] if t.dtype.is_floating_point), None)
     like = next(model.parameters()) if like is None else like
-    if action in ("folded", "folded back"):
+    if action in GONE:
         new: nn.Module = nn.Identity()
-    elif action == "multiply-add":
-        new = Affine(scale.to(like), None if not bool((shift != 0).any()) else shift.to(like), channel_dim)
-    elif action == "add":
-        new = Affine(None, (shift / scale).to(like), channel_dim)
+    elif action == "gain folded":
+        new = _plain(copy.deepcopy(node.rest), channel_dim).to(like.device)
     else:
-        new = _plain(rest, channel_dim).to(like.device)
-    return put(model, name, new.train(old.training))
+        gain, shift = plan.affine(node)
+        weight = None if action == "add" else gain.to(like)
+        new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)
+    return put(model, node.name, new.train(old.training))
 
 
 def _plain(rest: nn.Module, channel_dim: int) -> nn.Module:

@@ -1,7 +1,9 @@
-"""What running a model showed: where each number in it comes from, and who reads it."""
+"""Record of a traced model: the origin of every channel, and everything that reads it."""
 
+import copy
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,51 +51,63 @@ class Product:
     owner: str  # the module whose forward ran
     kind: str  # "matmul", "convolution", "embedding", "table"
 
-
-class Read(NamedTuple):
-    """Somebody reads these channels of a source: a Product, a source made of it, or whatever `by` says in words."""
-
-    by: "Product | Source | str"
-    codes: Tensor  # sorted, unique
+    @property
+    def adds(self) -> bool:
+        """The weight itself takes a shift: it is a table of vectors, not a matrix."""
+        return self.kind in ("embedding", "table")
 
 
 @dataclass(eq=False)
 class Source:
-    """Something whose channels are followed: the output of a norm or product, a table, a sum of those.
+    """Channels that are followed: the output of a norm or product, a table, a sum of those, an input.
 
-    `terms` of a sum: for each summand the pairs (its code, channel of the sum) and a factor; None for an unknown one.
+    `terms` of a sum: for each summand the pairs (its code, channel of the sum) and a factor; None where the summand is
+    not followed. `reads`: the sorted codes that each reader reads. A reader is a Product, a Source made of this one, or
+    an operation in words. `gains` of a product with a parameter per channel: the codes of that parameter.
     """
 
-    kind: str  # "norm", "product", "table", "sum", "input"
+    kind: str  # "norm", "product", "table", "sum", "scaled", "input"
     name: str
     base: int
     size: int
     product: Product | None = None
     terms: list[tuple[Tensor, float] | None] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
+    reads: dict["Product | Source | str", Tensor] = field(default_factory=dict)
+    gains: Tensor | None = None
 
     def read(self, by: "Product | Source | str", codes: Tensor) -> None:
-        """Note a reader, once."""
-        same = any(r.by == by and torch.equal(r.codes, codes) for r in self.reads)
-        if not same:
-            self.reads.append(Read(by, codes))
+        """Note a reader of some of the codes."""
+        known = self.reads.get(by)
+        if known is None:
+            self.reads[by] = codes
+        elif not torch.equal(known, codes):
+            self.reads[by] = torch.cat([known, codes]).unique()
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes of its channels."""
+        return self.base + torch.arange(self.size)
+
+    @property
+    def adds(self) -> bool:
+        """It is a sum of several terms."""
+        return len(self.terms) > 1
 
 
 class Trace:
-    """What one or several forwards of a model showed; `norms` are names of norms with their axis of channels.
+    """Record of one or several forwards; `norms` are names of norms with their axis of channels.
 
-    `resizable`: the model takes inputs of other sizes, so that padding by nothing may be padding by something.
+    `resizable`: the model takes inputs of other sizes, so that padding of width zero may become wider.
     """
 
     def __init__(self, model: nn.Module, norms: dict[str, int], resizable: bool = False):
         self.norms = norms
         self.resizable = resizable
         self.sources: dict[Any, Source] = {}
-        self.inputs: dict[str, Tensor | None] = {}  # norm: pairs (code, channel); None where its origin is unknown
-        self.codes_in: dict[Product, Tensor] = {}  # [groups, in]: which channel each input of a product is
-        self.padded: set[Product] = set()  # products that also see zeros in place of a followed channel
+        self.inputs: dict[str, Tensor] = {}  # norm: pairs (code, channel)
+        self.slots: dict[Product, Tensor] = {}  # pairs (code, input of the product)
         self.weight_readers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
-        self.biases: dict[Product, Place] = {}  # where the bias of a product is, if it has one
+        self.biases: dict[Product, Place] = {}
         self.entangled: dict[str, str] = {}  # parameters that are views of one another's memory
         self.sizes: dict[str, int] = {}
         self.names: dict[int, str] = {}
@@ -104,12 +118,16 @@ class Trace:
                     name = self.names.setdefault(id(tensor), f"{module_name}.{key}" if module_name else key)
                     self.owners[name].append((module_name, key))
                     self.sizes[name] = tensor.numel()
-        self.codes = 1  # how many are given away
+        self.codes = 1  # the next free code
+        self._bases: list[int] = []
+        self._ordered: list[Source] = []
 
     def source(self, key: Any, kind: str, name: str, size: int, product: Product | None = None) -> Source:
-        """The source of that key, made when it is first asked for; codes stay the same over several forwards."""
+        """The source with that key, created on first use; codes stay the same over several forwards."""
         if key not in self.sources:
             self.sources[key] = Source(kind, name, self.codes, size, product)
+            self._bases.append(self.codes)
+            self._ordered.append(self.sources[key])
             self.codes += size
         return self.sources[key]
 
@@ -117,16 +135,48 @@ class Trace:
         """The sources that these codes belong to, each with its own codes, sorted."""
         codes = codes.unique()
         codes = codes[codes > ZERO]
-        for source in list(self.sources.values()) if codes.numel() else []:
-            own = codes[(codes >= source.base) & (codes < source.base + source.size)]
-            if own.numel():
-                yield source, own
+        while codes.numel():
+            source = self._ordered[bisect_right(self._bases, float(codes[0])) - 1]
+            count = int(torch.searchsorted(codes, source.base + source.size))
+            yield source, codes[:count]
+            codes = codes[count:]
+
+    def snapshot(self) -> Callable[[], None]:
+        """Remember the state; the function that is returned goes back to it."""
+        kept = {key: copy.copy(getattr(self, key)) for key in vars(self)}
+        fields = [(source, list(source.terms), dict(source.reads)) for source in self._ordered]
+        readers = {name: set(by) for name, by in self.weight_readers.items()}
+
+        def restore() -> None:
+            for key, value in kept.items():
+                setattr(self, key, value)
+            for source, terms, reads in fields:
+                source.terms, source.reads = terms, reads
+            self.weight_readers = defaultdict(set, readers)
+
+        return restore
+
+    def join(self, known: Tensor | None, pairs: Tensor) -> Tensor:
+        """The pairs of several calls together."""
+        if known is None or torch.equal(known, pairs):
+            return pairs
+        return torch.cat([known, pairs]).unique(dim=0)
+
+
+def varying(shadow: Tensor) -> Tensor:
+    """A shadow with each axis along which it was only expanded cut to length one."""
+    for axis, (length, stride) in enumerate(zip(shadow.shape, shadow.stride(), strict=True)):
+        if stride == 0 and length > 1:
+            shadow = shadow.narrow(axis, 0, 1)
+    return shadow
 
 
 def channel_pairs(shadow: Tensor, dim: int) -> Tensor:
     """All pairs (code, index along `dim`) in a shadow, `[n, 2]`."""
-    rows = shadow.movedim(dim, -1).flatten(0, -2) if shadow.dim() > 1 else shadow[None]
-    if bool((rows == rows[:1]).all()):
-        rows = rows[:1]
-    channel = torch.arange(rows.shape[1], dtype=torch.float64).expand(rows.shape)
-    return torch.stack([rows.flatten(), channel.flatten()], 1).unique(dim=0)
+    length = shadow.shape[dim]
+    rows = varying(shadow).movedim(dim, -1).flatten(0, -2) if shadow.dim() > 1 else shadow[None]
+    rows = rows.expand(len(rows), length)
+    if len(rows) == 1 or bool((rows == rows[:1]).all()):
+        return torch.stack([rows[0], torch.arange(length, dtype=torch.float64)], 1)
+    keys = (rows * length + torch.arange(length, dtype=torch.float64)).unique()  # whole numbers, exact in float64
+    return torch.stack([torch.div(keys, length, rounding_mode="floor"), keys.remainder(length)], 1)

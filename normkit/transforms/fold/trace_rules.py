@@ -1,6 +1,6 @@
-"""The operations that folding understands: products with a weight, sums, multiples. One function a kind.
+"""Rules of the linear operations: products with a weight, sums, multiples, averages over positions.
 
-Each says whether it could make sense of a call; where it could not, the operation is a reader like any other.
+Each rule returns True where it applies to a call; elsewhere the operation is a reader like any other.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from normkit.transforms.fold.trace import ZERO, View, channel_pairs
+from normkit.transforms.fold.trace import ZERO, View, channel_pairs, varying
 
 if TYPE_CHECKING:
     from normkit.transforms.fold.tracer import Tracer
@@ -31,7 +31,7 @@ def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
         stride = (0, weight.stride(0), 0, weight.stride(1))
         view = View(parameter, (1, weight.shape[0], 1, weight.shape[1]), stride, weight.storage_offset())
         shadow = tracer.shadow(x)
-        rows = None if shadow is None else shadow.reshape(-1, 1, shadow.shape[-1])
+        rows = None if shadow is None else _rows(shadow, -1)
         return tracer.product("matmul", view, bias, rows, out, -1)
     return False
 
@@ -47,7 +47,7 @@ def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, A
     shadow = tracer.shadow(x)
     rows = None
     if shadow is not None:
-        rows = shadow.movedim(1, -1).reshape(-1, groups, inputs)
+        rows = _rows(shadow, 1)
         if any(padding):
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
     return tracer.product("convolution", view, bias, rows, out, 1)
@@ -65,30 +65,33 @@ def _embedding(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
 
 
 def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """Sums of followed tensors; a bias added in an operation of its own belongs to the product before it."""
+    """Sums and differences; a bias added in an operation of its own belongs to the product before it."""
     a, b = args[0], args[1]
     if kwargs.get("alpha", 1) != 1 or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
-    for x, bias in ((a, b), (b, a)):
+    minus = packet in (aten.sub, aten.sub_)
+    for x, bias in () if minus else ((a, b), (b, a)):
         if _add_bias(tracer, x, bias, out):
             return True
     shadows = [tracer.shadow(a), tracer.shadow(b)]
     if all(s is None for s in shadows) or out.dim() < 2:
         return False
-    written = packet is aten.add_
     shadows = [None if s is None else s.expand(out.shape) for s in shadows]
     dim = next((d for s in shadows if s is not None for d in (-1, 1) if is_channel_axis(s, d)), None)
     if dim is None:
         return False
-    return _combine(tracer, [a, b], shadows, [1.0, 1.0], out, dim, written)
+    pairs = [None if s is None else channel_pairs(s, dim) for s in shadows]
+    terms = [None if p is None else (p, factor) for p, factor in zip(pairs, (1.0, -1.0 if minus else 1.0), strict=True)]
+    return _combine(tracer, [a, b], terms, out, dim, packet in (aten.add_, aten.sub_))
 
 
 def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """A followed tensor times a number."""
+    """A followed tensor times a number, or times a parameter per channel."""
     a, b = args[0], args[1]
     number = b.numel() == 1 and tracer.shadow(b) is None if isinstance(b, Tensor) else isinstance(b, int | float)
     if not number:
-        return False
+        sides = ((a, b), (b, a)) if packet is aten.mul else ()
+        return isinstance(b, Tensor) and any(_layer_scale(tracer, x, gain, out) for x, gain in sides)
     factor = float(b)
     if packet in (aten.div, aten.div_):
         if factor == 0 or kwargs.get("rounding_mode") is not None:
@@ -100,21 +103,54 @@ def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     dim = next((d for d in (-1, 1) if is_channel_axis(shadow, d)), None)
     if dim is None:
         return False
-    return _combine(tracer, [a], [shadow], [factor], out, dim, packet in (aten.mul_, aten.div_))
+    return _combine(tracer, [a], [(channel_pairs(shadow, dim), factor)], out, dim, packet in (aten.mul_, aten.div_))
 
 
-def _mean(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """A mean over anything but the channels: it commutes with a gain and a shift."""
-    x, dims = args[0], args[1] if len(args) > 1 else None
+def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool:
+    """`x * gain` with a parameter that has one number per channel."""
+    shadow, codes = tracer.shadow(x), tracer.shadow(gain)
+    if shadow is None or codes is None or shadow.shape != out.shape or out.dim() < 2:
+        return False
+    dim = next((d for d in (-1, 1) if is_channel_axis(shadow, d)), None)
+    if dim is None or not _only_along(codes.expand(out.shape), dim):
+        return False
+    pairs = channel_pairs(codes.expand(out.shape), dim)
+    tables = [source for source, _ in tracer.trace.by_code(pairs[:, 0])]
+    if len(tables) != 1 or tables[0].kind != "table" or len(pairs[:, 0].unique()) != out.shape[dim]:
+        return False
+    return _combine(tracer, [x, gain], [(channel_pairs(shadow, dim), 1.0)], out, dim, False, pairs[:, 0])
+
+
+def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """Averages and sums over positions, pooling, and resizing: they pass a gain, and averages pass a shift too."""
+    x = args[0]
     shadow = tracer.shadow(x)
-    if shadow is None or not dims or kwargs.get("dtype") not in (None, x.dtype):
+    if shadow is None or out.dim() < 2 or kwargs.get("dtype") not in (None, x.dtype):
         return False
-    reduced = sorted(d % x.dim() for d in dims)
-    channel = next((d for d in (x.dim() - 1, 1) if d not in reduced and _only_along(shadow, d)), None)
-    if channel is None or out.dim() < 2:
-        return False
-    dim = channel if out.dim() == x.dim() else channel - sum(d < channel for d in reduced)
-    return _combine(tracer, [x], [shadow.amin(reduced, keepdim=out.dim() == x.dim())], [1.0], out, dim, False)
+    if packet in (aten.mean, aten.sum):
+        dims = args[1] if len(args) > 1 else None
+        reduced = sorted(d % x.dim() for d in dims or ())
+        channel = next((d for d in (x.dim() - 1, 1) if d not in reduced and is_channel_axis(shadow, d)), None)
+        if not reduced or channel is None:
+            return False
+        dim = channel if out.dim() == x.dim() else channel - sum(d < channel for d in reduced)
+    else:
+        channel = dim = x.dim() - {aten.avg_pool1d: 2, aten.avg_pool3d: 4}.get(packet, 3)
+        if packet in (aten.upsample_nearest1d, aten.upsample_linear1d, aten._adaptive_avg_pool2d):
+            channel = dim = x.dim() - (3 if packet is aten._adaptive_avg_pool2d else 2)
+        if not is_channel_axis(shadow, channel):
+            return False
+    pairs = channel_pairs(shadow, channel)
+    if packet is aten.sum or (packet in POOLS and _counts_padding(args)):
+        pairs = torch.cat([torch.stack([torch.zeros(len(pairs)).double(), pairs[:, 1]], 1), pairs])
+    return _combine(tracer, [x], [(pairs, 1.0)], out, dim, False)
+
+
+def _counts_padding(args: tuple) -> bool:
+    """True if a pooling divides sums that contain zeros of its padding, or divides by another number."""
+    padding, include, divisor = ([*args[3:4], 0][0], [*args[5:6], True][0], [*args[6:7], None][0])
+    padded = any(padding) if isinstance(padding, list | tuple) else bool(padding)
+    return (padded and include) or divisor is not None
 
 
 def _restride(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -123,21 +159,31 @@ def _restride(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any]
     shadow = tracer.shadow(x)
     if shadow is None or len(args) > 3 or tuple(size) != tuple(shadow.shape):
         return False
-    return all(old == new for n, old, new in zip(size, shadow.stride(), stride, strict=True) if n > 1)
+    return all(old == new for n, old, new in zip(size, tracer.stride_before, stride, strict=True) if n > 1)
 
 
 def _combine(
-    tracer: "Tracer", parts: list[Tensor], shadows: list, factors: list[float], out: Tensor, dim: int, written: bool
+    tracer: "Tracer",
+    parts: list[Tensor],
+    terms: list,
+    out: Tensor,
+    dim: int,
+    written: bool,
+    gains: Tensor | None = None,
 ) -> bool:
-    terms: list[tuple[Tensor, float] | None] = []
-    for shadow, factor in zip(shadows, factors, strict=True):
-        pairs = None if shadow is None else channel_pairs(shadow, dim)
-        known = pairs is not None and not bool((pairs[:, 0] <= ZERO).any())
-        terms.append((pairs, factor) if known else None)  # type: ignore[arg-type]
-    where = tracer.stack[-1] if tracer.stack else ""
+    """Make `out` a source of its own, the sum of `terms`: pairs (code, channel) and a factor; None for unknown ones."""
+    where, kind = tracer.stack[-1] if tracer.stack else "", "sum" if gains is None else "scaled"
     parents = tuple(tuple(s.base for s, _ in tracer.trace.by_code(t[0][:, 0])) if t else None for t in terms)
-    key = ("sum", where, parents, tuple(factors), out.shape[dim])
-    source = tracer.trace.source(key, "sum", where, out.shape[dim])
+    key = (
+        kind,
+        where,
+        parents,
+        tuple(t and t[1] for t in terms),
+        out.shape[dim],
+        None if gains is None else float(gains[0]),
+    )
+    source = tracer.trace.source(key, kind, where, out.shape[dim])
+    source.gains = gains
     source.terms = [_joined(old, new) for old, new in zip(source.terms, terms, strict=True)] if source.terms else terms
     for part in parts:
         tracer.read(part, source)
@@ -182,10 +228,21 @@ def is_channel_axis(shadow: Tensor, dim: int) -> bool:
 
 
 def _only_along(shadow: Tensor, dim: int) -> bool:
-    rows = shadow.movedim(dim, -1).reshape(-1, shadow.shape[dim])
+    rows = _rows(shadow, dim)
     return shadow.dim() > 1 and bool((rows == rows[:1]).all()) and bool((rows[0] > ZERO).all())
 
 
+def _rows(shadow: Tensor, dim: int) -> Tensor:
+    """The shadow as `[rows, channels]`, rows that are only expanded once."""
+    rows = varying(shadow).movedim(dim, -1).flatten(0, -2) if shadow.dim() > 1 else shadow[None]
+    return rows.expand(len(rows), shadow.shape[dim])
+
+
+POOLS = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
+RESIZES = (
+    aten.upsample_nearest1d, aten.upsample_nearest2d, aten._upsample_nearest_exact2d, aten.upsample_linear1d,
+    aten.upsample_bilinear2d, aten._upsample_bilinear2d_aa, aten.upsample_bicubic2d, aten._upsample_bicubic2d_aa,
+)  # fmt: skip
 RULES: dict[Any, Callable[..., bool]] = {
     aten.mm: _matmul,
     aten.addmm: _matmul,
@@ -194,10 +251,12 @@ RULES: dict[Any, Callable[..., bool]] = {
     aten.embedding: _embedding,
     aten.add: _sum,
     aten.add_: _sum,
+    aten.sub: _sum,
+    aten.sub_: _sum,
     aten.mul: _scaled,
     aten.mul_: _scaled,
     aten.div: _scaled,
     aten.div_: _scaled,
-    aten.mean: _mean,
+    **dict.fromkeys((aten.mean, aten.sum, aten._adaptive_avg_pool2d, *POOLS, *RESIZES), _average),
     aten.as_strided_: _restride,
 }

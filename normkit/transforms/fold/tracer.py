@@ -1,11 +1,12 @@
-"""Who reads each norm: run the model and follow every single number that a norm puts out.
+"""Trace a model: run it, and follow every channel from where it is written to everything that reads it.
 
-Beside each tensor that matters travels a *shadow* of the same shape that says of every element where it comes from: a
-code for "channel 5 of norm 3", ZERO for padding, FOREIGN for anything else. Operations that only move data (views,
-transposes, slices, rolls, concatenations, padding) are done to the shadow as well, so it stays true whatever a model
-does to its layout. Where a tensor meets a weight in a matrix product, the shadow says for every element of that weight
-which channel it multiplies. Any other operation is a reader that folding has to respect. No table of models, no
-assumption about axes.
+Each followed tensor has a *shadow* of the same shape that holds the origin of every element: a code for "channel 5 of
+norm 3", ZERO for padding, FOREIGN for anything else. Operations that only move data (views, transposes, slices, rolls,
+concatenations, padding) are applied to the shadow as well, so it stays correct in any layout. Where a tensor meets a
+weight in a matrix product, the shadow gives the channel that each element of the weight multiplies. Any other operation
+is a reader that folding has to respect. There is no table of models and no assumption about axes.
+
+Most shadows vary along one axis only. They are kept as expanded tensors, which take no memory and no time.
 """
 
 import math
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from normkit.transforms.fold.trace import FOREIGN, ZERO, Place, Product, Source, Trace, View, channel_pairs
+from normkit.transforms.fold.trace import FOREIGN, ZERO, Place, Product, Source, Trace, View, channel_pairs, varying
 from normkit.transforms.fold.trace_rules import RULES, is_channel_axis
 
 aten = torch.ops.aten
@@ -31,7 +32,8 @@ MOVES = {  # operations that put elements elsewhere and compute nothing
     aten.index_select, aten.gather, aten.unfold, aten.im2col, aten.pixel_unshuffle, aten.pixel_shuffle, aten.where,
     aten.constant_pad_nd, aten.masked_fill, aten._to_copy,
 }  # fmt: skip
-SHAPES_ONLY = {  # operations that look at a tensor's shape and type, not at its numbers
+SAME_ELEMENTS = {aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten._to_copy}
+SHAPES_ONLY = {  # operations that read a tensor's shape and type, not its numbers
     aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_empty,
     aten.new_full, aten.rand_like, aten.randn_like, aten.is_same_size, aten.sym_size, aten.sym_numel, aten.sym_stride,
 }  # fmt: skip
@@ -66,16 +68,13 @@ class Tracer(TorchDispatchMode):
         """Let axis `dim` of a tensor be the channels of a source."""
         shape = [1] * tensor.dim()
         shape[dim] = source.size
-        codes = (source.base + torch.arange(source.size, dtype=torch.float64)).view(shape)
-        self.shadows[tensor] = torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(
-            codes.expand(tensor.shape)
-        )
+        self.shadows[tensor] = source.codes.double().view(shape).expand(tensor.shape)
 
     def read(self, tensor: Tensor, by: Product | Source | str) -> None:
         """Note that `by` reads what is followed in a tensor."""
         shadow = self.shadow(tensor)
         if shadow is not None:
-            for source, codes in self.trace.by_code(shadow):
+            for source, codes in self.trace.by_code(varying(shadow)):
                 source.read(by, codes)
 
     # -- modules ------------------------------------------------------------------------------------------------------
@@ -84,13 +83,9 @@ class Tracer(TorchDispatchMode):
         """A norm is about to read `x`."""
         if self.inside_norm == 0 and isinstance(x, Tensor):
             shadow = self.shadow(x)
-            pairs = None if shadow is None else channel_pairs(shadow, dim)
-            if pairs is not None and bool((pairs[:, 0] <= ZERO).any()):
-                pairs = None
-            known = self.trace.inputs.get(name, pairs)
-            self.trace.inputs[name] = (
-                None if pairs is None or known is None else torch.cat([known, pairs]).unique(dim=0)
-            )
+            if shadow is None:
+                shadow = torch.full((), FOREIGN, dtype=torch.float64).expand(x.shape)
+            self.trace.inputs[name] = self.trace.join(self.trace.inputs.get(name), channel_pairs(shadow, dim))
             self.read(x, f"norm {name}")
         self.inside_norm += 1
 
@@ -104,6 +99,8 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket is aten.as_strided_:
+            self.stride_before = args[0].stride()
         out = func(*args, **kwargs)
         if self.inside_norm:
             return out
@@ -129,7 +126,7 @@ class Tracer(TorchDispatchMode):
             if not isinstance(t, Tensor) or not t.dtype.is_floating_point:
                 return t.cpu() if isinstance(t, Tensor) else t
             shadow = self.shadow(t)
-            return torch.full(t.shape, FOREIGN, dtype=torch.float64) if shadow is None else shadow
+            return torch.full((), FOREIGN, dtype=torch.float64).expand(t.shape) if shadow is None else shadow
 
         packet = func.overloadpacket
         if packet is aten.masked_fill and isinstance(args[2], Tensor):
@@ -137,8 +134,12 @@ class Tracer(TorchDispatchMode):
         args, kwargs = tree_map(stand_in, args), tree_map(stand_in, kwargs)
         if packet in (aten.masked_fill, aten.where):
             args = tuple(_both_ways(a) if isinstance(a, Tensor) and a.dtype is torch.bool else a for a in args)
-        if packet is aten._to_copy:
-            moved: Any = args[0].clone()
+        if packet in SAME_ELEMENTS:
+            moved: Any = args[0]
+        elif packet in (aten.view, aten._unsafe_view, aten._reshape_alias):
+            moved = args[0].reshape(args[1])
+        elif packet is aten.roll and all(args[0].stride(axis) == 0 for axis in (args[2] if len(args) > 2 else ())):
+            moved = args[0] if len(args) > 2 else func(*args, **kwargs)
         else:
             if packet is aten.constant_pad_nd and len(args) > 2 and args[2] != 0:
                 args = (*args[:2], FOREIGN)
@@ -205,20 +206,12 @@ class Tracer(TorchDispatchMode):
         product = Product(view, self.stack[-1] if self.stack else "", kind)
         if place is not None:
             self.trace.biases[product] = place
-        codes = torch.full(view.size[:2], FOREIGN, dtype=torch.float64)
+        pairs = channel_pairs(torch.full((), FOREIGN, dtype=torch.float64).expand(1, view.size[0] * view.size[1]), 1)
         if x is not None:
-            codes = x.amax(0)
-            strange = (x != codes) & (x != ZERO)
-            for source, mixed in self.trace.by_code(torch.where(strange.any(0), x, FOREIGN)):
-                source.read("a product over rows of different origin", mixed)
-            if bool(((x == ZERO) & (codes > ZERO)).any()):
-                self.trace.padded.add(product)
-            for source, own in self.trace.by_code(codes):
+            pairs = channel_pairs(x.reshape(len(x), -1), 1)
+            for source, own in self.trace.by_code(pairs[:, 0]):
                 source.read(product, own)
-        known = self.trace.codes_in.setdefault(product, codes)
-        if not torch.equal(known, codes):  # the same weight reads different things
-            for source, own in self.trace.by_code(torch.cat([known.flatten(), codes.flatten()])):
-                source.read(f"a product that uses {view.parameter} for different inputs", own)
+        self.trace.slots[product] = self.trace.join(self.trace.slots.get(product), pairs)
         self.mark(out, self.trace.source(product, "product", view.parameter, view.outputs, product), dim)
         return True
 

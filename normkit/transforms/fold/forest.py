@@ -1,0 +1,78 @@
+"""A union-find over all nodes at once: which numbers are multiples or inverses of one another."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Forest(NamedTuple):
+    """For each node: `s[node] = ratio * s[root] ** exponent`. `value` is s of the roots, 1 where it is `free`.
+
+    `broken` marks the given edges that no values satisfy together with the rest.
+    """
+
+    root: Tensor
+    exponent: Tensor
+    ratio: Tensor
+    value: Tensor
+    free: Tensor
+    broken: Tensor
+
+    def values(self, start: Tensor | None = None) -> Tensor:
+        """The value of every node, given those of the free roots (without them 1)."""
+        value = self.value if start is None else torch.where(self.free, start, self.value)
+        return self.ratio * value[self.root] ** self.exponent
+
+
+def unite(size: int, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor) -> Forest:
+    """Unite nodes by edges `s[a] = ratio * s[b] ** exponent`, exponents 1 and -1; node 0 has the value 1.
+
+    The root of a class is its node with the lowest number. A class that meets itself with the opposite exponent has
+    `s ** 2` given, which has to be positive.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> unite(3, torch.tensor([2]), torch.tensor([1]), one, 3 * one).values().tolist()
+    [1.0, 1.0, 3.0]
+    """
+    root = torch.arange(size)
+    power, factor = torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
+    edges = torch.arange(len(a))
+    while True:
+        p, q = root[a], root[b]
+        if not bool((p != q).any()):
+            break
+        high, low = torch.maximum(p, q), torch.minimum(p, q)
+        key = torch.where(p != q, low * len(a) + edges, size * len(a))
+        best = torch.full((size,), size * len(a)).scatter_reduce_(0, high, key, "amin")
+        hooked = (best < size * len(a)).nonzero().flatten()
+        e = best[hooked] % len(a)
+        # s[p] = c * s[q] ** k from the edge's own equation, then solved for the higher of the two
+        i, j = a[e], b[e]
+        c = (ratio[e] * factor[j] ** exponent[e] / factor[i]) ** power[i]
+        k = power[i] * power[j] * exponent[e]
+        c = torch.where(root[i] == hooked, c, c**-k)
+        parent, up, by = torch.arange(size), torch.ones_like(power), torch.ones_like(factor)
+        parent[hooked], up[hooked], by[hooked] = low[e], k, c
+        while bool((parent[parent] != parent).any()):
+            by, up, parent = by * by[parent] ** up, up * up[parent], parent[parent]
+        factor, power, root = factor * by[root] ** power, power * up[root], parent[root]
+    return Forest(root, power, factor, *_close(root, power, factor, a, b, exponent, ratio))
+
+
+def _close(
+    root: Tensor, power: Tensor, factor: Tensor, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The values of the roots, those that are free, and the edges that close a cycle without meeting."""
+    value = torch.ones(len(root), dtype=torch.float64)
+    other = ratio * factor[b] ** exponent
+    same = power[a] == power[b] * exponent
+    square = (other / factor[a]) ** power[a]  # s[root] ** 2, where the exponents differ
+    positive = ~same & (square > 0) & (root[a] != 0)
+    value[root[a][positive]] = square[positive].sqrt()
+    free = root == torch.arange(len(root))
+    free[root[a][~same]] = False
+    free[0] = False
+    found = factor * value[root] ** power
+    error = (found[a] / (ratio * found[b] ** exponent) - 1).abs()
+    return value, free, ~(error < 1e-11)

@@ -1,0 +1,390 @@
+"""Constraints that the nodes of a trace put on the coordinates of the channels.
+
+Every channel has a coordinate `(s, t)`: the folded model computes `v` where the original computed `x = s * v + t`.
+Node `c` is the channel with code `c`; node 0 is everything that is not followed, with `s = 1` and `t = 0`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from normkit.norms import Norm
+from normkit.transforms.fold.forest import Forest, unite
+from normkit.transforms.fold.trace import FOREIGN, ZERO, Place, Product, Source, Trace
+from normkit.transforms.layout import is_layout_hook
+from normkit.transforms.masks import GiveMask
+from normkit.transforms.third_party import equivalent, read
+
+LARGEST_TIE = 1 << 24  # elements of a weight whose uses are compared one by one
+
+
+class Blocked(Exception):
+    """The reason why a layer cannot take a change; the text goes into the report."""
+
+
+@dataclass(eq=False)
+class NormNode:
+    """A norm at inference, `y = scale * rest(x) + shift`; `rest` is the identity for an offline norm.
+
+    `inputs` and `outputs` are nodes, `[channels]`. Channels with a gain of zero are cut off: in `dead_reads` by what
+    reads the norm, in `dead_writes` by what writes its input.
+    """
+
+    name: str
+    spec: str
+    offline: bool
+    inputs: Tensor
+    outputs: Tensor
+    scale: Tensor
+    shift: Tensor
+    rest: nn.Module
+    dead_reads: Tensor | None = None
+    dead_writes: Tensor | None = None
+
+    @property
+    def trivial(self) -> bool:
+        """Its gain is 1 and its bias 0."""
+        return bool((self.scale == 1).all() and (self.shift == 0).all())
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """`s[a] = s[b] ** exponent` if `scale`, and `t[a] = t[b]` if `shift`; `why` is the reason, for the report."""
+
+    a: Tensor
+    b: Tensor
+    exponent: int = 1
+    scale: bool = True
+    shift: bool = True
+    why: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """`sum over k of factors[:, k] * t[nodes[:, k]] = constant`, for the norm of that name if it is folded."""
+
+    nodes: Tensor
+    factors: Tensor
+    constant: Tensor
+    norm: str = ""
+
+
+class Relations:
+    """All links and rows of a trace, and the nodes that every product reads and every norm reads and writes."""
+
+    def __init__(self, trace: Trace, model: nn.Module, refused: dict[str, str]):
+        self.trace, self.model = trace, model
+        self.links: list[Link] = []
+        self.rows: list[Row] = []
+        self.norms: dict[str, NormNode] = {}
+        self.scaled: dict[Source, Tensor] = {}  # what a product with a parameter per channel reads
+        self.kept: dict[str, str] = {}  # norms that stay as they are, with the reason
+        self.sources = {source.product: source for source in trace.sources.values()
+                        if source.product is not None and (source.kind != "table" or source.reads)}  # fmt: skip
+        self.inputs: dict[Product, Tensor] = {}
+        self.outputs = {product: source.codes for product, source in self.sources.items()}
+        for name in trace.norms:
+            self._norm(name, refused.get(name))
+        for source in trace.sources.values():
+            self._source(source)
+        for product in self.sources:
+            places = product.view.size[0] * product.view.size[1]
+            self.inputs[product] = torch.zeros(places, dtype=torch.long)
+            if product in trace.slots:
+                by = f"a product with {product.view.parameter}"
+                self.inputs[product] = self.slots(trace.slots[product], places, by)
+        self._weights()
+        self._biases()
+        self._unused()
+
+    def pin(self, nodes: Tensor, why: str, scale: bool = True) -> None:
+        """Let nodes have `t = 0`, and `s = 1` too if `scale`."""
+        nodes = nodes.long()
+        self.links.append(Link(nodes, torch.zeros_like(nodes), scale=scale, why=why))
+
+    def slots(self, pairs: Tensor, size: int, by: str) -> Tensor:
+        """The node that `by` reads at each of `size` places, from pairs (code, place).
+
+        Channels that are read at the same place get the same coordinate; where zeros are read as well, `t = 0`.
+        """
+        codes, places = pairs[:, 0], pairs[:, 1].long()
+        real = codes > ZERO
+        first = torch.full((size,), self.trace.codes, dtype=torch.long)
+        first.scatter_reduce_(0, places[real], codes[real].long(), "amin")
+        nodes = torch.where(first < self.trace.codes, first, 0)
+        more = real & (codes != nodes[places])
+        if bool(more.any()):
+            self.links.append(Link(codes[more].long(), nodes[places[more]], why=f"read by {by} for different inputs"))
+        foreign = (codes == FOREIGN) & (nodes[places] > 0)
+        if bool(foreign.any()):
+            self.pin(nodes[places[foreign]], f"read by {by} over rows of different origin")
+        padded = (codes == ZERO) & (nodes[places] > 0)
+        if bool(padded.any()):
+            self.pin(nodes[places[padded]], "zero padding between the norm and its reader", scale=False)
+        return nodes
+
+    # -- norms and sums -----------------------------------------------------------------------------------------------
+
+    def _norm(self, name: str, refused: str | None) -> None:
+        source, module = self.trace.sources.get(("norm", name)), self.model.get_submodule(name)
+        norm = module if isinstance(module, Norm) else equivalent(read(module))
+        rest, scale, shift = norm.split()
+        size = norm.dim if source is None else source.size
+        pairs = self.trace.inputs.get(name)
+        inputs = torch.zeros(size, dtype=torch.long) if pairs is None else self.slots(pairs, size, f"norm {name}")
+        outputs = torch.zeros(size, dtype=torch.long) if source is None else source.codes
+        scale, shift = (t.detach().double().cpu().expand(size) for t in (scale, shift))
+        node = NormNode(name, norm.spec, norm.offline, inputs, outputs, scale, shift, rest)
+        self.norms[name] = node
+        if source is None:
+            self.kept[name] = "it never ran"
+        elif refused:
+            self.kept[name] = refused
+        elif own_hooks(module):
+            self.kept[name] = "it has hooks of its own, which see its output"
+        if name in self.kept or not norm.offline:
+            self.pin(inputs, f"read by norm {name}")
+            node.inputs = torch.zeros_like(inputs)
+        if name in self.kept:
+            self.pin(outputs, f"the output of norm {name}")
+
+    def _source(self, source: Source) -> None:
+        if source.kind == "input":
+            self.pin(source.codes, "what the caller passes")
+        for by, codes in source.reads.items():
+            if isinstance(by, str) and not by.startswith("norm "):
+                self.pin(codes, f"read by {by}")
+        if not source.terms:
+            return
+        nodes, factors = [source.codes], [torch.full((source.size,), -1.0, dtype=torch.float64)]
+        for term in source.terms:
+            if term is None:
+                why = f"added to something that is no layer's output in {source.name or 'the model'}"
+                zeros = torch.zeros_like(source.codes)
+                self.links.append(Link(source.codes, zeros, shift=False, why=why))
+                continue
+            inner = self.slots(term[0], source.size, f"a sum in {source.name or 'the model'}")
+            gain = torch.full((source.size,), term[1], dtype=torch.float64)
+            if source.gains is not None:
+                gain = gain * self._gain(source)
+                self.scaled[source] = inner
+            elif bool((read_at := inner > 0).any()):
+                self.links.append(Link(source.codes[read_at], inner[read_at], shift=False))
+            foreign = inner == 0
+            if bool(foreign.any()) and source.gains is None:
+                zero_only = self._zero_only(term[0], source.size)
+                nodes_ = source.codes[foreign & ~zero_only]
+                why = f"added to something that is no layer's output in {source.name or 'the model'}"
+                self.links.append(Link(nodes_, torch.zeros_like(nodes_), shift=False, why=why))
+            nodes.append(inner)
+            factors.append(gain)
+        self.rows.append(Row(torch.stack(nodes, 1), torch.stack(factors, 1), torch.zeros(source.size).double()))
+
+    def _zero_only(self, pairs: Tensor, size: int) -> Tensor:
+        """The places at which nothing but zeros is read."""
+        zeros = torch.ones(size, dtype=torch.bool)
+        zeros[pairs[pairs[:, 0] != ZERO][:, 1].long()] = False
+        return zeros
+
+    def _gain(self, source: Source) -> Tensor:
+        table, codes = next(self.trace.by_code(source.gains))
+        return parameter(self.model, table.name).view(-1)[(source.gains - table.base).long()]
+
+    # -- weights and biases -------------------------------------------------------------------------------------------
+
+    def _weights(self) -> None:
+        """Uses of one array ask for the same change, element by element."""
+        uses: dict[str, list[Product]] = defaultdict(list)
+        for product in self.outputs:
+            uses[product.view.parameter].append(product)
+        for source in self.trace.sources.values():
+            if source.gains is not None:
+                table, _ = next(self.trace.by_code(source.gains))
+                others = [s for s in self.trace.sources.values() if s is not source and s.gains is not None]
+                shared = any(bool(torch.isin(source.gains, other.gains).any()) for other in others)
+                if shared or table.reads.keys() - {source}:
+                    self.links.append(Link(source.codes, self.scaled[source], shift=False))
+                    self.pin(source.gains, f"{table.name} is used in several places that differ")
+        for name, products in uses.items():
+            why = None
+            if name in self.trace.entangled:
+                why = f"{name} shares memory with {self.trace.entangled[name]}"
+            elif readers := self.trace.weight_readers.get(name):
+                why = f"{name} is also read by {listed(sorted(readers))}"
+            elif len(products) > 8:
+                why = f"{name} is used in {len(products)} places"
+            for product in products if why else ():
+                self.pin(self.inputs[product], why, scale=True)
+                self.pin(self.outputs[product], why)
+            for one, other in combinations(products, 2) if not why else ():
+                self._tie(one, other)
+
+    def _tie(self, one: Product, other: Product) -> None:
+        (a, b), name = (one.view, other.view), one.view.parameter
+        differ = f"{name} is used in several places that differ"
+        transposed = b._replace(size=_swapped(b.size), stride=_swapped(b.stride))
+        mixed = one.adds != other.adds
+        tied = (
+            f"{name} is tied to an embedding; untie=True gives the output layer a copy of its own" if mixed else differ
+        )
+        if a == b:
+            self._equal(self.inputs[one], self.inputs[other], why=differ)
+            self._equal(self.outputs[one], self.outputs[other], shift=one.adds and other.adds, why=differ)
+        elif a == transposed and a.size[0] == a.size[2] == 1:
+            self._equal(self.inputs[one], self.outputs[other], -1, why=tied)
+            self._equal(self.outputs[one], self.inputs[other], -1, why=tied)
+        elif self.trace.sizes[name] > LARGEST_TIE:
+            for product in (one, other):
+                self.pin(self.inputs[product], differ)
+                self.pin(self.outputs[product], differ)
+            return
+        else:
+            self._overlap(one, other, differ)
+        for product in (one, other) if mixed else ():
+            if product.adds:
+                self.pin(self.outputs[product], tied, scale=False)
+
+    def _equal(self, a: Tensor, b: Tensor, exponent: int = 1, shift: bool = False, why: str = "") -> None:
+        self.links.append(Link(a, b, exponent, shift=shift, why=why))
+
+    def _overlap(self, one: Product, other: Product, why: str) -> None:
+        """Uses that share some elements, in any way: what reads or writes an element of both is equal in both."""
+        maps = [self._element_nodes(use) for use in (one, other)]
+        shared = (maps[0][0] >= 0) & (maps[1][0] >= 0)
+        if not bool(shared.any()):
+            return
+        for k, shift in ((0, False), (1, one.adds and other.adds)):
+            pairs = torch.stack([maps[0][k][shared], maps[1][k][shared]], 1).unique(dim=0)
+            self.links.append(Link(pairs[:, 0], pairs[:, 1], shift=shift, why=why))
+
+    def _element_nodes(self, use: Product) -> tuple[Tensor, Tensor]:
+        """For each element of a use's parameter the node that it reads and the one that it writes; -1: none."""
+        groups, inputs, _, outputs = use.view.size
+        found = []
+        for nodes, shape in ((self.inputs[use], (groups, inputs, 1, 1)), (self.outputs[use], (groups, 1, 1, outputs))):
+            whole = torch.full((self.trace.sizes[use.view.parameter],), -1, dtype=torch.long)
+            use.view.of(whole).copy_(nodes.view(shape).expand(use.view.size))
+            found.append(whole)
+        return found[0], found[1]
+
+    def _biases(self) -> None:
+        """A product whose bias cannot change, or that can have none, passes no shift."""
+        uses = {product.view.parameter for product in self.outputs}
+        for product in self.outputs:
+            if product.adds:
+                continue
+            place = self.trace.biases.get(product)
+            if place is None:
+                try:
+                    new_bias(self.model, self.trace, product)
+                except Blocked as error:
+                    self.pin(self.inputs[product], str(error), scale=False)
+                    self.pin(self.outputs[product], str(error), scale=False)
+                continue
+            readers = sorted(self.trace.weight_readers.get(place.parameter, ()))
+            if readers or place.parameter in uses or place.parameter in self.trace.entangled:
+                why = f"{place.parameter} is also read by {listed(readers) or 'something else'}"
+                self.pin(self.inputs[product], why, scale=False)
+                self.pin(self.outputs[product], why)
+        for (one, a), (other, b) in combinations(self._shared_biases(), 2):
+            if a.parameter != b.parameter or a.offset >= b.offset + b.length or b.offset >= a.offset + a.length:
+                continue
+            why = f"{a.parameter} is also the bias of another product"
+            if a == b and one.view == other.view:
+                self._equal(self.inputs[one], self.inputs[other], shift=True, why=why)
+                self._equal(self.outputs[one], self.outputs[other], shift=True, why=why)
+                continue
+            for product in (one, other):
+                self.pin(self.inputs[product], why, scale=False)
+                self.pin(self.outputs[product], why)
+
+    def _shared_biases(self) -> Iterable[tuple[Product, Place]]:
+        """Products whose bias is in a parameter that holds biases of several."""
+        of: dict[str, list[tuple[Product, Place]]] = defaultdict(list)
+        for product, place in self.trace.biases.items():
+            of[place.parameter].append((product, place))
+        return [pair for pairs in of.values() if len(pairs) > 1 for pair in pairs]
+
+    def _unused(self) -> None:
+        """Channels that a weight might read which no call used: an expert, another head, a branch."""
+        idle = unused_weights(self.trace, self.model)
+        for source in self.trace.sources.values():
+            if source.size in idle:
+                self.pin(source.codes, idle[source.size])
+
+
+def unused_weights(trace: Trace, model: nn.Module) -> dict[int, str]:
+    """By number of channels, the reason to leave as many channels alone: a weight that no call used may read them."""
+    used = {source.product.view.parameter for source in trace.sources.values() if source.product}
+    used |= set(trace.weight_readers)
+    own = tuple(f"{norm}." for norm in trace.norms)
+    names: dict[int, list[str]] = defaultdict(list)
+    for key, p in model.named_parameters():
+        if key not in used and not key.startswith(own) and sum(length > 1 for length in p.shape) > 1:
+            for length in set(p.shape):
+                names[length].append(key)
+    return {
+        length: f"no call that was tried used {listed(keys)}, which may read it; give an example that does"
+        for length, keys in names.items()
+    }
+
+
+def united(size: int, links: list[Link]) -> Forest:
+    """The classes of nodes that links connect, and the exponent of each node to its class."""
+    a = torch.cat([torch.zeros(0, dtype=torch.long), *(link.a for link in links)])
+    b = torch.cat([torch.zeros(0, dtype=torch.long), *(link.b for link in links)])
+    exponents = [torch.full((len(link.a),), float(link.exponent), dtype=torch.float64) for link in links]
+    exponent = torch.cat([torch.zeros(0, dtype=torch.float64), *exponents])
+    return unite(size, a, b, exponent, torch.ones_like(exponent))
+
+
+def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[Place, int]:
+    """The place of a bias that can be made for a product without one, and the length of the whole parameter.
+
+    Raises:
+        Blocked: If the layer's own forward did not run, so that nothing would read the bias.
+    """
+    for owner, key in trace.owners[product.view.parameter]:
+        module = model.get_submodule(owner)
+        if product.owner != owner:
+            continue
+        prefix = f"{owner}." if owner else ""
+        if isinstance(module, nn.MultiheadAttention):
+            width = module.embed_dim
+            row = {"in_proj_weight": product.view.offset // max(1, product.view.size[1]), "q_proj_weight": 0,
+                   "k_proj_weight": width, "v_proj_weight": 2 * width}.get(key)  # fmt: skip
+            if row is not None:
+                return Place(f"{prefix}in_proj_bias", row, product.view.outputs), 3 * width
+        elif key == "weight" and "bias" in module._parameters and module.bias is None:
+            return Place(f"{prefix}bias", 0, product.view.outputs), product.view.outputs
+    raise Blocked(
+        f"{product.view.parameter} has no bias to take the shift, and is used outside its own layer's forward"
+    )
+
+
+def _swapped(of: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    groups, inputs, positions, outputs = of
+    return groups, outputs, positions, inputs
+
+
+def parameter(model: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by name, contiguous, in float64."""
+    owner, _, key = name.rpartition(".")
+    return getattr(model.get_submodule(owner), key).detach().double().cpu().contiguous()
+
+
+def own_hooks(module: nn.Module) -> bool:
+    """True if a norm has hooks that the user registered."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return not all(is_layout_hook(hook) or isinstance(hook, GiveMask) for hook in hooks)
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first few names, and the number of the others."""
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,86 @@
+"""Reports of folding: the outcome of each norm, and the table of all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from normkit.text import align
+
+GONE = ("folded", "folded back")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of one norm.
+
+    `action` is "folded" (into layers that read it, and those that write its input where a stream was rescaled),
+    "folded back" (only into layers that write its input), "multiply-add" or "add" (all that is left of it), "gain
+    folded" (a norm that computes statistics at inference) or "kept". `into` are the layers that took its scale and
+    shift, `why` is the reason for what is left, `saved` is the number of parameters that the model has fewer.
+    """
+
+    name: str
+    norm: str
+    position: str
+    action: str
+    into: tuple[str, ...] = ()
+    why: str = ""
+    saved: int = 0
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Outcome of every norm; iterates over its rows, prints as a table. `tried` are labels of the calls."""
+
+    rows: tuple[Outcome, ...]
+    tried: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[Outcome]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def count(self, *actions: str) -> int:
+        """Count the norms that have one of these actions."""
+        return sum(row.action in actions for row in self.rows)
+
+    @property
+    def foldable(self) -> str:
+        """The number of norms that vanish, as "9 of 10"."""
+        return f"{self.count(*GONE)} of {len(self.rows)}"
+
+    @property
+    def saved(self) -> int:
+        """The number of parameters that the model has fewer afterwards."""
+        return sum(row.saved for row in self.rows)
+
+    def __str__(self) -> str:
+        return f"{table(self.rows)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved"
+
+
+@dataclass(frozen=True)
+class Report(Audit):
+    """Result of `fold`: the outcomes, the largest error in float64, and that of the returned model in its own type.
+
+    `largest_factor` is the largest number that any weight was multiplied by.
+    """
+
+    max_error: float = 0.0
+    native_error: float = 0.0
+    largest_factor: float = 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}\nlargest error {self.max_error:.1e} in float64, relative to the largest output, on "
+            f"{', '.join(self.tried)}; {self.native_error:.1e} as it is; "
+            f"largest factor of a weight {self.largest_factor:.3g}"
+        )
+
+
+def table(rows: tuple[Outcome, ...]) -> str:
+    """Format the rows as aligned columns."""
+    lines = [("norm", "is", "stands", "becomes", "into, or why not", "saved")]
+    for row in rows:
+        text = "; ".join(part for part in (", ".join(row.into), row.why) if part)
+        lines.append((row.name or "(the model)", row.norm, row.position, row.action, text, f"{row.saved:,}"))
+    return align(lines)
