@@ -145,7 +145,11 @@ class _Planner:
         if bool((node.inputs == 0).any()):
             before = "its input is not the output of layers alone"
         if not after or not before:
-            clash = [name for name in self.solver.clash([*chosen, node.name]) if name in self.solver.nodes]
+            clash = [
+                name
+                for name in self.solver.clash([*(each for each in self.solver.nodes if each in chosen), node.name])
+                if name in self.solver.nodes
+            ]
             if len(clash) > 1:
                 ends = self._fixed_by({
                     stream for name in clash for node in [self.solver.nodes[name]]
