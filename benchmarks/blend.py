@@ -29,7 +29,7 @@ from normkit.lab.data.embedded import SOURCES
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
-from normkit.lab.train.environment import where
+from normkit.lab.train.environment import environment
 from normkit.lab.train.run import load, train
 from normkit.transforms import blend, calibrate, convert, fold, settle
 
@@ -132,7 +132,7 @@ def main() -> None:
             rows += study(folder, given.norms, given.tune, seed)
     print(table(rows))
     result = {"what": __doc__.splitlines()[0], "settings": {k: str(v) for k, v in vars(given).items()}, "rows": rows,
-              "where": where(), "seconds": time.perf_counter() - started}  # fmt: skip
+              "where": environment(), "seconds": time.perf_counter() - started}  # fmt: skip
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
 

@@ -18,7 +18,7 @@ import torch
 
 from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.lab.train.detection import Detection
-from normkit.lab.train.environment import where
+from normkit.lab.train.environment import environment
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.pairs import spread
 from normkit.lab.train.run import Loaded, load
@@ -48,12 +48,12 @@ def folded(folders: list[Path]) -> dict[str, object]:
                 "norms": len(report),
                 "fates": {action: report.count(action) for action in sorted({row.action for row in report})},
                 "max_error": report.max_error,
-                "before": task_of(loaded).score_running(),
-                "after": task_of(after).score_running(),
+                "before": task_of(loaded).score_test(),
+                "after": task_of(after).score_test(),
             }
         )
         print(table(rows[-1:]))
-    return {"where": where(), "runs": [str(folder) for folder in folders], "rows": rows}
+    return {"where": environment(), "runs": [str(folder) for folder in folders], "rows": rows}
 
 
 def table(rows: list[dict]) -> str:
@@ -97,7 +97,7 @@ def picture(folder: Path, count: int, out: Path) -> None:
     task = task_of(load(folder))
     test, columns = task.data.test, []
     for at in spread(len(test), count):
-        scene, pixels = test.scenes[at], test.picture(at)
+        scene, pixels = test.scenes[at], test.image(at)
         (answer,) = task.model([pixels.float() / 255])
         sure = answer["scores"] > 0.5
         told = (scene.boxes, test.masks(at).bool(), None)

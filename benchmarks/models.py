@@ -261,7 +261,7 @@ def main() -> None:
         return
     import torch
 
-    from normkit.lab.train.environment import where
+    from normkit.lab.train.environment import environment
 
     torch.set_num_threads(given.threads)
     rows: list[dict] = []
@@ -274,7 +274,7 @@ def main() -> None:
                     row["memory"] = memory(name, row["norm"], row["runtime"])
             rows += found
             print(table(found), flush=True)
-    result = {"what": __doc__.splitlines()[0], "rows": rows, "where": where(), "threads": given.threads}
+    result = {"what": __doc__.splitlines()[0], "rows": rows, "where": environment(), "threads": given.threads}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
     given.page.write_text(page(result), encoding="utf8")

@@ -18,7 +18,7 @@ import torch
 
 from normkit.lab.models.config import Model
 from normkit.lab.models.vit import TinyViT
-from normkit.lab.train.environment import where
+from normkit.lab.train.environment import environment
 from normkit.norms import Norm, StatNorm
 from normkit.transforms import convert, export, fold
 
@@ -69,7 +69,7 @@ def main() -> None:
                              "operations": sum(done.operations.values()), "normalizing": done.normalizing,
                              "outside": done.operations if ending == "pte" else None})  # fmt: skip
                 print(rows[-1], flush=True)
-    result = {"what": __doc__.splitlines()[0], "rows": rows, "where": where()}
+    result = {"what": __doc__.splitlines()[0], "rows": rows, "where": environment()}
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
     lines = ["| file | norms | operations | of normalization | error |", "|---|---|---|---|---|"]
     for row in rows:

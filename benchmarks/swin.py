@@ -31,7 +31,7 @@ from normkit.lab.models.config import Model
 from normkit.lab.models.detection import detector
 from normkit.lab.models.torchvision_ops import load_torchvision, torchvision_operators
 from normkit.lab.timing import ratio, rounds_of
-from normkit.lab.train.environment import where
+from normkit.lab.train.environment import environment
 from normkit.text import align
 from normkit.transforms import calibrate, convert, find, fold
 
@@ -293,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     device = "cuda" if cuda and not given.dry else "cpu"
-    result = {"what": __doc__.splitlines()[0], "where": where(), "layout": given.layout, "rows": []}
+    result = {"what": __doc__.splitlines()[0], "where": environment(), "layout": given.layout, "rows": []}
     for name in given.models:
         for precision in given.precisions:
             subject = MODELS[name](2 if given.dry else given.batch, given.dry)

@@ -157,7 +157,7 @@ def test_interrupted_work_goes_on_to_the_same_arrays(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(preparing, "_append", full_disk)
-    with pytest.raises(OSError, match=r"no space left in .*other; what is done is kept"):
+    with pytest.raises(OSError, match=r"no space left in .*other; finished work is kept"):
         prepare(locate(str(folder)), subwords=60)
     told = []
     resumed = prepare(locate(str(folder)), subwords=60, tell=told.append)
@@ -227,7 +227,7 @@ def test_words_that_training_never_saw_are_refused_in_floods(tmp_path):
 
 def test_a_corpus_that_is_not_here_says_how_to_get_it(tmp_path, monkeypatch):
     for corpus in CORPORA.values():
-        with pytest.raises(ValueError, match=r"is not here: NORMKIT_DATA is not set; .* One gets it from .+"):
+        with pytest.raises(ValueError, match=r"is not here: NORMKIT_DATA is not set; .* Get it from .+"):
             locate(corpus.name)
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
     (tmp_path / "ptb").mkdir()

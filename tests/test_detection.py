@@ -14,11 +14,11 @@ from normkit.lab.data.scenes import find_scenes
 from normkit.lab.models.config import Model
 from normkit.lab.models.detection import DETECTORS, detector
 from normkit.lab.studies.catalogue import RECIPES
+from normkit.lab.train.average_precision import average_precision, coco_results
 from normkit.lab.train.build import build_model
 from normkit.lab.train.config import Run
 from normkit.lab.train.detection import Detection, start_backbone
 from normkit.lab.train.fold_run import fold_run
-from normkit.lab.train.precision import average_precision, found
 from normkit.lab.train.run import Loaded, load, save, train
 from normkit.lab.train.scenes import Augmentation, Item, Samples
 from normkit.norms import StatNorm
@@ -198,8 +198,8 @@ def test_perfect_answers_have_precision_100_and_none_has_0(tmp_path):
     for at, scene in enumerate(data.scenes):
         answer = {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(len(scene.labels)),
                   "masks": data.masks(at)[:, None].float()}  # fmt: skip
-        rows += found(scene.number, list(data.kinds), answer)
-        shifted += found(scene.number, list(data.kinds), {**answer, "boxes": scene.boxes + 3.0})
+        rows += coco_results(scene.number, list(data.categories), answer)
+        shifted += coco_results(scene.number, list(data.categories), {**answer, "boxes": scene.boxes + 3.0})
     perfect = average_precision(data.truth, rows, masks=True)
     assert perfect["box_ap"] == perfect["mask_ap"] == pytest.approx(100)
     assert 0 < average_precision(data.truth, shifted, masks=True)["box_ap"] < 90
@@ -259,7 +259,7 @@ def test_a_run_learns_resumes_to_the_same_weights_and_folds_to_the_same_answers(
         for mine, theirs in zip(back.model(pictures()[0]), loaded.model(pictures()[0]), strict=True):
             torch.testing.assert_close(mine["boxes"], theirs["boxes"], atol=1e-2, rtol=1e-3)
             torch.testing.assert_close(mine["scores"], theirs["scores"], atol=1e-4, rtol=1e-3)
-    scores = [Detection(l.run, l.model, find_scenes(data)()).look() for l in (loaded, back)]  # noqa: E741
+    scores = [Detection(l.run, l.model, find_scenes(data)()).validate() for l in (loaded, back)]  # noqa: E741
     assert scores[0]["box_ap"] == pytest.approx(scores[1]["box_ap"], abs=1e-6)
     assert scores[0]["loss"] == pytest.approx(scores[1]["loss"], rel=1e-4)
     assert json.loads((tmp_path / "folded" / "run.json").read_text())["model"]["norm"] == "nonorm"

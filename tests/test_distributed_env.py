@@ -13,7 +13,7 @@ from normkit.lab.studies import runner
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.studies.study import Base, Column, Row, Study
 from normkit.lab.studies.workers import ENVIRONMENT, Workers
-from normkit.lab.train.distributed_env import check_launched, first
+from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.run import train
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "4",
@@ -56,7 +56,7 @@ def tiny(**changed):
 def test_one_process_is_the_first(variables, is_first, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert first() == is_first
+    assert is_rank_zero() == is_first
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_one_process_is_the_first(variables, is_first, monkeypatch):
         (TORCHRUN, (2, 2), "torchrun started 4 processes, 2 on each host"),
         (SLURM, (1, 2), "SLURM started 2 processes, 1 on each host"),
         ({"SLURM_NTASKS": "1"}, (1, 1), "SLURM started 1 processes, 1 on each host"),
-        ({"SLURM_NTASKS": "8"}, None, "SLURM started 8 processes, an unsaid number on each host"),
+        ({"SLURM_NTASKS": "8"}, None, "SLURM started 8 processes, an unknown number on each host"),
     ],
 )
 def test_a_run_is_for_as_many_processes_as_were_started(variables, fits, given, monkeypatch, tmp_path):
@@ -81,12 +81,12 @@ def test_a_run_is_for_as_many_processes_as_were_started(variables, fits, given, 
         monkeypatch.setenv(name, value)
     if "SLURM_NTASKS" in variables:
         check_launched(1, 1)  # a worker of a study is nobody's task
-        assert first()
+        assert is_rank_zero()
 
 
 def test_a_run_on_one_device_is_not_one_of_several(monkeypatch, tmp_path):
     monkeypatch.setenv("NODE_RANK", "1")
-    with pytest.raises(ValueError, match=r"NODE_RANK=1 says .* one of several, but the run is for 1 on"):
+    with pytest.raises(ValueError, match=r"NODE_RANK=1 means .* one of several, but the run is for 1 on"):
         train(tiny(), tmp_path / "run")
     assert not (tmp_path / "run").exists(), "else it would train, say nothing and write nothing"
 

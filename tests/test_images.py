@@ -8,8 +8,8 @@ import image_files as made
 import numpy as np
 import pytest
 
-from normkit.lab.data.cifar import BATCHES, _unpacked, read_cifar
-from normkit.lab.data.image_folder import Broken, Files, Memory, decoded, picture_batches
+from normkit.lab.data.cifar import BATCHES, _decompress, read_cifar
+from normkit.lab.data.image_folder import Broken, Files, Memory, decode, image_batches
 from normkit.lab.data.image_sets import find_images
 from normkit.lab.data.images import read_images
 from normkit.lab.data.shards import Rows, Tars
@@ -49,14 +49,14 @@ def test_cifar_as_differences(tmp_path):
     np.testing.assert_array_equal(train.pixels, np.tile(pixels, (5, 1, 1, 1)))
     np.testing.assert_array_equal(test.labels, labels)
     np.save(tmp_path / "test_labels.npy", labels[:9])
-    with pytest.raises(ValueError, match="10 pictures and 9 labels"):
+    with pytest.raises(ValueError, match="10 images and 9 labels"):
         read_cifar(tmp_path, 10)
 
 
 @pytest.mark.shared
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data/cifar10")
 def test_the_shared_cifar_10_is_the_canonical_one():
-    pixels = _unpacked(SHARED / "test_batch.grad.xz")
+    pixels = _decompress(SHARED / "test_batch.grad.xz")
     assert hashlib.md5(pixels.tobytes()).hexdigest() == "6d2714505047e13831cd876923568712"
 
 
@@ -79,7 +79,7 @@ def test_a_folder_of_classes(tmp_path):
     assert (len(album.train.labels), len(album.test.labels)) == (24, 9)
     assert album.vocabularies["classes"].plain() == ["class0", "class1", "class2"]
     for item in (0, 10, 23):
-        picture = np.asarray(decoded(album.train, item)).mean((0, 1))
+        picture = np.asarray(decode(album.train, item)).mean((0, 1))
         assert picture.argmax() == album.train.labels[item], "each class is of its colour"
     assert album.valid is album.test
 
@@ -122,7 +122,7 @@ def test_a_shard_that_is_cut_short_is_noted_or_refused(tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     album = read_images(str(tmp_path))
     assert 5 < len(album.train.labels) < 15
-    assert all(decoded(album.train, item).size == (20, 20) for item in range(len(album.train.labels)))
+    assert all(decode(album.train, item).size == (20, 20) for item in range(len(album.train.labels)))
     assert "cut short" in album.notes[0]
     assert read_images(str(tmp_path)).notes == album.notes, "also from the list that was kept"
     with pytest.raises(ValueError, match=r"train.tar.*--broken skip"):
@@ -130,15 +130,15 @@ def test_a_shard_that_is_cut_short_is_noted_or_refused(tmp_path):
 
 
 def test_shards_that_cannot_be_used(tmp_path):
-    with pytest.raises(ValueError, match="no picture with a class"):
+    with pytest.raises(ValueError, match="no image with a class"):
         Tars([made.write_tar(tmp_path / "a.tar", made.files(2), kind="txt")], [])
-    with pytest.raises(ValueError, match=r"0000.cls of .* does not say a class"):
+    with pytest.raises(ValueError, match=r"0000.cls of .* has no class"):
         Tars([made.write_tar(tmp_path / "b.tar", [("0000", made.files(1)[0][1], "dog")])], [])
     (tmp_path / "c.tar").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"c.tar is no tar archive"):
+    with pytest.raises(ValueError, match=r"c.tar is not a tar archive"):
         Tars([tmp_path / "c.tar"], [])
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(ValueError, match=r"d.parquet is no Parquet file"):
+    with pytest.raises(ValueError, match=r"d.parquet is not a Parquet file"):
         Rows([tmp_path / "d.parquet"])
 
 
@@ -156,7 +156,7 @@ def test_a_test_split_without_classes_is_not_scored(tmp_path):
         read_images(str(tmp_path))
     for label in ("dog", None):
         made.write_parquet(tmp_path / "test-0.parquet", [("a", b"", label), ("b", b"", label and "cat")])
-        with pytest.raises(ValueError, match=r"test-0.parquet does not say a class in every row"):
+        with pytest.raises(ValueError, match=r"test-0.parquet has no class in some row"):
             read_images(str(tmp_path))
 
 
@@ -202,13 +202,13 @@ def test_pictures_that_cannot_be_read_say_where_they_are(tmp_path):
     path = pathlib.Path(album.train.name(3))
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
-        decoded(album.train, 3)
+        decode(album.train, 3)
     path.write_text("no picture")
     with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
-        decoded(album.train, 3)
+        decode(album.train, 3)
     path.unlink()
     with pytest.raises(Broken, match=rf"{path.name} cannot be read: .*No such file"):
-        decoded(album.train, 3)
+        decode(album.train, 3)
 
 
 def test_pictures_held_out_are_always_the_same_and_not_trained_on(tmp_path):
@@ -218,24 +218,24 @@ def test_pictures_held_out_are_always_the_same_and_not_trained_on(tmp_path):
     assert (len(one.train.labels), len(one.valid.labels)) == (18, 6)
     assert contents(one.valid) == contents(two.valid)
     assert sorted(contents(one.valid) + contents(one.train)) == contents(whole)
-    with pytest.raises(ValueError, match=r"below the 24 training pictures; got 24"):
+    with pytest.raises(ValueError, match=r"below the 24 training images; got 24"):
         read_images(folder, held_out=24)
 
 
 def test_an_epoch_shows_each_picture_once_in_an_order_of_its_own():
     split = Memory(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
-    epochs = [picture_batches(split, 4, seed=1, epoch=epoch) for epoch in (0, 0, 1)]
+    epochs = [image_batches(split, 4, seed=1, epoch=epoch) for epoch in (0, 0, 1)]
     assert epochs[0] == epochs[1] != epochs[2]
     for batches in epochs:
         assert sorted(itertools.chain(*batches)) == list(range(12))
-    with pytest.raises(ValueError, match=r"a batch of 13 pictures .* there are 12"):
-        picture_batches(split, 13)
+    with pytest.raises(ValueError, match=r"a batch of 13 images .* there are 12"):
+        image_batches(split, 13)
 
 
 def test_pictures_of_a_group_stay_near_each_other():
     split = Memory(np.zeros((400, 1, 1, 3), np.uint8), np.zeros(400))
     split.groups = np.arange(400) // 5  # 80 groups
-    batches = picture_batches(split, 8, seed=0)
+    batches = image_batches(split, 8, seed=0)
     assert sorted(itertools.chain(*batches)) == list(range(400))
     windows = [{split.groups[item] for batch in batches[at : at + 10] for item in batch} for at in range(0, 50, 10)]
     assert [len(groups) for groups in windows] == [16] * 5, "ten batches are sixteen groups"

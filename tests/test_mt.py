@@ -31,7 +31,7 @@ from normkit.lab.train.checkpoints import checkpoint_path, checkpoints
 from normkit.lab.train.compare import compared, interval, paired, read_outputs
 from normkit.lab.train.config import Run
 from normkit.lab.train.mt import MachineTranslation
-from normkit.lab.train.pairs import Table
+from normkit.lab.train.pairs import PairTable
 from normkit.lab.train.run import load, train
 
 TINY = Model(width=16, hidden=24, depth=1, heads=2, share=True)
@@ -213,7 +213,7 @@ def test_long_pairs_are_left_out_of_training_and_refused_in_the_test(corpus, tmp
     config = dataclasses.replace(TINY, max_length=40)
     data = prepare(locate(str(folder)), subwords=60, share=True)
     task = MachineTranslation(changed(folder, model=config), Seq2Seq(config, 60, 60), data)
-    assert task.facts()["left_out"] == 1
+    assert task.describe_data()["left_out"] == 1
     assert max(max(tensor.shape[1] for tensor in next(task.batches(0)).tensors) for _ in range(3)) <= 40
     config = dataclasses.replace(TINY, max_length=6)
     with pytest.raises(ValueError, match=r"line \d+ of the \w+ split of long has \d+ subwords, more than max_length=6"):
@@ -272,7 +272,7 @@ def test_padding_up_to_a_static_length_changes_no_loss(corpus):
     torch.manual_seed(0)
     config = dataclasses.replace(TINY, norm="batch")
     task = MachineTranslation(changed(corpus, model=config), Seq2Seq(config, 60, 60), data)
-    table = Table(*data.train)
+    table = PairTable(*data.train)
     task.model.train()
     items = [3, 5, 8]
     torch.testing.assert_close(task.loss(table.batch(items, static=True)), task.loss(table.batch(items)))
@@ -300,7 +300,7 @@ def test_validation_is_in_batches_no_larger_than_training_s_and_is_the_loss_of_e
     data = prepare(locate(str(corpus)), subwords=60, share=True)
     torch.manual_seed(0)
     task = MachineTranslation(changed(corpus, batch_tokens=90), Seq2Seq(TINY, 60, 60), data)
-    table = Table(*data.valid)
+    table = PairTable(*data.valid)
     batches = task.validation()
     assert len(batches) > 2
     assert all(sum(int((t != PAD).sum()) for t in (b.tensors[0], b.tensors[2])) <= 90 or b.words == 1 for b in batches)
@@ -317,7 +317,7 @@ def test_validation_is_of_as_many_items_as_the_run_says_and_bleu_of_all(corpus, 
         assert sum(len(batch.tensors[0]) for batch in task.validation()) == items
         seen = []
         monkeypatch.setattr("normkit.lab.train.mt.bleu", lambda found, *_, **__: seen.extend(found) or {"bleu": 1.0})
-        assert task.look()["bleu"] == 1
+        assert task.validate()["bleu"] == 1
         assert len(seen) == 20
     papers = [name for name, recipe in RECIPES.items() if recipe().task == "mt" and recipe().patience]
     assert len(papers) == 5
@@ -328,7 +328,7 @@ def test_smoothed_perplexity_is_that_of_the_training_loss_on_the_test(corpus):
     data = prepare(locate(str(corpus)), subwords=60, share=True)
     torch.manual_seed(0)
     task = MachineTranslation(changed(corpus, label_smoothing=0.2), Seq2Seq(TINY, 60, 60), data)
-    table, costs = Table(*data.test), []
+    table, costs = PairTable(*data.test), []
     for item in range(len(table)):
         source, given, target = table.batch([item]).tensors
         log_p = task.model.eval()(source, given)[0].detach().double().log_softmax(-1)

@@ -168,7 +168,7 @@ def test_a_checkpoint_cut_short_is_refused(tmp_path):
     whole = path.read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"step-00000014\.ckpt is cut short or no checkpoint of ours"):
+        with pytest.raises(ValueError, match=r"step-00000014\.ckpt is cut short or not a checkpoint of a run"):
             train(RUN, tmp_path, resume=True)
     path.unlink()
     assert train(RUN, tmp_path, resume=True)["status"] == "done", "the one before it serves"
@@ -197,10 +197,10 @@ def test_a_damaged_vocabulary_is_named(tmp_path):
 def test_something_else_is_no_checkpoint(tmp_path):
     path = tmp_path / "x.ckpt"
     torch.save({"weights": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="is no checkpoint of a run: it has no weights"):
+    with pytest.raises(ValueError, match="is not a checkpoint of a run: it has no weights"):
         read_checkpoint(path)
     torch.save(Killed(), path)  # a pickle that would run code
-    with pytest.raises(ValueError, match="is cut short or no checkpoint of ours"):
+    with pytest.raises(ValueError, match="is cut short or not a checkpoint of a run"):
         read_checkpoint(path)
 
 

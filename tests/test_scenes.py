@@ -10,10 +10,10 @@ import torch
 from conftest import SHARED
 
 from normkit.lab.data.coco import read_scenes
-from normkit.lab.data.image_files import Files, pixels
+from normkit.lab.data.image_files import Files, read_image
 from normkit.lab.data.scenes import SCENE_SETS, find_scenes
-from normkit.lab.data.segmentation import drawable, filled, run_lengths, unpacked
-from normkit.lab.train.precision import average_precision
+from normkit.lab.data.segmentation import decode_counts, drawable, filled, run_lengths
+from normkit.lab.train.average_precision import average_precision
 
 pytest.importorskip("PIL")
 pytest.importorskip("pycocotools")
@@ -32,13 +32,13 @@ def read(folder, given, files, broken="skip", **more):
 def test_what_is_right_is_read_as_it_stands(tmp_path, given):
     told, files = given
     found = read(tmp_path, told, files, "refuse")
-    assert found.counts == {"pictures": 4, "boxes": len(told["annotations"])}
-    assert found.kinds == {3: "box", 7: "bar"}
+    assert found.counts == {"images": 4, "boxes": len(told["annotations"])}
+    assert found.categories == {3: "box", 7: "bar"}
     for scene in found.scenes:
         own = [note for note in told["annotations"] if note["image_id"] == scene.number]
         assert scene.boxes.tolist() == [[x, y, x + w, y + h] for x, y, w, h in (note["bbox"] for note in own)]
         assert scene.labels.tolist() == [{3: 1, 7: 2}[note["category_id"]] for note in own]
-    assert found.picture(1).shape == (3, 60, 80)
+    assert found.image(1).shape == (3, 60, 80)
     masks = found.masks(0)
     for mask, (x1, y1, x2, y2) in zip(masks, found.scenes[0].boxes.int().tolist(), strict=True):
         expected = torch.zeros_like(mask)
@@ -53,7 +53,7 @@ def test_packed_files_are_the_same(tmp_path, given):
     scene_files.write(tmp_path / "packed", told, files, "train", packed=True)
     packed = read_scenes(tmp_path / "packed" / "train.json.xz", Files(tmp_path / "packed" / "images.tar"))
     assert packed.counts == plain.counts
-    assert all(torch.equal(packed.picture(n), plain.picture(n)) for n in range(4))
+    assert all(torch.equal(packed.image(n), plain.image(n)) for n in range(4))
 
 
 def test_run_lengths_are_outlines_too():
@@ -77,7 +77,7 @@ def _second(notes, **changed):
 
 PROBLEMS = {  # what is said: how to cause it
     "boxes without area": lambda told, files: _second(told["annotations"], bbox=[5, 5, 0, 3]),
-    "boxes outside their picture": lambda told, files: _second(told["annotations"], bbox=[500, 5, 9, 3]),
+    "boxes outside their image": lambda told, files: _second(told["annotations"], bbox=[500, 5, 9, 3]),
     "boxes given twice": lambda told, files: _second(told["annotations"]),
     "boxes cut at the edge": lambda told, files: _second(told["annotations"], bbox=[-9, 5, 20, 11]),
     "boxes that are not four numbers": lambda told, files: _second(told["annotations"], bbox=[1, 2, float("nan"), 3]),
@@ -88,10 +88,10 @@ PROBLEMS = {  # what is said: how to cause it
     "outlines that cannot be drawn ": lambda told, files: _second(
         told["annotations"], iscrowd=1, segmentation={"size": [88, 64], "counts": "PPPPPP04"}
     ),
-    "pictures listed twice": lambda told, files: told["images"].append(dict(told["images"][0])),
-    "pictures of another size": lambda told, files: told["images"][0].update(width=81),
-    "missing pictures": lambda told, files: files.pop("001.png"),
-    "pictures that cannot be read": lambda told, files: files.update({"001.png": files["001.png"][:300]}),
+    "images listed twice": lambda told, files: told["images"].append(dict(told["images"][0])),
+    "images of another size": lambda told, files: told["images"][0].update(width=81),
+    "missing images": lambda told, files: files.pop("001.png"),
+    "images that cannot be read": lambda told, files: files.update({"001.png": files["001.png"][:300]}),
 }
 
 
@@ -102,7 +102,7 @@ def test_what_is_wrong_is_counted_or_refused(what, tmp_path, given):
     more, what = list(PROBLEMS)[-3:], what.strip()
     found = read(tmp_path, told, files)
     assert found.counts[what] == 1
-    assert found.counts["pictures"] == (3 if what in more else 4)
+    assert found.counts["images"] == (3 if what in more else 4)
     assert "nan" not in json.dumps(found.truth).lower()
     with pytest.raises(ValueError, match=what) as error:
         read(tmp_path, told, files, "refuse")
@@ -115,16 +115,16 @@ def test_crowds_and_pictures_without_things_are_no_mistakes(tmp_path, given):
     told["annotations"] = [note for note in told["annotations"] if note["image_id"] != 2]
     told["annotations"].append({**told["annotations"][0], "iscrowd": 1})
     found = read(tmp_path, told, files, "refuse")
-    assert (found.counts["pictures"], found.counts["crowds"]) == (4, 1)
+    assert (found.counts["images"], found.counts["crowds"]) == (4, 1)
     assert found.masks(1).shape == (0, 60, 80)
     assert sum(note["iscrowd"] for note in found.truth["annotations"]) == 1
     fewer = read(tmp_path, told, files, "refuse", empty=False)
-    assert (fewer.counts["pictures"], fewer.counts["pictures without boxes"]) == (3, 1)
+    assert (fewer.counts["images"], fewer.counts["images without boxes"]) == (3, 1)
 
 
 CONTRADICTIONS = {
-    "is of picture 99, which": lambda told: _second(told["annotations"], image_id=99),
-    "is of kind 55, which": lambda told: _second(told["annotations"], category_id=55),
+    "has image_id 99, which": lambda told: _second(told["annotations"], image_id=99),
+    "has category_id 55, which": lambda told: _second(told["annotations"], category_id=55),
     "no list 'categories'": lambda told: told.pop("categories"),
     "a row of 'images' has no height": lambda told: told["images"][1].pop("height"),
     r"a row of 'images' has id = \[1\]; needs a whole number": lambda told: told["images"][1].update(id=[1]),
@@ -150,10 +150,10 @@ def test_run_lengths_as_text_are_unpacked_as_pycocotools_packs_them():
         solid[3:20, 1:5] |= share > 0
         text = mask.encode(np.asfortranarray(solid.astype(np.uint8)))["counts"].decode()
         ends = np.flatnonzero(np.diff(solid.T.flatten(), prepend=False, append=not solid.T.flatten()[-1]))
-        assert unpacked(text) == np.diff(ends, prepend=0).tolist()
+        assert decode_counts(text) == np.diff(ends, prepend=0).tolist()
         assert drawable({"size": [23, 40], "counts": text}, 23, 40)
         assert not drawable({"size": [23, 40], "counts": text[:-1]}, 23, 40)
-    assert unpacked("3 ") is None
+    assert decode_counts("3 ") is None
 
 
 def test_whatever_is_given_can_be_scored_against(tmp_path, given):
@@ -188,7 +188,7 @@ def test_a_file_cut_short_and_one_of_which_nothing_is_left(tmp_path, given):
     (tmp_path / "damaged.json.xz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"damaged.json.xz cannot be read as JSON"):
         read_scenes(tmp_path / "damaged.json.xz", Files(tmp_path / "images"))
-    with pytest.raises(ValueError, match="no picture that can be used; left out: 4 missing pictures"):
+    with pytest.raises(ValueError, match="has no usable image; left out: 4 missing images"):
         read(tmp_path / "none", told, {})
 
 
@@ -198,14 +198,14 @@ def test_grey_pictures_are_shown_in_colour_and_other_files_are_no_pictures(tmp_p
     Image.new("L", (5, 4), 9).save(tmp_path / "grey.png")
     (tmp_path / "text.png").write_text("no picture")
     files = Files(tmp_path)
-    assert pixels(files, "grey.png").tolist() == torch.full((3, 4, 5), 9).tolist()
-    with pytest.raises(ValueError, match=r"text.png cannot be read: it is no picture of a known kind"):
-        pixels(files, "text.png")
+    assert read_image(files, "grey.png").tolist() == torch.full((3, 4, 5), 9).tolist()
+    with pytest.raises(ValueError, match=r"text.png cannot be read: it is not an image of a known format"):
+        read_image(files, "text.png")
     with pytest.raises(ValueError, match="it is missing"):
-        pixels(files, "other.png")
+        read_image(files, "other.png")
     with pytest.raises(ValueError, match="no folder and no tar archive"):
         Files(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="no tar archive"):
+    with pytest.raises(ValueError, match="not a tar archive"):
         Files(tmp_path / "text.png")
 
 
@@ -231,9 +231,9 @@ def test_a_part_of_a_data_set_says_so(tmp_path, monkeypatch):
     scene_files.write(tmp_path / "pennfudan_320", told, files, "train", packed=True)
     scene_files.write(tmp_path / "pennfudan_320", told, files, "val", packed=True)
     data = find_scenes("pennfudan_320")()
-    assert data.name == "pennfudan_320 (3 of 120 training pictures, 3 of 50 test pictures)"
+    assert data.name == "pennfudan_320 (3 of 120 training images, 3 of 50 test images)"
     assert data.vocabularies["classes"].plain() == ["box", "bar"]
-    with pytest.raises(ValueError, match="has 3 pictures, pennfudan_320 has 120"):
+    with pytest.raises(ValueError, match="has 3 images, pennfudan_320 has 120"):
         find_scenes("pennfudan_320", "refuse")()
     assert list(SCENE_SETS) == ["coco", "coco128_320", "pennfudan_320"]
 
@@ -244,4 +244,4 @@ def test_the_small_sets_have_nothing_to_refuse(name, boxes, monkeypatch):
     monkeypatch.setenv("NORMKIT_DATA", str(SHARED))
     data = find_scenes(name, "refuse")()
     assert data.train.counts["boxes"] == boxes
-    assert data.train.picture(0).shape[0] == 3
+    assert data.train.image(0).shape[0] == 3

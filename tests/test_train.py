@@ -23,7 +23,7 @@ from normkit.lab.tasks import TASKS
 from normkit.lab.train.build import build_model
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
 from normkit.lab.train.config import Run
-from normkit.lab.train.environment import where
+from normkit.lab.train.environment import environment
 from normkit.lab.train.error_rates import error_rates
 from normkit.lab.train.fold_run import audit_run, fold_run
 from normkit.lab.train.run import load, save, train
@@ -156,7 +156,7 @@ def test_learning_rate_of_the_curve_is_that_of_its_step(tmp_path):
 
 
 def test_validation_decay_lowers_the_rate_when_validation_stagnates(tmp_path, monkeypatch):
-    monkeypatch.setattr(Translation, "validate", lambda task: 1.0)
+    monkeypatch.setattr(Translation, "validation_loss", lambda task: 1.0)
     run = dataclasses.replace(SMALL, schedule="validation_decay", lr=1e-3, warmup=0, valid_every=2, steps=10)
     rates = [point["lr"] for point in train(run, tmp_path)["curve"]]
     assert rates == pytest.approx([1e-3] * 8 + [0.8e-3] * 2), "best at 2, no better at 4, 6 and 8"
@@ -460,6 +460,6 @@ def test_a_run_says_what_is_recorded_of_its_norms(tmp_path):
 def test_a_result_names_what_trained_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    assert where()["device"] == "a GPU"
-    assert where(count=8)["device"] == "8 x a GPU"
-    assert where("cpu")["device"] not in ("a GPU", "")
+    assert environment()["device"] == "a GPU"
+    assert environment(count=8)["device"] == "8 x a GPU"
+    assert environment("cpu")["device"] not in ("a GPU", "")

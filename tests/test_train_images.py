@@ -14,14 +14,14 @@ from torch import nn
 
 import normkit
 from normkit.cli import main
-from normkit.lab.data.image_folder import Files, decoded
-from normkit.lab.data.images import Album, read_images
+from normkit.lab.data.image_folder import Files, decode
+from normkit.lab.data.images import ImageData, read_images
 from normkit.lab.data.vocab import Vocab
 from normkit.lab.models.classifiers import classifier
 from normkit.lab.models.config import Model
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train import images as task_images
-from normkit.lab.train.augment import Views
+from normkit.lab.train.augment import Augmentation
 from normkit.lab.train.config import Images, Run
 from normkit.lab.train.ema import moving_average
 from normkit.lab.train.finetune import head_of, start_from
@@ -48,11 +48,11 @@ def album(size=32, count=12):
     from normkit.lab.data.image_folder import Memory
 
     split = Memory(*made.pixels(count, size=size))
-    return Album("made", split, split, split, {"classes": Vocab("abc")}, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    return ImageData("made", split, split, split, {"classes": Vocab("abc")}, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
 def shown(settings, data, size=32, seed=5):
-    loader = Loader(data.train, Views(settings, data, size), seed)
+    loader = Loader(data.train, Augmentation(settings, data, size), seed)
     return loader[7, range(8)][:2]
 
 
@@ -61,7 +61,7 @@ def shown(settings, data, size=32, seed=5):
 
 def test_at_inference_a_picture_is_normalized_and_no_more():
     data = album()
-    images, labels, broken = Loader(data.test, Views(Images(), data, 32), None)[0, range(4)]
+    images, labels, broken = Loader(data.test, Augmentation(Images(), data, 32), None)[0, range(4)]
     wanted = (data.test.pixels[:4].transpose(0, 3, 1, 2) / 255 - np.reshape(data.mean, (3, 1, 1))) / np.reshape(
         data.std, (3, 1, 1)
     )
@@ -76,15 +76,15 @@ def test_large_jpegs_are_unpacked_at_a_fraction_of_their_size(tmp_path):
         (tmp_path / "one").mkdir(exist_ok=True)
         Image.fromarray(picture).save(tmp_path / "one" / name, kind)
     split = Files(tmp_path, ["one"])
-    assert [decoded(split, 0, least).size for least in (0, 128, 301, 2000)] == [
+    assert [decode(split, 0, least).size for least in (0, 128, 301, 2000)] == [
         (1024, 600), (256, 150), (1024, 600), (1024, 600)
     ]  # fmt: skip
-    assert decoded(split, 1, 128).size == (1024, 600), "other kinds cannot"
-    views = Views(Images(), album(), 32)
+    assert decode(split, 1, 128).size == (1024, 600), "other kinds cannot"
+    views = Augmentation(Images(), album(), 32)
     assert views.least == 128
     shown = (
-        views.testing([decoded(split, 0, 128)], torch.zeros(1))[0],
-        views.testing([decoded(split, 0)], torch.zeros(1))[0],
+        views.test([decode(split, 0, 128)], torch.zeros(1))[0],
+        views.test([decode(split, 0)], torch.zeros(1))[0],
     )
     torch.testing.assert_close(*shown, atol=0.05, rtol=0)
 
@@ -94,7 +94,7 @@ def test_at_inference_the_middle_is_looked_at():
     frame = data.test.pixels.copy()
     frame[:, 3:-3, 3:-3] = 128
     data.test.pixels[:] = frame
-    images, _, _ = Loader(data.test, Views(Images(test_crop=0.8), data, 32), None)[0, range(4)]
+    images, _, _ = Loader(data.test, Augmentation(Images(test_crop=0.8), data, 32), None)[0, range(4)]
     assert float(images.std((0, 2, 3)).max()) < 1e-3, "the noisy edge of 4 pixels is cut off"
 
 
@@ -261,7 +261,7 @@ def test_all_parameters_are_fine_tuned_the_final_norm_too(folder, tmp_path):
     save_weights(model, tmp_path / "w.safetensors")
     run = dataclasses.replace(SMALL, weights=str(tmp_path / "w.safetensors"), body_lr=0.01, weight_decay=0.1, lr=0.5)
     task = ImageClassification(run, model, album())
-    groups = task.groups()
+    groups = task.parameter_groups()
     numbers = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(numbers) == sorted(id(parameter) for parameter in model.parameters()), "each once"
     rate = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from normkit import watch
-from normkit.lab.train.lit import lightning
+from normkit.lab.train.lightning import lightning
 from normkit.lab.train.watch_callback import LOGGED, Watch, log_rows
 from normkit.watch import Row
 

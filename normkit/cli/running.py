@@ -1,9 +1,10 @@
 """Commands that train: `demo` and `train`."""
 
+import contextlib
 import dataclasses
 import signal
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,12 +28,12 @@ def demo(arguments: list[str]) -> int:
         """Train a Transformer with each of several norms on the CMU Pronouncing Dictionary, compare them, fold one.
 
         Args:
-            norms: Norm specs to compare, such as layer 'un(window=8)' rms; `normkit list` knows all.
-            steps: Steps of each norm, the same for all; 3600 unless said otherwise.
-            minutes: Choose the steps such that all of it takes about so long here.
-            bucketing: Batches of words of about one length, as is usual; --no-bucketing takes any lengths.
+            norms: Norm specs to compare, e.g. layer 'un(window=8)' rms; `normkit list` lists all.
+            steps: Steps of each norm; 3600 by default.
+            minutes: Choose the steps so that the demo takes about this many minutes here.
+            bucketing: Batches of words of similar length, as is usual; --no-bucketing for any lengths.
             seed: Seed of weights and data order, the same for all norms.
-            out: Folder for models, table, pictures and report.html.
+            out: Folder for models, table, figures and report.html.
             processes: Norms trained at the same time, one thread each.
         """
         return locals()
@@ -50,7 +51,7 @@ def demo(arguments: list[str]) -> int:
 
 
 def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> int:
-    """Train, compare, show; what is finished is shown also when it is stopped early."""
+    """Train, compare, show; after an interrupt, show the finished norms."""
     from rich.console import Console
 
     from normkit.lab.studies.demo import FINISH, compare, entries, steps_for
@@ -78,16 +79,16 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
 
 
 def train(arguments: list[str]) -> int:
-    """Train a recipe; every field of a run is a flag."""
+    """Train a recipe; every setting of a run is a flag."""
     from normkit.lab.studies.catalogue import RECIPES
     from normkit.lab.studies.study import warm
     from normkit.lab.train.config import Run
     from normkit.names import pick
 
     if not arguments or arguments[0].startswith("-"):
-        lines = ["usage: normkit train RECIPE [--steps N] [--model.norm SPEC] [--FIELD VALUE ...]", ""]
+        lines = ["usage: normkit train RECIPE [--steps N] [--model.norm SPEC] [--SETTING VALUE ...]", ""]
         lines += [f"  {name:<13} {str(recipe.__doc__).splitlines()[0]}" for name, recipe in RECIPES.items()]
-        write("\n".join([*lines, "", "normkit train RECIPE --help shows all flags and what they are set to."]))
+        write("\n".join([*lines, "", "normkit train RECIPE --help lists all flags with their values."]))
         return 0 if arguments and arguments[0] in ("-h", "--help") else BAD_INPUT
     recipe = pick(RECIPES, arguments[0], "recipe")()
     import tyro
@@ -96,44 +97,69 @@ def train(arguments: list[str]) -> int:
     class Given:
         run: Annotated[Run, tyro.conf.arg(name="")]
         out: Path | None = None
-        """Folder of the run; runs/NAME unless said otherwise."""
+        """Folder of the run; runs/NAME by default."""
         resume: bool = False
-        """Go on from the last checkpoint in that folder."""
+        """Continue from the last checkpoint in that folder."""
+        seeds: int | None = None
+        """Train this many seeds, from --seed on, each in a folder seed-N."""
 
     given = parse_arguments(Given, arguments[1:], f"train {arguments[0]}", default=Given(recipe))
-    return _train(warm(given.run), given.out or Path("runs") / given.run.name, given.resume, typed("train", *arguments))
+    run, folder = warm(given.run), given.out or Path("runs") / given.run.name
+    if given.seeds is not None and given.seeds < 1:
+        raise ValueError(f"seeds must be at least 1; got {given.seeds}")
+    runs = {folder: run}
+    if given.seeds is not None:
+        numbers = range(run.seed, run.seed + given.seeds)
+        runs = {folder / f"seed-{n}": dataclasses.replace(run, seed=n, name=f"{run.name}/seed-{n}") for n in numbers}
+    return _train(runs, folder, given.resume, typed("train", *arguments))
 
 
-def _train(run: Any, folder: Path, resume: bool, command: str) -> int:
-    """Train one run; Ctrl-C ends it at the next step that is looked at, with a checkpoint where it keeps some."""
+def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
+    """Train runs one after the other; an interrupt ends them, with a checkpoint if the run keeps some."""
     from rich.console import Console
 
+    from normkit.lab.report import results
     from normkit.lab.studies.progress import Board
+    from normkit.lab.studies.runner import finished
     from normkit.lab.train.run import train as train_run
 
-    console, asked = Console(), threading.Event()
-    if run.warmup >= run.steps > 0:
+    console, found = Console(), dict[Path, Any]()
+    first = next(iter(runs.values()))
+    if first.warmup >= first.steps > 0:
         complain(
-            f"the warm-up of {run.warmup:,} steps does not end within {run.steps:,}, for learning rate and statistics; "
-            f"--warmup {max(1, run.steps // 10)} would be a tenth"
+            f"the warm-up of {first.warmup:,} steps does not end within {first.steps:,}, for learning rate and "
+            f"statistics; --warmup {max(1, first.steps // 10)} would be a tenth"
         )
-    before = signal.signal(signal.SIGINT, lambda *_: _interrupt_once(asked))
+    with interruptible() as signals, Board(console, [run.name for run in runs.values()], first.steps) as board:
+        for folder, run in runs.items():
+
+            def on_progress(progress: Any, name: str = run.name) -> bool:
+                board.update(name, progress)
+                return bool(signals)
+
+            if resume and len(runs) > 1 and finished(folder, run):
+                found[folder] = results.read(folder)
+            elif not signals:
+                found[folder] = train_run(run, folder, resume, on_progress, command)
+            if folder in found:
+                board.end(run.name, found[folder]["status"])
+    show(console, found, out, command)
+    return 128 + signals[0] if signals else 0
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in the list that is returned; a second one raises KeyboardInterrupt."""
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Board(console, [run.name], run.steps) as board:
-
-            def on_progress(progress: Any) -> bool:
-                board.update(run.name, progress)
-                return asked.is_set()
-
-            result = train_run(run, folder, resume, on_progress, command)
-            board.end(run.name, result["status"])
+        yield received
     finally:
-        signal.signal(signal.SIGINT, before)
-    show(console, {folder: result}, folder, command)
-    return INTERRUPTED if asked.is_set() else 0
-
-
-def _interrupt_once(asked: threading.Event) -> None:
-    if asked.is_set():
-        raise KeyboardInterrupt
-    asked.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,13 +1,13 @@
-"""CIFAR-10 and CIFAR-100 in their binary version, or packed as differences under xz; nothing is unpickled.
+"""CIFAR-10 and CIFAR-100 in their binary version, or compressed as differences; nothing is unpickled.
 
-| form | CIFAR-10 | CIFAR-100 |
+| format | CIFAR-10 | CIFAR-100 |
 |---|---|---|
 | binary | data_batch_1.bin ... 5, test_batch.bin, batches.meta.txt | train.bin, test.bin, fine_label_names.txt |
-| packed | data_batch_1.grad.xz ... 5, test_batch.grad.xz, train_labels.npy, test_labels.npy, label_names.txt | |
+| compressed | data_batch_1.grad.xz ... 5, test_batch.grad.xz, train_labels.npy, test_labels.npy, label_names.txt | |
 
-A record of the binary version is a byte of the class (CIFAR-100: two, the second is the fine class), then 3072 of the
-picture, planes of red, green and blue. Packed pictures are three planes (G, R - G, B - G), each the 2-D difference of
-the plane, modulo 256. The "python version" consists of pickles: get the binary one.
+A record of the binary version is one byte for the class (CIFAR-100: two, the second is the fine class) and 3072 bytes
+for the image, planes of red, green and blue. Compressed images are three planes (G, R - G, B - G), each the 2-D
+difference of the plane, modulo 256. The "python version" consists of pickles: get the binary one.
 """
 
 import lzma
@@ -23,28 +23,33 @@ PYTHON_VERSION = ("data_batch_1", "train", "meta", "batches.meta")
 
 
 def read_cifar(folder: Path, classes: int) -> tuple[Memory, Memory, list[str]]:
-    """Training pictures, test pictures and the names of the classes, from a folder of CIFAR-10 or CIFAR-100.
+    """Read training images, test images and the names of the classes from a folder.
 
-    ValueError, with the files that are missing, or the one that is cut short or has other classes.
+    Raises:
+        ValueError: If files are missing, cut short, or have other classes.
     """
     binary = {10: (tuple(f"{batch}.bin" for batch in BATCHES), "test_batch.bin", "batches.meta.txt"),
               100: (("train.bin",), "test.bin", "fine_label_names.txt")}  # fmt: skip
     train, test, names = binary[classes]
     if classes == 10 and (folder / f"{BATCHES[0]}.grad.xz").is_file():
-        packed = tuple(f"{batch}.grad.xz" for batch in BATCHES)
-        _need(folder, (*packed, "test_batch.grad.xz", "train_labels.npy", "test_labels.npy", "label_names.txt"))
+        compressed = tuple(f"{batch}.grad.xz" for batch in BATCHES)
+        _require_files(
+            folder, (*compressed, "test_batch.grad.xz", "train_labels.npy", "test_labels.npy", "label_names.txt")
+        )
         parts = [
-            Memory(np.concatenate([_unpacked(folder / file) for file in files]), _labels(folder / labels), str(folder))
-            for files, labels in ((packed, "train_labels.npy"), (("test_batch.grad.xz",), "test_labels.npy"))
+            Memory(
+                np.concatenate([_decompress(folder / file) for file in files]), _labels(folder / labels), str(folder)
+            )
+            for files, labels in ((compressed, "train_labels.npy"), (("test_batch.grad.xz",), "test_labels.npy"))
         ]
-        named = folder / "label_names.txt"
+        names_file = folder / "label_names.txt"
     else:
-        _need(folder, (*train, test, names))
+        _require_files(folder, (*train, test, names))
         parts = [_binary([folder / file for file in files], classes) for files in (train, (test,))]
-        named = folder / names
-    found = named.read_text(encoding="utf8").split()
+        names_file = folder / names
+    found = names_file.read_text(encoding="utf8").split()
     if len(found) != classes:
-        raise ValueError(f"{named} has {len(found)} names of classes; needs {classes}")
+        raise ValueError(f"{names_file} has {len(found)} names of classes; needs {classes}")
     for part in parts:
         if not 0 <= int(part.labels.min()) <= int(part.labels.max()) < classes:
             raise ValueError(
@@ -53,11 +58,11 @@ def read_cifar(folder: Path, classes: int) -> tuple[Memory, Memory, list[str]]:
     return parts[0], parts[1], found
 
 
-def _need(folder: Path, files: tuple[str, ...]) -> None:
+def _require_files(folder: Path, files: tuple[str, ...]) -> None:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         pickles = any((folder / file).is_file() for file in PYTHON_VERSION)
-        hint = "; what lies there is the python version, pickles, which are never opened here" if pickles else ""
+        hint = "; there is the python version, pickles, which are never opened here" if pickles else ""
         raise ValueError(f"{folder} lacks {', '.join(missing)}{hint}")
 
 
@@ -67,14 +72,16 @@ def _binary(paths: list[Path], classes: int) -> Memory:
     for path in paths:
         flat = np.fromfile(path, np.uint8)
         if not len(flat) or len(flat) % (head + PIXELS):
-            raise ValueError(f"{path} is cut short: {len(flat):,} bytes, no multiple of {head + PIXELS}; get it again")
+            raise ValueError(
+                f"{path} is cut short: {len(flat):,} bytes, not a multiple of {head + PIXELS}; get it again"
+            )
         records.append(flat.reshape(-1, head + PIXELS))
     whole = np.concatenate(records)
     pixels = np.ascontiguousarray(whole[:, head:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return Memory(pixels, whole[:, head - 1], str(paths[0].parent))
 
 
-def _unpacked(path: Path) -> np.ndarray:
+def _decompress(path: Path) -> np.ndarray:
     try:
         with lzma.open(path) as file:
             planes = np.frombuffer(file.read(), np.uint8).reshape(3, -1, 32, 32)
@@ -89,4 +96,4 @@ def _labels(path: Path) -> np.ndarray:
     try:
         return np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no array of labels: {error}") from None
+        raise ValueError(f"{path} is not an array of labels: {error}") from None

@@ -1,7 +1,7 @@
-"""Pictures with boxes and outlines, in COCO's JSON: read, checked, decoded.
+"""Images with boxes and outlines, in COCO's JSON: read, checked, decoded.
 
-What is wrong is left out and counted, or with `broken="refuse"` is an error. What the file itself contradicts (an
-annotation of a picture or a kind that it does not list) is always one.
+Unusable entries are skipped and counted, or with `broken="refuse"` are an error. A contradiction in the file itself (an
+annotation of an image or a category that it does not list) is always an error.
 """
 
 import collections
@@ -15,27 +15,24 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.lab.data.image_files import Files, pixels, size_of
+from normkit.lab.data.image_files import Files, image_size, read_image
 from normkit.lab.data.lines import open_bytes
 from normkit.lab.data.segmentation import drawable, filled, finite
 
 Broken = Literal["skip", "refuse"]
-SLACK = 1.0  # pixels over the edge that are rounding
-LEAST = 0.01  # pixels that a box has at least along each side, so that its corners differ in float32
+SLACK = 1.0  # pixels outside the image that count as rounding
+LEAST = 0.01  # pixels: minimum side of a box, so that its corners differ in float32
 KEYS: dict[str, dict[str, type]] = {
     "images": {"id": int, "file_name": str, "height": int, "width": int},
     "annotations": {"image_id": int, "category_id": int, "bbox": object},
     "categories": {"id": int, "name": str},
 }
-"""What is read of each list of the JSON, and what it is there."""
+"""Keys that are read from each list of the JSON, and their types."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A picture by its file, and its things: boxes `[n, 4]` as (x1, y1, x2, y2), kinds `[n]` from 1, COCO's outlines.
-
-    An outline is None where none was given.
-    """
+    """An image file and its objects: boxes `[n, 4]` as (x1, y1, x2, y2), labels `[n]` from 1, COCO's outlines or None."""
 
     number: int
     file: str
@@ -48,30 +45,30 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Scenes:
-    """The scenes of a split; `truth` is COCO's JSON of these pictures, to score against, as pycocotools reads it."""
+    """The scenes of a split; `truth` is their annotation in COCO's JSON, to score against with pycocotools."""
 
     scenes: tuple[Scene, ...]
     files: Files
-    kinds: dict[int, str]
-    """COCO's number of a kind: its name; labels count these from 1."""
+    categories: dict[int, str]
+    """COCO's numbers of the categories and their names; labels number these from 1."""
     counts: dict[str, int]
-    """Pictures and boxes that there are, and what was left out, by reason."""
+    """Numbers of images and boxes, and of what was left out, by reason."""
     truth: dict[str, Any]
 
     def __len__(self) -> int:
         return len(self.scenes)
 
     @property
-    def outlined(self) -> bool:
-        """Whether every thing has an outline."""
+    def has_outlines(self) -> bool:
+        """True if every object has an outline."""
         return all(outline is not None for scene in self.scenes for outline in scene.outlines)
 
-    def picture(self, index: int) -> Tensor:
-        """A picture as bytes `[3, height, width]`; ValueError, saying why, where it is missing or broken."""
-        return pixels(self.files, self.scenes[index].file)
+    def image(self, index: int) -> Tensor:
+        """Read an image as uint8 `[3, height, width]`; ValueError if it is missing or broken."""
+        return read_image(self.files, self.scenes[index].file)
 
     def masks(self, index: int) -> Tensor:
-        """The things of a picture as masks of 0 and 1, `[n, height, width]`."""
+        """Return the objects of an image as masks of 0 and 1, `[n, height, width]`."""
         scene = self.scenes[index]
         masks = [filled(outline, scene.height, scene.width) for outline in scene.outlines]
         return torch.stack(masks) if masks else torch.zeros(0, scene.height, scene.width, dtype=torch.uint8)
@@ -84,84 +81,92 @@ class _Box(NamedTuple):
 
 
 def read_scenes(path: str | Path, files: Files, broken: Broken = "skip", empty: bool = True) -> Scenes:
-    """Read COCO's JSON (plain, `.xz` or `.gz`) whose pictures are `files`, and check everything but pixels.
+    """Read COCO's JSON, and check everything except pixel data.
 
-    `empty=False` leaves out pictures without things, which teach a detector little. Crowds (`iscrowd`) are in `truth`
-    alone: COCO's scores neither want nor punish boxes there. ValueError where the JSON is none or contradicts itself,
-    where nothing is left, and with `broken="refuse"` at the first thing that is wrong.
+    Crowds (`iscrowd`) are in `truth` only: COCO's scores ignore boxes there.
+
+    Args:
+        path: The JSON file, plain, `.xz` or `.gz`.
+        files: The images.
+        broken: "skip" leaves out and counts unusable entries; "refuse" makes the first one an error.
+        empty: Keep images without objects, from which a detector learns little.
+
+    Raises:
+        ValueError: If the file is not COCO's JSON, contradicts itself, or has no usable image.
     """
     path = Path(path)
-    given = _parsed(path)
-    kinds = {kind["id"]: str(kind["name"]) for kind in sorted(given["categories"], key=lambda kind: kind["id"])}
-    labels = {kind: label for label, kind in enumerate(kinds, 1)}
+    given = _parse(path)
+    categories = {row["id"]: str(row["name"]) for row in sorted(given["categories"], key=lambda row: row["id"])}
+    labels = {category: label for label, category in enumerate(categories, 1)}
     left_out: collections.Counter[str] = collections.Counter()
 
     def problem(what: str, where: str) -> None:
         if broken == "refuse":
-            raise ValueError(f"{path}: {what}: {where}; broken=skip leaves such out and counts them")
+            raise ValueError(f"{path}: {what}: {where}; broken=skip leaves these out and counts them")
         left_out[what] += 1
 
-    of_picture: dict[int, list[dict[str, Any]]] = {}
-    pictures = {}
-    for picture in given["images"]:
-        if picture["id"] in pictures:
-            problem("pictures listed twice", picture["file_name"])
-        elif why := _unusable(picture, files):
+    by_image: dict[int, list[dict[str, Any]]] = {}
+    images = {}
+    for image in given["images"]:
+        if image["id"] in images:
+            problem("images listed twice", image["file_name"])
+        elif why := _unusable(image, files):
             problem(*why)
         else:
-            pictures[picture["id"]] = picture
-            of_picture[picture["id"]] = []
-    known = {picture["id"] for picture in given["images"]}
-    for note in given["annotations"]:
-        if note["image_id"] not in known or note["category_id"] not in labels:
-            what = "picture" if note["image_id"] not in known else "kind"
-            number = note["image_id"] if what == "picture" else note["category_id"]
-            raise ValueError(f"{path}: annotation {note.get('id')} is of {what} {number}, which the file does not list")
-        if note["image_id"] in of_picture:
-            of_picture[note["image_id"]].append(note)
+            images[image["id"]] = image
+            by_image[image["id"]] = []
+    listed = {image["id"] for image in given["images"]}
+    for annotation in given["annotations"]:
+        if annotation["image_id"] not in listed or annotation["category_id"] not in labels:
+            key = "image_id" if annotation["image_id"] not in listed else "category_id"
+            raise ValueError(
+                f"{path}: annotation {annotation.get('id')} has {key} {annotation[key]}, which the file does not list"
+            )
+        if annotation["image_id"] in by_image:
+            by_image[annotation["image_id"]].append(annotation)
 
     scenes, truth = [], []
-    for number, picture in pictures.items():
-        boxes, told = _boxes(picture, of_picture[number], labels, problem, left_out)
+    for number, image in images.items():
+        boxes, scored = _boxes(image, by_image[number], labels, problem, left_out)
         if not boxes and not empty:
-            left_out["pictures without boxes"] += 1
+            left_out["images without boxes"] += 1
             continue
         corners = torch.tensor([box.corners for box in boxes], dtype=torch.float32).view(-1, 4)
         classes = torch.tensor([box.label for box in boxes], dtype=torch.long)
-        size = picture["height"], picture["width"]
-        scenes.append(Scene(number, picture["file_name"], *size, corners, classes, tuple(b.outline for b in boxes)))
-        truth += told
+        size = image["height"], image["width"]
+        scenes.append(Scene(number, image["file_name"], *size, corners, classes, tuple(b.outline for b in boxes)))
+        truth += scored
     if not scenes:
-        raise ValueError(f"{path} has no picture that can be used; left out: {_listed(left_out)}")
-    counts = {"pictures": len(scenes), "boxes": sum(len(scene.labels) for scene in scenes), **sorted_counts(left_out)}
+        raise ValueError(f"{path} has no usable image; left out: {_format(left_out)}")
+    counts = {"images": len(scenes), "boxes": sum(len(scene.labels) for scene in scenes), **sorted_counts(left_out)}
     whole = {
-        "images": [pictures[scene.number] for scene in scenes],
-        "annotations": [{**note, "id": at} for at, note in enumerate(truth, 1)],  # pycocotools takes 0 for "not found"
+        "images": [images[scene.number] for scene in scenes],
+        "annotations": [{**row, "id": at} for at, row in enumerate(truth, 1)],  # id 0 means "not found" in pycocotools
         "categories": given["categories"],
     }
-    return Scenes(tuple(scenes), files, kinds, counts, whole)
+    return Scenes(tuple(scenes), files, categories, counts, whole)
 
 
 def sorted_counts(counts: dict[str, int]) -> dict[str, int]:
-    """What was left out, in alphabetical order."""
+    """Sort counts by name."""
     return {what: counts[what] for what in sorted(counts)}
 
 
-def _parsed(path: Path) -> dict[str, Any]:
-    """The JSON, if it has the parts that are read here."""
+def _parse(path: Path) -> dict[str, Any]:
+    """Read the JSON and check the lists and keys that are used."""
     try:
         with open_bytes(path) as file:
             given = json.load(file)
-    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}; get it again") from None
     for part, keys in KEYS.items():
         rows = given.get(part) if isinstance(given, dict) else None
         if not isinstance(rows, list):
             raise ValueError(f"{path} is not COCO's JSON: it has no list {part!r}")
         for row in rows:
-            lacking = [key for key in keys if not isinstance(row, dict) or key not in row]
-            if lacking:
-                raise ValueError(f"{path} is not COCO's JSON: a row of {part!r} has no {', '.join(lacking)}")
+            missing = [key for key in keys if not isinstance(row, dict) or key not in row]
+            if missing:
+                raise ValueError(f"{path} is not COCO's JSON: a row of {part!r} has no {', '.join(missing)}")
             for key, kind in keys.items():
                 if not isinstance(row[key], kind):
                     what = "a whole number" if kind is int else "text"
@@ -171,39 +176,39 @@ def _parsed(path: Path) -> dict[str, Any]:
     return given
 
 
-def _unusable(picture: dict[str, Any], files: Files) -> tuple[str, str] | None:
-    """What is wrong with a picture, and where; None where nothing is."""
-    name = picture["file_name"]
+def _unusable(image: dict[str, Any], files: Files) -> tuple[str, str] | None:
+    """Return the problem of an image and where it is, or None."""
+    name = image["file_name"]
     if name not in files:
-        return "missing pictures", f"{files.path} has no {name}"
+        return "missing images", f"{files.path} has no {name}"
     try:
-        size = size_of(files, name)
+        size = image_size(files, name)
     except ValueError as error:
-        return "pictures that cannot be read", str(error)
-    said = picture["width"], picture["height"]
-    if size != said:
-        return "pictures of another size", f"{name} is {size[0]} x {size[1]}, listed as {said[0]} x {said[1]}"
+        return "images that cannot be read", str(error)
+    listed = image["width"], image["height"]
+    if size != listed:
+        return "images of another size", f"{name} is {size[0]} x {size[1]}, listed as {listed[0]} x {listed[1]}"
     return None
 
 
 def _boxes(
-    picture: dict[str, Any], notes: list[dict[str, Any]], labels: dict[int, int], problem: Any, out: Any
+    image: dict[str, Any], annotations: list[dict[str, Any]], labels: dict[int, int], problem: Any, out: Any
 ) -> tuple[list[_Box], list[dict[str, Any]]]:
-    """The boxes of a picture that can be used, and the annotations that can be scored against."""
+    """Return the usable boxes of an image, and the annotations to score against."""
     found: dict[tuple, _Box] = {}
-    told = []
-    width, height = picture["width"], picture["height"]
-    for note in notes:
-        where = f"annotation {note.get('id')} of {picture['file_name']}"
-        box = note["bbox"]
+    scored = []
+    width, height = image["width"], image["height"]
+    for annotation in annotations:
+        where = f"annotation {annotation.get('id')} of {image['file_name']}"
+        box = annotation["bbox"]
         if not _four(box):
             problem("boxes that are not four numbers", f"{where} has {box}")
             continue
-        if not drawable(note.get("segmentation"), height, width):
+        if not drawable(annotation.get("segmentation"), height, width):
             problem("outlines that cannot be drawn", where)
             continue
-        told.append(_scored(note, width, height))
-        if note.get("iscrowd"):
+        scored.append(_scored(annotation, width, height))
+        if annotation.get("iscrowd"):
             out["crowds"] += 1
             continue
         x, y, w, h = box
@@ -212,29 +217,29 @@ def _boxes(
         if w < LEAST or h < LEAST:
             problem("boxes without area", f"{where} is {w} x {h}")
         elif corners[2] - corners[0] < LEAST or corners[3] - corners[1] < LEAST:
-            problem("boxes outside their picture", f"{where} is at {box} of {width} x {height}")
-        elif (key := (*corners, note["category_id"])) in found:
+            problem("boxes outside their image", f"{where} is at {box} of {width} x {height}")
+        elif (key := (*corners, annotation["category_id"])) in found:
             problem("boxes given twice", f"{where} repeats {box}")
         else:
             if over > SLACK:
                 problem("boxes cut at the edge", f"{where} is at {box} of {width} x {height}")
-            found[key] = _Box(corners, labels[note["category_id"]], note.get("segmentation") or None)
-    return list(found.values()), told
+            found[key] = _Box(corners, labels[annotation["category_id"]], annotation.get("segmentation") or None)
+    return list(found.values()), scored
 
 
-def _scored(note: dict[str, Any], width: int, height: int) -> dict[str, Any]:
-    """An annotation as it was given, with all that pycocotools reads; a crowd's outline may be lacking."""
-    x, y, w, h = note["bbox"]
-    area = note["area"] if finite(note.get("area")) else w * h
+def _scored(annotation: dict[str, Any], width: int, height: int) -> dict[str, Any]:
+    """Return an annotation with all keys that pycocotools reads; the outline of a crowd may be missing."""
+    x, y, w, h = annotation["bbox"]
+    area = annotation["area"] if finite(annotation.get("area")) else w * h
     left, right = (min(max(at, 0), width) for at in (x, x + w))
     top, bottom = (min(max(at, 0), height) for at in (y, y + h))
-    outline = note.get("segmentation") or [[left, top, right, top, right, bottom, left, bottom]]
-    return {**note, "iscrowd": int(bool(note.get("iscrowd"))), "area": area, "segmentation": outline}
+    outline = annotation.get("segmentation") or [[left, top, right, top, right, bottom, left, bottom]]
+    return {**annotation, "iscrowd": int(bool(annotation.get("iscrowd"))), "area": area, "segmentation": outline}
 
 
 def _four(box: object) -> bool:
     return isinstance(box, list) and len(box) == 4 and all(map(finite, box))
 
 
-def _listed(counts: dict[str, int]) -> str:
+def _format(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {what}" for what, count in sorted_counts(counts).items()) or "nothing"

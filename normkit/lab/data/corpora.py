@@ -342,4 +342,4 @@ def _how_to_get(corpus: Corpus, folders: list[Path], missing: list[list[str]]) -
     else:
         least = min(range(len(folders)), key=lambda i: len(missing[i]))
         where = f"{folders[least]} lacks {', '.join(missing[least])} (plain, .xz or .gz)"
-    return f"the corpus {corpus.name} is not here: {where}. One gets it from {corpus.origin}"
+    return f"the corpus {corpus.name} is not here: {where}. Get it from {corpus.origin}"

@@ -1,4 +1,4 @@
-"""Files of pictures by name, in a folder or in a tar archive that stays packed; what is wrong with a picture."""
+"""Image files by name, in a folder or in an uncompressed tar archive."""
 
 import io
 import tarfile
@@ -9,83 +9,80 @@ import torch
 from torch import Tensor
 
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
-TAIL = 64  # bytes at the end of a file in which its mark of the end stands
+TAIL = 64  # bytes at the end of a file that contain its end marker
 
 
 class Files:
-    """The files of a folder, or of a tar archive, by their names; ValueError where there is neither."""
+    """The files of a folder or of a tar archive, by name; ValueError if there is neither."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._places: dict[str, tuple[int, int]] | None = None  # in the archive: offset and size
+        self._offsets: dict[str, tuple[int, int]] | None = None  # offset and size in the archive
         if self.path.is_file():
             try:
                 with tarfile.open(self.path, "r:") as archive:
-                    self._places = {
+                    self._offsets = {
                         member.name.removeprefix("./"): (member.offset_data, member.size)
                         for member in archive
                         if member.isfile()
                     }
             except (tarfile.TarError, EOFError, OSError) as error:
-                raise ValueError(f"{self.path} is no tar archive, or is cut short: {error}") from None
+                raise ValueError(f"{self.path} is not a tar archive, or is cut short: {error}") from None
         elif not self.path.is_dir():
             raise ValueError(f"there is no folder and no tar archive {self.path}")
 
     def __contains__(self, name: str) -> bool:
-        if self._places is None:
+        if self._offsets is None:
             return (self.path / name).is_file()
-        return name in self._places
+        return name in self._offsets
 
     def open(self, name: str) -> BinaryIO:
-        """A file's content; OSError where it is not there."""
-        if self._places is None:
+        """Open a file; OSError if it is missing."""
+        if self._offsets is None:
             return (self.path / name).open("rb")
-        if name not in self._places:
+        if name not in self._offsets:
             raise FileNotFoundError(f"{self.path} has no {name}")
-        offset, size = self._places[name]
+        offset, size = self._offsets[name]
         with self.path.open("rb") as archive:
             archive.seek(offset)
             return io.BytesIO(archive.read(size))
 
 
-def size_of(files: Files, name: str) -> tuple[int, int]:
-    """Width and height of a picture, from its head; ValueError, saying why, where it cannot be shown.
+def image_size(files: Files, name: str) -> tuple[int, int]:
+    """Return width and height of an image from its header; ValueError if it cannot be read.
 
-    Pixels are only decoded where the file does not end as its kind should.
+    Pixels are decoded only if the file does not end with the marker of its format.
     """
     from PIL import Image
 
     try:
-        with files.open(name) as file, Image.open(file) as picture:
-            size = picture.size
+        with files.open(name) as file, Image.open(file) as image:
+            size = image.size
             file.seek(0, io.SEEK_END)
             file.seek(-min(TAIL, file.tell()), io.SEEK_END)
-            whole = ENDS.get(picture.format or "", b"") in file.read()
+            whole = ENDS.get(image.format or "", b"") in file.read()
         if not whole:
-            pixels(files, name)
+            read_image(files, name)
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{name} cannot be read: {_said(error)}") from None
+        raise ValueError(f"{name} cannot be read: {_reason(error)}") from None
     return size
 
 
-def pixels(files: Files, name: str) -> Tensor:
-    """A picture as bytes `[3, height, width]`; grey ones and those with a palette become red, green and blue.
-
-    ValueError, saying why, where it is missing, cut short or damaged.
-    """
+def read_image(files: Files, name: str) -> Tensor:
+    """Read an image as uint8 RGB `[3, height, width]`; ValueError if it is missing, cut short or damaged."""
     import numpy as np
     from PIL import Image
 
     try:
-        with files.open(name) as file, Image.open(file) as picture:
-            values = np.array(picture.convert("RGB"))
+        with files.open(name) as file, Image.open(file) as image:
+            values = np.array(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{name} cannot be read: {_said(error)}") from None
+        raise ValueError(f"{name} cannot be read: {_reason(error)}") from None
     return torch.from_numpy(values).permute(2, 0, 1)
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return "it is missing"
     text = str(error)
-    return "it is no picture of a known kind" if text.startswith("cannot identify") else text
+    return "it is not an image of a known format" if text.startswith("cannot identify") else text

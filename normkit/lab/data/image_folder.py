@@ -1,4 +1,4 @@
-"""Pictures with classes, wherever they lie; a picture is decoded when it is asked for."""
+"""Images with classes, in memory or in files; an image is decoded when it is used."""
 
 import io
 from collections.abc import Sequence
@@ -9,39 +9,39 @@ import numpy as np
 import torch
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
-WINDOW = 16  # groups of a file whose pictures are shuffled together
+WINDOW = 16  # groups of a file whose images are shuffled together
 
 
 class Broken(ValueError):
-    """A picture that cannot be read; says which and why."""
+    """An image that cannot be read; the message has its name and the reason."""
 
 
 class Split(Protocol):
-    """Pictures and the number of each one's class; `groups` says which of them are read together (None: each alone)."""
+    """Images and their classes; images of one of the `groups` are read together (None: each one separately)."""
 
     @property
     def labels(self) -> np.ndarray:
-        """`[N]`, whole numbers."""
+        """Class of each image `[n]`."""
         ...
 
     @property
     def groups(self) -> np.ndarray | None:
-        """`[N]`, in order."""
+        """Group of each image `[n]`, in order."""
         ...
 
     def name(self, item: int) -> str:
-        """What an error calls the picture."""
+        """Return the name of an image for error messages."""
         ...
 
     def raw(self, item: int) -> bytes | np.ndarray:
-        """The bytes of its file, or its pixels `[height, width, 3]`."""
+        """Return the bytes of an image file, or pixels `[height, width, 3]`."""
         ...
 
 
 class Memory:
-    """Pixels `[N, height, width, 3]`, uint8.
+    """Images in memory, `[n, height, width, 3]`, uint8.
 
-    >>> decoded(Memory(np.zeros((2, 4, 6, 3), np.uint8), np.array([0, 1])), 1).size
+    >>> decode(Memory(np.zeros((2, 4, 6, 3), np.uint8), np.array([0, 1])), 1).size
     (6, 4)
     """
 
@@ -49,20 +49,20 @@ class Memory:
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray, origin: str = "the array"):
         if len(pixels) != len(labels):
-            raise ValueError(f"{origin} has {len(pixels):,} pictures and {len(labels):,} labels; needs as many")
+            raise ValueError(f"{origin} has {len(pixels):,} images and {len(labels):,} labels; needs as many")
         self.pixels, self.labels, self.origin = pixels, labels.astype(np.int64), origin
 
     def name(self, item: int) -> str:
-        """Its number in the array."""
-        return f"picture {item} of {self.origin}"
+        """Return the number of an image."""
+        return f"image {item} of {self.origin}"
 
     def raw(self, item: int) -> np.ndarray:
-        """Its pixels."""
+        """Return the pixels of an image."""
         return self.pixels[item]
 
 
 class Files:
-    """A file for each picture, in `folder/CLASS/`; classes are numbered in the order of their names."""
+    """One file per image, in `folder/CLASS/`; classes are numbered in the order of their names."""
 
     groups = None
 
@@ -76,35 +76,35 @@ class Files:
         self.paths, self.labels = np.array(paths, dtype=np.str_), np.array(labels, np.int64)
 
     def name(self, item: int) -> str:
-        """Its path."""
+        """Return the path of an image."""
         return str(self.folder / str(self.paths[item]))
 
     def raw(self, item: int) -> bytes:
-        """The content of the file."""
+        """Return the content of an image file."""
         return Path(self.name(item)).read_bytes()
 
 
 class Part:
-    """Some of the pictures of a split."""
+    """Some of the images of a split."""
 
     def __init__(self, whole: Split, items: np.ndarray):
         self.whole, self.items, self.labels = whole, items, whole.labels[items]
         self.groups = None if whole.groups is None else whole.groups[items]
 
     def name(self, item: int) -> str:
-        """As the whole split has it."""
+        """Return that of the whole split."""
         return self.whole.name(int(self.items[item]))
 
     def raw(self, item: int) -> bytes | np.ndarray:
-        """As the whole split has it."""
+        """Return that of the whole split."""
         return self.whole.raw(int(self.items[item]))
 
 
-def decoded(split: Split, item: int, least: int = 0) -> Any:
-    """A picture as PIL has it, in RGB; `Broken`, which says where it lies, when it cannot be read.
+def decode(split: Split, item: int, least: int = 0) -> Any:
+    """Decode an image to PIL in RGB; `Broken` if it cannot be read.
 
-    With `least` a JPEG may come at a half, a fourth or an eighth of its size, both sides not below so many pixels:
-    libjpeg then unpacks a fraction of the file's numbers.
+    With `least`, a JPEG is decoded at a half, a fourth or an eighth of its size if both sides keep `least` pixels,
+    which is faster.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -116,27 +116,29 @@ def decoded(split: Split, item: int, least: int = 0) -> Any:
             if least:
                 file.draft(None, (least, least))
             return file.convert("RGB")
-    except UnidentifiedImageError:  # its message has an address, another one each time
-        raise Broken(f"{split.name(item)} cannot be read: it is no picture of a known kind") from None
+    except UnidentifiedImageError:  # its message has a memory address
+        raise Broken(f"{split.name(item)} cannot be read: it is not an image of a known format") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         file = getattr(error, "filename", None)
         what = str(error).replace(str(file), "it") if file else str(error)
         raise Broken(f"{split.name(item)} cannot be read: {what or type(error).__name__}") from None
 
 
-def picture_batches(split: Split, size: int, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
-    """Indices of the pictures of each batch of an epoch, `size` of them; those that are left over wait for the next.
+def image_batches(split: Split, size: int, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+    """Return the images of each batch of an epoch, in an order that depends on seed and epoch only.
 
-    The order is a pure function of seed and epoch. Pictures that are read in groups (row groups of Parquet) stay near
-    each other: groups are shuffled, then the pictures of 16 groups together. ValueError where there are fewer than
-    `size` pictures.
+    An incomplete last batch is left out. Images that are read in groups (row groups of Parquet) stay near each other:
+    groups are shuffled, then the images of 16 groups together.
 
-    >>> [len(batch) for batch in picture_batches(Memory(np.zeros((5, 1, 1, 3), np.uint8), np.zeros(5)), 2)]
+    Raises:
+        ValueError: If there are fewer than `size` images.
+
+    >>> [len(batch) for batch in image_batches(Memory(np.zeros((5, 1, 1, 3), np.uint8), np.zeros(5)), 2)]
     [2, 2]
     """
     count = len(split.labels)
     if count < size:
-        raise ValueError(f"a batch of {size} pictures needs as many to train on; there are {count}")
+        raise ValueError(f"a batch of {size} images needs as many to train on; there are {count}")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     if split.groups is None:
         order = torch.randperm(count, generator=generator).numpy()

@@ -1,7 +1,7 @@
-"""The table of data sets of pictures: how large they must be, where they are found, where one gets them.
+"""Table of image data sets: sizes, folders, sources.
 
-`NORMKIT_DATA` names folders that hold a folder for each data set, as for the corpora; a path in place of a name is such
-a folder, or a folder of one's own. `normkit.lab.data.images` reads them.
+`NORMKIT_DATA` lists folders that contain a folder for each data set, as for the corpora. A path in place of a name is
+such a folder, or a folder of your own images. `normkit.lab.data.images` reads them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageSet:
-    """A data set of pictures: its folder, its figures, the mean and deviation of its colours, where one gets it."""
+    """An image data set: folder names, sizes, mean and standard deviation of the channels, source."""
 
     name: str
     folders: tuple[str, ...]
@@ -27,7 +27,7 @@ class ImageSet:
     origin: str
 
     def here(self) -> str:
-        """Whether its folder is found, or where one gets it."""
+        """Return "here", or where to get it."""
         try:
             _locate(self.name)
         except ValueError:
@@ -69,16 +69,17 @@ IMAGE_SETS: dict[str, ImageSet] = {
 
 
 def find_images(name: str) -> tuple[ImageSet | None, Path]:
-    """The row and the folder of a data set by its name, or of a folder of one's own.
+    """Return the row and the folder of a data set, by its name or by the path of a folder.
 
-    ValueError where there is no such name, or no such folder: it says where it was looked for, where one gets it.
+    Raises:
+        ValueError: If the name is unknown or the folder is missing; the message names the source.
     """
     if name in IMAGE_SETS:
         return IMAGE_SETS[name], _locate(name)
     if Path(name).is_dir():
         known = [row for row in IMAGE_SETS.values() if Path(name).name in row.folders]
         return (known[0] if known else None), Path(name)
-    raise unknown(IMAGE_SETS, name, "set of pictures", ", or name a folder of pictures")
+    raise unknown(IMAGE_SETS, name, "image data set", ", or name a folder of images")
 
 
 def _locate(name: str) -> Path:
@@ -90,6 +91,4 @@ def _locate(name: str) -> Path:
     where = (
         f"{' or '.join(map(str, roots))} has none of " if roots else f"{VARIABLE} is not set; set it to a folder with "
     )
-    raise ValueError(
-        f"{name} is not here: {where}{', '.join(f'{f}/' for f in row.folders)}. One gets it from {row.origin}"
-    )
+    raise ValueError(f"{name} is not here: {where}{', '.join(f'{f}/' for f in row.folders)}. Get it from {row.origin}")

@@ -1,9 +1,9 @@
-"""Corpora as numbers: vocabularies are learned, the text encoded, once; the arrays are kept and mapped into memory.
+"""Corpora as numbers: learn vocabularies and encode the text once; the arrays are cached and mapped into memory.
 
-They lie in a cache (`NORMKIT_CACHE`, else `~/.cache/normkit`) under a name made of what the files contain and of the
-settings. The text is read as a stream, in pieces, and each finished piece is noted: work that was interrupted, by a
-full disk too, goes on where it was. What is damaged is made anew. Processes that want the same arrays wait for the
-first of them; where nothing is left to do the cache is read alone.
+The cache (`NORMKIT_CACHE`, or `~/.cache/normkit`) has a folder for each content of the files and each set of settings.
+Text is streamed in chunks and each finished chunk is noted, so that interrupted work continues, also after a full disk.
+Damaged arrays are made again. Processes that need the same arrays wait for the first one. If the arrays are complete,
+the cache may be read-only.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from normkit.lab.data.subwords import Subwords, vocabulary
 from normkit.lab.data.vocab import BOS, EOS, SPECIAL, UNK, Vocab
 
 FORMAT = 2
-PIECE = 20_000  # lines encoded between two notes of how far the work is
-FAR = 1_000_000  # lines read between two words of how far it is
-UNKNOWN = 0.2  # largest share of unknown symbols in a split
-Tell = Callable[[str], object]
+CHUNK = 20_000  # lines encoded between two notes
+REPORT = 1_000_000  # lines read between two reports of progress
+UNKNOWN = 0.2  # largest fraction of unknown symbols in a split
+OnStage = Callable[[str], object]
 Line = TypeVar("Line")
 
 
 class Bitext(NamedTuple):
-    """Both sides of a split, as numbers, ends included."""
+    """Both sides of a split as numbers, including the ends."""
 
     source: Ragged
     target: Ragged
@@ -50,7 +50,7 @@ class Bitext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """A parallel corpus as numbers. `lines` reads the text of a split again; `facts` says what is in it."""
+    """A parallel corpus as numbers; `lines(split)` reads its text again, `facts` has its sizes."""
 
     name: str
     corpus: Corpus
@@ -62,33 +62,43 @@ class Parallel:
     facts: dict[str, Any]
 
 
-def prepare(located: Located, *, subwords: int = 0, share: bool = False, tell: Tell = lambda said: None) -> Any:
-    """The corpus as numbers: `Parallel`, or `Text` where it is running text.
+def prepare(located: Located, *, subwords: int = 0, share: bool = False, on_stage: OnStage = lambda stage: None) -> Any:
+    """Encode a corpus, or map its arrays from the cache.
 
-    `subwords` is the size of each vocabulary (0: the corpus' own choice), `share` makes one of both sides. `tell` hears
-    how far the work is. ValueError where a file is not what the table of corpora says, is misaligned, is not UTF-8,
-    has an empty side, or where more than a fifth of a split's symbols are unknown; OSError where the disk is full.
+    Args:
+        located: The corpus and its files.
+        subwords: Size of each vocabulary; 0 uses the corpus' own.
+        share: Learn one vocabulary of both sides.
+        on_stage: Called with a description of each stage.
+
+    Returns:
+        A `Parallel`, or a `Text` for running text.
+
+    Raises:
+        ValueError: If a file is not the one in the table of corpora, is misaligned, not UTF-8 or has an empty side, or if
+            more than a fifth of a split's symbols are unknown.
+        OSError: If the disk is full.
     """
     corpus, size = located.corpus, subwords or located.corpus.subwords
     if share and corpus.kind == "text":
         raise ValueError("running text has one vocabulary; share=True is for parallel text")
     cache = cache_folder()
     try:
-        digests = [_check(corpus, split, path, cache, tell) for split in SPLITS for path in located.files[split]]
+        digests = [_check(corpus, split, path, cache, on_stage) for split in SPLITS for path in located.files[split]]
         key = json.dumps([FORMAT, corpus.kind, corpus.columns, corpus.tokenized, size, share, digests])
         folder = cache / f"{corpus.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        vocabularies = _kept(corpus, share, folder)
+        vocabularies = _cached(corpus, share, folder)
         facts = {split: _noted(folder, split, vocabularies) for split in SPLITS} if vocabularies else {}
-        if not facts or not all(done["whole"] for done in facts.values()):  # else a cache may be there to read alone
+        if not facts or not all(done["whole"] for done in facts.values()):  # complete: the cache may be read-only
             folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder, tell):
-                vocabularies = _vocabularies(located, size, share, folder, tell)
-                facts = {split: _encode(located, split, vocabularies, folder, tell) for split in SPLITS}
+            with _lock(folder, on_stage):
+                vocabularies = _vocabularies(located, size, share, folder, on_stage)
+                facts = {split: _encode(located, split, vocabularies, folder, on_stage) for split in SPLITS}
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise OSError(
                 errno.ENOSPC,
-                f"no space left in {cache}; what is done is kept: make room, or set NORMKIT_CACHE, and go on",
+                f"no space left in {cache}; finished work is kept: free some space, or set NORMKIT_CACHE, and start again",
             ) from None
         raise
     if corpus.kind == "text":
@@ -102,7 +112,7 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, tell: T
 
 
 def _lines(located: Located, split: str) -> Iterator[tuple[str, ...]]:
-    """The lines of a split, a tuple of its sides each."""
+    """Yield the lines of a split, as tuples of its sides."""
     files, corpus = located.files[split], located.corpus
     if corpus.kind == "text":
         return ((line,) for line in read_lines(files[0]))
@@ -112,23 +122,23 @@ def _lines(located: Located, split: str) -> Iterator[tuple[str, ...]]:
     return pairs if len(splits) > 1 else (pair for pair in pairs if split_of(pair[1]) == split)
 
 
-def _followed(lines: Iterable[Line], what: str, tell: Tell) -> Iterator[Line]:
-    """The same lines; `tell` hears how far they have been read."""
+def _report(lines: Iterable[Line], what: str, on_stage: OnStage) -> Iterator[Line]:
+    """Yield the same lines, and report how many have been read."""
     for number, line in enumerate(lines):
-        if number % FAR == 0:
-            tell(f"{what}, line {number:,}" if number else what)
+        if number % REPORT == 0:
+            on_stage(f"{what}, line {number:,}" if number else what)
         yield line
 
 
-def _check(corpus: Corpus, split: str, path: Path, cache: Path, tell: Tell) -> str:
-    """The digest of a file's content; ValueError where it is not what the table says."""
+def _check(corpus: Corpus, split: str, path: Path, cache: Path, on_stage: OnStage) -> str:
+    """Return the MD5 of a file; ValueError if it is not the file in the table of corpora."""
     stat = path.stat()
     mark = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:24]
     note = cache / "digests" / f"{mark}.json"
     seen = _read(note)
     if not isinstance(seen, dict) or not {"md5", "lines"} <= seen.keys():
         md5, lines = hashlib.md5(usedforsecurity=False), 0
-        for _ in _followed(read_lines(path), f"checking {path.name}", tell):  # says what is wrong, and where
+        for _ in _report(read_lines(path), f"checking {path.name}", on_stage):  # checks each line
             lines += 1
         with open_bytes(path) as file:
             while block := file.read(1 << 20):
@@ -137,23 +147,23 @@ def _check(corpus: Corpus, split: str, path: Path, cache: Path, tell: Tell) -> s
         _write(note, seen)
     names = [name for name in corpus.known if str(path).removesuffix(".xz").removesuffix(".gz").endswith(f"/{name}")]
     if names:
-        wanted = corpus.known[max(names, key=len)]
-        if seen["lines"] != wanted.lines:
-            short = "; it was cut short" if seen["lines"] < wanted.lines else ""
+        expected = corpus.known[max(names, key=len)]
+        if seen["lines"] != expected.lines:
+            short = "; it was cut short" if seen["lines"] < expected.lines else ""
             raise ValueError(
-                f"{path} has {seen['lines']:,} lines, {corpus.name} has {wanted.lines:,}{short}. One gets it from "
-                f"{corpus.origin}. Text of one's own goes into a folder, as {split}.source and {split}.target"
+                f"{path} has {seen['lines']:,} lines, {corpus.name} has {expected.lines:,}{short}. Get it from "
+                f"{corpus.origin}. For your own text, name the files {split}.source and {split}.target"
             )
-        if wanted.md5 not in (None, seen["md5"]):
+        if expected.md5 not in (None, seen["md5"]):
             raise ValueError(
-                f"{path} is not that file of {corpus.name}: its MD5 is {seen['md5']}, not {wanted.md5}. One gets it "
+                f"{path} is not that file of {corpus.name}: its MD5 is {seen['md5']}, not {expected.md5}. Get it "
                 f"from {corpus.origin}"
             )
     return seen["md5"]
 
 
-def _kept(corpus: Corpus, share: bool, folder: Path) -> dict[str, Vocab]:
-    """The vocabularies that were learned before; none where they were not, or their file is damaged."""
+def _cached(corpus: Corpus, share: bool, folder: Path) -> dict[str, Vocab]:
+    """Return the cached vocabularies; none if there are none, or the file is damaged."""
     plain = _read(folder / "vocab.json")
     try:
         made = {side: vocabulary(plain[side]) for side in _sides(corpus)}
@@ -166,15 +176,15 @@ def _sides(corpus: Corpus) -> tuple[str, ...]:
     return ("words",) if corpus.kind == "text" else ("source", "target")
 
 
-def _vocabularies(located: Located, size: int, share: bool, folder: Path, tell: Tell) -> dict[str, Vocab]:
+def _vocabularies(located: Located, size: int, share: bool, folder: Path, on_stage: OnStage) -> dict[str, Vocab]:
     corpus, sides = located.corpus, _sides(located.corpus)
-    if kept := _kept(corpus, share, folder):
-        return kept
+    if cached := _cached(corpus, share, folder):
+        return cached
     for split in SPLITS:
-        (folder / f"{split}.json").unlink(missing_ok=True)  # what was encoded was so by other numbers
+        (folder / f"{split}.json").unlink(missing_ok=True)  # encoded with another vocabulary
     plain, made = {}, {}
     for group in [sides] if share else [(side,) for side in sides]:
-        pairs = _followed(_lines(located, "train"), "learning subwords" if size else "counting words", tell)
+        pairs = _report(_lines(located, "train"), "learning subwords" if size else "counting words", on_stage)
         lines = (pair[sides.index(side)] for pair in pairs for side in group)
         learned = Subwords.learn(lines, size, punctuation=not corpus.tokenized) if size else _words(lines)
         plain |= {side: learned.plain() for side in group}
@@ -184,25 +194,27 @@ def _vocabularies(located: Located, size: int, share: bool, folder: Path, tell: 
 
 
 def _words(lines: Iterator[str]) -> Vocab:
-    """The words of the text, the most frequent first."""
+    """Make a vocabulary of the words of a text, the most frequent first."""
     counts = Counter(word for line in lines for word in line.split())
     words = sorted((word for word in counts if word not in SPECIAL), key=lambda word: (-counts[word], word))
     return Vocab(words)
 
 
-def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Write the arrays of a split, from where they are, and say what is in them."""
+def _encode(
+    located: Located, split: str, vocabularies: dict[str, Vocab], folder: Path, on_stage: OnStage
+) -> dict[str, Any]:
+    """Complete the arrays of a split, and return its sizes."""
     note, sides = folder / f"{split}.json", list(vocabularies)
     done = _noted(folder, split, vocabularies)
     if done["whole"]:
         return done
     for path, size in _bytes(folder, split, vocabularies, done).items():
         path.touch()
-        os.truncate(path, size)  # what was written after the last note
+        os.truncate(path, size)  # remove what was written after the last note
     lines = itertools.islice(_lines(located, split), done["lines"], None)
-    while piece := list(itertools.islice(lines, PIECE)):
-        tell(f"encoding {split}, line {done['lines']:,}")
-        for side, texts in zip(sides, zip(*piece, strict=True), strict=True):
+    while chunk := list(itertools.islice(lines, CHUNK)):
+        on_stage(f"encoding {split}, line {done['lines']:,}")
+        for side, texts in zip(sides, zip(*chunk, strict=True), strict=True):
             vocab = vocabularies[side]
             rows = (
                 vocab.encode_texts(texts) if isinstance(vocab, Subwords) else [vocab.encode(t.split()) for t in texts]
@@ -213,7 +225,7 @@ def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder
             _append(_path(folder, split, side, "sizes"), np.array([len(row) + 1 for row in rows], np.int32))
             done[side]["symbols"] += len(flat)
             done[side]["unknown"] += int((flat == UNK).sum())
-        done["lines"] += len(piece)
+        done["lines"] += len(chunk)
         _write(note, done)
     if not done["lines"]:
         raise ValueError(f"the {split} split of {located.name} is empty; needs at least one line")
@@ -231,7 +243,7 @@ def _encode(located: Located, split: str, vocabularies: dict[str, Vocab], folder
 
 
 def _noted(folder: Path, split: str, vocabularies: dict[str, Vocab]) -> dict[str, Any]:
-    """What is noted of the arrays of a split; that nothing is done, where they are not as long as noted."""
+    """Return the note on the arrays of a split; an empty one if their lengths differ from the note."""
     nothing = {"lines": 0, "whole": False, **{side: {"symbols": 0, "unknown": 0} for side in vocabularies}}
     try:
         done = {**nothing, **_read(folder / f"{split}.json")}
@@ -242,7 +254,7 @@ def _noted(folder: Path, split: str, vocabularies: dict[str, Vocab]) -> dict[str
 
 
 def _bytes(folder: Path, split: str, vocabularies: dict[str, Vocab], done: dict[str, Any]) -> dict[Path, int]:
-    """How long the arrays of a split are by a note."""
+    """Return the size of each array of a split in bytes, by its note."""
     sizes = {}
     for side in vocabularies:
         sizes[_path(folder, split, side)] = _kind(side, vocabularies).itemsize * done[side]["symbols"]
@@ -257,7 +269,7 @@ def _open(folder: Path, split: str, side: str, vocabularies: dict[str, Vocab]) -
 
 
 def _stream(path: Path) -> Tensor:
-    """Running text as one tensor, mapped from its file; what is written to it stays in memory."""
+    """Map running text from its file as one tensor; writes stay in memory."""
     return torch.from_numpy(np.memmap(path, np.int32, "c"))
 
 
@@ -278,7 +290,7 @@ def _append(path: Path, values: np.ndarray) -> None:
 
 
 def _read(path: Path) -> Any:
-    """What a note says; None where there is none, or only a part of one."""
+    """Read a note; None if it is missing or incomplete."""
     try:
         return json.loads(path.read_text(encoding="utf8"))
     except (FileNotFoundError, ValueError):
@@ -290,8 +302,8 @@ def _write(path: Path, content: Any) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path, tell: Tell) -> Iterator[None]:
-    """Nobody else works in the folder at the same time, where the system can say so."""
+def _lock(folder: Path, on_stage: OnStage) -> Iterator[None]:
+    """Lock the folder inside the block, if the system has locks; wait for the process that holds the lock."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -301,6 +313,6 @@ def _alone(folder: Path, tell: Tell) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            tell("waiting for another process that prepares the same data")
+            on_stage("waiting for another process that prepares the same data")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

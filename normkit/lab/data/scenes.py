@@ -1,4 +1,4 @@
-"""Detection's data sets by name, and one's own: where their files are, how many pictures there must be."""
+"""Detection data sets, by name or in a folder of your own: files and numbers of images."""
 
 import dataclasses
 import functools
@@ -16,30 +16,30 @@ from normkit.names import unknown
 
 
 class Part(NamedTuple):
-    """A split: its JSON, its pictures (a folder or a tar archive), and how many of these there are."""
+    """A split: its JSON, its images (a folder or a tar archive) and their number."""
 
-    notes: str
-    pictures: str
-    many: int | None = None
+    annotations: str
+    images: str
+    count: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SceneSet:
-    """A data set: what is trained on, and what is scored."""
+    """A detection data set: training and test split."""
 
     name: str
     folder: str
     train: Part
     test: Part
-    said: str = ""
-    """What a reader of a score should know."""
+    remark: str = ""
+    """Remark on its scores, part of the name in results."""
     origin: str
-    """Where one gets it."""
+    """Source."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SceneData:
-    """A data set, read: validation and test are one split, of which nothing is chosen by."""
+    """A data set that has been read. Validation and test are one split, by which nothing is chosen."""
 
     name: str
     train: Scenes
@@ -64,8 +64,8 @@ SCENE_SETS: dict[str, SceneSet] = {
         folder="coco128_320",
         train=_SMALL,
         test=_SMALL,
-        said="scored on what it was trained on",
-        origin="the first 128 pictures of COCO train2017, longer side 320 pixels",
+        remark="scored on what it was trained on",
+        origin="the first 128 images of COCO train2017, longer side 320 pixels",
     ),
     "pennfudan_320": SceneSet(
         name="pennfudan_320",
@@ -79,10 +79,15 @@ SCENE_SETS: dict[str, SceneSet] = {
 
 
 def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
-    """How to read a data set: a row of SCENE_SETS, in a folder that NORMKIT_DATA names, or a folder of one's own.
+    """Return a function that reads a data set.
 
-    One's own has `train.json` and `valid.json` in COCO's form (plain, .xz or .gz) and the pictures in `images` or
-    `images.tar`. ValueError, before anything is read, where there is no such name or a file is missing.
+    Args:
+        name: A row of SCENE_SETS, in a folder that NORMKIT_DATA lists; or a folder of your own, with `train.json` and
+            `valid.json` in COCO's format (plain, .xz or .gz) and the images in `images` or `images.tar`.
+        broken: "skip" leaves out and counts unusable entries; "refuse" makes the first one an error.
+
+    Raises:
+        ValueError: If the name is unknown or a file is missing. Nothing has been read then.
     """
     if name in SCENE_SETS:
         roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
@@ -90,48 +95,49 @@ def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
         folders = list(dict.fromkeys(root / part for root in roots for part in (each.folder, name)))
         if not folders:
             where = f"{VARIABLE} is not set; set it to a folder that holds {each.folder}/"
-            raise ValueError(f"the data set {name} is not here: {where}. One gets it from {each.origin}")
+            raise ValueError(f"the data set {name} is not here: {where}. Get it from {each.origin}")
     elif Path(name).is_dir():
         folders = [Path(name)]
-        pictures = "images.tar" if (Path(name) / "images.tar").is_file() else "images"
+        images = "images.tar" if (Path(name) / "images.tar").is_file() else "images"
         each = SceneSet(
             name=Path(name).name,
             folder=name,
-            train=Part("train.json", pictures),
-            test=Part("valid.json", pictures),
+            train=Part("train.json", images),
+            test=Part("valid.json", images),
             origin="its owner",
         )
     else:
         raise unknown(SCENE_SETS, name, "data set", ", or name a folder")
-    lacking = [_lacking(each, folder) for folder in folders]
-    if [] not in lacking:
-        least = min(range(len(folders)), key=lambda i: len(lacking[i]))
-        where = f"{folders[least]} lacks {', '.join(lacking[least])}"
-        raise ValueError(f"the data set {name} is not here: {where}. One gets it from {each.origin}")
-    return functools.partial(_read, each, folders[lacking.index([])], broken)
+    missing = [_missing(each, folder) for folder in folders]
+    if [] not in missing:
+        least = min(range(len(folders)), key=lambda i: len(missing[i]))
+        where = f"{folders[least]} lacks {', '.join(missing[least])}"
+        raise ValueError(f"the data set {name} is not here: {where}. Get it from {each.origin}")
+    return functools.partial(_read, each, folders[missing.index([])], broken)
 
 
-def _lacking(each: SceneSet, folder: Path) -> list[str]:
-    """The files of a data set that a folder has not."""
-    notes = [part.notes for part in (each.train, each.test) if find_file(folder / part.notes) is None]
-    pictures = [part.pictures for part in (each.train, each.test) if not (folder / part.pictures).exists()]
-    return list(dict.fromkeys([*notes, *pictures]))
+def _missing(each: SceneSet, folder: Path) -> list[str]:
+    """Return the files of a data set that are missing in a folder."""
+    parts = (each.train, each.test)
+    annotations = [part.annotations for part in parts if find_file(folder / part.annotations) is None]
+    images = [part.images for part in parts if not (folder / part.images).exists()]
+    return list(dict.fromkeys([*annotations, *images]))
 
 
 def _read(each: SceneSet, folder: Path, broken: Broken) -> SceneData:
-    splits, said = [], [each.said] if each.said else []
+    splits, remarks = [], [each.remark] if each.remark else []
     for part, what in ((each.train, "training"), (each.test, "test")):
-        notes = find_file(folder / part.notes)
-        assert notes is not None, "find_scenes has looked"
-        scenes = read_scenes(notes, Files(folder / part.pictures), broken, empty=what == "test")
-        found = scenes.counts["pictures"] + scenes.counts.get("pictures without boxes", 0)
-        if part.many is not None and found != part.many:
+        annotations = find_file(folder / part.annotations)
+        assert annotations is not None, "checked by find_scenes"
+        scenes = read_scenes(annotations, Files(folder / part.images), broken, empty=what == "test")
+        found = scenes.counts["images"] + scenes.counts.get("images without boxes", 0)
+        if part.count is not None and found != part.count:
             if broken == "refuse":
-                raise ValueError(f"{notes} has {found:,} pictures, {each.name} has {part.many:,}; get it again")
-            said.append(f"{found:,} of {part.many:,} {what} pictures")
+                raise ValueError(f"{annotations} has {found:,} images, {each.name} has {part.count:,}; get it again")
+            remarks.append(f"{found:,} of {part.count:,} {what} images")
         splits.append(scenes)
     train, test = dataclasses.replace(splits[0], truth={}), splits[1]
-    if train.kinds != test.kinds:
-        raise ValueError(f"{each.train.notes} and {each.test.notes} of {folder} list different kinds of things")
-    name = f"{each.name} ({', '.join(said)})" if said else each.name
-    return SceneData(name, train, test, test, {"classes": Vocab(train.kinds.values())})
+    if train.categories != test.categories:
+        raise ValueError(f"{each.train.annotations} and {each.test.annotations} of {folder} list different categories")
+    name = f"{each.name} ({', '.join(remarks)})" if remarks else each.name
+    return SceneData(name, train, test, test, {"classes": Vocab(train.categories.values())})

@@ -1,4 +1,4 @@
-"""Outlines of things as COCO writes them, polygons or run lengths: whether they can be drawn, and drawn."""
+"""Outlines of objects in COCO's formats, polygons and run lengths: check them, make masks of them."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def filled(outline: Any, height: int, width: int) -> Tensor:
-    """COCO's polygons or run lengths as a mask `[height, width]` of 0 and 1.
+    """Return polygons or run lengths as a mask `[height, width]` of 0 and 1.
 
     >>> filled([[0.0, 0, 2, 0, 2, 2, 0, 2]], 3, 4).sum()
     tensor(4)
@@ -20,7 +20,7 @@ def filled(outline: Any, height: int, width: int) -> Tensor:
 
 
 def run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
-    """COCO's polygons or run lengths as compressed run lengths."""
+    """Return polygons or run lengths as compressed run lengths."""
     from pycocotools import mask
 
     tools: Any = mask
@@ -30,10 +30,9 @@ def run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
 
 
 def drawable(outline: Any, height: int, width: int) -> bool:
-    """Whether an outline is COCO's: polygons of three points or more near the picture, or run lengths of its size.
+    """Return True for polygons of at least three points near the image, run lengths of its size, or no outline.
 
-    One that is absent or empty is no mistake. What is not drawable must not reach pycocotools, which trusts it: it may
-    end the process.
+    pycocotools does not check its input: another outline can crash the process.
     """
     if not outline:
         return True
@@ -50,10 +49,10 @@ def drawable(outline: Any, height: int, width: int) -> bool:
 
 
 def _runs(outline: dict[str, Any]) -> bool:
-    """Whether run lengths, plain or as text, are those of a picture of their size."""
+    """Return True if run lengths, as numbers or text, add up to their size."""
     height, width = outline["size"]
     counts = outline.get("counts")
-    counts = unpacked(counts) if isinstance(counts, str) else counts
+    counts = decode_counts(counts) if isinstance(counts, str) else counts
     return (
         isinstance(counts, list)
         and all(isinstance(n, int) and n >= 0 for n in counts)
@@ -61,12 +60,12 @@ def _runs(outline: dict[str, Any]) -> bool:
     )
 
 
-def unpacked(text: str) -> list[int] | None:
-    """COCO's run lengths from their text, five bits a character, from the fourth on what is added to the last but one.
+def decode_counts(text: str) -> list[int] | None:
+    """Decode COCO's compressed run lengths; None for other text.
 
-    None where the text is none.
+    A character has five bits; from the fourth number on, a number is the difference to the last but one.
 
-    >>> unpacked("3260")
+    >>> decode_counts("3260")
     [3, 2, 6, 2]
     """
     counts: list[int] = []
@@ -85,5 +84,5 @@ def unpacked(text: str) -> list[int] | None:
 
 
 def finite(value: object) -> bool:
-    """Whether a value of JSON is a number, and not nan or inf."""
+    """Return True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

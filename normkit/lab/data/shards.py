@@ -1,8 +1,8 @@
-"""Pictures in shards: tar archives as WebDataset has them, and Parquet as Hugging Face has it; read in any order.
+"""Images in shards, read in any order: tar archives in WebDataset's format, and Parquet in Hugging Face's.
 
-A tar archive is gone through once, for where each picture begins and what class it has; that list is kept in the cache
-(`NORMKIT_CACHE`). After that a picture is one read of a file, in whatever order training asks for. Parquet is packed by
-row groups, so pictures of a group are read together, and the groups read last are kept in memory.
+A tar archive is listed once; the offset and class of each image are kept in the cache (`NORMKIT_CACHE`), so that an
+image is one read of a file. Parquet is compressed by row groups: images of a group are read together, and the groups
+read last are kept in memory.
 """
 
 import collections
@@ -23,36 +23,36 @@ from normkit.lab.data.image_folder import SUFFIXES, WINDOW
 
 FORMAT = 1
 BLOCK = 512  # bytes, of a tar archive
-Tell = Callable[[str], object]
+OnStage = Callable[[str], object]
 
 
 class Tars:
-    """Shards of WebDataset: a sample is the files of one KEY: KEY.jpg, and KEY.cls (a number) or KEY.json (a "label").
+    """Shards in WebDataset's format: a sample is KEY.jpg, and KEY.cls (a number) or KEY.json (with a "label").
 
-    What is wrong with a shard is added to `notes`: that it is cut short, that pictures have no class.
+    Problems are added to `notes`: shards that are cut short, images without a class.
     """
 
     groups = None
 
-    def __init__(self, paths: Sequence[Path], notes: list[str], tell: Tell = lambda said: None):
+    def __init__(self, paths: Sequence[Path], notes: list[str], on_stage: OnStage = lambda stage: None):
         self.paths = list(paths)
-        parts = [_indexed(path, notes, tell) for path in self.paths]
+        parts = [_list_images(path, notes, on_stage) for path in self.paths]
         self.shard = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         self.offset, self.size, self.labels = np.concatenate(parts).T
 
     def name(self, item: int) -> str:
-        """The shard and where in it."""
-        return f"the picture at byte {self.offset[item]} of {self.paths[self.shard[item]]}"
+        """Return the shard and the offset of an image."""
+        return f"the image at byte {self.offset[item]} of {self.paths[self.shard[item]]}"
 
     def raw(self, item: int) -> bytes:
-        """The content of the file."""
+        """Return the content of an image file."""
         with self.paths[self.shard[item]].open("rb") as file:
             file.seek(int(self.offset[item]))
             return file.read(int(self.size[item]))
 
 
-def _indexed(path: Path, notes: list[str], tell: Tell) -> np.ndarray:
-    """Offset, size and class of each picture of a tar archive `[N, 3]`, from the cache where it is there."""
+def _list_images(path: Path, notes: list[str], on_stage: OnStage) -> np.ndarray:
+    """Return offset, size and class of each image of a tar archive `[n, 3]`, from the cache if possible."""
     stat = path.stat()
     mark = f"{FORMAT} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     cache = cache_folder() / "shards"
@@ -63,23 +63,23 @@ def _indexed(path: Path, notes: list[str], tell: Tell) -> np.ndarray:
             return saved["table"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         pass
-    tell(f"listing {path.name}")
-    table, said = _scan(path)
-    notes += said
-    packed = io.BytesIO()
-    np.savez(packed, table=table, notes=np.array(said, dtype=np.str_))
-    write_whole(kept, packed.getvalue())
+    on_stage(f"listing {path.name}")
+    table, problems = _scan(path)
+    notes += problems
+    buffer = io.BytesIO()
+    np.savez(buffer, table=table, notes=np.array(problems, dtype=np.str_))
+    write_whole(kept, buffer.getvalue())
     return table
 
 
 def _scan(path: Path) -> tuple[np.ndarray, list[str]]:
-    places: dict[str, tuple[int, int]] = {}
+    offsets: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
-    said: list[str] = []
+    problems: list[str] = []
     end = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, end - BLOCK))
-        whole = not any(file.read())  # an archive ends with blocks of zeros; tarfile says nothing where they lack
+        whole = not any(file.read())  # an archive ends with blocks of zeros; tarfile ignores that they are missing
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
@@ -89,33 +89,33 @@ def _scan(path: Path) -> tuple[np.ndarray, list[str]]:
                 if not member.isfile() or member.offset_data + member.size > end:
                     continue
                 if f".{kind.lower()}" in SUFFIXES:
-                    places[key] = member.offset_data, member.size
+                    offsets[key] = member.offset_data, member.size
                 elif kind in ("cls", "json") and (content := archive.extractfile(member)) is not None:
                     labels[key] = _label(kind, content.read(), f"{member.name} of {path}")
     except (tarfile.TarError, EOFError, OSError) as error:
-        if not places:
-            raise ValueError(f"{path} is no tar archive, or is cut short: {error}; get it again") from None
+        if not offsets:
+            raise ValueError(f"{path} is not a tar archive, or is cut short: {error}; get it again") from None
         whole = False
-    if places and not whole:
-        said.append(f"{path} is cut short after {len(places):,} pictures")
-    bare = [key for key in places if key not in labels]
-    if len(bare) == len(places):
-        raise ValueError(f"{path} has no picture with a class; needs KEY.jpg beside KEY.cls or KEY.json")
+    if offsets and not whole:
+        problems.append(f"{path} is cut short after {len(offsets):,} images")
+    bare = [key for key in offsets if key not in labels]
+    if len(bare) == len(offsets):
+        raise ValueError(f"{path} has no image with a class; needs KEY.jpg beside KEY.cls or KEY.json")
     if bare:
-        said.append(f"{path} has {len(bare):,} pictures without a class, the first of them {bare[0].lstrip('/')}")
-    rows = [(*places[key], labels[key]) for key in places if key in labels]
-    return np.array(rows, np.int64), said
+        problems.append(f"{path} has {len(bare):,} images without a class, the first of them {bare[0].lstrip('/')}")
+    rows = [(*offsets[key], labels[key]) for key in offsets if key in labels]
+    return np.array(rows, np.int64), problems
 
 
 def _label(kind: str, content: bytes, name: str) -> int:
     try:
         return int(content) if kind == "cls" else int(json.loads(content)["label"])
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{name} does not say a class; needs a number, or JSON with a number as its label") from None
+        raise ValueError(f"{name} has no class; needs a number, or JSON with a number as its label") from None
 
 
 class Rows:
-    """Parquet files with a column `image`, the bytes of files or structs with such `bytes`, and a column `label`."""
+    """Parquet files with a column `image`, bytes of image files or structs with `bytes`, and a column `label`."""
 
     def __init__(self, paths: Sequence[Path]):
         self.paths, labels, places = list(paths), [], []
@@ -131,12 +131,12 @@ class Rows:
         self._read: collections.OrderedDict[tuple[int, int], list] = collections.OrderedDict()
 
     def name(self, item: int) -> str:
-        """The file and the row."""
+        """Return the file and the row of an image."""
         shard, group, row = self.places[item]
         return f"row {row} of row group {group} of {self.paths[shard]}"
 
     def raw(self, item: int) -> bytes:
-        """The content of the picture's file; ValueError where there is none."""
+        """Return the content of an image file; ValueError if the row has none."""
         shard, group, row = map(int, self.places[item])
         if (shard, group) not in self._read:
             with _opened(self.paths[shard]) as file:
@@ -156,21 +156,21 @@ def _labels(file: Any, path: Path) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is cut short or damaged: {str(error).splitlines()[0]}") from None
     if found.dtype.kind not in "iu":  # text, or numbers some of which are missing
-        raise ValueError(f"{path} does not say a class in every row; its column label needs whole numbers")
+        raise ValueError(f"{path} has no class in some row; its column label needs whole numbers")
     return found
 
 
 def _opened(path: Path) -> Any:
-    """A Parquet file; ValueError where it is none, or lacks a column."""
+    """Open a Parquet file; ValueError if it is damaged or lacks a column."""
     parquet = _parquet()
     try:
         file = parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no Parquet file, or is cut short: {str(error).splitlines()[0]}") from None
-    lacking = {"image", "label"} - set(file.schema_arrow.names)
-    if lacking:
+        raise ValueError(f"{path} is not a Parquet file, or is cut short: {str(error).splitlines()[0]}") from None
+    missing = {"image", "label"} - set(file.schema_arrow.names)
+    if missing:
         file.close()
-        raise ValueError(f"{path} lacks the column {' and '.join(sorted(lacking))}; it has {file.schema_arrow.names}")
+        raise ValueError(f"{path} lacks the column {' and '.join(sorted(missing))}; it has {file.schema_arrow.names}")
     return file
 
 
@@ -179,5 +179,5 @@ def _parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ModuleNotFoundError("pictures in Parquet need pyarrow: pip install 'normkit[vision]'") from None
+        raise ModuleNotFoundError("images in Parquet need pyarrow: pip install 'normkit[vision]'") from None
     return pyarrow.parquet

@@ -74,10 +74,10 @@ def _scores(folded: Loaded) -> dict[str, float]:
 
 def _seconds(models: Mapping[str, Loaded]) -> dict[str, list[float]]:
     from normkit.lab.data.embedded import cmudict
-    from normkit.lab.train.pairs import Table
+    from normkit.lab.train.pairs import PairTable
 
     pairs = cmudict().test
-    batch = Table.of([pairs[number * len(pairs) // WORDS] for number in range(WORDS)]).batch(list(range(WORDS)))
+    batch = PairTable.of([pairs[number * len(pairs) // WORDS] for number in range(WORDS)]).batch(list(range(WORDS)))
     source, given, _ = batch.tensors
     decoding = {name: lambda m=run.model: decode_along(m, source, given) for name, run in models.items()}
     return rounds_of(decoding, ROUNDS)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 
-from normkit.lab.train.distributed_env import first
+from normkit.lab.train.distributed_env import is_rank_zero
 from normkit.lab.train.progress import Progress
 
 
@@ -15,7 +15,7 @@ class Board:
     """Display of several runs: `with Board(console, titles, steps) as board: board.update(title, progress)`."""
 
     def __init__(self, console: Console, titles: list[str], steps: int):
-        self.console = console if first() else Console(quiet=True)  # only rank 0 prints
+        self.console = console if is_rank_zero() else Console(quiet=True)  # only rank 0 prints
         self.titles, self.steps = titles, steps
         self.started = time.monotonic()
         self._printed: dict[str, float] = {}
@@ -39,10 +39,9 @@ class Board:
         step, steps, training = progress.step, progress.steps, progress.stage == "training"
         state = f"{progress.stage} ..."
         if training:
-            state = (
-                f"step {step:,} of {steps:,}   loss {progress.loss:.3f}   "
-                f"{progress.tokens_per_s:,.0f} {progress.unit}/s   {clock(progress.seconds_left)} left"
-            )
+            state = f"step {step:,} of {steps:,}   loss {progress.loss:.3f}"
+        if progress.seconds_left is not None:
+            state += f"   {progress.tokens_per_s:,.0f} {progress.unit}/s   {clock(progress.seconds_left)} left"
         if self._live is not None:
             self._live.update(self._rows[title], total=steps, completed=step, state=state)
         elif not training or step == steps or step / steps - self._printed.get(title, -1.0) >= 0.1:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from normkit.lab.train.config import Run
-from normkit.lab.train.distributed_env import first
+from normkit.lab.train.distributed_env import is_rank_zero
 from normkit.lab.train.progress import Progress
 
 RETRIES = 3  # how often a job is started again after its process was killed
@@ -155,7 +155,7 @@ def send(title: str, message: Any) -> bool:
     """
     if _queue is None:
         return False
-    if first():
+    if is_rank_zero():
         _queue.put((title, message))
     return _stop.is_set()
 

@@ -1,8 +1,8 @@
-"""Pictures as a classifier is shown them: cropped, mirrored, disturbed, mixed, normalized.
+"""Augmentation of images for a classifier, as `Images` describes it.
 
-torchvision crops, mirrors, erases and mixes; timm has the RandAugment that Vision Transformers are trained with. All
-of them draw from global generators, so a batch is made with those set to a seed of its own, and set back: a batch is a
-function of the run's seed and its number, whichever process makes it.
+torchvision crops, flips, erases and mixes; timm has the RandAugment that Vision Transformers are trained with. All of
+them draw from global generators, so these are seeded for each batch and restored afterwards: a batch depends on the
+run's seed and its number only, whichever process makes it.
 """
 
 import contextlib
@@ -14,58 +14,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normkit.lab.data.images import Album
+from normkit.lab.data.images import ImageData
 from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.train.config import Images
+from normkit.lab.train.settings import Images
 
-NOISE: Any = "random"  # of v2.RandomErasing, which is annotated to take numbers only
-SHARP = 4  # times the model's size: a smaller picture would show in the smallest crop, 8 % of its area
-FILL = 0.45  # of the picture's size: the longest way that RandAugment moves it, as timm has it
+NOISE: Any = "random"  # of v2.RandomErasing, whose annotation allows numbers only
+SHARP = 4  # times the model's size: a smaller image would be visible in the smallest crop, 8 % of its area
+FILL = 0.45  # of the image's size: the longest translation of RandAugment, as in timm
 
 
-class Views:
-    """Makes tensors `[B, 3, size, size]` of pictures, and of their classes what the loss takes: numbers or shares."""
+class Augmentation:
+    """Makes tensors `[batch, 3, size, size]` of images, and labels or label mixtures."""
 
-    def __init__(self, settings: Images, album: Album, size: int):
+    def __init__(self, settings: Images, data: ImageData, size: int):
         load_torchvision()
         from torchvision.transforms import v2
 
-        classes = len(album.vocabularies["classes"].plain())
-        self.least = SHARP * size  # pixels a side that a large picture has to have
-        self.mean, self.std = (torch.tensor(value).view(3, 1, 1) for value in (album.mean, album.std))
-        self.train_view = v2.Compose(_training(settings, size, album.mean))
+        classes = len(data.vocabularies["classes"].plain())
+        self.least = SHARP * size  # pixels per side at which large images are decoded, at least
+        self.mean, self.std = (torch.tensor(value).view(3, 1, 1) for value in (data.mean, data.std))
+        self.train_view = v2.Compose(_training(settings, size, data.mean))
         self.erase = v2.RandomErasing(settings.erase, value=NOISE) if settings.erase else None
         bicubic = v2.InterpolationMode.BICUBIC
         whole = [v2.Resize(round(size / settings.test_crop), bicubic), v2.CenterCrop(size), v2.PILToTensor()]
         self.test_view = v2.Compose(whole)
-        ways = [(settings.mixup, v2.MixUp), (settings.cutmix, v2.CutMix)]
-        made = [way(alpha=alpha, num_classes=classes) for alpha, way in ways if alpha]
+        kinds = [(settings.mixup, v2.MixUp), (settings.cutmix, v2.CutMix)]
+        mixes = [kind(alpha=alpha, num_classes=classes) for alpha, kind in kinds if alpha]
         shares = [1 - settings.mix_switch, settings.mix_switch]
-        self.mix = v2.RandomChoice(made, shares) if len(made) == 2 else made[0] if made else None
+        self.mix = v2.RandomChoice(mixes, shares) if len(mixes) == 2 else mixes[0] if mixes else None
         self.mix_prob, self.classes = settings.mix_prob, classes
 
-    def training(self, pictures: Sequence[Any], labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """As the run says; the same for the same seed."""
-        with chance(seed):
-            images = self._normal([self.train_view(picture) for picture in pictures])
+    def train(self, images: Sequence[Any], labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Augment a training batch; the same seed gives the same batch."""
+        with seeded(seed):
+            batch = self._normalize([self.train_view(image) for image in images])
             if self.erase is not None:
-                images = torch.stack([self.erase(image) for image in images])
+                batch = torch.stack([self.erase(image) for image in batch])
             if self.mix is not None:
                 if float(torch.rand(())) < self.mix_prob:
-                    return self.mix(images, labels)
-                labels = torch.nn.functional.one_hot(labels, self.classes).to(images)
-            return images, labels
+                    return self.mix(batch, labels)
+                labels = torch.nn.functional.one_hot(labels, self.classes).to(batch)
+            return batch, labels
 
-    def testing(self, pictures: Sequence[Any], labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The middle of each picture."""
-        return self._normal([self.test_view(picture) for picture in pictures]), labels
+    def test(self, images: Sequence[Any], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Crop the centre of each image."""
+        return self._normalize([self.test_view(image) for image in images]), labels
 
-    def _normal(self, pictures: list[Tensor]) -> Tensor:
-        return torch.stack(pictures).float().div_(255).sub_(self.mean).div_(self.std)
+    def _normalize(self, images: list[Tensor]) -> Tensor:
+        return torch.stack(images).float().div_(255).sub_(self.mean).div_(self.std)
 
 
 def _training(settings: Images, size: int, mean: tuple[float, float, float]) -> list[Any]:
-    """From a picture of PIL to uint8 `[3, size, size]`."""
+    """Return transforms of a PIL image to uint8 `[3, size, size]`."""
     from torchvision.transforms import v2
 
     bicubic = v2.InterpolationMode.BICUBIC
@@ -87,12 +87,12 @@ def _training(settings: Images, size: int, mean: tuple[float, float, float]) -> 
 
 
 @contextlib.contextmanager
-def chance(seed: int) -> Iterator[None]:
-    """The global generators of PyTorch (CPU), NumPy and Python as of a seed; afterwards as they were.
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of PyTorch (CPU), NumPy and Python inside the block, and restore them after it.
 
-    >>> with chance(1):
+    >>> with seeded(1):
     ...     first = torch.rand(())
-    >>> with chance(1):
+    >>> with seeded(1):
     ...     print(bool(torch.rand(()) == first))
     True
     """

@@ -1,4 +1,4 @@
-"""BLEU as the papers count it, by sacrebleu, with bootstrap; two systems compared on the same sentences."""
+"""BLEU as the papers compute it, by sacrebleu, with a bootstrap error."""
 
 import html
 import re
@@ -11,12 +11,21 @@ SAMPLES = 1000  # of the bootstrap
 
 
 def bleu(found: Sequence[str], references: Sequence[str], corpus: Corpus, samples: int = SAMPLES) -> dict[str, float]:
-    """BLEU of translations, a reference each: "bleu", its standard error "bleu_error", "sacrebleu", "n" sentences.
+    """Return BLEU of translations with one reference each.
 
-    "bleu" is counted on words as they stand where the corpus is tokenized, as by multi-bleu.perl, after splitting
-    compounds where the papers do; "sacrebleu" with sacrebleu's own tokenization (13a), escapes such as `&apos;` undone.
-    They are the same where the corpus is not tokenized. The error is that of `samples` resamplings of the sentences
-    (Koehn 2004); 0 leaves it out.
+    Args:
+        found: Translations.
+        references: One reference for each.
+        corpus: Its tokenization decides how words are counted.
+        samples: Resamplings of the sentences for the error (Koehn 2004); 0 for no error.
+
+    Returns:
+        "bleu", on the words of a tokenized corpus as multi-bleu.perl, after splitting compounds if the papers do;
+        "sacrebleu", with sacrebleu's tokenization (13a) and escapes such as `&apos;` decoded, the same as "bleu" if the
+        corpus is not tokenized; "bleu_error", the standard error of "bleu"; "n", the number of sentences.
+
+    Raises:
+        ValueError: If the numbers of translations and references differ, or are 0.
     """
     if len(found) != len(references) or not found:
         raise ValueError(f"{len(found)} translations for {len(references)} references; needs one each of at least one")
@@ -24,26 +33,26 @@ def bleu(found: Sequence[str], references: Sequence[str], corpus: Corpus, sample
         counted(found, corpus), [counted(references, corpus)], **({"n_bootstrap": samples} if samples else {})
     )
     scores = {"bleu": result.score, "n": len(found)}
-    if samples:  # sacrebleu tells half of the 95 % interval that the samples span
+    if samples:  # sacrebleu returns half of the 95 % interval
         scores["bleu_error"] = float(result._ci) / 1.96
-    scores["sacrebleu"] = _bleu("13a").corpus_score(_plain(found), [_plain(references)]).score
+    scores["sacrebleu"] = _bleu("13a").corpus_score(_unescape(found), [_unescape(references)]).score
     return scores
 
 
 def counted(lines: Sequence[str], corpus: Corpus) -> list[str]:
-    """Lines as the BLEU of a corpus takes them."""
+    """Prepare lines for the BLEU of a corpus."""
     if not corpus.tokenized:
-        return _plain(lines)
+        return _unescape(lines)
     return [split_compounds(line) for line in lines] if corpus.compounds else list(lines)
 
 
 def metric(corpus: Corpus) -> Any:
-    """Sacrebleu's metric for lines that are `counted`."""
+    """Return sacrebleu's metric for `counted` lines."""
     return _bleu("none" if corpus.tokenized else "13a")
 
 
 def split_compounds(line: str) -> str:
-    """Compounds split at hyphens, as in tensor2tensor's get_ende_bleu.sh.
+    """Split compounds at hyphens, as tensor2tensor's get_ende_bleu.sh.
 
     >>> split_compounds("a well-known - fact")
     'a well ##AT##-##AT## known - fact'
@@ -51,7 +60,7 @@ def split_compounds(line: str) -> str:
     return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
 
 
-def _plain(lines: Sequence[str]) -> list[str]:
+def _unescape(lines: Sequence[str]) -> list[str]:
     return [html.unescape(line) for line in lines]
 
 

@@ -1,6 +1,6 @@
-"""Pictures into classes."""
+"""Classification of small images that fit into memory: the digits of scikit-learn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -9,16 +9,13 @@ from torch import Tensor
 
 from normkit.lab.data.batches import Batches, batches_of
 from normkit.lab.train.task import Batch, Task
-from normkit.transforms import calibrate
-
-CALIBRATION = 50
 
 
 class Classification(Task):
-    """A Vision Transformer with cross-entropy; accuracy."""
+    """Cross-entropy of the classes; accuracy in percent."""
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Random pictures, `batch_tokens` of them."""
+        """Yield random batches of `batch_tokens` images."""
         images, labels = self.data.train
         run = self.settings
 
@@ -28,28 +25,17 @@ class Classification(Task):
         return iter(Batches(order, lambda items: _batch(images[items], labels[items]), start))
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Cross-entropy of the classes."""
+        """Return the cross-entropy."""
         images, labels = batch.tensors
         return F.cross_entropy(self.model(images), labels, label_smoothing=smoothing)
 
-    def validation(self) -> list[Batch]:
-        """All of the validation split at once."""
+    def validation_batches(self) -> list[Batch]:
+        """Return the validation split as one batch."""
         return [_batch(*self.data.valid)]
 
-    def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
-        """Accuracy in percent, with running statistics and with calibrated ones."""
-        tell("scoring")
-        scores = {"running": self._accuracy()}
-        if self.has_statistics():
-            batches = [batch for batch, _ in zip(self.batches(0), range(CALIBRATION), strict=False)]
-            trained = self.model
-            self.model = calibrate(trained, batches, forward=lambda model, b: model(self.on_device(b).tensors[0]))
-            scores["calibrated"] = self._accuracy()
-            self.model = trained
-        return scores
-
     @torch.no_grad()
-    def _accuracy(self) -> dict[str, float]:
+    def score_test(self) -> dict[str, float]:
+        """Return loss and accuracy."""
         batch = self.on_device(_batch(*self.data.test))
         self.model.eval()
         images, labels = batch.tensors

@@ -1,12 +1,12 @@
-"""A running average of a model's weights, by PyTorch's `AveragedModel`, with a rule for what is no weight.
+"""Moving average of a model's weights, by PyTorch's `AveragedModel`, with a rule for buffers.
 
 - parameters are averaged;
-- so are statistics and other buffers of floating point (`running`, windows, PyTorch's `running_mean`): they describe
-  the features that the averaged weights compute better than those of the last step do;
-- whole numbers (steps, counts of what was skipped, `num_batches_tracked`) are the model's own.
+- so are floating-point buffers (statistics, windows, PyTorch's `running_mean`): averages describe the features of the
+  averaged weights better than the statistics of the last step do;
+- integers (steps, counters, `num_batches_tracked`) are copied.
 
-At the first update all is copied. What `AveragedModel` does by itself is either to copy all buffers, so that averaged
-weights meet the statistics of others, or to average whole numbers too.
+The first update copies everything. `AveragedModel` by default copies all buffers, so that averaged weights get
+statistics of other weights, or averages integers too.
 """
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 
-class _Towards:
-    """`average += (1 - decay) * (new - average)`; whole numbers are the new ones."""
+class _Update:
+    """`average += (1 - decay) * (new - average)`; integers are copied."""
 
     def __init__(self, decay: float):
         self.decay = decay
@@ -30,7 +30,7 @@ class _Towards:
 
 
 def moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """A copy of the model that `update_parameters(model)` moves towards it after each step; without gradients.
+    """Return an average of the model, without gradients; `update_parameters(model)` updates it after each step.
 
     >>> model = nn.BatchNorm1d(1)
     >>> average = moving_average(model, decay=0.75)
@@ -42,5 +42,5 @@ def moving_average(model: nn.Module, decay: float) -> AveragedModel:
     >>> float(average.module.weight.detach())
     2.0
     """
-    average = AveragedModel(model, multi_avg_fn=_Towards(decay), use_buffers=True)  # type: ignore[reportArgumentType]
+    average = AveragedModel(model, multi_avg_fn=_Update(decay), use_buffers=True)  # type: ignore[reportArgumentType]
     return average.requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, versions, machine."""
+"""Origin of a result: commit, versions, machine."""
 
 import datetime
 import importlib.metadata
@@ -11,11 +11,15 @@ import torch
 import normkit
 
 
-def where(device: str = "auto", count: int = 1) -> dict[str, object]:
-    """Commit, versions and machine of this process, as result files keep them.
+def environment(device: str = "auto", count: int = 1) -> dict[str, object]:
+    """Return commit, versions and machine of this process, for result files.
 
-    The machine is named after its GPU where it has one, unless `device` is "cpu"; `count` devices are
-    "8 x NAME". `commit` and `dirty` are None where the package does not lie in a git checkout of its own.
+    Args:
+        device: "cpu" names the processor also if there is a GPU.
+        count: Number of devices; 8 are named "8 x NAME".
+
+    Returns:
+        A dictionary; `commit` and `dirty` are None if the package is not in a git checkout of its own.
     """
     commit, dirty = _checkout(Path(normkit.__file__).parent)
     name = torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else _processor()
@@ -35,15 +39,14 @@ def where(device: str = "auto", count: int = 1) -> dict[str, object]:
 
 def _checkout(package: Path) -> tuple[str | None, bool | None]:
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None, None  # installed, or inside somebody else's repository
+        return None, None  # installed, or inside another repository
     return _git(package, "rev-parse", "HEAD"), bool(_git(package, "status", "--porcelain"))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", folder, *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", folder, *arguments], capture_output=True, text=True, check=False, timeout=10
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""Error rates of transcriptions with several right answers, by the library that speech recognition counts with."""
+"""Error rates of transcriptions with several references, by jiwer, the library of speech recognition."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,15 @@ Symbols = Sequence[str]
 
 
 def error_rates(hypotheses: Sequence[Symbols], references: Sequence[Sequence[Symbols]]) -> dict[str, float]:
-    """Symbol and word error rate in percent, each word held against the closest of its references.
+    """Return symbol and word error rates in percent, each word compared with the closest of its references.
 
-    `per` = edits / symbols of the closest references, `wer` = share of words with an edit. `per_error`, `wer_error` are
-    their sampling errors (one standard deviation, words drawn independently), `n` the number of words. Of references
-    that are equally many edits away the longest counts.
+    Args:
+        hypotheses: Symbols of each word.
+        references: All correct transcriptions of each word. Of those equally close, the longest one counts.
+
+    Returns:
+        `per`, edits per symbol of the closest references; `wer`, fraction of words with an edit; `per_error` and
+        `wer_error`, their sampling errors (one standard deviation, words drawn independently); `n`, number of words.
 
     >>> error_rates([["K", "AE"], ["T", "UW"]], [[["K", "AE", "T"], ["K", "EY"]], [["T", "UW"]]])["per"]
     20.0

@@ -1,4 +1,4 @@
-"""Fold the norms of a saved run away; the result is a run folder like any other."""
+"""Fold the norms of a saved run; the result is saved as a run folder too."""
 
 import copy
 import dataclasses
@@ -15,7 +15,7 @@ from normkit.transforms import Audit, Outcome, Report, audit, fold
 
 
 def audit_run(loaded: Loaded) -> Audit:
-    """Per norm of a run's model: what folding can make of it, with the output layer untied from the embedding."""
+    """Predict the outcome of folding for each norm of a run's model, with the output layer untied from the embedding."""
     run, model, vocabularies = loaded
     spec = TASKS[run.task]
     found = audit(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies), untie=True)
@@ -23,16 +23,17 @@ def audit_run(loaded: Loaded) -> Audit:
 
 
 def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
-    """A run's model with its norms folded away, and what became of each; the output layer gets its own matrix.
+    """Fold the norms of a run's model; the output layer gets its own matrix.
 
-    The run that is returned describes the model that is left, in which `nonorm` stands where a norm was.
+    Returns:
+        The folded run, whose settings have `nonorm` in place of the folded norms, and the outcome of each norm.
     """
     run, model, vocabularies = loaded
     spec = TASKS[run.task]
     part, report = fold(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies), untie=True)
-    for fate in report:
-        if fate.action in ("multiply-add", "add"):
-            part.set_submodule(fate.name, _as_norm(part.get_submodule(fate.name)))
+    for outcome in report:
+        if outcome.action in ("multiply-add", "add"):
+            part.set_submodule(outcome.name, _as_norm(part.get_submodule(outcome.name)))
     report = dataclasses.replace(report, rows=_named(report.rows, spec.part))
     folded = part
     if spec.part:
@@ -42,7 +43,7 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
 
 
 def _named(rows: tuple[Outcome, ...], part: str) -> tuple[Outcome, ...]:
-    """The rows with names in the whole model, not in the part of it that has the norms."""
+    """Rename rows from the part that contains the norms to the whole model."""
     return tuple(dataclasses.replace(row, name=f"{part}.{row.name}") for row in rows) if part else rows
 
 
@@ -56,22 +57,22 @@ def _as_norm(affine: nn.Module) -> NoNorm:
     return norm
 
 
-def _described(run: Run, fates: tuple[Outcome, ...]) -> Run:
-    """The run with a model whose norms are what folding left of them."""
-    left = {fate.name: _left(fate) for fate in fates}
+def _described(run: Run, outcomes: tuple[Outcome, ...]) -> Run:
+    """Return the run with the norms that folding left."""
+    left = {outcome.name: _left(outcome) for outcome in outcomes}
     kinds = list(left.values())
     common = max(set(kinds), key=kinds.count)
     others = {name: spec for name, spec in left.items() if spec != common}
     return dataclasses.replace(run, model=dataclasses.replace(run.model, norm=common, norm_at=others, tie=False))
 
 
-def _left(fate: Outcome) -> str:
-    """The spec of what is left of a norm."""
-    if fate.action in ("folded", "folded back"):
+def _left(outcome: Outcome) -> str:
+    """Return the spec of what is left of a norm."""
+    if outcome.action in ("folded", "folded back"):
         return "nonorm"
-    if fate.action in ("multiply-add", "add"):
+    if outcome.action in ("multiply-add", "add"):
         return "nonorm(affine=True)"
-    if fate.action == "gain folded":
-        name, given = parse(fate.norm)
+    if outcome.action == "gain folded":
+        name, given = parse(outcome.norm)
         return format_spec(name, {**given, "affine": False})
-    return fate.norm
+    return outcome.norm

@@ -1,7 +1,8 @@
-"""Language modelling over running text: each row of the batch reads on where it stopped."""
+"""Language modelling on running text, cut into pieces of `context` words."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +11,15 @@ from torch import Tensor
 from normkit.lab.data.batches import Batches
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.train.task import Batch, Task
-from normkit.transforms import calibrate
-
-CALIBRATION = 100
 
 
 class Language(Task):
-    """A decoder-only Transformer on pieces of text, `context` words each; perplexity."""
+    """Cross-entropy of the next word; perplexity per word."""
+
+    calibration_batches: ClassVar[int] = 100
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Pieces in random order; the cuts between pieces move with each epoch."""
+        """Yield pieces in random order; the cuts between pieces move with each epoch."""
         length = self.settings.context
         pieces = max(1, self.settings.batch_tokens // length)
         if len(self.data.train) < 2 * length + 1:
@@ -35,33 +35,22 @@ class Language(Task):
         return iter(Batches(order, lambda starts: _pieces(self.data.train, starts, length), start))
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Cross-entropy of the next words."""
+        """Return the cross-entropy of the next words."""
         given, target = batch.tensors
         if isinstance(self.model, DecoderLM) and self.settings.model.adaptive and not smoothing:
             return self.model.nll(given, target)
         return F.cross_entropy(self.model(given).flatten(0, 1), target.flatten(), label_smoothing=smoothing)
 
-    def validation(self) -> list[Batch]:
-        """All of the validation split."""
+    def validation_batches(self) -> list[Batch]:
+        """Return the whole validation split."""
         return _all_pieces(self.data.valid, self.settings.context)
 
-    def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
-        """Perplexity per word, of all words of the test split, with running statistics and with calibrated ones.
+    def score_test(self) -> dict[str, float]:
+        """Return loss, and perplexity per word of the whole test split.
 
-        A word sees those before it in its piece of `context` words, as in the papers (no memory of the piece before).
-        Of a text in subwords, the loss of all of them is divided by the number of words.
+        A word attends to those before it in its piece of `context` words, as in the papers. If the text is in subwords,
+        their total loss is divided by the number of words.
         """
-        tell("scoring")
-        scores = {"running": self._perplexity()}
-        if self.has_statistics():
-            batches = [batch for batch, _ in zip(self.batches(0), range(CALIBRATION), strict=False)]
-            trained = self.model
-            self.model = calibrate(trained, batches, forward=lambda model, b: model(self.on_device(b).tensors[0]))
-            scores["calibrated"] = self._perplexity()
-            self.model = trained
-        return scores
-
-    def _perplexity(self) -> dict[str, float]:
         batches = _all_pieces(self.data.test, self.settings.context)
         loss, symbols = self.mean_loss(batches), sum(batch.tokens for batch in batches)
         words = self.data.words or symbols
@@ -75,7 +64,7 @@ def _pieces(text: Tensor, starts: list[int], length: int) -> Batch:
 
 
 def _all_pieces(text: Tensor, length: int, together: int = 16) -> list[Batch]:
-    """The text from its first word to its last, cut into pieces; the last piece, which is shorter, comes alone."""
+    """Cut the text into pieces in order; the last piece, which is shorter, is a batch of its own."""
     whole = (len(text) - 1) // length
     starts = [length * piece for piece in range(whole)]
     batches = [_pieces(text, starts[at : at + together], length) for at in range(0, whole, together)]

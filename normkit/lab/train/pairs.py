@@ -1,4 +1,4 @@
-"""Pairs of sequences, from which a batch is cut out."""
+"""Pairs of sequences, and the batches made of them."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from normkit.lab.data.vocab import BOS, PAD
 from normkit.lab.train.task import Batch
 
 
-class Table:
-    """Sources and targets, as they lie in memory or in mapped files; `rows` are those that the table has, in order.
+class PairTable:
+    """Sources and targets, in memory or in mapped files; `rows` selects and orders them.
 
-    >>> table = Table.of([([4, 5, 2], [6, 2]), ([4, 2], [7, 2])])
+    >>> table = PairTable.of([([4, 5, 2], [6, 2]), ([4, 2], [7, 2])])
     >>> [tensor.tolist() for tensor in table.batch([1]).tensors]
     [[[4, 2]], [[1, 7]], [[7, 2]]]
     """
@@ -26,19 +26,19 @@ class Table:
         self.sizes = self.both.sum(1, dtype=np.int32)
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> "Table":
-        """From lists of numbers."""
+    def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> "PairTable":
+        """Make a table of lists of numbers."""
         return cls(Ragged.of([pair[0] for pair in pairs]), Ragged.of([pair[1] for pair in pairs]))
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def take(self, items: Sequence[int] | np.ndarray) -> "Table":
-        """A table of some pairs."""
-        return Table(self.source, self.target, self.rows[np.asarray(items)])
+    def take(self, items: Sequence[int] | np.ndarray) -> "PairTable":
+        """Return a table of some pairs."""
+        return PairTable(self.source, self.target, self.rows[np.asarray(items)])
 
     def batch(self, items: Sequence[int] | np.ndarray, static: bool = False) -> Batch:
-        """Source, what the decoder is given, and what it should say; `static` rounds lengths up to one of few."""
+        """Return source, decoder input and target; `static` rounds their length up to one of few."""
         rows = self.rows[np.asarray(items)]
         length = rounded(int(self.both[np.asarray(items)].max())) if static else 0
         source, target = self.source.padded(rows, length), self.target.padded(rows, length)
@@ -46,17 +46,17 @@ class Table:
         return Batch((source, given, target), len(items), int(self.target.sizes[rows].sum()))
 
     def sorted_items(self, together: int) -> list[list[int]]:
-        """All items, shortest source first, so many at a time."""
+        """Return all items by length of the source, in lists of `together`."""
         order = np.argsort(self.both[:, 0], kind="stable").tolist()
         return [order[at : at + together] for at in range(0, len(order), together)]
 
     def batches(self, tokens: int) -> list[Batch]:
-        """All pairs once, in batches of about one length, of at most so many symbols: as large as in training."""
+        """Return all pairs once, in batches of similar length and of at most `tokens` symbols."""
         return [self.batch(items) for items in batches_of(self.sizes, tokens, bucketing=True, by=self.both)]
 
 
 def spread(length: int, count: int) -> list[int]:
-    """`count` of so many items, at even distances; all where there are fewer.
+    """Return `count` evenly spaced items of `length`, or all if there are fewer.
 
     >>> spread(10, 3)
     [0, 3, 6]

@@ -1,8 +1,8 @@
-"""Several processes that train one model: how they share it, and which of them writes files.
+"""Training with several processes: strategy, exchange of values, sharded models.
 
-Lightning starts them (`--devices 2`), or `torchrun` or SLURM have. Each takes its turn of the batches, so that a step
-sees `devices x nodes x accumulate x batch_tokens` tokens. Norms with statistics compute them from their own process'
-batch, or with `sync=True` in their spec from those of all; the first process' are saved.
+Lightning starts the processes (`--devices 2`), or `torchrun` or SLURM does. They take turns in reading batches, so a
+step uses `devices x nodes x accumulate x batch_tokens` tokens. Norms compute statistics from their process' batch, or
+with `sync=True` in their spec from all of them; those of rank 0 are saved.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from torch import nn
 
 from normkit.lab.models.blocks import Layer
 from normkit.lab.train.config import Run
-from normkit.lab.train.distributed_env import first
+from normkit.lab.train.distributed_env import is_rank_zero
 
 
 def check_gpus(run: Run) -> None:
-    """ValueError where a run is for more GPUs than there are."""
+    """Raise a ValueError if a run is for more GPUs than PyTorch finds."""
     there = torch.cuda.device_count()
     if run.devices > there and (run.device == "cuda" or (run.device == "auto" and there)):
         raise ValueError(
@@ -25,8 +25,8 @@ def check_gpus(run: Run) -> None:
         )
 
 
-def strategy(run: Run) -> Any:
-    """Lightning's strategy for a run."""
+def make_strategy(run: Run) -> Any:
+    """Return Lightning's strategy for a run."""
     from lightning.pytorch import strategies
 
     if run.devices * run.nodes == 1:
@@ -38,10 +38,10 @@ def strategy(run: Run) -> Any:
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
 
 
-def cluster() -> list[Any]:
-    """Lightning's plugin for SLURM, where it is what started this process, without its own way to begin again.
+def cluster_plugins() -> list[Any]:
+    """Return Lightning's plugin for SLURM if SLURM started this process, without automatic requeueing.
 
-    That would keep a checkpoint of its own in the run's folder, and a later run there would go on from it unasked.
+    Requeueing would save a checkpoint of Lightning's own in the run folder, and a later run would resume from it.
     """
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -51,14 +51,14 @@ def cluster() -> list[Any]:
     return [SLURMEnvironment(auto_requeue=False)]
 
 
-def together() -> bool:
-    """Whether there are other processes to talk to."""
+def is_distributed() -> bool:
+    """Return True if several processes are connected."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def gathered(value: Any) -> list[Any]:
-    """What each process has; all must ask. That of this one alone where it is the only one."""
-    if not together():
+def all_gather(value: Any) -> list[Any]:
+    """Return the values of all processes, which must all call this; of a single process, its own."""
+    if not is_distributed():
         return [value]
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, value)
@@ -66,7 +66,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def shard(model: nn.Module, mesh: Any) -> None:
-    """FSDP2: each process keeps a part of each layer, and gathers a layer when it is computed; in place."""
+    """Shard each layer over the processes with FSDP2, in place; a layer is gathered when it is computed."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in [module for module in model.modules() if isinstance(module, Layer)]:
@@ -74,12 +74,12 @@ def shard(model: nn.Module, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def whole(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """The model that the processes hold in parts, as one, on the first of them; a fresh one of `make` on the others."""
+def unshard(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+    """Return a sharded model as a whole one on rank 0; other ranks get a new one from `make`."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state, made = get_model_state_dict(model, options=options), make()
-    if first():
-        made.load_state_dict(state, strict=False)
-    return made
+    state, model = get_model_state_dict(model, options=options), make()
+    if is_rank_zero():
+        model.load_state_dict(state, strict=False)
+    return model

@@ -1,15 +1,15 @@
-"""What a run tells those who wait for it."""
+"""Progress of a run, for its observers."""
 
 from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How far a run is; `stage` is "training", later what is being done with the trained model."""
+    """Progress of a run; `stage` is "training", later what is done with the trained model."""
 
     stage: str
     step: int
     steps: int
-    loss: float = float("nan")  # mean training loss since the last time
+    loss: float = float("nan")  # mean training loss since the last progress
     tokens_per_s: float = 0.0
-    seconds_left: float = 0.0
-    unit: str = "tokens"  # or images, as the task has it
+    seconds_left: float | None = None  # None until speed has been measured
+    unit: str = "tokens"  # or images, see TaskSpec.unit

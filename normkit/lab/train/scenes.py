@@ -1,4 +1,4 @@
-"""Pictures with boxes as a detector learns from them: read, augmented, in batches, in processes of their own."""
+"""Batches for a detector: images with boxes, read and augmented, also in worker processes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,21 +12,21 @@ from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.lab.train.task import Batch
 
 Target = dict[str, Any]
-FIRST_SIZES = (400, 500, 600)  # shorter sides of a picture before it is cropped
+FIRST_SIZES = (400, 500, 600)  # shorter sides of an image before it is cropped
 
 
 class Item(NamedTuple):
-    """A picture of an epoch."""
+    """An image of an epoch."""
 
     epoch: int
     at: int  # in the split
 
 
 class Samples(Dataset):
-    """Pictures and targets by number, augmented by chance that hangs on seed, epoch and number alone.
+    """Images and targets by number, with error messages of images that cannot be decoded.
 
-    With each comes what is wrong with pictures whose pixels cannot be decoded. The next one stands in for such a
-    picture; without augmentation, for scoring, None does.
+    The augmentation depends on seed, epoch and number only. With augmentation, the next image replaces one that cannot
+    be decoded; without, for scoring, the sample is None.
     """
 
     def __init__(self, scenes: Scenes, *, masks: bool, augment: Callable | None, seed: int = 0):
@@ -37,14 +37,14 @@ class Samples(Dataset):
         for further in range(len(self.scenes) if self.augment is not None else 1):
             index = (item.at + further) % len(self.scenes)
             try:
-                picture = self.scenes.picture(index)
+                image = self.scenes.image(index)
             except ValueError as error:
                 broken.append(str(error))
                 continue
-            return self._shown(picture, index, item), broken
+            return self._sample(image, index, item), broken
         return None, broken
 
-    def _shown(self, picture: torch.Tensor, index: int, item: Item) -> tuple[torch.Tensor, Target]:
+    def _sample(self, image: torch.Tensor, index: int, item: Item) -> tuple[torch.Tensor, Target]:
         scene = self.scenes.scenes[index]
         target: Target = {"boxes": scene.boxes, "labels": scene.labels, "number": torch.tensor(scene.number)}
         if self.masks:
@@ -52,15 +52,15 @@ class Samples(Dataset):
         if self.augment is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(((self.seed * 1_000_003 + item.epoch) << 24) + item.at)
-                picture, target = self.augment(picture, target)
-        return picture.float() / 255, target
+                image, target = self.augment(image, target)
+        return image.float() / 255, target
 
 
 class Augmentation:
-    """Left and right by chance, a size by chance, and for half of the pictures a part of them by chance.
+    """Random flip and size, and for half of the images a random crop.
 
-    As Swin-Transformer-Object-Detection trains (after DETR), with torchvision's transforms. Resizing does not smooth,
-    which it does not at inference either.
+    As Swin-Transformer-Object-Detection trains (after DETR), with torchvision's transforms. Resizing has no
+    antialiasing, neither here nor at inference.
     """
 
     def __init__(self, detector: Detector):
@@ -71,49 +71,49 @@ class Augmentation:
         self.flip = v2.RandomHorizontalFlip()
         self.resize = v2.RandomShortestSize(list(detector.sizes), detector.longest, antialias=False)
         self.first = v2.RandomShortestSize(list(FIRST_SIZES), antialias=False)
-        self.tidy = v2.SanitizeBoundingBoxes()
+        self.sanitize = v2.SanitizeBoundingBoxes()
 
-    def __call__(self, picture: torch.Tensor, target: Target) -> tuple[torch.Tensor, Target]:
-        """A picture and its boxes, labels and masks, changed alike; things that were cut away are gone."""
+    def __call__(self, image: torch.Tensor, target: Target) -> tuple[torch.Tensor, Target]:
+        """Augment an image with its boxes, labels and masks; objects that are cropped away are removed."""
         from torchvision import tv_tensors
 
-        boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=picture.shape[-2:])  # type: ignore[call-overload]
+        boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=image.shape[-2:])  # type: ignore[call-overload]
         masks = {"masks": tv_tensors.Mask(target["masks"])} if "masks" in target else {}
-        sample = tv_tensors.Image(picture), {"boxes": boxes, "labels": target["labels"], **masks}
+        sample = tv_tensors.Image(image), {"boxes": boxes, "labels": target["labels"], **masks}
         sample = self.flip(*sample)
         if self.crop is not None and torch.rand(()) < 0.5:
-            sample = self._part(*self.first(*sample))
-        picture, target = self.tidy(*self.resize(*sample))
-        return picture.as_subclass(torch.Tensor), {key: t.as_subclass(torch.Tensor) for key, t in target.items()}
+            sample = self._random_crop(*self.first(*sample))
+        image, target = self.sanitize(*self.resize(*sample))
+        return image.as_subclass(torch.Tensor), {key: t.as_subclass(torch.Tensor) for key, t in target.items()}
 
-    def _part(self, picture: Any, target: Target) -> tuple[Any, Target]:
-        """A window whose sides are between those of `crop`, or all there is."""
+    def _random_crop(self, image: Any, target: Target) -> tuple[Any, Target]:
+        """Crop to a window whose sides are between those of `crop`, or as large as the image."""
         from torchvision.transforms.v2 import functional
 
         assert self.crop is not None
         low, high = self.crop
-        height, width = picture.shape[-2:]
+        height, width = image.shape[-2:]
         sides = [int(torch.randint(min(low, side), min(high, side) + 1, ())) for side in (height, width)]
         top, left = (
             int(torch.randint(0, whole - side + 1, ())) for whole, side in zip((height, width), sides, strict=True)
         )
         window = (top, left, *sides)
         parts = {key: functional.crop(target[key], *window) for key in target if key != "labels"}
-        return functional.crop(picture, *window), {**target, **parts}
+        return functional.crop(image, *window), {**target, **parts}
 
 
 def load_batches(samples: Samples, order: Iterable[list[Item]], workers: int) -> Iterator[tuple[Batch, list[str]]]:
-    """Batches of samples in that order, each with what is wrong with pictures that are not in it."""
-    chance: Any = {"generator": torch.Generator()}  # so that it draws nothing from the run's own
-    loader = DataLoader(samples, batch_sampler=order, num_workers=workers, collate_fn=_together, **chance)  # type: ignore[arg-type]
+    """Yield batches in an order, each with the error messages of images that are not in it."""
+    own: Any = {"generator": torch.Generator()}  # the loader would otherwise draw from the generator of dropout
+    loader = DataLoader(samples, batch_sampler=order, num_workers=workers, collate_fn=_collate, **own)  # type: ignore[arg-type]
     return iter(loader)
 
 
-def _together(samples: list[tuple[tuple[torch.Tensor, Target] | None, list[str]]]) -> tuple[Batch, list[str]]:
-    """Pictures and targets as lists: sizes differ."""
-    pictures, targets = [], []
+def _collate(samples: list[tuple[tuple[torch.Tensor, Target] | None, list[str]]]) -> tuple[Batch, list[str]]:
+    """Make lists of images and targets, whose sizes differ."""
+    images, targets = [], []
     for sample, _ in samples:
         if sample is not None:
-            pictures.append(sample[0])
+            images.append(sample[0])
             targets.append(sample[1])
-    return Batch((pictures, targets), len(pictures), len(pictures)), [why for _, broken in samples for why in broken]
+    return Batch((images, targets), len(images), len(images)), [why for _, broken in samples for why in broken]

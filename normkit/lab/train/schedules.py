@@ -1,4 +1,4 @@
-"""Learning rates over time, as PyTorch schedulers; the papers' rules (Transformers without Tears, section 3)."""
+"""Learning rate schedules as PyTorch schedulers; rules of the papers (Transformers without Tears, section 3)."""
 
 import math
 from collections.abc import Sequence
@@ -7,13 +7,15 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
+from normkit.lab.train.settings import Schedule
+
 
 class InverseSqrt(LRScheduler):
-    """Linear warm-up, then `n ** -0.5` (Eq. 7), so that the optimizer's lr is the peak, reached at step `warmup`.
+    """Linear warm-up to the optimizer's lr at step `warmup`, then `n ** -0.5` (Eq. 7).
 
     `lr(n) = peak * sqrt(warmup) * min(n ** -0.5, n * warmup ** -1.5)`. The paper's constant lambda is a peak of
-    `lambda / sqrt(d * warmup)`; fairseq's warm-up from `start` instead of 0 is `start + n (peak - start) / warmup`,
-    where its own n counts the updates done before this one, so that it is one step behind.
+    `lambda / sqrt(d * warmup)`. With `start`, the warm-up is `start + n (peak - start) / warmup` as in fairseq, whose
+    own n counts the updates before this one and is one step behind.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -29,18 +31,18 @@ class InverseSqrt(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def rate(self, n: int, peak: Any = 1.0) -> Any:
-        """Learning rate of step n = 1, 2, ..."""
+        """Return the learning rate of step n = 1, 2, ...."""
         if n < self.warmup:
             return self.start + (peak - self.start) * n / self.warmup
         return peak * math.sqrt(self.warmup / n)
 
     def get_lr(self) -> list:
-        """Learning rates of the step to come."""
+        """Return the learning rates of the next step."""
         return [self.rate(self.last_epoch + 1, peak) for peak in self.base_lrs]
 
 
 class Constant(LRScheduler):
-    """The optimizer's lr, after a linear warm-up over `warmup` steps (0: at once)."""
+    """Linear warm-up over `warmup` steps, then the optimizer's lr."""
 
     def __init__(self, optimizer: Optimizer, warmup: int = 0, last_epoch: int = -1):
         if warmup < 0:
@@ -49,17 +51,18 @@ class Constant(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list:
-        """Learning rates of the step to come."""
+        """Return the learning rates of the next step."""
         share = min(1.0, (self.last_epoch + 1) / self.warmup) if self.warmup else 1.0
         return [peak * share for peak in self.base_lrs]
 
 
 class ValidationDecay(Constant):
-    """Constant after its warm-up, times `factor` whenever the validation score (higher is better) stagnates.
+    """Constant after the warm-up, times `factor` whenever the validation score (higher is better) stagnates.
 
-    `rule="paper"`: no new best in `patience` evaluations, then the count starts anew. `rule="code"`: the latest score
-    is below each of the `patience` before it (Tears' released code, which crashed at its first evaluation).
-    Call `validated(score)` after each evaluation. The paper ends training below a rate of 1e-6, the code at 5e-5.
+    With `rule="paper"` it stagnates after `patience` validations without a new best; the count then restarts. With
+    `rule="code"` it stagnates if the latest score is below each of the `patience` before it (Tears' released code,
+    which crashed at its first validation). Call `validated(score)` after each validation. The paper ends training below
+    a rate of 1e-6, the code at 5e-5.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class ValidationDecay(Constant):
         super().__init__(optimizer, warmup, last_epoch)
 
     def validated(self, score: float) -> bool:
-        """Take note of a validation score; True where the learning rate falls."""
+        """Record a validation score; return True if the learning rate falls."""
         before = self.scores[-self.patience :]
         self.waited = 0 if score > max(self.scores, default=-math.inf) else self.waited + 1
         self.scores.append(score)
@@ -96,14 +99,30 @@ class ValidationDecay(Constant):
         return stagnates
 
     def get_lr(self) -> list:
-        """Learning rates of the step to come."""
+        """Return the learning rates of the next step."""
         return [rate * self.factor**self.decays for rate in super().get_lr()]
 
 
-def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0, start: float = 0.0) -> LRScheduler:
-    """Linear warm-up over `warmup` steps, then a half cosine down to `floor` at `steps`, of PyTorch's own pieces.
+def make_schedule(optimizer: Optimizer, settings: Schedule, steps: int) -> LRScheduler:
+    """Return the schedule of a run's settings over `steps` optimizer steps."""
+    warmup, start = min(settings.warmup, steps - 1), settings.warmup_start
+    match settings.schedule:
+        case "cosine":
+            return cosine(optimizer, warmup, steps, settings.floor_lr, start)
+        case "steps":
+            return steps_down(optimizer, warmup, settings.milestones, settings.decay, start)
+        case "inverse_sqrt":
+            return InverseSqrt(optimizer, settings.warmup, start)
+        case "constant":
+            return Constant(optimizer, settings.warmup)
+        case "validation_decay":
+            return ValidationDecay(optimizer, settings.warmup)
 
-    The warm-up's first step has the rate `start`, or where that is 0 the `warmup`-th part of the peak.
+
+def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0, start: float = 0.0) -> LRScheduler:
+    """Return a linear warm-up over `warmup` steps, then a half cosine down to `floor` at `steps`.
+
+    The first step of the warm-up has the rate `start`, or if that is 0, `1 / warmup` of the peak.
     """
     if not 0 <= warmup < steps:
         raise ValueError(f"warmup must be at least 0 and below steps={steps}; got {warmup}")
@@ -113,7 +132,7 @@ def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0, st
 def steps_down(
     optimizer: Optimizer, warmup: int, milestones: Sequence[int], factor: float = 0.1, start: float = 0.0
 ) -> LRScheduler:
-    """Linear warm-up as `cosine`'s, then constant, times `factor` after each of the steps `milestones`.
+    """Return a linear warm-up as in `cosine`, then a constant, times `factor` after each of the steps `milestones`.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)

@@ -58,14 +58,14 @@ def _corpus(run: Run, kind: str, on_stage: OnStage) -> Reader:
     located = locate(run.data)
     if located.corpus.kind != kind:
         raise ValueError(f"{run.data} is a corpus of kind {located.corpus.kind}; task {run.task} needs kind {kind}")
-    return functools.partial(prepare, located, subwords=run.subwords, share=run.model.share, tell=on_stage)
+    return functools.partial(prepare, located, subwords=run.subwords, share=run.model.share, on_stage=on_stage)
 
 
 def images(run: Run, on_stage: OnStage) -> Reader:
     """Find a data set of images with classes, or a folder of images."""
     find_images(run.data)
     return functools.partial(
-        read_images, run.data, held_out=run.images.held_out, refuse=run.broken == "refuse", tell=on_stage
+        read_images, run.data, held_out=run.images.held_out, refuse=run.broken == "refuse", on_stage=on_stage
     )
 
 

@@ -1,91 +1,90 @@
-"""What every kind of training has in common: the optimizer, the schedule, and the questions a run asks."""
+"""Base class of the tasks: optimizer, schedule, batches of each process, validation and scores."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from normkit.lab.train.config import Run
-from normkit.lab.train.lit import lightning
-from normkit.lab.train.parallel import gathered, shard
-from normkit.lab.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine, steps_down
+from normkit.lab.train.lightning import lightning
+from normkit.lab.train.parallel import all_gather, shard
+from normkit.lab.train.schedules import make_schedule
 from normkit.norms import StatNorm
+from normkit.transforms import calibrate
 
 
 class Batch(NamedTuple):
-    """Tensors of a batch, and how much it holds."""
+    """Tensors of a batch, and its size."""
 
-    tensors: tuple[Any, ...]  # of a detector, lists of pictures and of targets
-    words: int  # what speed is told in: words or pictures
-    tokens: int  # what the loss is a mean over
+    tensors: tuple[Any, ...]  # for a detector, lists of images and of targets
+    words: int  # the unit of speed: words or images
+    tokens: int  # the number of terms in the mean loss
 
 
 class Task(lightning.LightningModule):
-    """A model, its data, its loss and its scores. A task says `batches`, `loss`, `validation`, `score`."""
+    """A model, its data, its loss and its scores.
+
+    A task defines `batches`, `loss`, `validation_batches` and `score_test`.
+    """
+
+    calibration_batches: ClassVar[int] = 50
 
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__()
         self.settings, self.model, self.data = run, model, data
-        self.outputs: dict[str, list[str]] = {}  # lines made of the test split, by kind of score
-        self.broken: set[str] = set()  # pictures that could not be read, and why
-        self.start = 0  # batches that each process has seen
+        self.outputs: dict[str, list[str]] = {}  # decoded test split, by kind of scores
+        self.broken: set[str] = set()  # error messages of images that cannot be read
+        self.start = 0  # batches that each process has trained on
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Training batches without end, from the `start`-th on: a function of the run's seed and nothing else."""
+        """Yield training batches without end from number `start` on; they depend on the run's seed only."""
         raise NotImplementedError
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Mean loss of a batch."""
+        """Return the mean loss of a batch."""
         raise NotImplementedError
 
-    def validation(self) -> list[Batch]:
-        """Batches to validate on."""
+    def validation_batches(self) -> list[Batch]:
+        """Return the batches of the validation split."""
         raise NotImplementedError
 
-    def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
-        """Scores on the test split by kind of statistics; `tell` hears what is being done. The model is not changed."""
+    def score_test(self) -> dict[str, float]:
+        """Return scores on the test split with the model's current statistics."""
         raise NotImplementedError
+
+    # -- training -----------------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> Iterator[Batch]:
-        """The batches of this process: of several, each takes its turn."""
+        """Yield the batches of this process; several processes take turns."""
         ranks = self.trainer.world_size
         return itertools.islice(self.batches(self.start * ranks + self.trainer.global_rank), 0, None, ranks)
 
     def configure_model(self) -> None:
-        """Cut the model into the parts that each process holds, where the run says so."""
+        """Shard the model for fsdp2."""
         if self.settings.strategy == "fsdp2" and self.device_mesh is not None:
             shard(self.model, self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The loss to minimize, and the same to look at."""
+        """Return the loss to minimize, and a detached copy to record."""
         loss = self.loss(batch, self.settings.label_smoothing)
-        return {"loss": loss, "seen": loss.detach()}
+        return {"loss": loss, "recorded": loss.detach()}
 
     def configure_optimizers(self) -> Any:
-        """The optimizer, and the learning rate of each step."""
-        run = self.settings
-        fused = run.precision != "16-mixed"  # there Lightning clips, which a fused optimizer would have to do itself
+        """Return the optimizer and its schedule by step."""
+        run, groups = self.settings, self.parameter_groups()
+        fused = run.precision != "16-mixed"  # Lightning clips there, which it does not allow for fused optimizers
         if run.optimizer == "sgd":
-            optimizer = torch.optim.SGD(self.groups(), lr=run.lr, momentum=run.momentum, fused=fused)
+            optimizer = torch.optim.SGD(groups, lr=run.lr, momentum=run.momentum, fused=fused)
         else:
-            optimizer = torch.optim.AdamW(self.groups(), lr=run.lr, betas=run.betas, eps=run.eps, fused=fused)
-        warmup = min(run.warmup, run.steps - 1)
-        if run.schedule == "cosine":
-            schedule = cosine(optimizer, warmup, run.steps, run.floor_lr, run.warmup_start)
-        elif run.schedule == "steps":
-            schedule = steps_down(optimizer, warmup, run.milestones, run.decay, run.warmup_start)
-        elif run.schedule == "inverse_sqrt":
-            schedule = InverseSqrt(optimizer, run.warmup, run.warmup_start)
-        elif run.schedule == "constant":
-            schedule = Constant(optimizer, run.warmup)
-        else:
-            schedule = ValidationDecay(optimizer, run.warmup)
+            optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=fused)
+        schedule = make_schedule(optimizer, run, run.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def groups(self) -> list[dict[str, Any]]:
-        """What the optimizer moves: matrices, whose weights decay, and vectors; every parameter, once."""
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return all parameters in two groups: matrices, with weight decay, and vectors, without."""
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         decay = self.settings.weight_decay
@@ -94,66 +93,103 @@ class Task(lightning.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        """As Lightning does; it refuses a fused optimizer in bf16 too, where there is nothing to unscale."""
+        """Clip as Lightning does, and also with a fused optimizer in bf16, where there is nothing to unscale."""
         if self.settings.precision == "bf16-mixed":
             if gradient_clip_val:
                 nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
+    def finish_training(self) -> None:
+        """Prepare the trained model for saving and scoring."""
+
+    # -- images that cannot be read -----------------------------------------------------------------------------------
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A resumed run knows what could not be read before."""
+        """Save which images could not be read."""
         self.on_train_end()
         checkpoint["broken"] = sorted(self.broken)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """What `on_save_checkpoint` gave."""
+        """Restore which images could not be read."""
         self.broken.update(checkpoint.get("broken", ()))
 
     def on_train_end(self) -> None:
-        """Tell each other what could not be read."""
-        self.broken = set().union(*gathered(self.broken))
+        """Combine the error messages of all processes."""
+        self.broken = set().union(*all_gather(self.broken))
 
-    def read(self, found: Iterable[tuple[Batch, list[str]]], endless: bool = True) -> Iterator[Batch]:
-        """Batches that come with what could not be read for them: it is noted, or where the run says so an error.
+    def skip_broken(self, found: Iterable[tuple[Batch, list[str]]], endless: bool = True) -> Iterator[Batch]:
+        """Yield batches, and record the error messages of what could not be read for them.
 
-        A batch of which nothing is left is skipped, or where batches have no end, and so might never come, an error.
+        Args:
+            found: Batches with error messages.
+            endless: The batches never end, so an empty batch is an error and not skipped.
+
+        Raises:
+            ValueError: If a batch is empty, or for the first error message with `broken=refuse`.
         """
         for batch, broken in found:
             if broken and self.settings.broken == "refuse":
-                raise ValueError(f"{broken[0]}; mend or remove it, or --broken skip")
+                raise ValueError(f"{broken[0]}; repair or remove it, or use --broken skip")
             self.broken.update(broken)
             if batch.words:
                 yield batch
             elif endless:
-                raise ValueError(f"none of a batch's pictures can be read; the first: {broken[0]}")
+                raise ValueError(f"none of a batch's images can be read; the first: {broken[0]}")
 
-    def broken_facts(self) -> dict[str, object]:
-        """How many pictures could not be read, and the first of them; nothing where all could."""
-        return {"broken": {"count": len(self.broken), "first": sorted(self.broken)[:5]}} if self.broken else {}
+    def describe_data(self) -> dict[str, object]:
+        """Return what the result file has about the data."""
+        counts = {"count": len(self.broken), "first": sorted(self.broken)[:5]}
+        return {"name": self.data.name} | ({"broken": counts} if self.broken else {})
 
-    def settle(self) -> None:
-        """What becomes of the model when training has ended, before it is saved and scored: nothing."""
+    # -- validation and scores ----------------------------------------------------------------------------------------
 
-    def look(self) -> dict[str, float]:
-        """What is noted of the validation split."""
-        return {"loss": self.validate()}
+    def validate(self) -> dict[str, float]:
+        """Return what is recorded of the validation split; `loss` at least."""
+        return {"loss": self.validation_loss()}
 
-    def facts(self) -> dict[str, object]:
-        """What the run was trained on."""
-        return {"name": self.data.name}
+    def validation_loss(self) -> float:
+        """Return the mean loss of the validation split, at inference."""
+        return self.mean_loss(self.validation_batches())
 
-    def validate(self) -> float:
-        """Mean loss of the validation split, at inference."""
-        return self.mean_loss(self.validation())
+    def score(self, on_stage: Callable[[str], None]) -> dict[str, dict[str, float]]:
+        """Score the test split; the model is unchanged afterwards.
+
+        Args:
+            on_stage: Called with a description of each stage.
+
+        Returns:
+            Scores by kind of statistics: "running", and "calibrated" for norms with batch statistics.
+        """
+        on_stage("scoring")
+        scores = {"running": self.score_test()}
+        if self.has_statistics():
+            on_stage("scoring with calibrated statistics")
+            with self.calibrated(itertools.islice(self.batches(0), self.calibration_batches)):
+                scores["calibrated"] = self.score_test()
+        return scores
+
+    @contextlib.contextmanager
+    def calibrated(self, batches: Iterable[Batch]) -> Iterator[None]:
+        """Use, inside the block, a copy of the model with the statistics of these batches."""
+        trained = self.model
+        self.model = calibrate(trained, batches, forward=self.forward_norms)
+        try:
+            yield
+        finally:
+            self.model = trained
+
+    def forward_norms(self, model: Any, batch: Batch) -> Any:
+        """Compute what the norms of a model take part in, for calibration."""
+        return model(self.on_device(batch).tensors[0])
 
     def on_device(self, batch: Batch) -> Batch:
-        """The batch where the model is."""
+        """Move a batch to the device of the model."""
         return Batch(tuple(tensor.to(self.device) for tensor in batch.tensors), batch.words, batch.tokens)
 
     @torch.no_grad()
     def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:
-        """Mean loss of batches, without dropout."""
+        """Return the mean loss of batches, at inference."""
         was = self.model.training
         self.model.eval()
         total = sum(float(self.loss(self.on_device(batch), smoothing)) * batch.tokens for batch in batches)
@@ -161,5 +197,5 @@ class Task(lightning.LightningModule):
         return total / sum(batch.tokens for batch in batches)
 
     def has_statistics(self) -> bool:
-        """Whether some norm computes with statistics of batches."""
+        """Return True if the model has a norm with batch statistics."""
         return any(isinstance(module, StatNorm) for module in self.model.modules())

@@ -1,7 +1,7 @@
-"""Sequences rewritten as others, here spelling as sound: training, and error rates under three kinds of statistics."""
+"""Sequence-to-sequence tasks, e.g. spelling to sound: training, and error rates with three kinds of statistics."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,35 +12,35 @@ from normkit.lab.data.batches import Batches, batches_of, static_batches
 from normkit.lab.data.vocab import PAD, Vocab
 from normkit.lab.train.decode import beam, greedy
 from normkit.lab.train.error_rates import error_rates
-from normkit.lab.train.pairs import Table, spread
+from normkit.lab.train.pairs import PairTable, spread
 from normkit.lab.train.task import Batch, Task
-from normkit.transforms import calibrate
 
-CALIBRATION = 200  # training batches that calibration looks at
-TOGETHER = 250  # items decoded at once, where the batch does not matter
+DECODED_TOGETHER = 250  # sentences; results do not depend on it
 
 
 class Translation(Task):
-    """Encoder and decoder, cross-entropy with label smoothing; greedy and beam search; PER and WER."""
+    """Cross-entropy with label smoothing of an encoder and decoder; PER and WER of greedy and beam search."""
+
+    calibration_batches: ClassVar[int] = 200
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
-        self.kind = "running"  # of the scores that are being made
-        self._train, self._valid, test = self.tables()
-        self._asked = spread(len(test), run.test_items or len(test))
-        self._test = test.take(self._asked)
+        self.kind = "running"  # of the scores that are being computed
+        self._train, self._valid, test = self.splits()
+        self._test_items = spread(len(test), run.test_items or len(test))
+        self._test = test.take(self._test_items)
 
-    def tables(self) -> tuple[Table, Table, Table]:
-        """The three splits."""
-        return Table.of(self.data.train), Table.of(self.data.valid), Table.of(self.data.test)
+    def splits(self) -> tuple[PairTable, PairTable, PairTable]:
+        """Return the training, validation and test split."""
+        return PairTable.of(self.data.train), PairTable.of(self.data.valid), PairTable.of(self.data.test)
 
-    def rates(self, found: dict[int, list[str]]) -> dict[str, float]:
-        """Scores of the symbols found for each test item."""
-        answers = [self.data.references[item] for item in self._asked]
-        return error_rates([found[item] for item in range(len(found))], answers)
+    def rate(self, decoded: dict[int, list[str]]) -> dict[str, float]:
+        """Return scores of the decoded symbols of each test item."""
+        references = [self.data.references[item] for item in self._test_items]
+        return error_rates([decoded[item] for item in range(len(decoded))], references)
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Batches of about one length, or of any lengths; a batch has `batch_tokens` symbols of source and target."""
+        """Yield batches of `batch_tokens` symbols of source and target, bucketed by length or not."""
         run, table = self.settings, self._train
         if run.static:
             longest = table.both.max(1)
@@ -54,96 +54,96 @@ class Translation(Task):
         return iter(Batches(lambda epoch: self._order(table, epoch), table.batch, start))
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Cross-entropy of the target's symbols; with `mask_logits`, of those that can be said."""
+        """Return the cross-entropy per target symbol; with `mask_logits` it ignores symbols that are masked."""
         source, given, target = batch.tensors
         scores = self.model(source, given)
         if self.settings.model.mask_logits:
             allowed = self.model.get_buffer("allowed")
-            target = target.where(allowed[target], PAD)  # one that no training target has would cost a billion
+            target = target.where(allowed[target], PAD)  # the loss of a masked symbol would be about 1e9
             if smoothing:
                 return _smoothed(scores.flatten(0, 1), target.flatten(), smoothing, allowed)
         return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
 
-    def validation(self) -> list[Batch]:
-        """Items spread evenly over the validation split, as many as the run says."""
+    def validation_batches(self) -> list[Batch]:
+        """Return `valid_items` items, evenly spaced in the validation split."""
         count = self.settings.valid_items or len(self._valid)
         return self._valid.take(spread(len(self._valid), count)).batches(self.settings.batch_tokens)
 
-    def score(self, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
-        """Greedy search with running statistics, those of each test batch, calibrated ones; then beam search.
+    def score(self, on_stage: Callable[[str], None]) -> dict[str, dict[str, float]]:
+        """Score the test split; the model is unchanged afterwards.
 
-        "batch": test items in batches made as for training, the statistics of each from one pass that is given the
-        right answers. "calibrated": from `CALIBRATION` training batches, by one pass as in training.
+        Returns:
+            Scores of greedy search with "running" statistics; with those of each test "batch", from one pass with the
+            reference targets; "calibrated" on training batches; and of "beam" search with running statistics.
         """
         self.model.eval()
         scores, self.kind = {}, "running"
-        tell("decoding")
-        scores[self.kind] = self.score_greedy()
+        on_stage("decoding")
+        scores[self.kind] = self.score_test()
         if self.has_statistics():
-            tell("decoding with batch statistics")
+            on_stage("decoding with batch statistics")
             self.kind = "batch"
-            scores[self.kind] = self._search_by_batch()
-            tell("calibrating")
-            batches = [batch for batch, _ in zip(self.batches(0), range(CALIBRATION), strict=False)]
-            trained, self.model = self.model, calibrate(self.model, batches, forward=self._forward)
+            scores[self.kind] = self._score_by_batch()
+            on_stage("calibrating")
+            batches = [batch for batch, _ in zip(self.batches(0), range(self.calibration_batches), strict=False)]
             self.kind = "calibrated"
-            scores[self.kind] = self.score_greedy()
-            self.model = trained
-        tell("beam search")
+            with self.calibrated(batches):
+                scores[self.kind] = self.score_test()
+        on_stage("beam search")
         self.kind = "beam"
-        scores[self.kind] = self.rates(self.search_all(self.beam))
+        scores[self.kind] = self.rate(self.decode_all(self.beam))
         return scores
 
-    def score_greedy(self) -> dict[str, float]:
-        """Loss, and scores of greedy search, with the statistics that the model has."""
+    def score_test(self) -> dict[str, float]:
+        """Return loss, and scores of greedy search."""
         self.model.eval()
         loss = self.mean_loss(self._test.batches(self.settings.batch_tokens))
-        return {"loss": loss, **self.rates(self.search_all(greedy))}
+        return {"loss": loss, **self.rate(self.decode_all(greedy))}
 
     def beam(self, model: Any, source: Tensor, limit: Tensor) -> Any:
-        """Beam search as the run says."""
+        """Search with the run's settings."""
         run = self.settings
         return beam(model, source, run.beam, run.length_penalty, limit, run.length_offset)
 
-    def search(self, find: Callable, items: list[int], table: Table | None = None) -> list[list[str]]:
-        """What the model makes of items, of the test split unless said otherwise."""
+    def decode(self, search: Callable, items: list[int], table: PairTable | None = None) -> list[list[str]]:
+        """Decode items of a table, by default of the test split."""
         (source,) = self.on_device((table or self._test).batch(items)).tensors[:1]
-        return transcribe(self.model, self.data.vocabularies["target"], source, find)
+        return transcribe(self.model, self.data.vocabularies["target"], source, search)
 
-    def search_all(self, find: Callable, table: Table | None = None) -> dict[int, list[str]]:
-        """What the model makes of each item of a table, that of the test split unless said otherwise."""
+    def decode_all(self, search: Callable, table: PairTable | None = None) -> dict[int, list[str]]:
+        """Decode all items of a table, by default of the test split, in smaller batches if memory runs out."""
         found: dict[int, list[str]] = {}
-        waiting = (table or self._test).sorted_items(TOGETHER)
+        waiting = (table or self._test).sorted_items(DECODED_TOGETHER)
         while waiting:
             items = waiting.pop(0)
             try:
-                found.update(zip(items, self.search(find, items, table), strict=True))
+                found.update(zip(items, self.decode(search, items, table), strict=True))
             except torch.cuda.OutOfMemoryError:
                 if len(items) == 1:
                     raise
-                waiting[:0] = items[: len(items) // 2], items[len(items) // 2 :]  # it makes the same of each sentence
+                waiting[:0] = items[: len(items) // 2], items[len(items) // 2 :]  # same result for each sentence
         return found
 
-    def _search_by_batch(self) -> dict[str, float]:
-        found, loss, tokens, trained = {}, 0.0, 0, self.model
+    def _score_by_batch(self) -> dict[str, float]:
+        found, loss, tokens = {}, 0.0, 0
         for items in map(np.ndarray.tolist, self._order(self._test, epoch=0)):
             batch = self.on_device(self._test.batch(items))
-            self.model = calibrate(trained, [batch], forward=self._forward)
-            loss, tokens = loss + self.mean_loss([batch]) * batch.tokens, tokens + batch.tokens
-            found.update(zip(items, self.search(greedy, items), strict=True))
-        self.model = trained
-        return {"loss": loss / tokens, **self.rates(found)}
+            with self.calibrated([batch]):
+                loss, tokens = loss + self.mean_loss([batch]) * batch.tokens, tokens + batch.tokens
+                found.update(zip(items, self.decode(greedy, items), strict=True))
+        return {"loss": loss / tokens, **self.rate(found)}
 
-    def _order(self, table: Table, epoch: int) -> list[np.ndarray]:
+    def _order(self, table: PairTable, epoch: int) -> list[np.ndarray]:
         run, by = self.settings, table.both
         return batches_of(table.sizes, run.batch_tokens, bucketing=run.bucketing, by=by, seed=run.seed, epoch=epoch)
 
-    def _forward(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+    def forward_norms(self, model: Any, batch: Batch) -> Tensor:
+        """Compute the scores of all target symbols."""
         return model(*self.on_device(batch).tensors[:2])
 
 
 def _smoothed(scores: Tensor, target: Tensor, smoothing: float, allowed: Tensor) -> Tensor:
-    """Cross-entropy whose smoothing goes to the words that can be said alone."""
+    """Return the cross-entropy with label smoothing over the allowed words only."""
     real = target != PAD
     log_p = scores[real].log_softmax(-1)
     even = log_p.where(allowed, 0.0).sum(-1) / allowed.sum()
@@ -151,7 +151,7 @@ def _smoothed(scores: Tensor, target: Tensor, smoothing: float, allowed: Tensor)
     return -((1 - smoothing) * exact + smoothing * even).mean()
 
 
-def transcribe(model: Any, target: Vocab, source: Tensor, find: Callable = greedy) -> list[list[str]]:
-    """Symbols that a search finds for `source [B, S]`; at most twice as many as the source has, and ten."""
+def transcribe(model: Any, target: Vocab, source: Tensor, search: Callable = greedy) -> list[list[str]]:
+    """Decode `source [batch, time]`; an output has at most twice as many symbols as its source, plus ten."""
     limit = (2 * (source != PAD).sum(1) + 10).clamp(max=model.config.max_length)
-    return [target.decode(sequence) for sequence in find(model, source, limit).sequences]
+    return [target.decode(sequence) for sequence in search(model, source, limit).sequences]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from normkit.lab.train.lit import lightning
+from normkit.lab.train.lightning import lightning
 from normkit.watch import Recorder, Row, Rows
 from normkit.watch.rows import Appender, cut_or_begin
 

@@ -1,5 +1,6 @@
-"""Files of weights: written whole, checked when read, averaged."""
+"""Weight files: written atomically, checked when read; averages of weights."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import safetensors
@@ -13,47 +14,62 @@ PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Save parameters and buffers of a model as safetensors; a tensor with several names is saved under the first."""
+    """Save parameters and buffers as safetensors; a tensor with several names is saved under the first one."""
     write_whole(path, safetensors.torch.save(unshared(model)))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load what `save_weights` saved into a model of the same shape, in place; ValueError where it does not fit."""
+    """Load the weights that `save_weights` saved, in place.
+
+    Raises:
+        ValueError: If the file is missing or damaged, or has other names, shapes or kinds of numbers.
+    """
     if not path.is_file():
         raise ValueError(f"{path} is missing; the run may not have ended yet")
     try:
         saved = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is cut short or no safetensors file: {error}") from None
-    _grow_biases(model, saved)
-    fits(saved, unshared(model), path)
+        raise ValueError(f"{path} is cut short or not a safetensors file: {error}") from None
+    _add_biases(model, saved)
+    check_fit(saved, unshared(model), path)
     model.load_state_dict(saved, strict=False)
 
 
-def _grow_biases(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Give those products a bias that have none and were saved with one: folding puts a norm's shift there."""
+def _add_biases(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Add a bias to layers that have none and were saved with one: folding moves a norm's shift there."""
     for name, module in model.named_modules():
         own = f"{name}.bias" if name else "bias"
         if own in saved and isinstance(module, PRODUCTS) and module.bias is None:
             module.bias = nn.Parameter(module.weight.new_zeros(module.weight.shape[0]))
 
 
-def fits(saved: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:
-    """ValueError that names a difference, unless both have the same names and shapes."""
-    problems = [f"no {name}" for name in wanted if name not in saved]
-    problems += [f"an unknown {name}" for name in saved if name not in wanted]
-    problems += [
-        f"{name} of shape {tuple(saved[name].shape)} in place of {tuple(wanted[name].shape)}"
-        for name in wanted
-        if name in saved and saved[name].shape != wanted[name].shape
-    ]
-    if problems:
+def check_fit(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
+    """Raise a ValueError that names a difference, unless names, shapes and kinds of numbers are the same."""
+    problems = [problem for name in expected if (problem := misfit(name, saved, expected))]
+    refuse(f"{path}", [*problems, *(f"an unknown {name}" for name in saved if name not in expected)])
+
+
+def misfit(name: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """Describe why a saved tensor does not fit; empty if it does."""
+    if name not in saved:
+        return f"no {name}"
+    there, here = saved[name], expected[name]
+    if there.shape != here.shape:
+        return f"{name} of shape {tuple(there.shape)} in place of {tuple(here.shape)}"
+    if there.is_floating_point() != here.is_floating_point():
+        return f"{name} of type {there.dtype} in place of {here.dtype}"
+    return ""
+
+
+def refuse(origin: str, problems: Iterable[str]) -> None:
+    """Raise a ValueError that names the first problem of a weight file and counts the others, if there is one."""
+    if problems := list(problems):
         more = f" and {len(problems) - 1} more differences" if len(problems) > 1 else ""
-        raise ValueError(f"{path} is of another model: it has {problems[0]}{more}")
+        raise ValueError(f"{origin} is of another model: it has {problems[0]}{more}")
 
 
 def mean_weights(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The average of several state dicts, oldest first; counters and other whole numbers are the last one's.
+    """Average several state dicts, oldest first; integers are those of the last one.
 
     >>> mean_weights([{"w": torch.ones(()), "n": torch.tensor(3)}, {"w": torch.zeros(()), "n": torch.tensor(5)}])
     {'w': tensor(0.5000), 'n': tensor(5)}
@@ -65,7 +81,7 @@ def mean_weights(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def unshared(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with one name for each tensor."""
+    """Return the state dict with one name for each tensor."""
     seen: set[tuple[int, int]] = set()
     kept = {}
     for name, tensor in model.state_dict().items():

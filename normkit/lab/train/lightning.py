@@ -1,6 +1,6 @@
-"""Lightning, imported also where torchvision is installed in a build that does not fit PyTorch's.
+"""Import Lightning, also beside a build of torchvision that does not match PyTorch.
 
-Lightning imports torchmetrics, which imports torchvision where there is one; so that one is made ready first.
+Lightning imports torchmetrics, which imports torchvision if it is installed; so torchvision is prepared first.
 """
 
 import importlib.util

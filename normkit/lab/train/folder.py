@@ -1,0 +1,182 @@
+"""Run folders: settings, vocabularies, weights; a lock while a run writes one."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from normkit.files import write_whole
+from normkit.lab.data.subwords import vocabulary
+from normkit.lab.data.vocab import Vocab
+from normkit.lab.train.build import Vocabularies, build_model
+from normkit.lab.train.config import Run
+from normkit.lab.train.weights import load_weights, save_weights
+
+OUTPUTS = (
+    "checkpoints/*.ckpt", "checkpoints/.step-*.ckpt.*", "outputs/*.txt", "model.safetensors", "result.json",
+    "progress.json", "rows.csv",
+)  # fmt: skip
+"""Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
+
+MOVABLE = ("name", "device", "threads", "workers")
+"""Settings that may change when a run is resumed: they do not change its result."""
+
+LOCK = ".lock"
+
+
+class Loaded(NamedTuple):
+    """Content of a run folder: settings, trained model in evaluation mode, vocabularies by name."""
+
+    run: Run
+    model: nn.Module
+    vocabularies: Vocabularies
+
+
+def load(folder: str | Path) -> Loaded:
+    """Load a run folder.
+
+    Raises:
+        ValueError: If the folder is not one of a run, or a file in it is missing or damaged.
+    """
+    folder = Path(folder)
+    run, vocabularies = read_run(folder), read_vocabularies(folder)
+    try:
+        model = build_model(run.task, run.model, vocabularies)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    load_weights(model, folder / "model.safetensors")
+    return Loaded(run, model.eval(), vocabularies)
+
+
+def save(folder: str | Path, loaded: Loaded) -> None:
+    """Write a folder that `load` reads.
+
+    Raises:
+        ValueError: If the settings do not describe the model.
+    """
+    run, model, vocabularies = loaded
+    folder = Path(folder)
+    write_run(folder, run, vocabularies)
+    save_weights(model, folder / "model.safetensors")
+    load(folder)
+
+
+def read_run(folder: Path) -> Run:
+    """Read the settings in a run folder.
+
+    Raises:
+        ValueError: If it has none, or they are damaged.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        problem = "there is no such folder" if not folder.is_dir() else "it has no run.json"
+        raise ValueError(
+            f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` make such folders"
+        )
+    try:
+        return Run.from_json(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def write_run(folder: Path, run: Run, vocabularies: Vocabularies) -> None:
+    """Write the settings and vocabularies of a run."""
+    plain = {name: vocab.plain() for name, vocab in vocabularies.items()}
+    write_whole(folder / "run.json", run.to_json().encode())
+    write_whole(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
+
+
+def read_vocabularies(folder: Path) -> dict[str, Vocab]:
+    """Read the vocabularies in a run folder.
+
+    Raises:
+        ValueError: If they are missing or damaged.
+    """
+    path = folder / "vocab.json"
+    try:
+        texts = json.loads(path.read_text(encoding="utf8"))
+        if not isinstance(texts, dict):
+            raise ValueError("it must be a JSON object of vocabularies")
+        return {name: vocabulary(plain) for name, plain in texts.items()}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def check_resumable(folder: Path, run: Run) -> None:
+    """Raise a ValueError if the folder has a run with other settings."""
+    if not (folder / "run.json").exists():
+        return
+    before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
+    changed = [name for name in now if name not in MOVABLE and now[name] != before[name]]
+    if changed:
+        raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
+
+
+def check_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
+    """Raise a ValueError if the data has other words than the run in the folder."""
+    before = read_vocabularies(folder)
+    for name, vocab in vocabularies.items():
+        old, new = before[name].symbols if name in before else [], vocab.symbols
+        if old != new:
+            raise ValueError(
+                f"the run in {folder} has {len(old):,} {name} words, the data now {len(new):,} or others; resume with "
+                "the data and the vocabulary that it was trained with"
+            )
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a run folder inside the block.
+
+    The system releases the lock of a process that dies, so a lock never stays behind; its file may.
+
+    Raises:
+        ValueError: If another process holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    try:
+        with _open_locked(path, fcntl) as file:
+            file.truncate()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+    finally:
+        if new:
+            with contextlib.suppress(OSError):  # it has content
+                folder.rmdir()
+
+
+def _open_locked(path: Path, fcntl):
+    """Open and lock a file; retry if its last owner removed it in between."""
+    while True:
+        file = path.open("a+", encoding="utf8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            with file:
+                owner = file.read().strip()[:200] or "another process"
+            raise ValueError(
+                f"{path.parent} is being written by {owner}; wait for its end, stop it, or name another folder (--out)"
+            ) from None
+        except OSError:  # a file system without locks
+            return file
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return file
+        file.close()
