@@ -131,15 +131,15 @@ def test_two_columns_of_a_file_are_two_sides(tmp_path):
 def test_text_is_prepared_once_and_anew_when_it_changes(tmp_path, cache, monkeypatch):
     folder = write_corpus(tmp_path / "mine")
     told = []
-    prepare(locate(str(folder)), subwords=60, tell=told.append)
+    prepare(locate(str(folder)), subwords=60, on_stage=told.append)
     assert "learning subwords" in told
     told.clear()
-    prepare(locate(str(folder)), subwords=60, tell=told.append)
+    prepare(locate(str(folder)), subwords=60, on_stage=told.append)
     assert told == []
     with (folder / "train.source").open("a") as source, (folder / "train.target").open("a") as target:
         source.write("ka\n")
         target.write("one\n")
-    assert len(prepare(locate(str(folder)), subwords=60, tell=told.append).train) == 301
+    assert len(prepare(locate(str(folder)), subwords=60, on_stage=told.append).train) == 301
     assert "learning subwords" in told
 
 
@@ -147,7 +147,7 @@ def test_interrupted_work_goes_on_to_the_same_arrays(tmp_path, monkeypatch):
     folder = write_corpus(tmp_path / "mine")
     whole = prepare(locate(str(folder)), subwords=60)
     monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(preparing, "PIECE", 70)
+    monkeypatch.setattr(preparing, "CHUNK", 70)
     append, calls = preparing._append, []
 
     def full_disk(path, values):
@@ -160,7 +160,7 @@ def test_interrupted_work_goes_on_to_the_same_arrays(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"no space left in .*other; finished work is kept"):
         prepare(locate(str(folder)), subwords=60)
     told = []
-    resumed = prepare(locate(str(folder)), subwords=60, tell=told.append)
+    resumed = prepare(locate(str(folder)), subwords=60, on_stage=told.append)
     assert "encoding train, line 70" in told
     assert "encoding train, line 0" not in told
     for split in ("train", "valid", "test"):

@@ -37,7 +37,7 @@ RUN = Run(name="tiny", task="detection", data="", model=Model(arch="tiny", norm=
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
-    monkeypatch.setattr("normkit.lab.train.detection.CALIBRATION", 3)
+    monkeypatch.setattr("normkit.lab.train.detection.Detection.calibration_batches", 3)
     monkeypatch.setitem(DETECTORS, "tiny", TINY)
     monkeypatch.setitem(DETECTORS, "tiny_boxes", dataclasses.replace(TINY, masks=False))
 

@@ -141,7 +141,7 @@ def test_hosts_train_one_model_and_the_first_writes(tmp_path):
     outcomes = ended([start(run, *each, "resume") for each in zip(folders, hosts("lightning"), strict=True)])
     for code, _, error in outcomes:
         assert code == 1
-        assert "would go on from different steps, [3, 0]" in error
+        assert "would resume from different steps, [3, 0]" in error
 
 
 @pytest.mark.slow

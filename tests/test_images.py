@@ -148,9 +148,9 @@ def test_a_test_split_without_classes_is_not_scored(tmp_path):
     made.write_parquet(tmp_path / "validation-0.parquet", made.files(6))
     made.write_parquet(tmp_path / "test-0.parquet", [(key, content, -1) for key, content, _ in made.files(5)])
     said: list[str] = []
-    album = read_images(str(tmp_path), refuse=True, tell=said.append)
+    album = read_images(str(tmp_path), refuse=True, on_stage=said.append)
     assert len(album.test.labels) == len(album.valid.labels) == 6
-    assert said[0].endswith("has no classes, that of validation is scored")
+    assert said[0].endswith("has no classes; the validation split is scored")
     made.write_parquet(tmp_path / "test-0.parquet", [("a", b"", -1), ("b", b"", 0)])
     with pytest.raises(ValueError, match=r"the test split of .* has a class -1; classes are numbered from 0"):
         read_images(str(tmp_path))
@@ -166,8 +166,8 @@ def test_the_figures_of_a_named_data_set_are_checked(tmp_path, monkeypatch):
     album = read_images("imagenet")
     assert [note.split(" has ", 1)[1] for note in album.notes] == [
         "3 classes, imagenet has 1,000",
-        "24 pictures in its train split, imagenet has 1,281,167",
-        "9 pictures in its test split, imagenet has 50,000",
+        "24 images in its train split, imagenet has 1,281,167",
+        "9 images in its test split, imagenet has 50,000",
     ]
     with pytest.raises(ValueError, match=r"3 classes, imagenet has 1,000; get it from image-net\.org"):
         read_images("imagenet", refuse=True)

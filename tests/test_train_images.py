@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def cheap(tmp_path, monkeypatch):
     monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(task_images, "CALIBRATION", 2)
+    monkeypatch.setattr(task_images.ImageClassification, "calibration_batches", 2)
 
 
 def album(size=32, count=12):
