@@ -24,7 +24,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.run import load, train
 from normkit.text import align
 from normkit.watch import cka
-from normkit.watch.rows import Appender
+from normkit.watch import Appender
 
 UN = "un(outlier_filtration=True, warmup=%d)"
 ENCODER = "encoder.*"  # where the papers' PowerNorm and BatchNorm stand in a translation model; LayerNorm elsewhere

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 
 def cache_folder() -> Path:
@@ -34,3 +36,19 @@ def write_whole(path: Path, data: bytes) -> Path:
         os.fsync(directory)
         os.close(directory)
     return path
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading in binary, without ever waiting for a writer.
+
+    Opening a named pipe would wait until another process writes to it, and a device may never end.
+
+    Raises:
+        ValueError: if the path is no regular file but, for example, a named pipe.
+        OSError: if the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "rb")

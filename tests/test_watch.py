@@ -1,4 +1,4 @@
-"""What is recorded is what was there, and recording changes nothing."""
+"""Recorded values are right, and recording does not change the training."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ from normkit.transforms import unreadable
 from normkit.watch import QUANTITIES, Recorder
 from normkit.watch.sites import sites
 
-DEAR = [name for name, quantity in QUANTITIES.items() if quantity.dear]
+EXPENSIVE = [name for name, quantity in QUANTITIES.items() if quantity.expensive]
 
 
 def batch(seed, *shape, scale=1.0):
@@ -53,8 +53,8 @@ def randomized(norm):
     return norm
 
 
-def test_distances_and_gaps_of_a_foreign_norm():
-    """Batch statistics against the average that a norm with batch statistics would keep: a plain one at first."""
+def test_distances_and_gaps_of_a_third_party_norm():
+    """Batch statistics are compared with a running average, which is a plain mean at first."""
     xs = [batch(seed, 5, 4, 6) for seed in range(3)]
     rows = train(nn.Sequential(nn.LayerNorm(6)).double(), xs)
     flat = [x.flatten(0, 1) for x in xs]
@@ -84,7 +84,7 @@ def test_distances_and_gaps_of_a_foreign_norm():
 @pytest.mark.parametrize(
     "norm", ["batch", "pnv", "power(groups=0, warmup=1)", "power(groups=2)", "un(window=2, warmup=2)"]
 )
-def test_a_norm_of_ours_is_compared_with_its_own_statistics(norm):
+def test_a_normkit_norm_is_compared_with_its_own_statistics(norm):
     model = nn.Sequential(normkit.make(norm, 6)).double()
     before = []
     handle = model[0].register_forward_pre_hook(lambda module, args: before.append(module.running.clone()))
@@ -96,7 +96,7 @@ def test_a_norm_of_ours_is_compared_with_its_own_statistics(norm):
         x = model[0].rest(x)  # noqa: PLW2901
         seen = x.var(0, unbiased=False) if norm == "batch" else x.square().mean(0)
         assert value == pytest.approx(float((seen - running[-1]).norm() / 6))
-    assert len(only(rows, "distance_mean")) == (3 if norm == "batch" else 2), "a mean of its own, or the recorder's"
+    assert len(only(rows, "distance_mean")) == (3 if norm == "batch" else 2), "the mean of the norm, or of the recorder"
     if norm == "power(groups=0, warmup=1)":
         expected = [float((x.square().mean(0) / (r[0] + 1e-5)).max()) for x, r in zip(xs, before, strict=True)]
         expected[0] = 1.0  # the batch itself, in the warm-up
@@ -121,7 +121,7 @@ def test_channels_that_do_not_come_last(norm):
         assert len(only(rows, "distance_mean")) == 2
 
 
-def test_what_normalizes_a_weight_is_no_norm_of_activations():
+def test_norms_of_weights_are_not_recorded():
     linear = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
     model = nn.Sequential(normkit.fix_embedding(nn.Embedding(5, 6)), normkit.make("scale", 6), linear)
     assert [site.name for site in sites(model)] == ["1"]
@@ -130,8 +130,8 @@ def test_what_normalizes_a_weight_is_no_norm_of_activations():
 
 
 @pytest.mark.parametrize("spec", ["batch", "un", "layer"])
-def test_converted_norms_of_pictures_are_seen_as_the_norm_sees_them(spec):
-    """Also where a picture is as wide as it has channels, when nothing tells the axes apart."""
+def test_converted_norms_of_images_are_measured_with_channels_last(spec):
+    """Also if width and channels are equal, so that the shape does not show the axes."""
     norm = normkit.convert(nn.Sequential(nn.BatchNorm2d(6)), spec).double()
     xs = [batch(seed, 5, 6, 4, 6) for seed in range(3)]
     rows = train(copy.deepcopy(norm), xs)
@@ -156,7 +156,7 @@ class Moved(nn.Module):
 
 
 def test_gradient_statistics_are_what_the_backward_pass_has():
-    """Lemma 2: with PN-V the size of dL/dx is what the ratio says; with BatchNorm, g_mu and g_sigma2 as in Eq. 3."""
+    """PN-V: the ratio of Lemma 2 is the size of dL/dx; BatchNorm: g_mu and g_sigma2 as in Eq. 3."""
     for name in ("pnv", "batch"):
         norm = randomized(normkit.make(name, 6)).double()
         x, dy = batch(0, 30, 6).requires_grad_(), batch(1, 30, 6)
@@ -208,17 +208,17 @@ def test_nothing_about_the_training_changes(norm):
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in models[0].modules())
 
 
-def test_rows_are_not_read_on_the_way(monkeypatch):
-    """Nothing asks the device for a value between the start and the end."""
+def test_recording_does_not_read_from_the_device(monkeypatch):
+    """No value is read from the device between the start and the end."""
 
-    def ask(*args):
+    def read(*args):
         raise AssertionError("a value was read from the device")
 
     model = chain(nn.LayerNorm(6), normkit.make("power(groups=0)", 6), normkit.make("un(outlier_filtration=True)", 6))
     with normkit.record(model, every=1, quantities="all", keep=3000) as rows:
         with monkeypatch.context() as patch:
             for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"):
-                patch.setattr(torch.Tensor, name, ask)
+                patch.setattr(torch.Tensor, name, read)
             for seed in range(40):
                 model(batch(seed, 12, 6)).sum().backward()
         assert 2900 < len(rows) <= 3000
@@ -249,7 +249,7 @@ class Text(nn.Module):
         return self.out(self.norm(self.embed(ids)))
 
 
-def test_padding_is_known_from_the_embedding():
+def test_padding_is_found_by_the_embedding():
     ids = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]])
     values = {}
     for norm in (nn.LayerNorm(6), normkit.make("pnv", 6), nn.BatchNorm1d(4)):
@@ -258,14 +258,14 @@ def test_padding_is_known_from_the_embedding():
             model(ids)
         values[type(norm).__name__] = {row.quantity: row.value for row in rows}
     real = Text(None).embed(ids)[ids != 0].detach()
-    assert values["LayerNorm"]["tokens"] == 5, "a norm of tokens is asked what batch statistics of real ones would be"
+    assert values["LayerNorm"]["tokens"] == 5, "the mask is used in the place of a per-token norm"
     assert values["LayerNorm"]["rms"] == pytest.approx(float(real.square().mean(0).mean().sqrt()))
     assert values["LayerNorm"]["padding"] == 0
     assert values["PNV"]["tokens"] == 8
     assert values["PNV"]["padding"] == pytest.approx(3 / 8)
 
 
-def test_padding_is_known_from_an_argument():
+def test_padding_is_found_by_an_argument():
     model = Text(nn.LayerNorm(6))
     model.embed.padding_idx = None
     with normkit.record(model, every=1, quantities=["tokens"]) as rows:
@@ -314,7 +314,7 @@ def test_a_compiled_model_gives_the_same_rows(inside):
     assert mine.keys() == theirs.keys()
     assert [mine[key] for key in theirs] == pytest.approx(list(theirs.values()), rel=1e-5, abs=1e-12)
     with torch.no_grad():
-        run(xs[0])  # the graph still has the operators; nobody listens
+        run(xs[0])  # the graph still has the operators, which now do nothing
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, torch 2.11
@@ -326,7 +326,7 @@ def test_a_model_that_compiles_itself():
     assert [(row.step, row.quantity) for row in rows] == [(s, q) for s in (1, 3, 5) for q in ("rms", "g_psi2")]
 
 
-def test_looks_of_evaluation_and_of_parts_are_not_steps():
+def test_evaluation_and_calls_of_parts_are_not_steps():
     model = chain(normkit.make("pnv", 6), nn.LayerNorm(6))
     x = batch(0, 8, 6)
     with normkit.record(model, every=1, quantities=["rms"]) as rows:
@@ -340,7 +340,7 @@ def test_looks_of_evaluation_and_of_parts_are_not_steps():
 
 def test_windows_of_one_channel_and_of_all():
     xs = [batch(seed, 8, 6) for seed in range(64)]
-    rows = train(nn.Sequential(nn.LayerNorm(6)).double(), xs, quantities=["default", *DEAR], channel=2)
+    rows = train(nn.Sequential(nn.LayerNorm(6)).double(), xs, quantities=["default", *EXPENSIVE], channel=2)
     values = torch.stack([x.square().mean(0) for x in xs])
     last = values[-4:, 2]
     assert only(rows, "channel_activation")[-1] == pytest.approx(float(last[-1]))
@@ -348,11 +348,11 @@ def test_windows_of_one_channel_and_of_all():
     assert only(rows, "channel_activation_gm")[-1] == pytest.approx(float(last.log().mean().exp()))
     stats = pytest.importorskip("scipy.stats")
     normal = [(stats.normaltest(values[i : i + 32].numpy()).pvalue > 0.05).mean() * 100 for i in (0, 32)]
-    assert only(rows, "pnac_activation") == pytest.approx(normal), "once a window of 32 looks"
+    assert only(rows, "pnac_activation") == pytest.approx(normal), "once a window of 32 samples"
     assert len(only(rows, "pnac_gradient")) == 2
 
 
-def test_a_recorder_goes_on_where_another_ended():
+def test_a_resumed_recorder_gives_the_same_rows():
     xs = [batch(seed, 8, 6) for seed in range(20)]
     model = nn.Sequential(nn.LayerNorm(6)).double()
     whole = train(copy.deepcopy(model), xs, quantities="all")
@@ -373,7 +373,7 @@ def test_a_recorder_goes_on_where_another_ended():
     assert rows == whole
 
 
-def test_bad_requests_say_what_is_allowed():
+def test_values_out_of_range_are_rejected():
     for options, words in (
         ({"every": 0}, "every must be at least 1; got 0"),
         ({"quantities": ["nope"]}, "there is no quantity 'nope'; there are distance_mean"),
@@ -384,7 +384,7 @@ def test_bad_requests_say_what_is_allowed():
             pass
 
 
-def test_requests_of_another_kind_are_refused_before_anything_runs(tmp_path):
+def test_arguments_of_a_wrong_type_are_rejected_before_anything_runs(tmp_path):
     for model, options, error, words in (
         ("m", {}, TypeError, r"record\(\) takes an nn\.Module; got str"),
         (nn.LayerNorm(3), {"every": "5"}, TypeError, "every must be a whole number; got '5'"),
@@ -403,10 +403,10 @@ def test_requests_of_another_kind_are_refused_before_anything_runs(tmp_path):
 
 
 class DTensor(nn.Parameter):
-    """Called as what FSDP2 makes of parameters."""
+    """Has the class name that FSDP2 gives to parameters."""
 
 
-def test_sharded_models_are_refused():
+def test_sharded_models_are_rejected():
     model = nn.LayerNorm(3)
     model.weight = DTensor(torch.ones(3))
     with pytest.raises(ValueError, match=r"sharded parameters \(FSDP2\) cannot be recorded"), normkit.record(model):
@@ -414,7 +414,7 @@ def test_sharded_models_are_refused():
 
 
 def test_every_quantity_is_recorded_somewhere():
-    """The table has no row that no model fills."""
+    """Some model fills each row of the table."""
     model = chain(normkit.make("power(groups=0)", 6), normkit.make("un(outlier_filtration=True)", 6), nn.LayerNorm(6))
     rows = train(model, [batch(seed, 8, 6) for seed in range(33)], quantities="all")
     text = Text(nn.LayerNorm(6))

@@ -1,4 +1,4 @@
-"""Runs made to fail in known ways get the finding that names the fault; a healthy run gets none."""
+"""Runs made to fail get the finding that names the fault; a healthy run gets none."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,7 @@ from normkit.cli import main
 from normkit.lab.report import results
 from normkit.watch import NOT_CHECKED, QUANTITIES, THRESHOLDS, Row, advise, checked, diagnose, train_eval_gap, write
 from normkit.watch.diagnose import CHECKS
-from normkit.watch.series import places
+from normkit.watch.row_names import format_sites
 
 
 def sample(step, *shape):
@@ -48,7 +48,7 @@ def kinds(rows):
 
 
 def unchecked(rows):
-    return [str(finding) for finding in diagnose(rows) if finding.kind == NOT_CHECKED]
+    return [finding.message for finding in diagnose(rows) if finding.kind == NOT_CHECKED]
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch", "pnv", "power(groups=0, warmup=5)", "un(warmup=8)"])
@@ -62,7 +62,7 @@ def test_a_healthy_run_has_no_findings(norm):
 
 
 def test_batches_unlike_each_other_in_their_means():
-    """Each batch has another mean: BatchNorm's running statistics stand for none, a quadratic mean does."""
+    """Each batch has another mean: the quadratic mean represents them, BatchNorm's statistics do not."""
 
     def batches():
         return [sample(step, 64, 16) * 0.3 + torch.where(sample(step + 500, 16) > 0, 1.0, -1.0) for step in range(60)]
@@ -70,9 +70,9 @@ def test_batches_unlike_each_other_in_their_means():
     [finding] = wrong(fit(nn.Sequential(normkit.make("batch", 16)), batches()))
     assert finding.kind == "evaluation"
     assert finding.where == ("0",)
-    assert "BatchNorm will fail at evaluation here" in finding.says
-    assert finding.says.endswith("PN-V or UN will hold")
-    assert "quadratic mean strays 1." in finding.says
+    assert "BatchNorm will fail at evaluation here" in finding.message
+    assert finding.advice == "PN-V or UN will hold"
+    assert "quadratic mean is 1." in finding.message
     assert finding.evidence["0"] > THRESHOLDS["gap"].value
     assert kinds(fit(nn.Sequential(normkit.make("pnv", 16)), batches())) == []
     [line] = advise(fit(nn.Sequential(nn.LayerNorm(16)), batches()))
@@ -82,10 +82,10 @@ def test_batches_unlike_each_other_in_their_means():
 
 def test_batches_unlike_each_other_in_size():
     batches = [sample(step, 64, 16) * (30.0 if step % 2 else 1.0) for step in range(60)]
-    for norm, words in (("batch", "keep a norm of tokens"), ("pnv", "quadratic mean strays")):
+    for norm, words in (("batch", "keep a per-token norm"), ("pnv", "quadratic mean is")):
         found = [f for f in diagnose(fit(nn.Sequential(normkit.make(norm, 16)), batches)) if f.kind == "evaluation"]
         assert len(found) == 1
-        assert words in found[0].says
+        assert words in str(found[0])
     [line] = advise(fit(nn.Sequential(nn.LayerNorm(16)), batches))
     assert "and so would PN-V and UN" in line
 
@@ -113,7 +113,7 @@ def test_padding_that_no_mask_hides(masked):
         assert found == []
     else:
         assert [finding.kind for finding in found] == ["padding"]
-        assert "40 % of the rows" in found[0].says
+        assert "40 % of the rows" in found[0].message
 
 
 def test_tiny_batches():
@@ -172,7 +172,7 @@ def test_a_nan_batch(norm):
         assert "1 forwards were not finite" in str(found[0])
 
 
-def test_running_statistics_that_a_nan_batch_has_spoilt():
+def test_running_statistics_that_a_nan_batch_has_corrupted():
     """The step is skipped, as a loss scaler does; PyTorch's BatchNorm keeps NaN for good."""
     model = nn.Sequential(nn.BatchNorm1d(16))
     with normkit.record(model, every=3) as rows:
@@ -180,7 +180,7 @@ def test_running_statistics_that_a_nan_batch_has_spoilt():
             model(sample(step, 64, 16) * (torch.nan if step == 13 else 1)).square().mean().backward()
     [finding] = wrong(rows)
     assert (finding.kind, finding.where) == ("nan", ("0",))
-    assert "running statistics are not finite" in finding.says
+    assert "running statistics are not finite" in finding.message
 
 
 def test_dead_channels():
@@ -193,7 +193,7 @@ def test_dead_channels():
     rows = fit(model, [sample(step, 64, 16) for step in range(10)], lr=1e-12)
     [finding] = wrong(rows)
     assert (finding.kind, finding.where) == ("dead channels", ("3",))
-    assert "25 % of the channels" in finding.says
+    assert "25 % of the channels" in finding.message
 
 
 def test_nu_beyond_its_bound():
@@ -204,15 +204,15 @@ def test_nu_beyond_its_bound():
             x = sample(0, 64, 16).double() * 2.0**step
             norm(x).backward(sample(1, 64, 16).double())
     finding = next(finding for finding in diagnose(rows) if finding.kind == "nu")
-    assert "nu exceeds its bound" in finding.says
-    assert "raise alpha_bkw" in finding.says
+    assert "nu exceeds its bound" in finding.message
+    assert "raise alpha_bkw" in finding.advice
 
 
 def test_un_that_filters_every_step():
     batches = [sample(step, 64, 16) * (1 + 0.3 * float(sample(step + 900, 1))) for step in range(80)]
     norm = "un(warmup=5, outlier_filtration=True, threshold='channel')"
     finding = next(f for f in diagnose(fit(mlp(norm), batches)) if f.kind == "filtered")
-    assert "% of steps: it is PN-V now" in finding.says
+    assert "% of steps: it is PN-V now" in finding.message
 
 
 def test_gradient_spikes():
@@ -236,12 +236,13 @@ def test_loss_that_evaluation_loses():
     assert wrong(rows) == []
 
 
-def test_places_in_few_words():
+def test_sites_are_listed_in_few_words():
     assert (
-        places([f"encoder.layers.{i}.norm" for i in (0, 1, 2, 4)]) == "encoder.layers.0-2.norm, encoder.layers.4.norm"
+        format_sites([f"encoder.layers.{i}.norm" for i in (0, 1, 2, 4)])
+        == "encoder.layers.0-2.norm, encoder.layers.4.norm"
     )
-    assert places([""]) == "the model"
-    assert places(f"norm{c}" for c in "abcdefgh").endswith("and 2 more")
+    assert format_sites([""]) == "the model"
+    assert format_sites(f"norm{c}" for c in "abcdefgh").endswith(", 2 more")
 
 
 NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power", "layer": "layer"}
@@ -249,7 +250,7 @@ NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power"
 
 @pytest.mark.parametrize("norm", ["un", "power", "mabn", "renorm"])
 def test_a_run_that_ends_inside_the_warm_up_of_statistics(norm):
-    """A default of thousands of steps is all of a short run, which then shows nothing of the norm."""
+    """A default of thousands of steps exceeds a short run, which then never uses the norm's statistics."""
     for warmup, evidence in ((40, [{"0": 36.0}]), (3, [])):  # 36: as the fifth step finds it
         model = nn.Sequential(normkit.make(f"{norm}(warmup={warmup})", 8), nn.Linear(8, 8))
         found = diagnose(fit(model, [sample(step, 64, 8) for step in range(5)]))
@@ -268,14 +269,14 @@ def healthy(steps=60):
             yield from (Row(step, site, norm, name, calm.get(name, 0.1)) for name in names if name not in whole)
 
 
-def test_healthy_rows_with_everything_in_them_leave_nothing_to_say():
+def test_complete_and_healthy_rows_have_no_findings():
     assert diagnose(healthy()) == []
     assert checked(healthy()) == list(dict.fromkeys(check.kind for check in CHECKS))
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.rule.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.kind}-{check.needs}".replace(" ", "-"))
 def test_a_check_that_cannot_be_made_is_named(check, tmp_path, capsys):
-    """Where a quantity is not there, at all or at one norm; the command says so, too."""
+    """A quantity is missing, everywhere or at one norm; the command names the check, too."""
     for name in check.needs.split():
         [told] = unchecked(row for row in healthy() if row.quantity != name)
         assert check.kind in told
@@ -298,16 +299,16 @@ def test_too_little_to_judge_by():
         "the running ones are old enough"
     )
     [told] = unchecked(row for row in healthy() if row.step == 1)
-    assert told.startswith("evaluation, nu, exploding, gradient spikes: too few steps or looks")
+    assert told.startswith("evaluation, nu, exploding, gradient spikes: too few steps or samples")
 
 
-def test_what_a_check_can_do_without_is_left_out_of_its_words():
+def test_optional_quantities_are_left_out_of_the_message():
     rows = [Row(step, "a", "BatchNorm1d", "gap_batch", 0.9) for step in (1, 30, 60)]
     [finding] = wrong(rows)
-    assert "nan" not in finding.says
-    assert "what a quadratic mean would do was not recorded" in finding.says
+    assert "nan" not in str(finding)
+    assert "what a quadratic mean would do was not recorded" in finding.advice
     [line] = advise([row._replace(norm="LayerNorm") for row in rows])
-    assert "is not known: record gap_batch and gap_quadratic" in line
+    assert "no advice on batch statistics: record gap_batch and gap_quadratic" in line
 
 
 def test_no_rows():
@@ -316,8 +317,8 @@ def test_no_rows():
 
 
 @pytest.mark.parametrize("given", [nn.Sequential(nn.LayerNorm(3)), nn.LayerNorm(3), "rows.csv", [1, 2]])
-def test_what_is_no_rows_is_refused(given):
-    with pytest.raises(TypeError, match=r"what is judged is rows, as normkit\.record gives them; got"):
+def test_anything_but_rows_is_rejected(given):
+    with pytest.raises(TypeError, match=r"a recording consists of rows, as normkit\.record gives them; got"):
         diagnose(given)
 
 
@@ -344,7 +345,7 @@ def test_the_command(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 2
 
 
-def test_a_run_that_diverged_between_two_looks(tmp_path, capsys):
+def test_a_run_that_diverged_between_two_samples(tmp_path, capsys):
     write(tmp_path / "rows.csv", healthy())
     results.write(tmp_path, made_results.result(status="diverged at step 44"))
     assert main(["doctor", str(tmp_path)]) == 1

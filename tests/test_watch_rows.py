@@ -1,4 +1,4 @@
-"""Where rows go, and looks at whole models: files, processes, CKA, singular values."""
+"""Files of rows, several processes, and statistics of whole models: CKA, singular values."""
 
 import copy
 
@@ -41,12 +41,12 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     [("", "its first line"), ("a,b\n", "its first line"), ("step,site,norm,quantity,value\n1,a,b\n", "not enough"),
      ("step,site,norm,quantity,value\nx,a,b,c,1\n", "invalid literal")],
 )  # fmt: skip
-def test_a_file_of_something_else(text, words, tmp_path):
+def test_a_file_of_another_kind_is_rejected(text, words, tmp_path):
     (tmp_path / "rows.csv").write_text(text)
-    with pytest.raises(ValueError, match=f"rows.csv is no file of rows .*{words}"):
+    with pytest.raises(ValueError, match=f"rows.csv is cut short or no file of rows .*{words}"):
         watch.read(tmp_path)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1nothing")
-    with pytest.raises(ValueError, match=r"rows.parquet is no file of rows|Parquet needs pyarrow"):
+    with pytest.raises(ValueError, match=r"rows.parquet is cut short or no file of rows|Parquet needs pyarrow"):
         watch.read(tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=r"to .csv or .parquet; got rows.txt"):
         watch.write(tmp_path / "rows.txt", ROWS)

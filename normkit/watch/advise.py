@@ -1,33 +1,33 @@
-"""Would batch statistics hold where a norm keeps none? By the gaps that were recorded there."""
+"""Advice on batch statistics for norms that keep none, by the gaps recorded there."""
 
 import math
 from collections.abc import Iterable
 
 from normkit.watch.faults import THRESHOLDS
-from normkit.watch.rows import Row
-from normkit.watch.series import Table, keeps_batch_statistics, middle, norms, places, tabulate
+from normkit.watch.recording import Recording, Row, as_recording
+from normkit.watch.row_names import format_sites, keeps_batch_statistics
 
 UNKNOWN = (
-    "what batch statistics would do here is not known: record gap_batch and gap_quadratic, at two steps at least"
+    "no advice on batch statistics: record gap_batch and gap_quadratic, at two steps at least"
     ' (nk.record(model, quantities="default"))'
 )
 
 
-def advise(rows: Iterable[Row] | Table) -> list[str]:
-    """What batch statistics would do at the norms that keep none: a line for those places that are alike.
+def advise(rows: Iterable[Row] | Recording) -> list[str]:
+    """Predict what batch statistics would do at the norms that keep none; one line for sites that are alike.
 
     >>> rows = [Row(1, "norm", "LayerNorm", f"gap_{kind}", 0.9) for kind in ("batch", "quadratic")]
     >>> print(*advise(rows))
-    norm: BatchNorm would fail at evaluation here (off by 90 %), and so would PN-V and UN (90 %): keep a norm of tokens
+    norm: BatchNorm would fail at evaluation here (off by 90 %), and so would PN-V and UN (90 %): keep a per-token norm
     """
-    table = tabulate(rows)
+    recording = as_recording(rows)
     alike: dict[str, dict[str, tuple[float, float]]] = {}
-    for site, norm in norms(table).items():
+    for site, norm in recording.norms().items():
         if not keeps_batch_statistics(norm):
-            gaps = middle(table, "gap_batch", site), middle(table, "gap_quadratic", site)
+            gaps = recording.middle("gap_batch", site), recording.middle("gap_quadratic", site)
             alike.setdefault(_verdict(*gaps), {})[site] = gaps
     return [
-        f"{places(gaps)}: "
+        f"{format_sites(gaps)}: "
         + verdict.format(*(f"{100 * max(column):.0f} %" for column in zip(*gaps.values(), strict=True)))
         for verdict, gaps in alike.items()
     ]
@@ -43,6 +43,6 @@ def _verdict(gap: float, quadratic: float) -> str:
     ending = (
         "; PN-V or UN would hold ({1})" if quadratic <= holds
         else "; PN-V and UN are in doubt ({1})" if quadratic <= fails
-        else ", and so would PN-V and UN ({1}): keep a norm of tokens"
+        else ", and so would PN-V and UN ({1}): keep a per-token norm"
     )  # fmt: skip
     return f"BatchNorm would fail at evaluation here (off by {{0}}){ending}"

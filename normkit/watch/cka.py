@@ -1,4 +1,4 @@
-"""How alike are the layers of one model, or of two: centred kernel alignment (UN, Figure 6)."""
+"""Similarity of layers, of one model or of two: centred kernel alignment (UN, Figure 6)."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normkit.watch.rows import Row
+from normkit.watch.recording import Row
 from normkit.watch.sites import sites
 
 
-class Alikeness(NamedTuple):
+class LayerSimilarity(NamedTuple):
     """CKA of each layer of one model (down) with each layer of another (across)."""
 
     layers: tuple[str, ...]
@@ -20,7 +20,7 @@ class Alikeness(NamedTuple):
     values: Tensor
 
     def rows(self, step: int) -> list[Row]:
-        """As rows: quantity "cka", the two layers as site, "a|b"."""
+        """The values as rows of quantity "cka"; the site names both layers, "a|b"."""
         table = self.values.tolist()
         return [
             Row(step, f"{a}|{b}", "", "cka", value)
@@ -30,7 +30,7 @@ class Alikeness(NamedTuple):
 
 
 def hsic(k: Tensor, l: Tensor) -> Tensor:  # noqa: E741
-    """Unbiased Hilbert-Schmidt independence criterion of two kernel matrices `[..., n, n]`, n at least 4.
+    """Unbiased Hilbert-Schmidt independence criterion of kernel matrices `[..., n, n]`, n at least 4.
 
     `(tr(KL) + 1'K1 1'L1 / ((n-1)(n-2)) - 2 1'KL1 / (n-2)) / (n(n-3))`, the diagonals taken as zero (Song et al. 2012;
     Nguyen, Raghu & Kornblith 2021, Eq. 3).
@@ -53,13 +53,21 @@ def cka(
     other: nn.Module | None = None,
     layers: str | Iterable[str] | None = None,
     other_layers: str | Iterable[str] | None = None,
-) -> Alikeness:
-    """Linear CKA between the outputs of layers, of one model or of two, over batches of the same examples.
+) -> LayerSimilarity:
+    """Compute linear CKA between the outputs of layers, of one model or of two.
 
     `CKA = sum_b HSIC(K, L) / sqrt(sum_b HSIC(K, K) sum_b HSIC(L, L))` with the unbiased HSIC of each minibatch, so
-    that batches may be small (Nguyen et al. 2021; UN Fig. 6). `layers` are name patterns; without, the norms. A batch
-    is what the model is called with: a tensor, a tuple or a dictionary of arguments; examples are the first axis.
-    ValueError where a pattern fits no layer.
+    that batches may be small (Nguyen et al. 2021; UN Fig. 6).
+
+    Args:
+        model: A model.
+        batches: Arguments that the models are called with: a tensor, a tuple or a dictionary; examples come first.
+        other: A second model; the first one is compared with itself without it.
+        layers: Name patterns; by default the norms.
+        other_layers: Name patterns for the second model; by default `layers`.
+
+    Raises:
+        ValueError: if a pattern fits no layer, or there are no batches.
 
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     >>> cka(model, [torch.randn(8, 3, generator=torch.Generator().manual_seed(0))]).values.round(decimals=4).tolist()
@@ -75,7 +83,7 @@ def cka(
         own, other_own = own + hsic(k, k), other_own + hsic(l, l)
     if joint.dim() == 0:
         raise ValueError("there are no batches to compare layers on")
-    return Alikeness(tuple(names), tuple(others), joint / (own[:, None] * other_own[None]).sqrt())
+    return LayerSimilarity(tuple(names), tuple(others), joint / (own[:, None] * other_own[None]).sqrt())
 
 
 def _names(model: nn.Module, layers: str | Iterable[str] | None) -> list[str]:
@@ -92,7 +100,7 @@ def _names(model: nn.Module, layers: str | Iterable[str] | None) -> list[str]:
 
 
 def _kernels(model: nn.Module, names: list[str], batch: Any) -> Tensor:
-    """Gram matrices `[layers, n, n]` of what layers give for a batch."""
+    """Gram matrices `[layers, n, n]` of the outputs of layers for a batch."""
     seen: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What one look at a norm gathers, and how looks become numbers: side by side for all norms of one width."""
+"""Samples: the statistics gathered at a norm in one step, and their evaluation for all norms of one width at once."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,65 +15,72 @@ from normkit.watch.sites import Site
 Fields = dict[str, Tensor]
 
 
-class Look(NamedTuple):
-    """Statistics of one norm at one step, by name; see `quantities`."""
+class Sample(NamedTuple):
+    """Statistics of one norm at one step, by name; `quantities` lists the names."""
 
     step: int
     site: Site | None
     fields: Fields
 
 
-REMEMBERED = ("running", "looks", "rings", "channels", "seen")
+STATE = {"running": "running", "looks": "samples", "rings": "windows", "channels": "channels", "seen": "counts"}
+"""Attribute of `Memory` by its name in checkpoints."""
 
 
 class Memory:
-    """What is remembered of a norm from look to look: averages it does not keep itself, and last values."""
+    """State of the recorder at one norm: averages that the norm does not keep itself, and the last values.
+
+    Args:
+        alpha: Weight of the old average.
+        window: Number of samples in a window.
+        channel: The channel that is followed by itself.
+    """
 
     def __init__(self, alpha: float, window: int, channel: int):
         self.alpha, self.window, self.channel = alpha, window, channel
-        self.running: Tensor | None = None  # [k, C]: of what the norm does not keep itself
-        self.looks = 0
-        self.rings: dict[str, Tensor] = {}  # side -> [window, C], where windows are asked for
+        self.running: Tensor | None = None  # [k, C], of the statistics that the norm does not keep itself
+        self.samples = 0
+        self.windows: dict[str, Tensor] = {}  # side -> [window, C], where windows are recorded
         self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of one channel
-        self.seen = {"x": 0, "g": 0}
+        self.counts = {"x": 0, "g": 0}
 
     def average(self, batch: Fields) -> Fields:
-        """The averages from before this batch; it moves them, unless it is not finite. None at the first look."""
+        """Update the averages with a finite batch; return those from before it, empty at the first sample."""
         if not batch:
             return {}
         new = torch.stack(list(batch.values()))
         old = torch.zeros_like(new) if self.running is None else self.running
-        weight = max(1 / (self.looks + 1), 1 - self.alpha)  # a plain average first
+        weight = max(1 / (self.samples + 1), 1 - self.alpha)  # a plain average first
         self.running = torch.where(torch.isfinite(new).all(), old.lerp(new, weight), old)
-        self.looks += 1
-        return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.looks > 1 else {}
+        self.samples += 1
+        return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.samples > 1 else {}
 
     def push(self, side: str, value: Tensor, last: int) -> Fields:
-        """Remember one channel of `value [C]`; its last values."""
+        """Store one channel of `value [C]`; return its last values."""
         self.channels[side] = [*self.channels[side][1 - last :], value[self.channel % len(value)]][-last:]
         return {f"channel_{side}": torch.stack(self.channels[side])}
 
     def fill(self, side: str, value: Tensor) -> Fields:
-        """Remember `value [C]`; the window `[window, C]` whenever it is full of new values."""
-        if side not in self.rings:
-            self.rings[side] = value.new_zeros(self.window, len(value))
-        slot = self.seen[side] % self.window
-        self.rings[side][slot] = value
-        self.seen[side] += 1
-        return {f"window_{side}": self.rings[side].clone()} if slot == self.window - 1 else {}
+        """Store `value [C]`; return the window `[window, C]` whenever it is full of new values."""
+        if side not in self.windows:
+            self.windows[side] = value.new_zeros(self.window, len(value))
+        slot = self.counts[side] % self.window
+        self.windows[side][slot] = value
+        self.counts[side] += 1
+        return {f"window_{side}": self.windows[side].clone()} if slot == self.window - 1 else {}
 
     def state(self) -> dict[str, object]:
-        """What a resumed recording needs to go on."""
-        return {name: getattr(self, name) for name in REMEMBERED}
+        """The state for a checkpoint."""
+        return {name: getattr(self, attribute) for name, attribute in STATE.items()}
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Take over what `state` gave."""
-        for name in REMEMBERED:
-            setattr(self, name, state[name])
+        """Restore from a checkpoint."""
+        for name, attribute in STATE.items():
+            setattr(self, attribute, state[name])
 
 
 def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance `[C]` of the real rows of `x[..., C]`, and their count; over all processes where it syncs."""
+    """Mean and variance `[C]` of the real rows of `x[..., C]`, and their count; over all processes if `sync` is set."""
     batch, count = ops.moments(x, mask, center=True)
     if getattr(module, "sync", False):
         origin = torch.zeros_like(batch)
@@ -82,7 +89,7 @@ def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Ten
 
 
 def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Tensor | None) -> Fields:
-    """Look at an input `x[..., C]` of a norm: the statistics of this batch, those that are running, and states."""
+    """Gather statistics of an input `x[..., C]` of a norm: of this batch, running ones, and the norm's own state."""
     module, own = site.module, site.running()
     if isinstance(module, StatNorm):
         x = module.rest(x)
@@ -105,7 +112,7 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
 
 
 def _state(norm: StatNorm, fields: Fields) -> Fields:
-    """What a norm of ours keeps, as this batch finds it."""
+    """The state of a normkit norm before this batch."""
     found = {"skipped": norm.skipped.clone(), "skipped_grad": norm.skipped_grad.clone()}
     warmup: int | None = getattr(norm, "warmup", None)
     if warmup is not None:
@@ -123,14 +130,14 @@ def _state(norm: StatNorm, fields: Fields) -> Fields:
 
 
 def gather_gradient(
-    site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, seen: tuple[Tensor, Tensor] | None = None
+    site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, known: tuple[Tensor, Tensor] | None = None
 ) -> Fields:
-    """Look at the gradient `dy[..., C]` of a norm's output, given its input, and mean and variance if known."""
+    """Gather statistics of the gradient `dy[..., C]` of a norm's output; `known` are mean and variance of `x`."""
     if isinstance(site.module, StatNorm):
         x = site.module.rest(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dy = x.to(wide), dy.to(wide)
-    mean, var = moments(x, mask, site.module)[:2] if seen is None else seen
+    mean, var = moments(x, mask, site.module)[:2] if known is None else known
     x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     count: Tensor | int = len(dy)
     if mask is not None:
@@ -148,33 +155,33 @@ def gather_gradient(
             "dy_square": square, **gain}  # fmt: skip
 
 
-def evaluate(looks: list[Look], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site | None, list[str], Tensor]]:
-    """The chosen quantities of looks: for each look its step, site, names and values, one number a name.
+def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site | None, list[str], Tensor]]:
+    """Compute the chosen quantities: step, site, names and values of each sample, one number a name.
 
-    Norms that gathered the same statistics in the same shapes are stacked, so that many norms cost what one does.
+    Samples with the same statistics in the same shapes are stacked, so that many norms cost as much as one.
     """
     needs = {need for quantity in chosen.values() for need in quantity.needs}
-    groups: dict[object, list[tuple[int, Look]]] = {}
-    for place, look in enumerate(looks):
-        eps = look.site.eps if look.site is not None else 0.0
-        key = (eps, *((name, tuple(value.shape), value.device) for name, value in look.fields.items()))
-        groups.setdefault(key, []).append((place, look))
+    groups: dict[object, list[tuple[int, Sample]]] = {}
+    for place, sample in enumerate(samples):
+        eps = sample.site.eps if sample.site is not None else 0.0
+        key = (eps, *((name, tuple(value.shape), value.device) for name, value in sample.fields.items()))
+        groups.setdefault(key, []).append((place, sample))
     found = []
     for places, group in (zip(*members, strict=True) for members in groups.values()):
-        fields = {name: torch.stack([look.fields[name] for look in group]) for name in group[0].fields}
+        fields = {name: torch.stack([sample.fields[name] for sample in group]) for name in group[0].fields}
         fields |= _derived(fields, group[0].site, needs)
         names = [name for name, quantity in chosen.items() if set(quantity.needs) <= fields.keys()]
         if names:
             wide = torch.float64 if any(v.dtype is torch.float64 for v in fields.values()) else torch.float32
             values = [chosen[name].function(*(fields[need] for need in chosen[name].needs)) for name in names]
             table = torch.stack([value.to(wide) for value in values], dim=1)
-            found += [(place, (look.step, look.site, names, row))
-                      for place, look, row in zip(places, group, table, strict=True)]  # fmt: skip
+            found += [(place, (sample.step, sample.site, names, row))
+                      for place, sample, row in zip(places, group, table, strict=True)]  # fmt: skip
     return [numbers for _, numbers in sorted(found, key=lambda pair: pair[0])]
 
 
 def _derived(fields: Fields, site: Site | None, needs: set[str]) -> Fields:
-    """What follows from the statistics of norms side by side: roots, with eps inside, and what is left for later."""
+    """Statistics derived from those of stacked norms: roots with eps inside, and products of several statistics."""
     eps = 0.0 if site is None else site.eps
     names = {"sigma": "var", "psi": "quadratic", "running_sigma": "running_var", "running_psi": "running_quadratic"}
     found = {root: torch.sqrt(fields[square] + eps) for root, square in names.items() if square in fields}

@@ -1,22 +1,18 @@
-"""Every check of a training run by its rows: what is wrong, and what the rows do not let anybody say."""
+"""Diagnosis of a training run: the table of checks, what each needs, and the findings of a recording."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import normkit.watch.faults as faults
-from normkit.norms import NORMS, StatNorm, options, parse
-from normkit.watch.faults import THRESHOLDS, Finding
-from normkit.watch.rows import Row
-from normkit.watch.series import Table, freezes_quadratic_means, keeps_batch_statistics, norms, places, tabulate
-
-NOT_CHECKED = "not checked"
-"""The kind of a finding that says what could not be looked at."""
+from normkit.watch import faults
+from normkit.watch.faults import NOT_CHECKED, THRESHOLDS, Finding, Rule, by_site
+from normkit.watch.recording import Recording, Row, Series, as_recording
+from normkit.watch.row_names import format_sites, freezes_quadratic_means, keeps_batch_statistics, norm_class, warms_up
 
 RECORD = 'record them: nk.record(model, quantities="default"), or normkit train --quantities default'
 OFTEN = "record more often (every=, --record-every), or train longer"
-TELL = (
-    "record padding, and let a norm's mask, an embedding's padding_idx or an argument called attention_mask or"
-    " ..._padding_mask tell which tokens are padding; where there is none nothing can be wrong"
+MASK = (
+    "record padding: give the model a norm with a mask, an embedding with padding_idx, or an argument named"
+    " attention_mask or ..._padding_mask; a model without padding does not need this check"
 )
 TWO_LOSSES = (
     "normkit train measures it where its task scores both ways; after a loop of your own add rows of"
@@ -25,17 +21,24 @@ TWO_LOSSES = (
 
 
 class Check(NamedTuple):
-    """A rule, the kind of fault that it finds, and what it has to be given: by each norm it judges, or by the model."""
+    """A check for one fault.
+
+    Attributes:
+        kind: Name of the fault.
+        rule: Function that finds it in a recording.
+        needs: Quantities that it takes, separated by blanks.
+        judges: Which norms it judges, by their names in rows; None for the whole model.
+        samples: Values of each quantity that it takes at least.
+        steps: Length of the run from which on it judges.
+        how: Advice on how to record the quantities.
+    """
 
     kind: str
-    rule: Callable[[Table], list[Finding]]
+    rule: Rule
     needs: str
     judges: Callable[[str], bool] | None
-    """Which norms, by their names in rows; None where it is the whole model."""
-    looks: int = 1
-    """So many values, at least."""
+    samples: int = 1
     steps: float = 0
-    """Nothing is judged of a shorter run."""
     how: str = RECORD
 
 
@@ -47,99 +50,113 @@ def _centred(norm: str) -> bool:
     return keeps_batch_statistics(norm) and not freezes_quadratic_means(norm)
 
 
-def _warms_up(norm: str) -> bool:
-    try:
-        name, _ = parse(norm)
-    except ValueError:
-        return False
-    return issubclass(NORMS[name], StatNorm) and "warmup" in options(name)
+def _power(norm: str) -> bool:
+    kind, _ = norm_class(norm)
+    return kind is not None and kind.__name__ == "PowerNorm"
 
 
-def _is(name: str, **options: object) -> Callable[[str], bool]:
-    """Whether a norm is of this name and has these options."""
-
-    def judges(norm: str) -> bool:
-        try:
-            found, given = parse(norm)
-        except ValueError:
-            return False
-        return found == name and options.items() <= given.items()
-
-    return judges
+def _filters(norm: str) -> bool:
+    return norm_class(norm)[1].get("outlier_filtration") is True
 
 
-AGE = THRESHOLDS["steps"].value
+def _by_site(
+    kind: str, quantity: str, limit: float, judges: Callable[[str], bool], message: str, advice: str, **more: Any
+) -> Check:
+    """A check that compares a number of each norm with a limit; see `faults.by_site`."""
+    return Check(kind, by_site(kind, quantity, limit, message, advice, applies=judges, **more), quantity, judges)
+
+
+LIMITS = {name: threshold.value for name, threshold in THRESHOLDS.items()}
 CHECKS = (
     Check("nan", faults.bad_batches, "nonfinite", _any),
-    Check("warm-up", faults.warming, "warmup_left", _warms_up),
-    Check("padding", faults.padding, "padding", keeps_batch_statistics, how=TELL),
-    Check("tiny batches", faults.tiny_batches, "tokens", keeps_batch_statistics),
-    Check("evaluation", faults.evaluation, "gap_batch", _centred, steps=AGE),
-    Check("evaluation", faults.evaluation_quadratic, "gap_quadratic", freezes_quadratic_means, steps=AGE),
+    _by_site("warm-up", "warmup_left", 0, warms_up,
+             "so far trained with each batch's own statistics, and for {0:.0f} more steps; evaluation uses the running"
+             " ones", "if the run ends before, give the norm a shorter warmup=", number=faults.last),
+    _by_site("padding", "padding", LIMITS["padding"], keeps_batch_statistics,
+             "{percent:.0f} % of the rows that the statistics are taken over are padding",
+             "pass the norm its mask (convert(..., mask_from=...))")._replace(how=MASK),
+    _by_site("tiny batches", "tokens", LIMITS["tokens"], keeps_batch_statistics,
+             "batches of {0:.0f} rows, too few for statistics",
+             "larger batches, steps_per_update=k, sync=True over processes, or a per-token norm", below=True),
+    Check("evaluation", faults.evaluation, "gap_batch", _centred, steps=LIMITS["steps"]),
+    Check("evaluation", faults.evaluation_quadratic, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
     Check("train-to-eval gap", faults.train_eval, "loss_train_mode loss_eval_mode", None, how=TWO_LOSSES),
-    Check("nu", faults.nu, "nu Gamma Gamma_bound", _is("power"), 2),
-    Check("filtered", faults.filtered, "filtered_rate", _is("un", outlier_filtration=True)),
+    Check("nu", faults.nu, "nu Gamma Gamma_bound", _power, 2),
+    _by_site("filtered", "filtered_rate", LIMITS["filtered_rate"], _filters,
+             "UN filters {percent:.0f} % of steps: it is PN-V now",
+             'threshold="scalar", a longer window, or outlier_filtration=False', number=faults.last),
     Check("exploding depth", faults.exploding_depth, "rms", _any),
-    Check("exploding", faults.exploding, "rms", _any, 2),
-    Check("large values", faults.large_values, "largest", _any),
-    Check("dead channels", faults.dead_channels, "dead", _any),
+    _by_site("exploding", "rms", LIMITS["growth"], _any, "the input grew {0:.3g}x during the run",
+             "lower the learning rate", number=faults.growth)._replace(samples=2),
+    _by_site("large values", "largest", LIMITS["largest"], _any, "values up to {0:.3g}",
+             "float16 ends at 65504, use bfloat16 or float32", number=Series.top),
+    _by_site("dead channels", "dead", LIMITS["dead"], _any,
+             "{percent:.0f} % of the channels are dead: zero in every token of a batch", ""),
     Check("gradient spikes", faults.gradient_spikes, "gradient_norm", None, 5),
-)
+)  # fmt: skip
 
 
-def diagnose(rows: Iterable[Row] | Table) -> list[Finding]:
-    """What is wrong with a training run, by its rows; what they do not let anybody say; an empty list for neither.
+def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
+    r"""Find faults of a training run in its recorded rows.
 
-    Each finding names its places, says in words what is seen and what helps, and keeps the numbers. Those of kind
-    "not checked" come last: they name the checks that could not be made, and how to record what these need. Where a
-    norm keeps no batch statistics, what they would do there is no fault and is left to `advise`. The thresholds are a
-    table, `normkit.watch.THRESHOLDS`. ValueError where there are no rows.
+    A finding names its sites, states the observation and the remedy, and keeps the numbers. Checks for which the rows
+    do not suffice are findings of kind "not checked", which come last and state how to record what is missing. The
+    list is empty only if every check was made and found nothing. A norm without batch statistics has no fault of
+    statistics; `normkit.watch.advise` compares it with norms that have them.
 
-    >>> found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
-    >>> [finding.kind for finding in found]
-    ['padding', 'not checked', 'not checked']
+    Args:
+        rows: Rows as `normkit.record` or `normkit.watch.read` gives them.
+
+    Returns:
+        The findings; `print(*findings, sep="\n")` shows them.
+
+    Raises:
+        TypeError: for anything but rows.
+        ValueError: without any row.
+
+    Example:
+        >>> found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
+        >>> [finding.kind for finding in found]
+        ['padding', 'not checked', 'not checked']
     """
-    table = tabulate(rows)
+    recording = as_recording(rows)
     found: list[Finding] = []
-    lacking: dict[str, list[tuple[Check, str, tuple[str, ...]]]] = {}  # how to have it -> for what, where, names
+    lacking: dict[str, list[tuple[Check, str, tuple[str, ...]]]] = {}  # advice -> check, site, missing quantities
     for check in CHECKS:
-        found += check.rule(table) if _last(table) >= check.steps else []
-        for site, names in _missing(check, table).items():
+        found += check.rule(recording) if recording.last_step() >= check.steps else []
+        for site, names in _missing(check, recording).items():
             lacking.setdefault(check.how if names else OFTEN, []).append((check, site, names))
     return found + [_not_checked(how, entries) for how, entries in lacking.items()]
 
 
-def checked(rows: Iterable[Row] | Table) -> list[str]:
-    """The kinds of faults that these rows let a doctor look for, somewhere in the model.
+def checked(rows: Iterable[Row] | Recording) -> list[str]:
+    """The kinds of faults for which the rows suffice, at one norm of the model at least.
 
     >>> checked([Row(1, "norm", "layer", "dead", 0.0)])
     ['dead channels']
     """
-    table = tabulate(rows)
-    return list(dict.fromkeys(c.kind for c in CHECKS if len(_missing(c, table)) < len(_judged(c, table))))
+    recording = as_recording(rows)
+    made = (check.kind for check in CHECKS if len(_missing(check, recording)) < len(_judged(check, recording)))
+    return list(dict.fromkeys(made))
 
 
-def _judged(check: Check, table: Table) -> list[str]:
-    """The places that a check is about; where no norm is known it might be about any: "" stands for that."""
-    known = norms(table)
+def _judged(check: Check, recording: Recording) -> list[str]:
+    """The sites that a check concerns; [""] for the whole model, or if the rows name no norm."""
+    norms = recording.norms()
     if check.judges is None:
-        batches = check.rule is not faults.train_eval or any(map(keeps_batch_statistics, known.values())) or not known
-        return [""] if batches else []
-    return [site for site, norm in known.items() if check.judges(norm)] if known else [""]
+        concerned = check.rule is not faults.train_eval or any(map(keeps_batch_statistics, norms.values())) or not norms
+        return [""] if concerned else []
+    return [site for site, norm in norms.items() if check.judges(norm)] if norms else [""]
 
 
-def _last(table: Table) -> int:
-    return max(series.steps[-1] for sites in table.values() for series in sites.values())
-
-
-def _missing(check: Check, table: Table) -> dict[str, tuple[str, ...]]:
-    """The places where a check cannot be made: what is not there, or nothing where there is too little of it."""
+def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
+    """Sites where a check cannot be made, with the quantities that are missing; none if there are too few values."""
     found = {}
-    for site in _judged(check, table):
+    for site in _judged(check, recording):
         needs = check.needs.split()
-        lacks = tuple(name for name in needs if site not in table.get(name, {}))
-        few = not lacks and any(len(table[name][site].values) < check.looks for name in needs)
-        if lacks or few or _last(table) < check.steps:
+        lacks = tuple(name for name in needs if site not in recording.quantities.get(name, {}))
+        few = not lacks and any(len(recording.quantities[name][site].values) < check.samples for name in needs)
+        if lacks or few or recording.last_step() < check.steps:
             found[site] = lacks
     return found
 
@@ -148,6 +165,6 @@ def _not_checked(how: str, entries: Sequence[tuple[Check, str, tuple[str, ...]]]
     kinds = dict.fromkeys(check.kind for check, *_ in entries)
     sites = dict.fromkeys(site for _, site, _ in entries)
     names = dict.fromkeys(name for *_, names in entries for name in names)
-    why = f"no {', '.join(names)}" if names else "too few steps or looks"
-    where = f" at {places(sites)}" if any(sites) else ""
+    why = f"no {', '.join(names)}" if names else "too few steps or samples"
+    where = f" at {format_sites(sites)}" if any(sites) else ""
     return Finding(NOT_CHECKED, tuple(sites), f"{', '.join(kinds)}: {why}{where}; {how}", {})

@@ -1,4 +1,4 @@
-"""One rule a fault: what is seen in the rows, where, by which numbers, and what helps."""
+"""Rules that find faults of a training run in its recorded rows, and the thresholds that they use."""
 
 import math
 import statistics
@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from normkit.watch.series import Series, Table, freezes_quadratic_means, keeps_batch_statistics, middle, places
+from normkit.watch.recording import Recording, Series
+from normkit.watch.row_names import format_sites, freezes_quadratic_means, keeps_batch_statistics
+
+NOT_CHECKED = "not checked"
+"""Kind of a finding that names checks for which the rows do not suffice."""
 
 
 class Threshold(NamedTuple):
-    """A number that decides, and what it decides."""
+    """A number that a rule compares with, and its meaning."""
 
     value: float
     meaning: str
@@ -18,8 +22,8 @@ class Threshold(NamedTuple):
 
 THRESHOLDS: dict[str, Threshold] = {
     "gap": Threshold(0.25, "gap at evaluation, of the output's own size, above which frozen batch statistics fail"),
-    "gap_holds": Threshold(0.15, "gap up to which a norm by quadratic means is said to hold"),
-    "steps": Threshold(20, "steps before which running statistics still show where they began: no gap is judged"),
+    "gap_holds": Threshold(0.15, "gap up to which a norm by quadratic means holds"),
+    "steps": Threshold(20, "steps before which running statistics still show their initial values: no gap is judged"),
     "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
     "tokens": Threshold(32, "rows of a batch below which its statistics are mostly chance"),
     "filtered_rate": Threshold(0.5, "share of steps that outlier filtration drops, above which UN is PN-V"),
@@ -33,254 +37,213 @@ THRESHOLDS: dict[str, Threshold] = {
     "lose": Threshold(0.1, "evaluation loss over training-mode loss, less 1"),
 }
 
+LIMIT_OF_GAP = THRESHOLDS["gap"].value
+CALIBRATE = "calibrate the model"
+IF_NOT = "; if that does not help, the batches differ from each other: mix them, or use a per-token norm"
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: its kind, where, in words, and the numbers that say so."""
+    """A fault of a run, or (kind "not checked") checks for which the rows do not suffice.
+
+    Attributes:
+        kind: Name of the fault.
+        where: Sites concerned; "" is the whole model.
+        message: The observation in a sentence, with its numbers.
+        evidence: The numbers by site or name.
+        advice: The remedy; may be empty.
+    """
 
     kind: str
     where: tuple[str, ...]
-    says: str
+    message: str
     evidence: Mapping[str, float]
+    advice: str = ""
 
     def __str__(self) -> str:
-        return self.says
+        lead = f"{NOT_CHECKED}: " if self.kind == NOT_CHECKED else ""
+        return lead + self.message + (f": {self.advice}" if self.advice else "")
 
 
-def bad_batches(table: Table) -> list[Finding]:
-    """Batches that were not finite, as norms counted them or as they were seen; statistics that one has spoilt."""
+Rule = Callable[[Recording], list[Finding]]
+
+
+def by_site(
+    kind: str,
+    quantity: str,
+    limit: float,
+    message: str,
+    advice: str = "",
+    *,
+    number: Callable[[Series], float] = Series.middle,
+    applies: Callable[[str], bool] = lambda norm: True,
+    below: bool = False,
+) -> Rule:
+    """Make a rule: a number of each norm's series must not be above (or `below`) a limit.
+
+    Args:
+        kind: Name of the fault.
+        quantity: The recorded quantity.
+        limit: The threshold.
+        message: The observation, formatted with the worst number `{0}` and the same in percent, `{percent}`.
+        advice: The remedy.
+        number: The number of a series that is compared.
+        applies: Which norms are judged, by their names in rows.
+        below: True if numbers below the limit are the fault.
+    """
+
+    def rule(recording: Recording) -> list[Finding]:
+        series = {site: each for site, each in recording.of(quantity).items() if applies(each.norm)}
+        numbers = {site: number(each) for site, each in series.items()}
+        hit = {site: value for site, value in numbers.items() if (value < limit if below else value > limit)}
+        if not hit:
+            return []
+        worst = (min if below else max)(hit.values())
+        text = f"{format_sites(hit)}: {message.format(worst, percent=100 * worst)}"
+        return [Finding(kind, tuple(hit), text, hit, advice)]
+
+    return rule
+
+
+def last(series: Series) -> float:
+    """The value of the last step."""
+    return series.values[-1]
+
+
+def growth(series: Series) -> float:
+    """The late median over the first value; nan where they are not finite and above 0."""
+    return series.middle() / series.values[0] if series.late() and 0 < series.values[0] < math.inf else math.nan
+
+
+def bad_batches(recording: Recording) -> list[Finding]:
+    """Find batches that were not finite, and statistics that one of them has corrupted."""
     found = []
-    for quantity, what in (("skipped", "forwards"), ("skipped_grad", "backwards")):
-        hit = {site: series.top() for site, series in table.get(quantity, {}).items() if series.top() > 0}
-        if hit:
-            says = (
-                f"{places(hit)}: {max(hit.values()):.0f} {what} were not finite or all padding and moved no statistics:"
-                " look for NaN or infinity in the data, then lower the learning rate"
-            )
-            found.append(Finding("nan", tuple(hit), says, hit))
-    bad = {site: series.top() for site, series in table.get("nonfinite", {}).items() if series.top() > 0}
+    for quantity, passes in (("skipped", "forwards"), ("skipped_grad", "backwards")):
+        message = f"{{0:.0f}} {passes} were not finite or all padding and moved no statistics"
+        advice = "look for NaN or infinity in the data, then lower the learning rate"
+        found += by_site("nan", quantity, 0, message, advice, number=Series.top)(recording)
+    series = recording.of("nonfinite")
+    bad = {site: each.top() for site, each in series.items() if each.top() > 0}
     if bad:
-        when = min(_first(table["nonfinite"][site], lambda value: value > 0) for site in bad)
-        says = f"{places(bad)}: values that are not finite, first seen at step {when}: a NaN batch, or a diverged run"
-        found.append(Finding("nan", tuple(bad), says, {**bad, "step": when}))
-    gaps = {**table.get("gap_quadratic", {}), **table.get("gap_batch", {})}
-    last = {site: series.values[-1] for site, series in table.get("nonfinite", {}).items()}
-    spoilt = {s: x.values[-1] for s, x in gaps.items() if not math.isfinite(x.values[-1]) and last.get(s) == 0}
-    if spoilt:
-        says = (
-            f"{places(spoilt)}: running statistics are not finite though the last batch is: a NaN batch went into"
-            " them, and evaluation gives NaN; load an earlier checkpoint, or calibrate"
+        step = min(_first(series[site], lambda value: value > 0) for site in bad)
+        message = f"{format_sites(bad)}: values that are not finite, first seen at step {step}"
+        found.append(Finding("nan", tuple(bad), message, {**bad, "step": step}, "a NaN batch, or a diverged run"))
+    gaps = {
+        site: each.values[-1] for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()
+    }
+    finite = {site for site, each in series.items() if each.values[-1] == 0}
+    corrupted = {site: gap for site, gap in gaps.items() if not math.isfinite(gap) and site in finite}
+    if corrupted:
+        message = (
+            f"{format_sites(corrupted)}: running statistics are not finite though the last batch is: a NaN batch"
+            " entered them, and evaluation gives NaN"
         )
-        found.append(Finding("nan", tuple(spoilt), says, spoilt))
-    gradients = table.get("gradient_norm", {}).get("")
+        found.append(Finding("nan", tuple(corrupted), message, corrupted, "load an earlier checkpoint, or calibrate"))
+    gradients = recording.of("gradient_norm").get("")
     if gradients and not found and not all(map(math.isfinite, gradients.values)):
-        when = _first(gradients, lambda value: not math.isfinite(value))
-        found.append(Finding("nan", ("",), f"the gradient is not finite, first seen at step {when}", {"step": when}))
+        step = _first(gradients, lambda value: not math.isfinite(value))
+        found.append(Finding("nan", ("",), f"the gradient is not finite, first seen at step {step}", {"step": step}))
     return found
 
 
-def warming(table: Table) -> list[Finding]:
-    """Statistics that the run has not begun to use."""
-    left = {site: series.values[-1] for site, series in table.get("warmup_left", {}).items() if series.values[-1] > 0}
-    if not left:
-        return []
-    says = (
-        f"{places(left)}: so far trained with each batch's own statistics, and for {max(left.values()):.0f} more steps;"
-        " evaluation takes the running ones: in a run that ends before, give the norm a shorter warmup="
-    )
-    return [Finding("warm-up", tuple(left), says, left)]
-
-
-def padding(table: Table) -> list[Finding]:
-    """Padding among the rows that statistics are taken over."""
-    hit = _over(table, "padding", "padding")
-    if not hit:
-        return []
-    says = (
-        f"{places(hit)}: {100 * max(hit.values()):.0f} % of the rows that the statistics are taken over are padding:"
-        " pass the norm its mask (convert(..., mask_from=...))"
-    )
-    return [Finding("padding", tuple(hit), says, hit)]
-
-
-def tiny_batches(table: Table) -> list[Finding]:
-    """Too few rows for statistics."""
-    counts = {s: x.middle() for s, x in table.get("tokens", {}).items() if keeps_batch_statistics(x.norm)}
-    hit = {site: count for site, count in counts.items() if count < THRESHOLDS["tokens"].value}
-    if not hit:
-        return []
-    says = (
-        f"{places(hit)}: batches of {min(hit.values()):.0f} rows, too few for statistics: larger batches,"
-        " steps_per_update=k, sync=True over processes, or a norm of tokens"
-    )
-    return [Finding("tiny batches", tuple(hit), says, hit)]
-
-
-def evaluation(table: Table) -> list[Finding]:
-    """Running means and variances that do not stand for the batches."""
-    groups: dict[str, dict[str, float]] = {}
-    for site, gap in _over(table, "gap_batch", "gap").items():
-        if not freezes_quadratic_means(table["gap_batch"][site].norm):
-            groups.setdefault(_alternative(middle(table, "gap_quadratic", site)), {})[site] = gap
-    return [
-        Finding(
-            "evaluation",
-            tuple(hit),
-            f"{places(hit)}: batch variance strays {_stray(table, 'stray_var', hit)} from its running value, the mean"
-            f" {_worst(table, 'stray_mean', hit)} standard deviations: BatchNorm will fail at evaluation here"
-            f" (off by {100 * max(hit.values()):.0f} %)" + ending.format(_stray(table, "stray_quadratic", hit)),
-            hit,
+def evaluation(recording: Recording) -> list[Finding]:
+    """Find running means and variances that do not represent the batches."""
+    groups: dict[str, dict[str, float]] = {}  # what a quadratic mean would do -> gaps
+    for site, series in recording.of("gap_batch").items():
+        gap, quadratic = series.middle(), recording.middle("gap_quadratic", site)
+        if keeps_batch_statistics(series.norm) and not freezes_quadratic_means(series.norm) and gap > LIMIT_OF_GAP:
+            holds = quadratic <= THRESHOLDS["gap_holds"].value
+            unknown = "what a quadratic mean would do was not recorded (gap_quadratic)"
+            advice = "PN-V or UN will hold" if holds else "too: keep a per-token norm"
+            groups.setdefault(unknown if math.isnan(quadratic) else advice, {})[site] = gap
+    found = []
+    for advice, hit in groups.items():
+        message = (
+            f"{format_sites(hit)}: batch variance is {_worst(recording, 'stray_var', hit, 'x')} from its running value,"
+            f" the mean {_worst(recording, 'stray_mean', hit)} standard deviations: BatchNorm will fail at evaluation"
+            f" here (off by {100 * max(hit.values()):.0f} %)"
         )
-        for ending, hit in groups.items()
-    ]
+        if not advice.startswith("what"):
+            message += f"; quadratic mean is {_worst(recording, 'stray_quadratic', hit, 'x')} from its own"
+        found.append(Finding("evaluation", tuple(hit), message, hit, advice))
+    return found
 
 
-def evaluation_quadratic(table: Table) -> list[Finding]:
-    """Running quadratic means that do not stand for the batches."""
-    over = _over(table, "gap_quadratic", "gap")
-    hit = {site: gap for site, gap in over.items() if freezes_quadratic_means(table["gap_quadratic"][site].norm)}
+def evaluation_quadratic(recording: Recording) -> list[Finding]:
+    """Find running quadratic means that do not represent the batches."""
+    numbers = {site: series.middle() for site, series in recording.of("gap_quadratic").items()
+               if freezes_quadratic_means(series.norm)}  # fmt: skip
+    hit = {site: gap for site, gap in numbers.items() if gap > LIMIT_OF_GAP}
     if not hit:
         return []
-    says = (
-        f"{places(hit)}: quadratic mean strays {_stray(table, 'stray_quadratic', hit)} from its running value: the norm"
-        f" will fail at evaluation (off by {100 * max(hit.values()):.0f} %); mix the batches better, calibrate, or keep"
-        " a norm of tokens here"
+    message = (
+        f"{format_sites(hit)}: quadratic mean is {_worst(recording, 'stray_quadratic', hit, 'x')} from its running"
+        f" value: the norm will fail at evaluation (off by {100 * max(hit.values()):.0f} %)"
     )
-    return [Finding("evaluation", tuple(hit), says, hit)]
+    return [Finding("evaluation", tuple(hit), message, hit, f"{CALIBRATE}{IF_NOT}")]
 
 
-def _alternative(quadratic: float) -> str:
-    """What to take instead of BatchNorm, by the gap of quadratic means."""
-    if math.isnan(quadratic):
-        return "; what a quadratic mean would do was not recorded (gap_quadratic)"
-    if quadratic <= THRESHOLDS["gap_holds"].value:
-        return "; quadratic mean strays {}: PN-V or UN will hold"
-    return "; quadratic mean strays {} too: keep a norm of tokens"
-
-
-def train_eval(table: Table) -> list[Finding]:
-    """A loss that is larger with running statistics than with the batches'."""
-    train, ev = (table.get(f"loss_{mode}_mode", {}).get("") for mode in ("train", "eval"))
+def train_eval(recording: Recording) -> list[Finding]:
+    """Find a loss that is larger with running statistics than with the batches' own."""
+    train, ev = (recording.of(f"loss_{mode}_mode").get("") for mode in ("train", "eval"))
     if train is None or ev is None or ev.values[-1] <= (1 + THRESHOLDS["lose"].value) * train.values[-1]:
         return []
-    says = (
+    message = (
         f"the loss is {ev.values[-1]:.3g} at evaluation and {train.values[-1]:.3g} with the batches' own statistics:"
-        " running statistics do not stand for the data; calibrate the model"
+        " running statistics do not represent the batches"
     )
-    return [Finding("train-to-eval gap", ("",), says, {"train": train.values[-1], "eval": ev.values[-1]})]
+    evidence = {"train": train.values[-1], "eval": ev.values[-1]}
+    return [Finding("train-to-eval gap", ("",), message, evidence, f"{CALIBRATE}{IF_NOT}")]
 
 
-def nu(table: Table) -> list[Finding]:
-    """PowerNorm's gradient statistic, growing from step to step."""
+def nu(recording: Recording) -> list[Finding]:
+    """Find PowerNorm's gradient statistic growing from step to step."""
     hit = {}
-    for site, series in table.get("Gamma", {}).items():
-        bound = table.get("Gamma_bound", {}).get(site)
+    for site, series in recording.of("Gamma").items():
+        bound = recording.of("Gamma_bound").get(site)
         if bound is not None and series.middle() > THRESHOLDS["Gamma"].value * bound.values[-1]:
             hit[site] = series.middle() / bound.values[-1]
-    for site, series in table.get("nu", {}).items():
-        values = [value for value in series.values if math.isfinite(value) and value > 0]
+    for site, series in recording.of("nu").items():
+        values = [value for _, value in series.points() if value > 0]
         if values and max(values) > THRESHOLDS["nu"].value * statistics.median(values):
             hit.setdefault(site, max(values) / statistics.median(values))
     if not hit:
         return []
-    says = (
-        f"{places(hit)}: nu exceeds its bound ({max(hit.values()):.3g}x): PowerNorm's gradient statistic grows"
-        " from step to step: raise alpha_bkw, or clamp=True"
+    message = (
+        f"{format_sites(hit)}: nu exceeds its bound ({max(hit.values()):.3g}x): PowerNorm's gradient statistic grows"
+        " from step to step"
     )
-    return [Finding("nu", tuple(hit), says, hit)]
+    return [Finding("nu", tuple(hit), message, hit, "raise alpha_bkw, or set clamp=True")]
 
 
-def filtered(table: Table) -> list[Finding]:
-    """UN's outlier filtration, dropping most steps."""
-    hit = _over(table, "filtered_rate", "filtered_rate", lambda series: series.values[-1])
-    if not hit:
-        return []
-    says = (
-        f"{places(hit)}: UN filters {100 * max(hit.values()):.0f} % of steps: it is PN-V now;"
-        ' threshold="scalar", a longer window, or outlier_filtration=False'
-    )
-    return [Finding("filtered", tuple(hit), says, hit)]
-
-
-def exploding_depth(table: Table) -> list[Finding]:
-    """Inputs that grow over the layers."""
-    levels = {site: series.middle() for site, series in table.get("rms", {}).items() if series.late()}
+def exploding_depth(recording: Recording) -> list[Finding]:
+    """Find inputs that grow over the layers."""
+    levels = {site: series.middle() for site, series in recording.of("rms").items() if series.late()}
     if len(levels) < 2:
         return []
-    first, (last, top) = next(iter(levels.values())), max(levels.items(), key=lambda pair: pair[1])
+    first, (site, top) = next(iter(levels.values())), max(levels.items(), key=lambda pair: pair[1])
     if not top > THRESHOLDS["depth"].value * first > 0:
         return []
-    says = (
-        f"{places([last])}: what enters is {top / first:.3g}x as large as at the first norm: exploding depth;"
-        " normalize before each sublayer, or scale down the residual branches"
-    )
-    return [Finding("exploding depth", (last,), says, {last: top / first})]
+    message = f"{format_sites([site])}: its input is {top / first:.3g}x as large as at the first norm"
+    advice = "normalize before each sublayer, or scale down the residual branches"
+    return [Finding("exploding depth", (site,), message, {site: top / first}, advice)]
 
 
-def exploding(table: Table) -> list[Finding]:
-    """Inputs that grow over the run."""
-    rms = {s: x for s, x in table.get("rms", {}).items() if x.late() and 0 < x.values[0] < math.inf}
-    grown = {site: series.middle() / series.values[0] for site, series in rms.items()}
-    grown = {site: factor for site, factor in grown.items() if factor > THRESHOLDS["growth"].value}
-    if not grown:
-        return []
-    says = f"{places(grown)}: the input grew {max(grown.values()):.3g}x during the run: lower the learning rate"
-    return [Finding("exploding", tuple(grown), says, grown)]
-
-
-def large_values(table: Table) -> list[Finding]:
-    """Inputs out of float16."""
-    large = {site: series.top() for site, series in table.get("largest", {}).items()}
-    large = {site: value for site, value in large.items() if value > THRESHOLDS["largest"].value}
-    if not large:
-        return []
-    says = f"{places(large)}: values up to {max(large.values()):.3g}: float16 ends at 65504, use bfloat16 or float32"
-    return [Finding("large values", tuple(large), says, large)]
-
-
-def dead_channels(table: Table) -> list[Finding]:
-    """Channels that are zero in all tokens of a batch."""
-    numbers = {site: series.middle() for site, series in table.get("dead", {}).items()}
-    hit = {site: share for site, share in numbers.items() if share > THRESHOLDS["dead"].value}
-    if not hit:
-        return []
-    says = f"{places(hit)}: {100 * max(hit.values()):.0f} % of the channels are dead: zero in every token of a batch"
-    return [Finding("dead channels", tuple(hit), says, hit)]
-
-
-def gradient_spikes(table: Table) -> list[Finding]:
-    """Single gradients far above the median."""
-    series = table.get("gradient_norm", {}).get("")
+def gradient_spikes(recording: Recording) -> list[Finding]:
+    """Find single gradients far above the median."""
+    series = recording.of("gradient_norm").get("")
     late = series.late() if series else []
     if not late or not max(late) > THRESHOLDS["spike"].value * statistics.median(late):
         return []
     factor = max(late) / max(statistics.median(late), 1e-38)
-    says = (
-        f"the gradient spikes to {factor:.3g}x its median: clip it, warm up longer, or normalize before each sublayer"
-    )
-    return [Finding("gradient spikes", ("",), says, {"": factor})]
-
-
-def _over(
-    table: Table, quantity: str, limit: str, number: Callable[[Series], float] = Series.middle
-) -> dict[str, float]:
-    """The sites with batch statistics of their own where a quantity is above a threshold, and by how much it shows."""
-    numbers = {
-        s: number(series) for s, series in table.get(quantity, {}).items() if keeps_batch_statistics(series.norm)
-    }
-    return {site: value for site, value in numbers.items() if value > THRESHOLDS[limit].value}
+    message, advice = f"the gradient spikes to {factor:.3g}x its median", "clip it, warm up longer, or use pre-norm"
+    return [Finding("gradient spikes", ("",), message, {"": factor}, advice)]
 
 
 def _first(series: Series, is_bad: Callable[[float], bool]) -> int:
-    """The first step whose value is bad."""
     return next(step for step, value in zip(series.steps, series.values, strict=True) if is_bad(value))
 
 
-def _worst(table: Table, quantity: str, sites: Iterable[str]) -> str:
-    numbers = [value for site in sites if not math.isnan(value := middle(table, quantity, site))]
-    return f"{max(numbers):.3g}" if numbers else "(not recorded)"
-
-
-def _stray(table: Table, quantity: str, sites: Iterable[str]) -> str:
-    worst = _worst(table, quantity, sites)
-    return worst if worst.startswith("(") else f"{worst}x"
+def _worst(recording: Recording, quantity: str, sites: Iterable[str], unit: str = "") -> str:
+    numbers = [value for site in sites if not math.isnan(value := recording.middle(quantity, site))]
+    return f"{max(numbers):.3g}{unit}" if numbers else "(not recorded)"

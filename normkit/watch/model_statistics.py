@@ -1,4 +1,4 @@
-"""Looks at a whole model, now and then: singular values of embeddings, and what evaluation loses."""
+"""Statistics of a whole model: singular values of embeddings, and the loss with either kind of statistics."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import StatNorm
-from normkit.watch.rows import Row
+from normkit.watch.recording import Row
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def singular_values(weight: Tensor) -> Tensor:
 
 
 def embedding_rows(model: nn.Module, step: int, points: int = 64) -> list[Row]:
-    """Singular values of each embedding of a model as rows `singular_value[i]`, at most so many i, evenly spaced."""
+    """Singular values of each embedding as rows `singular_value[i]`, at most `points`, evenly spaced."""
     rows = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
@@ -35,11 +35,17 @@ def embedding_rows(model: nn.Module, step: int, points: int = 64) -> list[Row]:
 
 @torch.no_grad()
 def train_eval_gap(model: nn.Module, loss: Callable[[], Tensor | float]) -> tuple[float, float]:
-    """The loss with the batches' own statistics and with running ones: what freezing the statistics costs.
+    """Measure the loss with the batches' own statistics and with running ones.
 
-    `loss()` computes it by the model, on the same data each time. Only norms with batch statistics change mode;
-    dropout is off in both, and the model is afterwards as it was, running statistics too. As rows the two are
-    `loss_train_mode` and `loss_eval_mode`.
+    Only norms with batch statistics change their mode; dropout is off in both. Afterwards the model is as before,
+    running statistics included.
+
+    Args:
+        model: A model.
+        loss: Computes the loss by the model, on the same data each time.
+
+    Returns:
+        The two losses, which rows name `loss_train_mode` and `loss_eval_mode`.
 
     >>> import normkit
     >>> model = normkit.make("batch", 2)

@@ -1,4 +1,4 @@
-"""Does a sequence come from a normal distribution? D'Agostino and Pearson's test, in PyTorch, for many at once."""
+"""D'Agostino and Pearson's test of normality, in PyTorch, for many sequences at once."""
 
 import math
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def p_normal(x: Tensor) -> Tensor:
-    """Probability, for each column of `x [n, ...]`, of looking less normal than this if the truth is normal.
+    """The p-value of each column of `x [n, ...]` under the hypothesis that it is normally distributed.
 
     The omnibus test of skewness and kurtosis (D'Agostino & Pearson 1973; D'Agostino, Belanger & D'Agostino 1990):
-    `K^2 = Z(b1)^2 + Z(b2)^2`, chi-squared with two degrees of freedom, so `p = exp(-K^2 / 2)`. What
-    `scipy.stats.normaltest` computes, without SciPy and without leaving the device. n is at least 8, better 20.
-    nan, which is no evidence of normality, for a column that does not vary.
+    `K^2 = Z(b1)^2 + Z(b2)^2`, chi-squared with two degrees of freedom, so `p = exp(-K^2 / 2)`. Equal to
+    `scipy.stats.normaltest`, without SciPy and without leaving the device. n is at least 8, better 20. The p-value of
+    a column that does not vary is nan.
 
     >>> x = torch.arange(-10.0, 11)
     >>> bool(p_normal(x) > 0.05), bool(p_normal(x.exp()) > 0.05)

@@ -1,11 +1,10 @@
-"""What can be recorded: a table of quantities, each a function of the statistics that one look at a norm gathers.
+"""The table of quantities that can be recorded, each a function of statistics gathered at a norm.
 
-All of these carry the norms of one width side by side: `[S, C]`, or
-`[S]` for what is one number a norm, and a quantity is `[S]`, a number each. Statistics are over the real tokens.
-Looking forward gathers `mean`, `var`, `quadratic` (mean of squares), their `running_...` from before this batch,
-`psi = sqrt(quadratic + eps)`, `sigma`, the affine `weight`, `spread` of its ratio to psi, `count` of tokens, `largest`;
-looking back `g_mu`, `g_sigma2`, `g_psi2` and squares of gradients; states are those of the norm itself, named as in its
-class.
+The statistics of all norms of one width are stacked: `[S, C]`, or `[S]` for one number a norm; a quantity is `[S]`.
+Only real tokens count. A sample of the input has `mean`, `var`, `quadratic` (mean of squares), their `running_...` from
+before this batch, `psi = sqrt(quadratic + eps)`, `sigma`, the affine `weight`, `spread` of its ratio to psi, `count` of
+tokens and `largest`; a sample of the gradient has `g_mu`, `g_sigma2`, `g_psi2` and squares of gradients. States of a
+norm have the names that its class gives them.
 """
 
 import operator
@@ -25,16 +24,16 @@ DEAD = 1e-6
 
 
 class Quantity(NamedTuple):
-    """A row of the table: what it is, where it comes from, the statistics it is a function of, the function.
+    """A quantity: its definition, its source, the statistics it depends on, and the function of these.
 
-    `dear` ones have to be asked for by name.
+    Expensive ones are recorded only if they are named.
     """
 
     definition: str
     source: str
     of: str
     function: Callable[..., Tensor]
-    dear: bool = False
+    expensive: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -51,7 +50,7 @@ def _distance(batch: Tensor, running: Tensor) -> Tensor:
     return _per_channel(batch - running)
 
 
-def _itself(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -68,7 +67,7 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _factor(batch: Tensor, running: Tensor) -> Tensor:
-    """By which factor a typical channel is off, up or down: `exp(rms of log(batch / running))`."""
+    """Factor between batch and running value of a typical channel: `exp(rms of log(batch / running))`."""
     tiny = torch.finfo(batch.dtype).tiny
     return _rms((batch.clamp(min=tiny) / running.clamp(min=tiny)).log()).exp()
 
@@ -122,15 +121,15 @@ QUANTITIES: dict[str, Quantity] = {
     "rms": Quantity(
         "root mean square of the norm's input", "normkit", "quadratic", lambda x: x.mean(-1).sqrt()),
     "largest": Quantity(
-        "largest magnitude in the norm's input", "normkit", "largest", _itself),
+        "largest magnitude in the norm's input", "normkit", "largest", _identity),
     "dead": Quantity(
         f"share of channels whose psi_B^2 is at most {DEAD:g} of the median one's", "normkit", "quadratic", _dead),
     "nonfinite": Quantity(
         "channels whose statistics are not finite", "normkit", "mean quadratic", _bad),
     "tokens": Quantity(
-        "rows that the statistics are taken over", "B of PowerNorm Alg. 1", "count", _itself),
+        "rows that the statistics are taken over", "B of PowerNorm Alg. 1", "count", _identity),
     "padding": Quantity(
-        "share of those that are padding", "normkit", "padding", _itself),
+        "share of those that are padding", "normkit", "padding", _identity),
     # the learned scale
     **{
         f"gamma_over_psi_{name}": Quantity(
@@ -173,36 +172,36 @@ QUANTITIES: dict[str, Quantity] = {
         "Gamma", lambda x: x.amax(-1)),
     "Gamma_bound": Quantity(
         "2 / (1 - alpha_bkw): nu contracts where Gamma stays below", "normkit, from Eq. 13; the theorem's own, Eq. 27,"
-        " is half of it", "Gamma_bound", _itself),
-    "filtered": Quantity("steps that outlier filtration has dropped", "UN Fig. 5", "filtered", _itself),
+        " is half of it", "Gamma_bound", _identity),
+    "filtered": Quantity("steps that outlier filtration has dropped", "UN Fig. 5", "filtered", _identity),
     "filtered_rate": Quantity(
         "the same as a share of the steps since smoothing began", "UN Fig. 5, Eq. 19",
         "filtered smoothed", lambda n, steps: n / steps.clamp(min=1)),
     "warmup_left": Quantity(
-        "steps for which the norm still uses the batch's own statistics", "normkit", "warmup_left", _itself),
+        "steps for which the norm still uses the batch's own statistics", "normkit", "warmup_left", _identity),
     "skipped": Quantity(
-        "forwards that moved no statistics, being not finite or all padding", "normkit", "skipped", _itself),
-    "skipped_grad": Quantity("backwards that moved none", "normkit", "skipped_grad", _itself),
+        "forwards that moved no statistics, being not finite or all padding", "normkit", "skipped", _identity),
+    "skipped_grad": Quantity("backwards that moved none", "normkit", "skipped_grad", _identity),
     # the whole model
     "gradient_norm": Quantity(
         "norm of all gradients together, before any clipping", "Tears Fig. 2",
         "gradient", lambda norms: torch.linalg.vector_norm(norms, dim=-1)),
-    # dear
+    # expensive
     "pnac_activation": Quantity(
         "percent of channels whose last mean(x^2) pass D'Agostino and Pearson's test of normality, p > 0.05",
-        "UN Eq. 15, Fig. 3, 7", "window_x", _percent_normal, dear=True),
+        "UN Eq. 15, Fig. 3, 7", "window_x", _percent_normal, expensive=True),
     "pnac_gradient": Quantity(
-        "the same of g_psi2", "UN Eq. 15, Fig. 3, 7", "window_g", _percent_normal, dear=True),
+        "the same of g_psi2", "UN Eq. 15, Fig. 3, 7", "window_g", _percent_normal, expensive=True),
 }  # fmt: skip
 
 
 def choose(names: Iterable[str] | None) -> dict[str, Quantity]:
-    """The quantities to record: those named, or all that are not dear; "default" names these, "all" every one.
+    """The quantities to record: those named; "default", or None, are all but the expensive ones, "all" every one.
 
     >>> list(choose(["rms", "dead"]))
     ['rms', 'dead']
     """
-    cheap = [name for name, quantity in QUANTITIES.items() if not quantity.dear]
+    cheap = [name for name, quantity in QUANTITIES.items() if not quantity.expensive]
     if names is None:
         names = cheap
     if isinstance(names, str):

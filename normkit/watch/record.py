@@ -1,20 +1,19 @@
-"""Look at the norms of any model while it trains, by hooks that change nothing about it."""
+"""Record statistics of the norms of any model while it trains, by hooks that change nothing about the training."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import normkit.watch.compiled as compiled
 from normkit.norms import Norm
 from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward
-from normkit.watch.collect import Look, Memory, evaluate, gather, gather_gradient
+from normkit.watch import graph_ops
+from normkit.watch.collect import Memory, Sample, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
-from normkit.watch.rows import Row, Rows
+from normkit.watch.rows import Rows, Sink
 from normkit.watch.sites import Padding, Site, sites
 
 BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "channel_g", "window_g"}
@@ -26,28 +25,43 @@ def record(
     every: int = 25,
     quantities: str | Iterable[str] | None = None,
     *,
-    to: str | Path | Callable[[list[Row]], object] | None = None,
+    to: Sink = None,
     keep: int = 200_000,
     start: int = 0,
     channel: int = 0,
     alpha: float = 0.9,
 ) -> Iterator[Rows]:
-    """Record what the norms of a model see, each `every` of its training forwards; nothing about the training changes.
+    """Record statistics of the norms of a model while it trains; the training does not change.
 
-    Every norm is looked at, ours and others': where a norm keeps no running statistics, the recorder keeps the ones
-    that batch statistics would have there, an average over looks (weight `alpha` of the old). `quantities` are names
-    of `normkit.watch.QUANTITIES`; without, all but the dear ones; "all" has those too. `to`, `keep`: see `Rows`.
-    `channel` is the one that is followed by itself; `start` the number of forwards made before, where a run is resumed.
+    All norms are measured, those of other libraries too. For a norm without running statistics the recorder keeps the
+    ones that batch statistics would have there. Values stay on the device until the rows are read. Of several
+    processes the first one records, its own share of the batch (all of it for a norm with `sync=True`). Start before
+    the first forward of a model that is compiled.
 
-    Values stay on the device until the rows are read. Of several processes the first one records, its own share of the
-    batch (all of it for a norm with `sync=True`). Start before the first forward of a model that is compiled.
+    Args:
+        model: Any model with norms.
+        every: Training forwards from one measurement to the next; 25 keeps the cost below 3 % of most steps.
+        quantities: Names from `normkit.watch.QUANTITIES`, "default" (all but the expensive ones) or "all".
+        to: CSV file that rows are appended to, or a function that takes them; see `Rows`.
+        keep: Number of rows held in memory.
+        start: Number of forwards made before, where a run is resumed.
+        channel: The channel that the quantities `channel_...` follow.
+        alpha: Weight of the old value in the running statistics that the recorder keeps, from 0 to below 1.
 
-    >>> import normkit
-    >>> model = nn.Sequential(nn.Linear(4, 4), normkit.make("pnv", 4))
-    >>> with record(model, every=1, quantities=["distance_quadratic"]) as rows:
-    ...     _ = model(torch.ones(3, 4)), model(torch.ones(3, 4))
-    >>> [(row.step, row.site, row.quantity) for row in rows]
-    [(1, '1', 'distance_quadratic'), (2, '1', 'distance_quadratic')]
+    Yields:
+        The rows recorded so far.
+
+    Raises:
+        TypeError: if `model` is no `nn.Module`, or a count is no whole number.
+        ValueError: for an unknown quantity, a value out of range, a model without norms or one sharded by FSDP2.
+
+    Example:
+        >>> import normkit
+        >>> model = nn.Sequential(nn.Linear(4, 4), normkit.make("pnv", 4))
+        >>> with record(model, every=1, quantities=["distance_quadratic"]) as rows:
+        ...     _ = model(torch.ones(3, 4)), model(torch.ones(3, 4))
+        >>> [(row.step, row.site, row.quantity) for row in rows]
+        [(1, '1', 'distance_quadratic'), (2, '1', 'distance_quadratic')]
     """
     recorder = Recorder(model, every, quantities, to=to, keep=keep, start=start, channel=channel, alpha=alpha)
     recorder.follow()
@@ -58,10 +72,15 @@ def record(
 
 
 class Recorder:
-    """What `record` runs: hooks on the norms, and a clock that says when they look.
+    """Hooks on the norms of a model, and the count of steps that decides when they measure.
 
-    `follow()` lets the model's own forward move the clock; a loop that calls parts of a model moves it by `tick()`
-    before each step and `rest()` after it.
+    Arguments as for `record`. After `follow()` each training forward of the model is a step; a loop that calls only
+    parts of a model calls `begin_step()` before each step and `end_forward()` after it instead.
+
+    Attributes:
+        rows: The rows recorded so far.
+        step: Number of the current step.
+        due: True in a step that is measured.
     """
 
     def __init__(
@@ -70,45 +89,37 @@ class Recorder:
         every: int = 25,
         quantities: str | Iterable[str] | None = None,
         *,
-        to: str | Path | Callable[[list[Row]], object] | None = None,
+        to: Sink = None,
         keep: int = 200_000,
         start: int = 0,
         channel: int = 0,
         alpha: float = 0.9,
     ):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"record() takes an nn.Module; got {type(model).__name__}")
-        for option, number in (("every", every), ("start", start), ("channel", channel)):
-            if not is_int(number):
-                raise TypeError(f"{option} must be a whole number; got {number!r}")
-        if every < 1:
-            raise ValueError(f"every must be at least 1; got {every}")
-        if not 0 <= alpha < 1:
-            raise ValueError(f"alpha must be at least 0 and below 1; got {alpha}")
-        if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-            raise ValueError("models with sharded parameters (FSDP2) cannot be recorded; DDP ones can. Train without"
-                             " recording: --record-every 0")  # fmt: skip
+        _check(model, alpha, every=every, start=start, channel=channel)
         self.model, self.every, self.step = model, every, start
         self.chosen = choose(quantities)
         self.needs = frozenset().union(*(quantity.needs for quantity in self.chosen.values()))
         self.due = self.active = False
-        self.writes, found = _part(model)
-        if self.needs - {"gradient"} and not sites(model):
+        found = sites(model)
+        if self.needs - {"gradient"} and not found:
             kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             raise ValueError(
-                f"record() found no norm: classes seen: {kinds}. What is of the whole model can be asked for by name, "
-                'quantities=["gradient_norm"]'
+                f"record() found no norm: classes seen: {kinds}. A quantity of the whole model can be recorded by name:"
+                ' quantities=["gradient_norm"]'
             )
+        self.writes = _is_first_process()
+        if not self.writes:  # the other processes take part where statistics are reduced over all of them
+            found = [site for site in found if getattr(site.module, "sync", False)]
         self.rows = Rows(keep, to if self.writes else None)
-        self.rows.refresh = self.settle
+        self.rows.refresh = self.evaluate_samples
         self.sites = {site.name: site for site in found}
         self.memory = {name: Memory(alpha, 32, channel) for name in self.sites}
         self.padding = Padding(model)
-        self._pending: list[Look] = []
+        self._pending: list[Sample] = []
         self._gradients: dict[int, Tensor] = {}
-        self._norms: list[Any] = []  # hooks of parameters, while a step is looked at
+        self._parameter_hooks: list[Any] = []  # present only during a step that is measured
         self._handles: list[Any] = list(self.padding.handles)
-        self.key, self.ledger = compiled.enter(self), compiled.ledger(model)
+        self.key, self.ledger = graph_ops.register(self), graph_ops.ledger(model)
         for index, site in enumerate(self.sites.values()):
             hook = _Hook(self, site, index)
             self._handles.append(site.module.register_forward_pre_hook(hook.before, with_kwargs=True))
@@ -116,78 +127,78 @@ class Recorder:
                 after = site.module.register_forward_hook(hook.after, with_kwargs=True, prepend=True)
                 self._handles.append(after)
 
-    # -- the clock ----------------------------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Let every training forward of the model be a step."""
-        self._handles.append(self.model.register_forward_pre_hook(self._starts, with_kwargs=True, prepend=True))
-        self._handles.append(self.model.register_forward_hook(self._ends))
+        """Count every training forward of the model as a step."""
+        self._handles.append(self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+        self._handles.append(self.model.register_forward_hook(self._after))
 
-    def tick(self) -> None:
-        """A training step begins."""
+    def begin_step(self) -> None:
+        """Begin a training step."""
         if self.due:
-            self.settle()
-            self._forget_gradients()
+            self.evaluate_samples()
+            self._remove_parameter_hooks()
         self.step += 1
         self.due = (self.step - 1) % self.every == 0
         self.active = True
         if self.due and "gradient" in self.needs and self.writes:
             for number, parameter in enumerate(self.model.parameters()):
                 if parameter.requires_grad and parameter.is_leaf:
-                    keep = _KeepNorm(self._gradients, number)
-                    self._norms.append(parameter.register_post_accumulate_grad_hook(keep))
+                    hook = _GradientNorm(self._gradients, number)
+                    self._parameter_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def rest(self) -> None:
-        """The forward is over; its backward, and what that recomputes, still belong to the step."""
+    def end_forward(self) -> None:
+        """End the forward of a step; its backward, and the forwards that this repeats, still belong to the step."""
         self.active = False
 
-    def _starts(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model.training:
             if torch.compiler.is_compiling():
-                compiled.tick(self.ledger, self.key)
+                graph_ops.begin_step(self.ledger, self.key)
                 return
             self.padding.start(args, kwargs)
-            self.tick()
+            self.begin_step()
 
-    def _ends(self, model: nn.Module, args: tuple, output: object) -> None:
+    def _after(self, model: nn.Module, args: tuple, output: object) -> None:
         if not torch.compiler.is_compiling():
-            self.rest()
+            self.end_forward()
 
-    # -- what is seen -------------------------------------------------------------------------------------------------
+    # -- samples ------------------------------------------------------------------------------------------------------
 
-    def at(self, index: int) -> Site:
+    def site_at(self, index: int) -> Site:
         """The norm of this number."""
         return list(self.sites.values())[index]
 
-    def looks_at(self, module: nn.Module) -> bool:
-        """Whether a call of this norm is to be looked at: in a forward that is due, or recomputed by its backward."""
+    def is_due(self, module: nn.Module) -> bool:
+        """Return True if this call of a norm is measured: in a forward of a due step, or repeated by its backward."""
         return self.due and module.training and (self.active or inside_backward())
 
     @torch.no_grad()
-    def look(self, site: Site, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Note the input of a norm; mean and variance, for the gradient's look."""
-        x, memory = site.rows(x), self.memory[site.name]
+    def sample_input(self, site: Site, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Measure the input of a norm; return its mean and variance, which `sample_gradient` can use again."""
+        x, memory = site.channels_last(x), self.memory[site.name]
         real = self.padding.mask(x.shape[:-1])
         if not site.stateful and mask is None:
-            mask = real  # what batch statistics would be if they were told of the padding
+            mask = real  # batch statistics in the place of this norm would be given the mask
         fields = gather(site, memory, x, mask, real)
-        fields |= self._remembered(site, "x", fields["quadratic"])
-        self._pending.append(Look(self.step, site, fields))
+        fields |= self._windows(site, "x", fields["quadratic"])
+        self._pending.append(Sample(self.step, site, fields))
         return fields["mean"], fields["var"]
 
     @torch.no_grad()
-    def look_back(
-        self, step: int, site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, seen: tuple[Tensor, Tensor] | None
+    def sample_gradient(
+        self, step: int, site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, moments: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Note the gradient of a norm's output; `seen` is what its look at the input gave, if there was one."""
-        x, dy = site.rows(x), site.rows(dy)
+        """Measure the gradient of a norm's output; `moments` are mean and variance of its input, if known."""
+        x, dy = site.channels_last(x), site.channels_last(dy)
         if not site.stateful and mask is None:
             mask = self.padding.mask(x.shape[:-1])
-        fields = gather_gradient(site, x, dy, mask, seen)
-        fields |= self._remembered(site, "g", fields["g_psi2"])
-        self._pending.append(Look(step, site, fields))
+        fields = gather_gradient(site, x, dy, mask, moments)
+        fields |= self._windows(site, "g", fields["g_psi2"])
+        self._pending.append(Sample(step, site, fields))
 
-    def _remembered(self, site: Site, side: str, value: Tensor) -> dict[str, Tensor]:
+    def _windows(self, site: Site, side: str, value: Tensor) -> dict[str, Tensor]:
         memory, found = self.memory[site.name], {}
         if f"channel_{side}" in self.needs:
             found |= memory.push(side, value, int(getattr(site.module, "window", 4)))
@@ -196,40 +207,38 @@ class Recorder:
         return found
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Turn the looks so far into rows, on the device."""
+    def evaluate_samples(self) -> None:
+        """Turn the samples so far into rows, on the device."""
         if self._gradients:
             norms = torch.stack([norm.to(torch.float32) for _, norm in sorted(self._gradients.items())])
             self._gradients.clear()
-            self._pending.append(Look(self.step, None, {"gradient": norms}))
-        looks, self._pending = self._pending, []
+            self._pending.append(Sample(self.step, None, {"gradient": norms}))
+        samples, self._pending = self._pending, []
         if self.writes:
-            for step, site, names, values in evaluate(looks, self.chosen):
+            for step, site, names, values in evaluate(samples, self.chosen):
                 self.rows.add(step, site.name if site else "", site.norm if site else "", tuple(names), values)
 
-    def _forget_gradients(self) -> None:
-        for handle in self._norms:
+    def _remove_parameter_hooks(self) -> None:
+        for handle in self._parameter_hooks:
             handle.remove()
-        self._norms.clear()
+        self._parameter_hooks.clear()
 
     def close(self) -> None:
-        """Take the hooks away; the rows stay readable."""
+        """Remove the hooks; the rows stay readable."""
         for handle in self._handles:
             handle.remove()
-        self._forget_gradients()
-        compiled.leave(self.key)
+        self._remove_parameter_hooks()
+        graph_ops.unregister(self.key)
         self.rows.flush()
         self.due = self.active = False
 
-    # -- resuming -----------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
-        """What a resumed recording needs, beside the step, to see what this one would have seen."""
-        self.settle()
+        """The state, beside the step, that a resumed recording needs for the same values."""
+        self.evaluate_samples()
         return {name: memory.state() for name, memory in self.memory.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave; norms that it does not know start anew."""
+        """Restore from `state`; norms that it does not have start from nothing."""
         for name, memory in self.memory.items():
             if name in state:
                 memory.load(state[name])
@@ -240,38 +249,38 @@ class _Hook:
 
     def __init__(self, recorder: Recorder, site: Site, index: int):
         self.recorder, self.site, self.index = recorder, site, index
-        self.ledger = compiled.ledger(recorder.model)
-        self.seen: tuple[Tensor, Tensor] | None = None
+        self.ledger = graph_ops.ledger(recorder.model)
+        self.moments: tuple[Tensor, Tensor] | None = None
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Look at the input, before the norm moves its statistics."""
+        """Measure the input, before the norm updates its statistics."""
         if torch.compiler.is_compiling():
             if module.training:
                 x, mask = _input(self.site, args, kwargs)
-                compiled.look(x, mask, self.ledger, self.recorder.key, self.index)
+                graph_ops.sample_input(x, mask, self.ledger, self.recorder.key, self.index)
             return
-        self.seen = None
-        if self.recorder.looks_at(module) and not inside_backward():  # what is recomputed was seen before
+        self.moments = None
+        if self.recorder.is_due(module) and not inside_backward():  # a repeated forward was measured before
             x, mask = _input(self.site, args, kwargs)
-            self.seen = self.recorder.look(self.site, x, mask)
+            self.moments = self.recorder.sample_input(self.site, x, mask)
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> Tensor | None:
-        """Look at the gradient, when it comes."""
+        """Measure the gradient of the output, when the backward pass computes it."""
         if torch.compiler.is_compiling():
             if module.training and torch.is_grad_enabled():
                 x, mask = _input(self.site, args, kwargs)
-                return compiled.Tap.apply(y, x, mask, self.ledger, self.recorder.key, self.index)
+                return graph_ops.Tap.apply(y, x, mask, self.ledger, self.recorder.key, self.index)
             return None
-        if self.recorder.looks_at(module) and isinstance(y, Tensor) and y.requires_grad:
+        if self.recorder.is_due(module) and isinstance(y, Tensor) and y.requires_grad:
             x, mask = _input(self.site, args, kwargs)
-            recorder, site, step, seen, x = self.recorder, self.site, self.recorder.step, self.seen, x.detach()
-            y.register_hook(lambda dy: recorder.look_back(step, site, x, dy, mask, seen))
-        self.seen = None
+            recorder, site, step, moments, x = self.recorder, self.site, self.recorder.step, self.moments, x.detach()
+            y.register_hook(lambda dy: recorder.sample_gradient(step, site, x, dy, mask, moments))
+        self.moments = None
         return None
 
 
-class _KeepNorm:
-    """Keeps the norm of a parameter's gradient, as soon as it is there."""
+class _GradientNorm:
+    """Hook that keeps the norm of a parameter's gradient."""
 
     def __init__(self, found: dict[int, Tensor], number: int):
         self.found, self.number = found, number
@@ -290,10 +299,24 @@ def _input(site: Site, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Ten
     return args[0] if args else next(iter(kwargs.values())), None
 
 
-def _part(model: nn.Module) -> tuple[bool, list[Site]]:
-    """Whether this process writes rows, and the norms it has to look at: elsewhere those that are looked at jointly."""
-    found = sites(model)
+def _check(model: object, alpha: float, **counts: object) -> None:
+    """Check the arguments of a recorder."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"record() takes an nn.Module; got {type(model).__name__}")
+    for option, number in counts.items():
+        if not is_int(number):
+            raise TypeError(f"{option} must be a whole number; got {number!r}")
+    if counts["every"] < 1:  # type: ignore[operator]
+        raise ValueError(f"every must be at least 1; got {counts['every']}")
+    if not 0 <= alpha < 1:
+        raise ValueError(f"alpha must be at least 0 and below 1; got {alpha}")
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        raise ValueError(
+            "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can. Train without recording:"
+            " --record-every 0"
+        )
+
+
+def _is_first_process() -> bool:
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not group or torch.distributed.get_rank() == 0:
-        return True, found
-    return False, [site for site in found if getattr(site.module, "sync", False)]
+    return not group or torch.distributed.get_rank() == 0

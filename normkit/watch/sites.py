@@ -1,4 +1,4 @@
-"""Where to look: the norms of any model, how their input is laid out, and which of its tokens are padding."""
+"""The norms of any model, the layout of their inputs, and the tokens that are padding."""
 
 import inspect
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 @dataclass(eq=False)
 class Site:
-    """A norm of a model: its place, its label, and where its input has the channels."""
+    """A norm of a model: its name there, its spec or class, and the axis of channels in its input."""
 
     name: str
     norm: str
@@ -25,23 +25,23 @@ class Site:
 
     @property
     def stateful(self) -> bool:
-        """Whether the norm keeps running statistics of its own."""
+        """True if the norm keeps running statistics."""
         return isinstance(self.module, StatNorm) or isinstance(getattr(self.module, "running_mean", None), Tensor)
 
     @property
     def weight(self) -> Tensor | None:
-        """The learned scale, one number a channel (or one for all)."""
+        """The learned scale, one number a channel or one for all."""
         weight = getattr(self.module, "weight", None)
         return weight.detach() if isinstance(weight, Tensor) and weight.dim() == 1 else None
 
     @property
     def eps(self) -> float:
-        """What is added to a variance before its root is taken."""
+        """The term added to a variance before its root is taken."""
         eps = getattr(self.module, "eps", getattr(self.module, "variance_epsilon", None))
         return float(eps) if isinstance(eps, float | int) else 1e-5
 
     def running(self) -> dict[str, Tensor]:
-        """The norm's own running statistics `[C]`, as they are now; empty for a norm of single tokens."""
+        """A copy of the norm's running statistics `[C]`; empty for a per-token norm."""
         module: Any = self.module
         if isinstance(module, StatNorm):
             names = ("running_mean", "running_var") if module.center else ("running_quadratic",)
@@ -50,13 +50,13 @@ class Site:
             return {"running_mean": module.running_mean.clone(), "running_var": module.running_var.clone()}
         return {}
 
-    def rows(self, x: Tensor) -> Tensor:
-        """An input or output of the norm with its channels last."""
+    def channels_last(self, x: Tensor) -> Tensor:
+        """Move the channels of an input or output of the norm to the last axis."""
         return x if self.axis == -1 else x.movedim(self.axis, -1)
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """The norms of a model, ours and others', in its order; FixNorm and its like, which see weights, are none.
+    """The norms of a model, normkit's and others', in its order; norms of weights, such as FixNorm, are left out.
 
     >>> [(site.name, site.norm) for site in sites(nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3)))]
     [('0', 'BatchNorm2d'), ('1', 'LayerNorm')]
@@ -64,15 +64,17 @@ def sites(model: nn.Module) -> list[Site]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Norm):
-            found.append(Site(_plain(name, model), module.spec, module, -1))  # hooks that move channels are outside
+            found.append(
+                Site(_unwrapped_name(name, model), module.spec, module, -1)
+            )  # hooks that move channels are outside
         elif computes_a_weight(name):
             continue
         elif looks_like_a_norm(module) or isinstance(getattr(module, "running_var", None), Tensor):
-            found.append(Site(_plain(name, model), type(module).__name__, module, _axis(module)))
+            found.append(Site(_unwrapped_name(name, model), type(module).__name__, module, _axis(module)))
     return found
 
 
-def _plain(name: str, model: nn.Module) -> str:
+def _unwrapped_name(name: str, model: nn.Module) -> str:
     parts = [part for part in name.split(".") if part != "_orig_mod"]
     return ".".join(parts[1:] if type(model).__name__ in WRAPPERS and parts[0] == "module" else parts)
 
@@ -80,16 +82,16 @@ def _plain(name: str, model: nn.Module) -> str:
 def _axis(module: nn.Module) -> int:
     try:
         return read(module).channel_dim
-    except CannotRead:  # a norm of pictures, or one that computes something of its own
+    except CannotRead:  # a norm of images, or one with a formula of its own
         name = type(module).__name__
         return 1 if isinstance(getattr(module, "running_var", None), Tensor) or name.endswith(("2d", "3d")) else -1
 
 
 class Padding:
-    """Which tokens are padding, as far as a model says so: `padding_idx` of its embeddings, masks among its arguments.
+    """Finds padding by the `padding_idx` of embeddings and by masks among the arguments of a model.
 
-    Embeddings are believed first, the one that was run last and whose shape fits; then arguments called
-    `attention_mask` or `...padding_mask`.
+    Embeddings come first, the one that was run last and whose shape fits; then arguments named `attention_mask` or
+    `...padding_mask`.
     """
 
     def __init__(self, model: nn.Module):
@@ -110,7 +112,7 @@ class Padding:
                 self.real.insert(0, real_tokens(value, name))
 
     def mask(self, shape: torch.Size) -> Tensor | None:
-        """True where a token is real, for an input of this shape without its channels; None where nothing is known."""
+        """True where a token is real, for an input of this shape without its channels; None without any mask."""
         for real in reversed(self.real):
             for time_first in (False, True):
                 if (mask := fit(real, shape, time_first)) is not None:

@@ -22,7 +22,7 @@ from normkit.lab.train.parallel import all_gather
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.schedules import ValidationDecay
 from normkit.watch import Recorder, Row, embedding_rows
-from normkit.watch.rows import Appender, cut_or_begin
+from normkit.watch.row_files import Appender, truncate_file
 
 
 class RunCallback(lightning.Callback):
@@ -211,7 +211,7 @@ class RunCallback(lightning.Callback):
         """
         path = self.folder / "rows.csv"
         if is_rank_zero():
-            cut_or_begin(path, self._recorded.get("bytes"))
+            truncate_file(path, self._recorded.get("bytes"))
         if self.run.record_every:
             forwards, before = self.run.record_every * self.run.accumulate, self.step * self.run.accumulate
             self._recorder = Recorder(model, forwards, self.run.quantities, to=path, keep=50_000, start=before)

@@ -6,7 +6,7 @@ from typing import Any
 
 from normkit.lab.train.lightning import lightning
 from normkit.watch import Recorder, Row, Rows
-from normkit.watch.rows import Appender, cut_or_begin
+from normkit.watch.row_files import Appender, truncate_file
 
 LOGGED = ("gap_batch", "gap_quadratic", "rms", "largest", "gradient_norm")
 """Quantities that loggers are given unless others are named."""
@@ -56,7 +56,7 @@ class Watch(lightning.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin; a new file, or, where a run is resumed, the old one up to its checkpoint."""
         if self.to is not None and trainer.is_global_zero:
-            cut_or_begin(Path(self.to), self._resumed.get("bytes"))
+            truncate_file(Path(self.to), self._resumed.get("bytes"))
         step = self._resumed.get("step", 0)
         self._recorder = Recorder(
             pl_module, self.every, self.quantities, to=self._sink(trainer), keep=self.keep, start=step
@@ -67,14 +67,14 @@ class Watch(lightning.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A step begins, whatever parts of the module it calls."""
         if self._recorder is not None:
-            self._recorder.tick()
+            self._recorder.begin_step()
             if self._recorder.due:
                 self._global[self._recorder.step] = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A step ends; now and then its rows are sent on."""
         if self._recorder is not None:
-            self._recorder.rest()
+            self._recorder.end_forward()
             if self._recorder.step % self.log_every == 0:
                 self.rows.flush()
 

@@ -1,0 +1,180 @@
+"""Files of recorded rows: one format, `step,site,norm,quantity,value`, and its only reader and writer."""
+
+import csv
+import importlib.util
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from normkit.files import open_regular
+from normkit.watch.recording import Recording, Row
+
+FILE = "rows.csv"
+TAIL = 64  # bytes before the position reached, by which a file that has grown is recognised
+
+
+HEAD = ",".join(Row._fields)
+
+
+class Appender:
+    """Appends rows to a CSV file as whole lines, after a header if the file is new."""
+
+    def __init__(self, path: Path):
+        if path.suffix != ".csv":
+            raise ValueError(f"a file that grows is a .csv; got {path.name}. Rows.save writes .parquet at the end")
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path.name}; make it first")
+        self.path = path
+
+    def __call__(self, rows: Iterable[Row]) -> None:
+        """Append these rows."""
+        new = not self.path.exists() or not self.path.stat().st_size
+        with self.path.open("a", encoding="utf8", newline="") as file:
+            file.write(to_csv(rows, header=new))
+
+
+def truncate_file(path: Path, size: int | None) -> None:
+    """Cut a file of rows to its first `size` bytes; write an empty one if it is missing or `size` is None."""
+    if size is None or not path.is_file():
+        write(path, [])
+    else:
+        with path.open("r+b") as file:
+            file.truncate(size)
+
+
+def to_csv(rows: Iterable[Row], header: bool = True) -> str:
+    """Format rows as CSV, values with six digits.
+
+    >>> print(to_csv([Row(1, "encoder.norm", "un", "rms", 0.5)]), end="")
+    step,site,norm,quantity,value
+    1,encoder.norm,un,rms,0.5
+    """
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, lineterminator="\n")
+    if header:
+        writer.writerow(Row._fields)
+    writer.writerows((*row[:-1], f"{row.value:.6g}") for row in rows)
+    return out.getvalue()
+
+
+def write(path: str | Path, rows: Iterable[Row]) -> None:
+    """Write rows to a .csv or .parquet file, which is replaced as a whole.
+
+    Raises:
+        ValueError: for another kind of file, or for Parquet without pyarrow.
+    """
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    if path.suffix == ".csv":
+        part.write_text(to_csv(rows), encoding="utf8", newline="")
+    elif path.suffix == ".parquet":
+        table, parquet = _pyarrow()
+        held = list(rows)
+        parquet.write_table(table({name: [row[i] for row in held] for i, name in enumerate(Row._fields)}), part)
+    else:
+        raise ValueError(f"rows are written to .csv or .parquet; got {path.name}")
+    part.replace(path)
+
+
+def read(path: str | Path) -> list[Row]:
+    """Read the rows of a .csv or .parquet file, or of the rows.csv or rows.parquet in a folder.
+
+    A last line without its line end is still being written, and is left out.
+
+    Raises:
+        ValueError: if there is no such file, or it holds no rows; the message names it.
+    """
+    path = Path(path)
+    if path.is_dir():
+        names = (FILE, "rows.parquet")
+        inside = [path / name for name in names if (path / name).is_file()]
+        if not inside:
+            runs = sorted(str(run.parent) for name in names for run in path.glob(f"*/{name}"))
+            hint = f"; there are some in {', '.join(runs[:5])}" if runs else "; record some with normkit.record"
+            raise ValueError(f"{path} has no rows.csv and no rows.parquet{hint}")
+        path = inside[0]
+    if not path.is_file():
+        raise ValueError(f"there is no file of rows at {path}")
+    try:
+        if path.suffix == ".parquet":
+            return _read_parquet(path)
+        with open_regular(path) as file:
+            lines = _whole_lines(file.read())
+        if not lines:
+            raise ValueError(f"its first line is not {HEAD}")
+        return list(_parse(lines, header=True))
+    except (OSError, csv.Error, ValueError, TypeError, KeyError) as error:
+        raise _unreadable(path, error) from None
+
+
+class RunReader:
+    """Reads the rows.csv of run folders, of a file that has grown only what is new.
+
+    A file that was started again or cut is read from its beginning: its size, or the bytes before the position that
+    was reached, differ.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[int, bytes, Recording]] = {}  # position, the bytes before it, values so far
+
+    def read(self, folder: str | Path) -> Recording:
+        """Read what a run has recorded so far; an empty recording if the folder has no rows.csv.
+
+        Raises:
+            ValueError: if the file holds anything but rows; the message names it.
+        """
+        path = Path(folder) / FILE
+        try:
+            with open_regular(path) as file:
+                position, before, found = self._read.get(path, (0, b"", Recording()))
+                file.seek(position - len(before))
+                if file.read(len(before)) != before:
+                    position, before, found = 0, b"", Recording()
+                    file.seek(0)
+                new = file.read()
+            new = new[: new.rfind(b"\n") + 1]
+            found.add(_parse(_whole_lines(new), header=not position))
+            self._read[path] = position + len(new), (before + new)[-TAIL:], found
+        except FileNotFoundError:
+            return Recording()
+        except (TypeError, csv.Error, ValueError) as error:
+            self._read.pop(path, None)  # some of its rows may have been added
+            raise _unreadable(path, error) from None
+        return found
+
+
+def read_run(folder: str | Path) -> Recording:
+    """Read what the run in a folder has recorded; see `RunReader`."""
+    return RunReader().read(folder)
+
+
+def _whole_lines(data: bytes) -> list[str]:
+    return data.decode("utf8").split("\n")[:-1]
+
+
+def _parse(lines: list[str], header: bool) -> Iterator[Row]:
+    reader = csv.reader(lines, strict=True)
+    if header and tuple(next(reader, Row._fields)) != Row._fields:
+        raise ValueError(f"its first line is not {HEAD}")
+    for step, site, norm, quantity, value in reader:
+        yield Row(int(step), site, norm, quantity, float(value))
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is cut short or no file of rows ({HEAD}): {error}")
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    _, parquet = _pyarrow()
+    columns: dict[str, Any] = parquet.read_table(path, columns=list(Row._fields)).to_pydict()
+    return [Row(int(s), str(a), str(b), str(q), float(v)) for s, a, b, q, v in zip(*columns.values(), strict=True)]
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError("Parquet needs pyarrow: pip install pyarrow, or write a .csv file")
+    import pyarrow
+    import pyarrow.parquet
+
+    return pyarrow.table, pyarrow.parquet
