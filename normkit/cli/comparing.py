@@ -1,4 +1,4 @@
-"""`normkit compare`: whether runs differ by more than chance."""
+"""The command `compare`: do runs differ by more than chance?"""
 
 from pathlib import Path
 
@@ -6,11 +6,13 @@ from normkit.cli.line import parse_arguments, write
 
 
 def compare(arguments: list[str]) -> int:
-    """Whether runs differ by more than chance: intervals over seeds, paired bootstrap."""
+    """Compare runs: intervals over seeds, paired bootstrap of translations."""
     from tyro.conf import Positional
 
     def parse(runs: Positional[tuple[Path, ...]]) -> tuple[Path, ...]:
         """Compare runs with the first: means with confidence intervals over seeds, paired bootstrap of translations.
+
+        The intervals compare settings, such as norms; the bootstrap compares two trained models.
 
         Args:
             runs: Folders of runs, or folders that hold one run's seeds.

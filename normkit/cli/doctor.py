@@ -1,22 +1,23 @@
-"""The command that says what is wrong: `doctor`."""
+"""The command `doctor`: find faults of a run in its recorded rows."""
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from normkit.cli.line import BAD_INPUT, parse_arguments, write
 
-ILL = 1  # exit status where something was found
+FOUND = 1  # exit status if something was found
 
 
 def doctor(arguments: list[str]) -> int:
-    """What is wrong with a run, in words, by its recorded rows."""
+    """Find faults of a run in its recorded rows."""
     from tyro.conf import Positional
 
     def parse(path: Positional[Path]) -> dict[str, Any]:
-        """Say what the recorded statistics of a run show: what will fail, where, and what helps; exit status 1 then.
+        """List faults that the recorded statistics of a run show: what fails, where, and the remedy; exit status 1.
 
-        What the rows do not let it check is named, with how to record it; exit status 2 where that is everything.
+        Checks for which the rows do not suffice are listed with how to record more; exit status 2 if these are all.
 
         Args:
             path: A run folder, or a file of rows (.csv, .parquet).
@@ -24,36 +25,64 @@ def doctor(arguments: list[str]) -> int:
         return locals()
 
     from normkit.watch import NOT_CHECKED, checked, read
-    from normkit.watch.series import tabulate
+    from normkit.watch.recording import as_recording
 
     path = parse_arguments(parse, arguments, "doctor")["path"]
-    table, ended = tabulate(read(path)), _ending(path)
-    wrong, unchecked, advice = examine(table)
-    could = checked(table)
-    if wrong or ended:
-        write("\n".join(f"- {line}" for line in [*ended, *wrong]))
+    recording, result = as_recording(read(path)), _result(path)
+    faults, unchecked, advice = examine(recording, result)
+    faults = [*_ending(result), *faults]
+    made = checked(recording)
+    if faults:
+        write("\n".join(f"- {line}" for line in faults))
     else:
-        write(f"nothing wrong was found in {len(could)} checks: {', '.join(could)}" if could else "nothing was checked")
-    for title, lines in ((f"{NOT_CHECKED}:", unchecked), ("where a norm keeps no batch statistics:", advice)):
+        write(f"nothing wrong was found in {len(made)} checks: {', '.join(made)}" if made else "nothing was checked")
+    for title, lines in ((f"{NOT_CHECKED}:", unchecked), ("norms that keep no batch statistics:", advice)):
         if lines:
             write("\n".join(["", title, *(f"- {line}" for line in lines)]))
-    return ILL if wrong or ended else 0 if could else BAD_INPUT
+    return FOUND if faults else 0 if made else BAD_INPUT
 
 
-def examine(rows: Any) -> tuple[list[str], list[str], list[str]]:
-    """What is wrong by these rows, what they do not let anybody check, and what batch statistics would do."""
+def examine(rows: Any, result: Mapping[str, Any] | None = None) -> tuple[list[str], list[str], list[str]]:
+    """Diagnose a run: faults, checks that could not be made, and advice on batch statistics.
+
+    If the result of the run has a calibrated score, advice to calibrate is replaced by what calibration did there.
+    """
     from normkit.watch import NOT_CHECKED, advise, diagnose
 
     found = diagnose(rows)
-    wrong = [str(finding) for finding in found if finding.kind != NOT_CHECKED]
-    return wrong, [str(finding) for finding in found if finding.kind == NOT_CHECKED], advise(rows)
+    measured = _measured_advice(result) if result is not None else ""
+    faults = [
+        dataclasses.replace(one, advice=measured) if measured and "calibrate the model" in one.advice else one
+        for one in found
+        if one.kind != NOT_CHECKED
+    ]
+    return list(map(str, faults)), [one.message for one in found if one.kind == NOT_CHECKED], advise(rows)
 
 
-def _ending(path: Path) -> Iterable[str]:
-    """What became of a run that did not end well: rows between two looks may not show it."""
+def _measured_advice(result: Mapping[str, Any]) -> str:
+    """The remedy for running statistics, by the scores of the run; empty if calibration was not scored."""
+    from normkit.lab.report.verdict import calibration_repair
+
+    repair = calibration_repair(result)
+    if repair is None:
+        return ""
+    share, scores = repair
+    if share >= 0.5:
+        return f"calibrate the model, which repaired {100 * share:.0f} % of the loss here ({scores})"
+    mixing = "train with --no-bucketing" if result["run"].get("bucketing") else "mix them"
+    done = f"repaired only {100 * share:.0f} % of the loss here" if share > 0 else "did not help here"
+    return f"calibration {done} ({scores}): the batches differ from each other; {mixing}, or use a per-token norm"
+
+
+def _result(path: Path) -> Mapping[str, Any] | None:
     from normkit.lab.report import results
 
-    if not (path.is_dir() and (path / results.FILE).is_file()):
-        return []
-    status = results.read(path)["status"]
+    return results.read(path) if path.is_dir() and (path / results.FILE).is_file() else None
+
+
+def _ending(result: Mapping[str, Any] | None) -> Iterable[str]:
+    """The outcome of a run that diverged, possibly between two samples."""
+    from normkit.text import escape
+
+    status = escape(result["status"]) if result is not None else ""
     return [f"the run {status}: see its losses before that step"] if status.startswith("diverged") else []

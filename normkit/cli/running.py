@@ -71,7 +71,7 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
     with Board(console, [*titles, FINISH], settings["steps"]) as board:
         outcome = compare(plan, board, command, processes)
     if outcome.found:
-        show(console, outcome.found, settings["out"], command)
+        show(outcome.found, settings["out"], command)
     console.print(f"{time.monotonic() - started:.0f} s in all", highlight=False)
     for title, why in outcome.failed.items():
         complain(f"{title} {why}")
@@ -143,7 +143,7 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
                 found[folder] = train_run(run, folder, resume, on_progress, command)
             if folder in found:
                 board.end(run.name, found[folder]["status"])
-    show(console, found, out, command)
+    show(found, out, command)
     return 128 + signals[0] if signals else 0
 
 

@@ -59,7 +59,7 @@ def study(arguments: list[str]) -> int:
 def _study(given: dict[str, Any], command: str) -> int:
     from rich.console import Console
 
-    from normkit.cli.reporting import extras
+    from normkit.cli.reporting import sections
     from normkit.lab.report import page, results, study_tables
     from normkit.lab.studies import runner, table
     from normkit.lab.studies.catalogue import STUDIES
@@ -88,8 +88,8 @@ def _study(given: dict[str, Any], command: str) -> int:
     runs = {out / run["folder"] for row in made["rows"] for cell in row["cells"] for run in cell["runs"]}
     if there := sorted(folder for folder in runs if (folder / results.FILE).is_file()):
         found = results.find(there)
-        more = extras(found)._replace(studies=[study_tables.read(tables / f"{study.id}.json")])
-        written = page.write(found, tables / f"{study.id}.html", title=study.id, command=command, extras=more)
+        more = sections(found)._replace(studies=[study_tables.read(tables / f"{study.id}.json")])
+        written = page.write(found, tables / f"{study.id}.html", title=study.id, command=command, sections=more)
         write(f"report: {written}")
     failed = any(
         run["status"].startswith("failed") for row in made["rows"] for cell in row["cells"] for run in cell["runs"]

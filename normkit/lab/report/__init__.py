@@ -1,1 +1,1 @@
-"""Result files, and what people see of them: table, pictures, page. Reads those files and nothing else."""
+"""Result files, and the tables, figures and pages made from them."""

@@ -1,4 +1,4 @@
-"""What all pictures have in common: palette, style, labels, and how they are written."""
+"""Palette, style, labels and files of all figures."""
 
 import io
 import math
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which colour-blind readers tell apart; yellow, which white paper swallows, is left out
+# Okabe and Ito's palette, which colour-blind readers can distinguish; without yellow, which is faint on white paper
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
 DASHES = ("solid", "dashed", "dotted", "dashdot")
 SUFFIXES = (".png", ".svg")
 PAPER, INK, GRID = "#ffffff", "#1b1c1e", "#dddddd"
-DARK = {  # what each colour turns into where a reader's screen is dark
+DARK = {  # colours on a dark screen
     PAPER: "#15171a",
     INK: "#e7e7e5",
     GRID: "#3d4248",
@@ -54,21 +54,21 @@ STYLE: dict[Any, Any] = {
 }
 DECADE = 10
 LONGEST = 32  # characters of a name beside a line
-ROOM = 0.055  # of an axis: height of a label
+LABEL_HEIGHT = 0.055  # of an axis
 
 
 def drawable(values: Sequence[float | None]) -> list[float]:
-    """Values for a logarithmic axis."""
+    """Replace values that a logarithmic axis cannot show by nan."""
     return [value if value is not None and value > 0 else math.nan for value in values]
 
 
-def look(number: int) -> dict[str, Any]:
+def line_style(number: int) -> dict[str, Any]:
     """Colour and dash of a line, by its number."""
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 def ticks(axes: "Axes") -> None:
-    """Plain numbers, also where the axis covers less than a decade."""
+    """Label an axis with plain numbers, also if it covers less than a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axes.get_ylim()
@@ -81,14 +81,14 @@ def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, dict[str, Any]]]) 
     """Write each line's name at its right end, apart from each other, behind a piece of the line."""
     bottom, top = (math.log(limit) for limit in axes.get_ylim())
     heights = [min(max((math.log(value) - bottom) / (top - bottom), 0), 1) if value > 0 else 0 for value, *_ in ends]
-    for height, (_, name, look) in zip(spread(heights, ROOM), ends, strict=True):
-        axes.plot((1.01, 1.04), (height, height), transform=axes.transAxes, clip_on=False, **look)
+    for height, (_, name, style) in zip(spread(heights, LABEL_HEIGHT), ends, strict=True):
+        axes.plot((1.01, 1.04), (height, height), transform=axes.transAxes, clip_on=False, **style)
         text = name if len(name) <= LONGEST else name[: LONGEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
         axes.annotate(text.replace("$", r"\$"), (1.05, height), xycoords="axes fraction", va="center", fontsize=8)
 
 
-def spread(heights: Sequence[float], room: float) -> list[float]:
-    """Heights moved as little as is needed to be `room` apart, in the same order.
+def spread(heights: Sequence[float], distance: float) -> list[float]:
+    """Move heights as little as possible until they are `distance` apart, in the same order.
 
     >>> spread([0.5, 0.5, 0.0], 0.25)
     [0.375, 0.625, 0.0]
@@ -99,7 +99,7 @@ def spread(heights: Sequence[float], room: float) -> list[float]:
         blocks.append((heights[i], [i]))
         while len(blocks) > 1:
             (low, lows), (high, highs) = blocks[-2:]
-            if high - low >= room * (len(lows) + len(highs)) / 2:
+            if high - low >= distance * (len(lows) + len(highs)) / 2:
                 break
             members = lows + highs
             mean = (low * len(lows) + high * len(highs)) / len(members)
@@ -107,41 +107,41 @@ def spread(heights: Sequence[float], room: float) -> list[float]:
     out = list(heights)
     for mean, members in blocks:
         for place, i in enumerate(members):
-            out[i] = mean + (place - (len(members) - 1) / 2) * room
+            out[i] = mean + (place - (len(members) - 1) / 2) * distance
     return out
 
 
-def checked(path: str | Path) -> Path:
-    """The path of a picture; ValueError for a kind that is not drawn."""
+def figure_path(path: str | Path) -> Path:
+    """Return the path of a figure; ValueError unless it ends in .png or .svg."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; pictures are {' or '.join(SUFFIXES)}")
+        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; figures are {' or '.join(SUFFIXES)}")
     return path
 
 
 def style() -> AbstractContextManager[None]:
-    """The style of all pictures, for as long as the context lasts."""
+    """Apply the style of all figures within a context."""
     import matplotlib as mpl
 
     return mpl.rc_context(STYLE)
 
 
 def figure(width: float, height: float) -> "Figure":
-    """An empty picture, in inches."""
+    """Create an empty figure; sizes in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: "Figure", path: Path) -> Path:
-    """Write a picture, whole or not at all; one of lines turns dark where the reader's screen is."""
+    """Write a figure, whole or not at all; an SVG turns dark on a dark screen."""
     data, kind = io.BytesIO(), path.suffix[1:]
     figure.savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
     return write_whole(path, for_screens(data.getvalue().decode()).encode() if kind == "svg" else data.getvalue())
 
 
 def for_screens(svg: str) -> str:
-    """An SVG file with the colours that it has on a dark screen, and no more digits than can be seen.
+    """Add the colours for a dark screen to an SVG file, and remove digits that cannot be seen.
 
     >>> '"fill: #1b1c1e"]{fill:#e7e7e5!important}' in for_screens("<svg><text style='fill: #1b1c1e'/></svg>")
     True

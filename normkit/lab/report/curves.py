@@ -1,4 +1,4 @@
-"""Numbers on their way into a picture: finite points of a curve, smoothed and thinned."""
+"""Curves for charts: finite points, smoothed and thinned."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-SMOOTH = 50  # a curve of training losses is averaged over one part in so many
+SMOOTH = 50  # a curve of training losses is averaged over a fiftieth of the run
 
 
 def losses(result: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and losses of a result: training, averaged over the last 2% of the run at each step, and validation."""
+    """Steps and losses of a result: training, a moving average over 2 % of the run, and validation."""
     steps, values = _points(result["curve"], "train_loss")
     return {
         "training loss": (steps, smooth(values, len(values) // SMOOTH)),
@@ -29,7 +29,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def thin(values: Sequence[Value], count: int) -> list[Value]:
-    """So many values at most, evenly spaced, the first and the last among them.
+    """Keep at most `count` values, evenly spaced, the first and the last among them.
 
     >>> thin([0, 1, 2, 3, 4, 5, 6], 3)
     [0, 3, 6]
@@ -40,7 +40,7 @@ def thin(values: Sequence[Value], count: int) -> list[Value]:
 
 
 def extremes(steps: Sequence[int], values: Sequence[float], count: int) -> tuple[list[int], list[float]]:
-    """So many points at most, of each stretch the lowest and the highest, so that no outlier is lost.
+    """Keep at most `count` points, the lowest and the highest of each stretch, so that no outlier is lost.
 
     >>> extremes([0, 1, 2, 3, 4, 5], [1.0, 9.0, 2.0, 2.0, 0.0, 3.0], 4)
     ([0, 1, 4, 5], [1.0, 9.0, 0.0, 3.0])

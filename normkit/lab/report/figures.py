@@ -1,4 +1,4 @@
-"""The figures of the three papers, from result files and rows of one's own runs: a table, and what draws one."""
+"""The table of the papers' figures, drawn from result files and rows of any runs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Drawing(NamedTuple):
-    """A row of the table: what draws a figure, what it needs, and what is seen in it."""
+    """A figure: the function that draws it, the quantities it needs, and its content."""
 
     draw: Callable[[Sequence[Recorded]], "Figure"]
     needs: str
@@ -27,7 +27,7 @@ class Drawing(NamedTuple):
 FIGURES: dict[str, Drawing] = {
     "pn.figure2": Drawing(
         figures_power.figure2, "distance_mean distance_var",
-        "How far batch mean and variance are from the running ones in the first BatchNorm"),
+        "Distance of batch mean and variance from the running ones in the first BatchNorm"),
     "pn.figure3": Drawing(
         figures_power.figure3, "g_mu g_sigma2",
         "Gradient through mean and variance in the first BatchNorm"),
@@ -36,7 +36,7 @@ FIGURES: dict[str, Drawing] = {
         "Variance of BatchNorm against quadratic mean of PN-V: their distances and their gradients"),
     "pn.figure5": Drawing(
         figures_power.figure5, "a score",
-        "Score by the size of the batches that statistics are taken over"),
+        "Score by batch size"),
     "pn.figure6": Drawing(
         figures_power.figure6, "singular_value[i]",
         "Singular values of the embedding after training, the largest being 1"),
@@ -58,7 +58,7 @@ FIGURES: dict[str, Drawing] = {
         "The same with and without label smoothing"),
     "un.figure1": Drawing(
         figures_unified.figure1, "a score",
-        "Score on the validation split by norm, a panel a task; norms that fold away are solid"),
+        "Score on the validation split by norm, a panel a task; solid where all norms fold away"),
     "un.figure3": Drawing(
         figures_unified.figure3, "pnac_activation pnac_gradient",
         "Percent of channels whose statistics look normal over iterations, averaged over layers"),
@@ -74,16 +74,22 @@ FIGURES: dict[str, Drawing] = {
         "Similarity (CKA) between the layers of two models"),
     "un.figure7": Drawing(
         figures_unified.figure7, "pnac_activation pnac_gradient",
-        "Where PNAC lies in each layer, at the beginning and at the end of training"),
+        "PNAC in each layer, at the beginning and at the end of training"),
 }  # fmt: skip
 
 
 def draw(name: str, results: Results, path: str | Path) -> Path:
-    """Draw a figure from the runs that can show it, as PNG or SVG by the suffix of the path.
+    """Draw a figure from the runs that recorded its quantities.
 
-    ValueError for a figure that there is not, or, naming what is missing and how to record it, where no run has it.
+    Args:
+        name: Name of the figure, such as "pn.figure2".
+        results: Results by folder.
+        path: File to write, .png or .svg.
+
+    Raises:
+        ValueError: for an unknown figure, or if no run recorded what it needs; the message states how to record it.
     """
-    path = canvas.checked(path)
+    path = canvas.figure_path(path)
     drawing = pick(FIGURES, name, "figure")
     with canvas.style():
         try:
@@ -93,5 +99,5 @@ def draw(name: str, results: Results, path: str | Path) -> Path:
 
 
 def listing() -> str:
-    """All figures, what each shows, and what it needs, a few lines a figure."""
+    """List all figures with their content and the quantities they need."""
     return "\n".join(f"  {name:<14} {row.about}\n{'':17}needs {row.needs}" for name, row in FIGURES.items())

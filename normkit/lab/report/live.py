@@ -1,6 +1,6 @@
-"""The page of runs in progress, served to this machine alone; it updates itself.
+"""The page of runs in progress, served to this machine only; it updates itself.
 
-Nothing in a run folder is executed or named by an address: there is one page, at /, made anew when its files change.
+No file of a run folder has an address: there is one page, at /, made again when the files change.
 """
 
 import contextlib
@@ -11,11 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
-from normkit.lab.report import page, results, rows
+from normkit.lab.report import page, results
 from normkit.lab.report.settings import Results
+from normkit.watch.row_files import FILE, RunReader
+
+Sections = Callable[[Results, RunReader], page.PageSections]
 
 HERE = "127.0.0.1"
-WATCHED = (results.FILE, results.PROGRESS, results.SETTINGS, rows.FILE)
+WATCHED = (results.FILE, results.PROGRESS, results.SETTINGS, FILE)
 LAST_PORT = 65535
 MOST = 50  # runs on a page
 POLICY = "frame-ancestors 'none'; form-action 'none'; base-uri 'none'"
@@ -23,28 +26,35 @@ WAITING = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" conte
 
 
 class Watched:
-    """What there is to see below a path, made anew only where files have changed; threads may ask at once.
+    """The page of the runs below a path, made again only when files have changed; threads may call it at once.
 
     Of rows that were appended only the new ones are read.
     """
 
-    def __init__(self, path: Path, extras: Callable[[Results, rows.Reader], page.Extras]):
-        self.path, self.extras, self.reader = path, extras, rows.Reader()
+    def __init__(self, path: Path, sections: Sections):
+        self.path, self.sections, self.reader = path, sections, RunReader()
         self._lock = Lock()
         self._made: tuple[str, bytes] = ("", b"")
 
     def folders(self) -> list[Path]:
-        """The folders of runs, the first of them."""
+        """The folders of the first runs."""
         found = sorted({file.parent for name in (results.SETTINGS, results.FILE) for file in self.path.rglob(name)})
-        return [folder for folder in found if self._inside(folder)][:MOST]
+        return [folder for folder in found if self._is_readable(folder)][:MOST]
 
-    def _inside(self, folder: Path) -> bool:
-        """No file of a run may be a link to what lies elsewhere."""
+    def _is_readable(self, folder: Path) -> bool:
+        """Return True if the files of a run are regular ones, and no links to files elsewhere."""
         root = self.path.resolve()
-        return all((folder / name).resolve().is_relative_to(root) for name in WATCHED)
+        for file in (folder / name for name in WATCHED):
+            try:
+                inside = file.resolve().is_relative_to(root)
+            except (OSError, RuntimeError):  # a link that leads to itself
+                return False
+            if not inside or (file.exists() and not file.is_file()):
+                return False
+        return True
 
     def version(self) -> str:
-        """Changes when a file does."""
+        """A text that changes whenever a file does."""
         stats = []
         for folder in self.folders():
             for file in (folder / name for name in WATCHED):
@@ -54,40 +64,57 @@ class Watched:
         return f'"{hashlib.sha256("|".join(stats).encode(errors="replace")).hexdigest()[:24]}"'
 
     def now(self) -> tuple[str, bytes]:
-        """Version and page; ValueError, saying what is waited for, where there is nothing to show yet."""
-        with self._lock:
-            version = self.version()
-            if version != self._made[0]:
-                found = {folder: results.live(folder) for folder in self.folders()}
-                if not found:
-                    raise ValueError(f"no run in {self.path} yet")
-                extras = self.extras(found, self.reader)
-                made = page.page(found, f"{self.path.name} (live)", "", extras, live=True, reader=self.reader)
-                self._made = version, made
+        """Version and page; the previous ones while another thread makes them again.
+
+        Raises:
+            ValueError: if there is no page yet; the message states the reason.
+        """
+        version = self.version()
+        if version == self._made[0]:
             return self._made
+        if not self._lock.acquire(blocking=False):
+            if not self._made[0]:
+                raise ValueError("the page is being made")
+            return self._made
+        try:
+            found = {folder: results.live(folder) for folder in self.folders()}
+            if not found:
+                raise ValueError(f"no run in {self.path} yet")
+            sections = self.sections(found, self.reader)
+            made = page.page(found, f"{self.path.name} (live)", "", sections, live=True, reader=self.reader)
+            self._made = version, made
+        finally:
+            self._lock.release()
+        return self._made
 
 
-def server(
-    path: Path, port: int = 0, extras: Callable[[Results, rows.Reader], page.Extras] | None = None
-) -> ThreadingHTTPServer:
-    """A server of this page on this machine's own address, at a free port unless one is named; not yet started.
+def server(path: Path, port: int = 0, sections: Sections | None = None) -> ThreadingHTTPServer:
+    """Create a server of the page on this machine's own address; the caller starts it.
 
-    It answers GET and HEAD of / alone, and only where it is addressed as this machine (a page elsewhere that has its
-    name point here is refused). ValueError where there is no such folder, or the port is taken.
+    It answers GET and HEAD of / only, and only if it is addressed as this machine: the page of another site may have
+    its name point here.
+
+    Args:
+        path: Folder of a run, or of runs.
+        port: Port; 0 for a free one.
+        sections: Makes the content of the page besides results.
+
+    Raises:
+        ValueError: if there is no such folder, or the port is taken.
     """
     if not path.is_dir():
         raise ValueError(f"there is no folder {path}")
     if not 0 <= port <= LAST_PORT:
         raise ValueError(f"port must be 0 (a free one) to {LAST_PORT}; got {port}")
-    watched = Watched(path, extras or (lambda found, reader: page.NOTHING))
+    watched = Watched(path, sections or (lambda found, reader: page.NO_SECTIONS))
 
     class Handler(BaseHTTPRequestHandler):
-        """Answers for the page."""
+        """Answers requests for the page."""
 
         server_version, sys_version, protocol_version, timeout = "normkit", "", "HTTP/1.1", 30
 
         def do_GET(self) -> None:
-            """The page, or that it has not changed."""
+            """Answer with the page, or 304 if it has not changed."""
             host = self.headers.get("Host", "")
             if len(self.headers.get_all("Host", [])) != 1 or host.lower() not in self.names():
                 self.answer(421, "text/plain", b"this is served to this machine alone, as 127.0.0.1 or localhost\n")
@@ -99,15 +126,15 @@ def server(
         do_HEAD = do_GET
 
         def names(self) -> set[str]:
-            """What a reader on this machine calls it."""
+            """Hosts by which a browser on this machine addresses the server."""
             port = self.connection.getsockname()[1]
             return {f"{name}:{port}" for name in (HERE, "localhost")}
 
         def page(self) -> None:
-            """The page as it is now."""
+            """Send the page as it is now."""
             try:
                 version, data = watched.now()
-            except (ValueError, OSError) as error:  # a file that is being written, or not there yet
+            except (ValueError, OSError) as error:  # a file that is being written, or does not exist yet
                 text = " ".join(str(error).split())
                 if "text/html" in self.headers.get("Accept", ""):
                     self.answer(503, "text/html", f"{WAITING}<p>waiting: {html.escape(text)}</p>\n".encode())
@@ -120,7 +147,7 @@ def server(
                 self.answer(200, "text/html", data, version)
 
         def answer(self, status: int, kind: str, data: bytes, version: str = "") -> None:
-            """One answer, whole; nothing of it is kept or guessed at, no page elsewhere may frame or read it."""
+            """Send an answer that is not cached, and that pages of other sites can neither frame nor read."""
             self.send_response(status)
             given = {
                 "Content-Type": f"{kind}; charset=utf-8" if kind else "",
@@ -136,15 +163,15 @@ def server(
             for name, value in given.items():
                 if value:
                     self.send_header(name, value)
-            with contextlib.suppress(ConnectionError):  # the reader has gone
+            with contextlib.suppress(ConnectionError):  # the browser has closed the connection
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing of requests."""
+            """Do not log requests."""
 
     try:
         return ThreadingHTTPServer((HERE, port), Handler)
     except OSError as error:
-        raise ValueError(f"port {port} cannot be had: {error.strerror}; name another, or none") from None
+        raise ValueError(f"port {port} cannot be opened: {error.strerror}; give another, or none") from None

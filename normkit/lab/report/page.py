@@ -1,7 +1,7 @@
 """One self-contained page of results: table, curves, statistics, the papers' figures, folding, settings, origin.
 
-The page draws its charts with its own script rather than a plotting library: docs/architecture.md says why. A policy in
-the page lets nothing run but this script, by its hash, and lets nothing be loaded at all.
+The page draws its charts with its own script rather than a plotting library; docs/architecture.md gives the reasons. A
+policy in the page allows this script, by its hash, and no other, and forbids loading anything.
 """
 
 import base64
@@ -13,63 +13,89 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from normkit.files import write_whole
-from normkit.lab.report import rows, study_tables, summary
+from normkit.lab.report import study_tables, summary
 from normkit.lab.report.curves import losses, thin
+from normkit.lab.report.panels import Panel, panels
+from normkit.lab.report.seeds import CONFIDENT, pool
 from normkit.lab.report.settings import Results, groups, job, labels, split
 from normkit.lab.report.verdict import sentences
 from normkit.text import truncate
+from normkit.watch.row_files import RunReader
 
 TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 3_000_000  # bytes of a page
 FEWEST = 6
-POINTS = (400, 200, 100, 50, 25, 12, FEWEST, 0)  # of a line at most, until the page is small enough; 0: no statistics
+POINTS = (
+    400,
+    200,
+    100,
+    50,
+    25,
+    12,
+    FEWEST,
+    0,
+)  # in a line, until the page is small enough; 0: no statistics
 CROWDED = "Statistics by layer are left out, for they would make this page larger than 3 MB: show fewer runs."
 COLOURS = 7
-CONFIDENT = 1.96  # sampling errors to each side hold a figure in 95 of 100 cases
 DIGITS = 4  # of numbers in charts
 
 
-class Extras(NamedTuple):
-    """What a page shows besides results, all of it text from elsewhere; by folder where it is of a run."""
+class PageSections(NamedTuple):
+    """Content of a page besides results.
+
+    Attributes:
+        definitions: Definition of each recorded quantity.
+        findings: Findings of the diagnosis, by run.
+        unchecked: Checks that could not be made, by run.
+        studies: Tables of studies; see `normkit.lab.report.study_tables`.
+    """
 
     definitions: Mapping[str, str] = {}
-    """What a recorded quantity is, in a sentence."""
     findings: Mapping[Path, Sequence[str]] = {}
-    """What was diagnosed of a run."""
     unchecked: Mapping[Path, Sequence[str]] = {}
-    """What could not be."""
     studies: Sequence[Mapping[str, Any]] = ()
-    """Tables of studies, see `normkit.lab.report.study_tables`."""
 
 
-NOTHING = Extras()
+NO_SECTIONS = PageSections()
 
 
 def write(
-    results: Results, path: str | Path, *, title: str = "normkit report", command: str = "", extras: Extras = NOTHING
+    results: Results,
+    path: str | Path,
+    *,
+    title: str = "normkit report",
+    command: str = "",
+    sections: PageSections = NO_SECTIONS,
 ) -> Path:
-    """Write a page of results, by the folder of each; `command` is what a person types to make it all again.
+    """Write a page of results. It loads nothing, stays below 3 MB, and shows content of files only as text.
 
-    The page loads nothing, stays below 3 MB (lines are thinned where there are many), and has the bytes of the results
-    only as text. ValueError without results, or for a file of rows that cannot be read.
+    Args:
+        results: Results by folder.
+        path: File to write.
+        title: Title of the page.
+        command: Command line that makes everything again.
+        sections: Further content.
+
+    Raises:
+        ValueError: without results, or for a file of rows that cannot be read.
     """
-    return write_whole(Path(path), page(results, title, command, extras))
+    return write_whole(Path(path), page(results, title, command, sections))
 
 
 def page(
     results: Results,
     title: str,
     command: str = "",
-    extras: Extras = NOTHING,
+    sections: PageSections = NO_SECTIONS,
     live: bool = False,
-    reader: rows.Reader | None = None,
+    reader: RunReader | None = None,
 ) -> bytes:
-    """The page, with as many points to a line as its size allows; a `live` one asks its server for itself again."""
+    """Make the page, with as many points in a line as its size allows; a `live` page requests updates of itself."""
     if not results:
         raise ValueError("no results to show; give at least one")
-    panels = rows.panels(results, None, reader)
+    charts = panels(results, None, reader)
     for points in POINTS:
-        data = _page(results, panels, title, command, extras, live, points).encode("utf8", "replace")
+        data = _page(results, charts, title, command, sections, live, points).encode("utf8", "replace")
         if len(data) < LIMIT:
             return data
     raise ValueError(f"a page of {len(results)} results would be larger than {LIMIT / 1e6:.0f} MB; show fewer")
@@ -77,10 +103,10 @@ def page(
 
 def _page(
     results: Results,
-    panels: Sequence[rows.Panel],
+    charts: Sequence[Panel],
     title: str,
     command: str,
-    extras: Extras,
+    sections: PageSections,
     live: bool,
     points: int,
 ) -> str:
@@ -94,8 +120,9 @@ def _page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names = labels(results)
-    data = _data(results, panels if points else (), names, extras, points or FEWEST)
+    names, pooled = labels(results), pool(results)
+    seeds = len(pooled) < len(results)
+    data = _data(results, charts if points else (), names, sections, points or FEWEST)
     scripts = [(TEMPLATES / name).read_text(encoding="utf8") for name in ("page.js", "live.js")[: 1 + live]]
     same, different = split([result["run"] for result in results.values()])
     here, elsewhere = split([result["where"] for result in results.values()])
@@ -103,14 +130,14 @@ def _page(
         title=title,
         live=live,
         command=command,
-        tables=[_table(group, names) for group in groups(results)],
-        seen=[*sentences(results), *([] if points or not panels else [CROWDED])],
+        tables=[*_tables(pooled, "means over seeds: "), *_tables(results)] if seeds else _tables(results),
+        conclusions=[*sentences(pooled), *([] if points or not charts else [CROWDED])],
         has_curves=bool(data["curves"]),
         has_statistics=bool(data["statistics"]),
         data=Markup(as_script(data)),
-        findings=_said(extras.findings, names),
-        unchecked=_said(extras.unchecked, names),
-        studies=[study_tables.shown(table) for table in extras.studies],
+        findings=_by_sentence(sections.findings, names),
+        unchecked=_by_sentence(sections.unchecked, names),
+        studies=[study_tables.shown(table) for table in sections.studies],
         folds=[_fold(names[folder], result["fold"]) for folder, result in results.items() if result.get("fold")],
         timings=[result["timing"] for result in results.values() if result.get("timing")],
         runs=list(names.values()),
@@ -127,7 +154,7 @@ def _page(
 
 
 def as_script(data: Any) -> str:
-    """Data as JSON that is safe inside a script element of a page: nothing in it can end the element.
+    """Format data as JSON that cannot end the script element of a page.
 
     >>> as_script({"norm": "</script>"})
     '{"norm":"\\\\u003c/script>"}'
@@ -136,22 +163,27 @@ def as_script(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def _said(lines: Mapping[Path, Sequence[str]], names: dict[Any, str]) -> dict[str, list[str]]:
-    """Each sentence once, with the runs that it is about."""
-    said: dict[str, list[str]] = {}
+def _by_sentence(lines: Mapping[Path, Sequence[str]], names: dict[Any, str]) -> dict[str, list[str]]:
+    """The labels of the runs that a sentence is about, by sentence."""
+    about: dict[str, list[str]] = {}
     for folder, found in lines.items():
         for sentence in found if folder in names else ():
-            said.setdefault(sentence, []).append(names[folder])
-    return {sentence: truncate(about) for sentence, about in said.items()}
+            about.setdefault(sentence, []).append(names[folder])
+    return {sentence: truncate(runs) for sentence, runs in about.items()}
 
 
-def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:
-    """The headline table of one task."""
+def _tables(results: Results, lead: str = "") -> list[dict[str, Any]]:
+    """The tables of results, one for each task and data."""
+    names = labels(results)
+    return [_table(group, names, lead) for group in groups(results)]
+
+
+def _table(group: Results, names: dict[Any, str], lead: str) -> dict[str, Any]:
     columns, best = summary.columns(group), summary.best(group)
     rows = [
         [
             {
-                "text": cell.text,
+                "text": cell.text.split(" \u00b1")[0],
                 "value": "" if cell.value is None else repr(cell.value),
                 "error": "" if cell.error is None else f"{CONFIDENT * cell.error:.2g}",
                 "best": (folder, column.title) in best,
@@ -161,16 +193,16 @@ def _table(group: Results, names: dict[Any, str]) -> dict[str, Any]:
         for folder, result in group.items()
     ]
     return {
-        "name": " on ".join(job(next(iter(group.values())))),
+        "name": lead + " on ".join(job(next(iter(group.values())))),
         "columns": columns,
         "rows": list(zip((names[folder] for folder in group), rows, strict=True)),
     }
 
 
 def _data(
-    results: Results, panels: Sequence[rows.Panel], names: dict[Any, str], extras: Extras, points: int
+    results: Results, charts: Sequence[Panel], names: dict[Any, str], sections: PageSections, points: int
 ) -> dict[str, Any]:
-    """What the page's script draws: runs with a colour each, charts of losses, statistics by quantity."""
+    """The data of the page's script: runs with a colour each, charts of losses, statistics by quantity."""
     number = {Path(folder): place for place, folder in enumerate(results)}
     found = [losses(result) for result in results.values()]
     curves = []
@@ -179,7 +211,7 @@ def _data(
         if lines:
             curves.append({"title": title.capitalize(), "lines": lines})
     quantities: dict[str, list[dict[str, Any]]] = {}
-    for panel in panels:
+    for panel in charts:
         sites = {site: [_round(value) for value in thin(values, points)] for site, values in panel.sites.items()}
         one = {"run": number[panel.folder], "x": thin(panel.steps, points), "sites": sites}
         quantities.setdefault(panel.quantity, []).append(one)
@@ -189,9 +221,9 @@ def _data(
         ],
         "curves": curves,
         "statistics": [
-            {"name": name, "about": extras.definitions.get(name, ""), "panels": found}
+            {"name": name, "about": sections.definitions.get(name, ""), "panels": found}
             for name, found in quantities.items()
-            if not name.endswith("]")  # numbers of an end of training, such as singular_value[3], are no course
+            if not name.endswith("]")  # measured once, at the end of training, such as singular_value[3]
         ],
     }
 
@@ -222,7 +254,7 @@ def _texts(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """A setting as people write it."""
+    """Format a setting."""
     if value is None:
         return summary.NONE
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Pictures of results, as PNG or SVG by the suffix of the path; the same files give the same bytes."""
+"""Figures of results, as PNG or SVG by the suffix of the path; the same files give the same bytes."""
 
 import math
 import textwrap
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normkit.lab.report import canvas, rows
+from normkit.lab.report import canvas
 from normkit.lab.report.curves import extremes, losses
+from normkit.lab.report.panels import panels
 from normkit.lab.report.settings import Results, labels
+from normkit.watch.row_files import FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,11 +20,11 @@ SKIP = 0.05  # of a run: where the scale of its losses begins
 
 
 def curves(results: Results, path: str | Path) -> Path:
-    """Learning curves: loss on the training batches and, where runs were validated more than once, on the valid split.
+    """Draw learning curves: loss on the training batches and, if it was measured twice, on the validation split.
 
-    Scales begin after the first twentieth of each run; a line that ends early is of a run that diverged.
+    Scales begin after the first twentieth of each run; a line that ends early belongs to a run that diverged.
     """
-    path = canvas.checked(path)
+    path = canvas.figure_path(path)
     names = labels(results)
     found = {folder: losses(result) for folder, result in results.items()}
     series = {
@@ -41,8 +43,8 @@ def curves(results: Results, path: str | Path) -> Path:
                 if line:
                     steps, values = zip(*line, strict=True)
                     marker = "o" if len(line) <= 20 else None
-                    axes.plot(steps, values, marker=marker, markersize=2.5, linewidth=1.3, **canvas.look(number))
-                    ends.append((values[-1], names[folder], canvas.look(number)))
+                    axes.plot(steps, values, marker=marker, markersize=2.5, linewidth=1.3, **canvas.line_style(number))
+                    ends.append((values[-1], names[folder], canvas.line_style(number)))
             axes.set(title=title, xlabel="step", yscale="log")
             _limits(axes, list(lines.values()))
             canvas.ticks(axes)
@@ -51,22 +53,22 @@ def curves(results: Results, path: str | Path) -> Path:
 
 
 def statistics(results: Results, path: str | Path) -> Path:
-    """How far the statistics of batches stray from the running ones, (1/d) ||batch - running|| (PowerNorm, Figure 2).
+    """Draw distances of batch statistics from running ones, (1/d) ||batch - running|| (PowerNorm, Figure 2).
 
-    A panel for each norm and statistic, all on one scale; a thin line for each place in the model, a thick one for
-    their median. ValueError where no run has recorded any.
+    A panel for each norm and statistic, all on one scale; a thin line for each site, a thick one for their median.
+    ValueError if no run has recorded any.
     """
-    path = canvas.checked(path)
-    panels = rows.panels(results)
-    if not panels:
-        raise ValueError(f"no statistics: none of these runs has a {rows.FILE} with distances in it")
+    path = canvas.figure_path(path)
+    shown = panels(results)
+    if not shown:
+        raise ValueError(f"no statistics: none of these runs has a {FILE} with distances in it")
     numbers = {folder: number for number, folder in enumerate(map(Path, results))}
-    across = min(3, len(panels))
-    down = math.ceil(len(panels) / across)
+    across = min(3, len(shown))
+    down = math.ceil(len(shown) / across)
     with canvas.style():
         figure = canvas.figure(3.2 * across + 0.3, 2.4 * down + 0.3)
         first = None
-        for place, panel in enumerate(panels):
+        for place, panel in enumerate(shown):
             axes = figure.add_subplot(down, across, place + 1, sharex=first, sharey=first)
             first = first or axes
             colour = canvas.COLOURS[numbers[panel.folder] % len(canvas.COLOURS)]
@@ -76,7 +78,7 @@ def statistics(results: Results, path: str | Path) -> Path:
             axes.plot(panel.steps, canvas.drawable(panel.median()), color=colour, linewidth=1.8)
             axes.set_title("\n".join(textwrap.wrap(panel.title, 44)), fontsize=9)
             axes.set_yscale("log")
-            axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(panels))
+            axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(shown))
             canvas.ticks(figure.axes[0])
         figure.supxlabel("step", fontsize=9)
         figure.supylabel("(1/d) ||batch - running||", fontsize=9)
@@ -84,7 +86,7 @@ def statistics(results: Results, path: str | Path) -> Path:
 
 
 def _limits(axes: "Axes", lines: Sequence[Sequence[tuple[int, float]]]) -> None:
-    """Show the losses after the beginning, so that what tells the runs apart fills the picture."""
+    """Scale to the losses after the beginning, where runs differ."""
     last = max(step for line in lines for step, _ in line)
     later = [loss for line in lines for step, loss in line if step >= SKIP * last and loss > 0]
     if later and min(later) < max(later):

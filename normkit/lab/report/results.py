@@ -1,11 +1,11 @@
-"""One JSON file a run: written whole or not at all, checked when read."""
+"""Result files: one JSON file a run, written whole or not at all, validated when read."""
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from normkit.files import write_whole
+from normkit.files import open_regular, write_whole
 
 FILE = "result.json"
 PROGRESS = "progress.json"
@@ -16,7 +16,7 @@ LARGEST = 2**63
 
 
 class Maybe(NamedTuple):
-    """A field that may be null or not there."""
+    """A field that may be null or missing."""
 
     kind: Any
 
@@ -52,17 +52,17 @@ SHAPE: dict[str, Any] = {  # "*" stands for any name
 
 
 def write(folder: str | Path, result: dict[str, Any]) -> Path:
-    """Write `folder/result.json`; the old file stays whole where the new one cannot be written (OSError)."""
+    """Write `folder/result.json`; on OSError the old file stays as it was."""
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
     return write_whole(Path(folder) / FILE, text.encode())
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The result in a file, or in a folder's result.json; ValueError, naming the file, where there is none."""
+    """Read the result in a file, or in a folder's result.json; ValueError if there is no valid one."""
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     try:
-        result = json.loads(path.read_text(encoding="utf8"))
+        result = _load(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; a run writes it when it ends") from None
     except (ValueError, RecursionError) as error:
@@ -77,15 +77,15 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def note(folder: str | Path, parameters: int, curve: list[dict[str, Any]], valid: list[dict[str, Any]]) -> Path:
-    """Write `folder/progress.json`: what a run that is not over has so far, for whoever watches it."""
+    """Write `folder/progress.json`: the losses so far of a run in progress."""
     data = json.dumps({"parameters": parameters, "curve": curve, "valid": valid}, allow_nan=True)
     return write_whole(Path(folder) / PROGRESS, data.encode())
 
 
 def live(folder: str | Path) -> dict[str, Any]:
-    """What a run folder has by now, in the shape of a result: its result.json or, where newer, its progress.
+    """Read a run folder in the shape of a result: its result.json or, if that is newer, its progress.
 
-    ValueError where the folder has no settings of a run, or what it has cannot be read.
+    ValueError if the folder has no settings of a run, or a file that cannot be read.
     """
     folder = Path(folder)
     files = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name in (FILE, PROGRESS, SETTINGS)}
@@ -95,11 +95,11 @@ def live(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is no folder of a run: it has no {SETTINGS}; `normkit train` makes such folders")
     name = SETTINGS
     try:
-        run = json.loads((folder / name).read_text(encoding="utf8"))
+        run = _load(folder / name)
         name = PROGRESS
         so_far: Any = {"parameters": 0, "curve": [], "valid": []}
         if PROGRESS in files:
-            so_far = json.loads((folder / name).read_text(encoding="utf8"))
+            so_far = _load(folder / name)
         result = {key: so_far[key] for key in ("parameters", "curve", "valid")} | {
             "schema": SCHEMA,
             "run": run,
@@ -114,9 +114,14 @@ def live(folder: str | Path) -> dict[str, Any]:
 
 
 def find(paths: Iterable[str | Path], unfinished: bool = False) -> dict[Path, dict[str, Any]]:
-    """All results in files and folders, however deep, by the folder of each; ValueError where there are none.
+    """Read all results in files and folders, at any depth, by the folder of each.
 
-    With `unfinished` also of runs that have no result yet: what they have so far.
+    Args:
+        paths: Result files, or folders.
+        unfinished: True to include the progress of runs without a result.
+
+    Raises:
+        ValueError: if a path does not exist, holds no result, or a result cannot be read.
     """
     paths = [Path(path) for path in paths]
     files: list[Path] = []
@@ -131,8 +136,13 @@ def find(paths: Iterable[str | Path], unfinished: bool = False) -> dict[Path, di
     return {file.parent: live(file.parent) if file.name == SETTINGS else read(file) for file in dict.fromkeys(files)}
 
 
+def _load(path: Path) -> Any:
+    with open_regular(path) as file:
+        return json.loads(file.read().decode("utf8"))
+
+
 def check(value: Any, shape: Any, name: str) -> None:
-    """ValueError that names the field, where a value is not of a shape."""
+    """Raise a ValueError that names the field if a value does not have a shape."""
     kind = dict if isinstance(shape, dict) else list if isinstance(shape, list) else shape
     if isinstance(shape, Maybe):
         if value is not None:

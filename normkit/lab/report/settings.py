@@ -1,11 +1,11 @@
-"""Settings of several runs: what they share, where they differ, and so what to call each of them."""
+"""Settings of several runs: common ones, different ones, and a label for each run."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from normkit.text import escape
+from normkit.norms import parse
+from normkit.text import escape, format_spec
 
 Result = Mapping[str, Any]
 Results = Mapping[Any, Result]
@@ -16,11 +16,11 @@ NAMING = {
     "model.norm",
     "model.norm_at",
     "model.fixnorm",
-}  # settings that a label tells already, or that tell nothing
+}  # settings that are part of a label already, or do not matter
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings as one level of dotted names.
+    """Flatten a tree of settings to dotted names.
 
     >>> flat({"steps": 10, "model": {"width": 8, "norm_at": {}}})
     {'steps': 10, 'model.width': 8, 'model.norm_at': {}}
@@ -35,7 +35,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def split(trees: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """What all trees have in common, and, where they differ, the value of each; None where a tree has none.
+    """Split settings into those that all trees share and the values of those that differ; None if missing.
 
     >>> split([{"seed": 0, "steps": 10}, {"seed": 1, "steps": 10}])
     ({'steps': 10}, {'seed': [0, 1]})
@@ -54,7 +54,7 @@ def split(trees: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str,
 
 
 def groups(results: Results) -> list[dict[Any, Result]]:
-    """Results of the same task on the same data together: only those can be compared."""
+    """Group results by task and data: only those of one group can be compared."""
     found: dict[tuple[str, str], dict[Any, Result]] = {}
     for folder, result in results.items():
         found.setdefault(job(result), {})[folder] = result
@@ -67,7 +67,7 @@ def job(result: Result) -> tuple[str, str]:
 
 
 def labels(results: Results) -> dict[Any, str]:
-    """A short name for each result, by its folder: the norm, and what else tells it from the others.
+    """A short label for each result, by its folder: the norm, and the settings that differ between equal norms.
 
     Options that several norms share, such as one length of warm-up, are left out: they are settings, not names.
 
@@ -113,23 +113,19 @@ def _twice(names: Iterable[str]) -> list[str]:
 
 
 def _short(specs: Sequence[str]) -> list[str]:
-    """Specs without the options that several of different names give alike, where they stay apart without."""
+    """Remove options that norms of different names share, if the specs stay different."""
     parsed = [_parse(spec) for spec in specs]
     given: dict[str, set[tuple[str, str]]] = {}
     for name, options in parsed:
         for key, value in options.items():
-            given.setdefault(key, set()).add((name, value))
+            given.setdefault(key, set()).add((name, repr(value)))
     shared = {key for key, uses in given.items() if len({n for n, _ in uses}) > 1 and len({v for _, v in uses}) == 1}
-    short = []
-    for name, options in parsed:
-        left = ", ".join(f"{key}={value}" for key, value in options.items() if key not in shared)
-        short.append(f"{name}({left})" if left else name)
+    short = [format_spec(name, {k: v for k, v in options.items() if k not in shared}) for name, options in parsed]
     return short if len(set(short)) == len(set(specs)) else list(specs)
 
 
-def _parse(spec: str) -> tuple[str, dict[str, str]]:
-    match = re.fullmatch(r"(\w+)\(((?:\s*\w+\s*=[^=,()]+,?)*)\)", spec)
-    if match is None:
+def _parse(spec: str) -> tuple[str, dict[str, Any]]:
+    try:
+        return parse(spec)
+    except ValueError:  # a norm of another version
         return spec, {}
-    pairs = [pair.split("=") for pair in match[2].split(",") if pair.strip()]
-    return match[1], {key.strip(): value.strip() for key, value in pairs}

@@ -1,4 +1,4 @@
-"""Timings of norms as a table and as a picture: ratios to LayerNorm, and bandwidth against the number of channels."""
+"""Timings of norms as a table and as figures: ratios to LayerNorm, and bandwidth by the number of channels."""
 
 import csv
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from normkit.lab.report import canvas
 from normkit.text import align
 
 Rows = Sequence[dict[str, Any]]
-NEEDED = {  # kind of file -> columns that it is known by
+NEEDED = {  # kind of file -> columns that identify it
     "ratios": {"provider", "norm", "pass", "shape", "dtype", "ms", "low", "ratio", "high"},
     "pieces": {"norm", "pass", "how", "shape", "dtype", "ms", "low", "ratio", "high"},
     "blocks": {"norm", "shape", "dtype", "ms", "low", "ratio", "high"},
@@ -18,9 +18,9 @@ NEEDED = {  # kind of file -> columns that it is known by
 
 
 def read(path: Path) -> dict[str, list[dict[str, str]]]:
-    """Rows of timings by their kind, from a file or all files of a folder; ValueError where there are none.
+    """Read rows of timings by their kind, from a file or all files of a folder.
 
-    Other CSV files of a folder are left alone; a file that is named has to hold timings.
+    Other CSV files of a folder are ignored. ValueError if there are no timings.
     """
     if not path.exists():
         raise ValueError(f"there is no {path}")
@@ -47,18 +47,18 @@ def _numbers(row: dict[str, str], needed: set[str]) -> bool:
 
 
 def places(rows: Rows) -> list[tuple[str, str, str]]:
-    """(pass, shape, type) in the order in which they come."""
+    """(pass, shape, type) in their order."""
     return list(dict.fromkeys((row.get("pass", "block"), row["shape"], row["dtype"]) for row in rows))
 
 
 def name(row: dict[str, Any]) -> str:
-    """What a row is of: the norm, and how, or by whom where that is not normkit, it was computed."""
+    """Label of a row: the norm, and the kernel or library that computed it unless that is normkit's default."""
     how = row.get("how") or row.get("provider", "normkit")
     return row["norm"] if how == "normkit" or row["norm"].startswith("nn.") else f"{row['norm']} ({how})"
 
 
 def table(rows: Rows) -> str:
-    """Ratios to LayerNorm as text: a line for each norm, a column for each pass, shape and type.
+    """Format ratios to LayerNorm: a line for each norm, a column for each pass, shape and type.
 
     >>> row = {"norm": "rms", "shape": "8x4", "dtype": "float32", "ms": 1, "low": 0.9, "ratio": 1, "high": 1.25}
     >>> print(table([row]))
@@ -79,8 +79,8 @@ def table(rows: Rows) -> str:
 
 
 def ratios(rows: Rows, path: str | Path) -> Path:
-    """A picture of `table`: a panel for each pass, shape and type, a point with its spread for each norm."""
-    path = canvas.checked(path)
+    """Draw `table`: a panel for each pass, shape and type, a point with its spread for each norm."""
+    path = canvas.figure_path(path)
     heads = places(rows)
     norms = list(dict.fromkeys(name(row) for row in rows if not row["norm"].startswith("nn.")))
     with canvas.style():
@@ -104,12 +104,12 @@ def ratios(rows: Rows, path: str | Path) -> Path:
 
 
 def bandwidth(rows: Rows, path: str | Path) -> Path:
-    """Fraction of a copy's bandwidth against channels, the best over numbers of rows.
+    """Draw the fraction of a copy's bandwidth by channels, the best over numbers of rows.
 
-    A line for each who computes it; a panel for each norm that several compute, and one for the rest, at each side and
-    type.
+    One line for each implementation. A norm with several implementations has a panel of its own, the others share one,
+    for each pass and type.
     """
-    path = canvas.checked(path)
+    path = canvas.figure_path(path)
     heads = list(dict.fromkeys((row["side"], row["dtype"]) for row in rows))
     runs = list(dict.fromkeys(row["run"] for row in rows))
     norms = [run.partition(" ")[0] for run in runs]
@@ -129,8 +129,8 @@ def bandwidth(rows: Rows, path: str | Path) -> Path:
                         best[width] = max(best.get(width, 0.0), float(row["of_ceiling"]))
                 if best:
                     line = sorted(best.items())
-                    axes.plot(*zip(*line, strict=True), marker="o", markersize=3, **canvas.look(place))
-                    ends.append((line[-1][1], run, canvas.look(place)))
+                    axes.plot(*zip(*line, strict=True), marker="o", markersize=3, **canvas.line_style(place))
+                    ends.append((line[-1][1], run, canvas.line_style(place)))
             axes.set(title=" ".join(head), xscale="log", yscale="log", xlabel="channels")
             axes.set_ylabel("fraction of a copy's bandwidth" if number % len(heads) == 0 else "")
             widths: list[int] = []

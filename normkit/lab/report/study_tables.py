@@ -1,4 +1,4 @@
-"""Tables of studies, a paper's printed figures beside those of our runs, as `normkit study` writes them."""
+"""Tables that `normkit study` writes: the numbers that a paper prints beside those of our runs."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,12 +28,12 @@ SHAPE: dict[str, Any] = {
 
 
 def find(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """The tables in folders called `tables`, below these paths; ValueError, naming the file, for one that is none."""
+    """Read the tables in folders named `tables` below these paths; ValueError names a file that is no table."""
     return [read(file) for path in map(Path, paths) if path.is_dir() for file in sorted(path.rglob("tables/*.json"))]
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The table in a file; ValueError, naming it, where there is none."""
+    """Read the table in a file; ValueError if it is none."""
     try:
         table = json.loads(file.read_text(encoding="utf8"))
         check(table, SHAPE, "")
@@ -45,7 +45,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def shown(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table as text: what was printed and, where something was run, mean, spread and number of runs.
+    """Format the cells of a table: the printed number, and mean, spread and number of our runs.
 
     >>> cell = {"printed": "35.9", "n": 2, "mean": 31.22, "spread": 0.14}
     >>> shown({"columns": [{"digits": 1}], "rows": [{"label": "PN", "cells": [cell]}]})["rows"]

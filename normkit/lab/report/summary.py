@@ -1,10 +1,11 @@
-"""The headline table and what is seen in it: every figure and every sentence is made from result files."""
+"""The table of results: every number is computed from result files."""
 
 import math
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from normkit.lab.report.seeds import CONFIDENT, pool
 from normkit.lab.report.settings import Result, Results, groups, job, labels
 from normkit.lab.report.verdict import sentences
 from normkit.lab.tasks import LOSS, METRICS, unit
@@ -12,13 +13,14 @@ from normkit.text import align, escape
 
 WIDTH = 120
 LEAST_LABEL = 8
-SAME = "="  # stands where a norm has no statistics of batches: the score with running ones is the only one
+SAME = "="  # the norm has no batch statistics, so that all scores are the one with running statistics
 NONE = "-"
 STATISTICS = ("batch", "calibrated")
+MEANS = "means over seeds, with 95 % intervals:"
 
 
 class Cell(NamedTuple):
-    """What a place of the table shows, the number behind it, and that number's sampling error."""
+    """The text of a cell, the number behind it, and the sampling error of the number."""
 
     text: str
     value: float | None = None
@@ -26,14 +28,14 @@ class Cell(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column: its heading in two lines, what it means, and how a result fills it."""
+    """A column: its heading in two lines, its meaning, and the cell of a result."""
 
     top: str
     bottom: str
     about: str
     cell: Callable[[Result], Cell]
     better: int = 0
-    """1 where more is better, -1 where less is."""
+    """1 if higher is better, -1 if lower is better."""
 
     @property
     def title(self) -> str:
@@ -41,12 +43,14 @@ class Column(NamedTuple):
         return f"{self.top} {self.bottom}".strip()
 
 
-def _number(value: Any, digits: int, error: Any = None) -> Cell:
+def _number(value: Any, digits: int, error: Any = None, pooled: bool = False) -> Cell:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return Cell(NONE)
     if not math.isfinite(value):
         return Cell(str(value))
-    return Cell(f"{value:,.{digits}f}", value, error if isinstance(error, int | float) else None)
+    error = error if isinstance(error, int | float) else None
+    interval = f" \u00b1{CONFIDENT * error:.{digits}f}" if pooled and error is not None else ""
+    return Cell(f"{value:,.{digits}f}{interval}", value, error)
 
 
 def _score(kind: str, metric: str, digits: int = 1) -> Callable[[Result], Cell]:
@@ -56,7 +60,7 @@ def _score(kind: str, metric: str, digits: int = 1) -> Callable[[Result], Cell]:
         if kind in STATISTICS and kind not in scores and metric in running:
             return Cell(SAME, running[metric])
         score = scores.get(kind) or {}
-        return _number(score.get(metric), digits, score.get(f"{metric}_error"))
+        return _number(score.get(metric), digits, score.get(f"{metric}_error"), "seeds" in result)
 
     return cell
 
@@ -70,11 +74,11 @@ def _word_errors(result: Result) -> Cell:
     return _score("beam" if "wer" in (scores.get("beam") or {}) else "running", "wer")(result)
 
 
-def _speed(key: str, pictures: bool) -> Callable[[Result], Cell]:
-    """Words or images a second: a result says the one or the other, by its task."""
+def _speed(key: str, images: bool) -> Callable[[Result], Cell]:
+    """Words or images a second, depending on the task."""
 
     def cell(result: Result) -> Cell:
-        ours = (unit(job(result)[0]) == "images") == pictures
+        ours = (unit(job(result)[0]) == "images") == images
         return _number(result["speed"].get(key) if ours else None, 0)
 
     return cell
@@ -87,14 +91,15 @@ def _foldable(result: Result) -> Cell:
 
 
 KINDS = {
-    "running": "with the running statistics that training left, as in use",
+    "running": "with the running statistics of the end of training, as in use",
     "batch": "with the statistics of each test batch, as in training",
-    "calibrated": "with running statistics counted anew after training",
+    "calibrated": "with running statistics computed again after training",
     "beam": "by beam search, running statistics",
     "folded": "after the norms were folded away",
 }
 COLUMNS = (
-    Column("", "parameters", "numbers that are learned", lambda result: _number(result["parameters"], 0)),
+    Column("", "seeds", "number of runs, of which the row shows means", lambda result: _number(result.get("seeds"), 0)),
+    Column("", "parameters", "learned parameters", lambda result: _number(result["parameters"], 0)),
     Column("", "loss", "cross-entropy on the test split, running statistics", _loss, -1),
     *(
         Column(metric.name, kind, f"{metric.about} {how}", _score(kind, metric.key), metric.better)
@@ -111,13 +116,13 @@ COLUMNS = (
             ("infer", "inference", "inference_words_per_s"),
         )
     ),
-    Column("", "foldable", "norms that vanish when the model is folded", _foldable),
+    Column("", "foldable", "norms that folding removes", _foldable),
     Column("", "status", "how the run ended", lambda result: Cell(escape(result["status"]))),
 )
 
 
 def columns(results: Results) -> list[Column]:
-    """The columns that some result fills, and no others."""
+    """The columns that at least one result fills."""
     always = {"parameters", "status"}
     return [
         column
@@ -127,7 +132,7 @@ def columns(results: Results) -> list[Column]:
 
 
 def rows(results: Results) -> list[dict[str, Cell]]:
-    """The headline table, a row a result: the norm first, then a cell for each of `columns(results)`."""
+    """The table, a row a result: the norm, then a cell for each of `columns(results)`."""
     shown, names = columns(results), labels(results)
     return [
         {"norm": Cell(names[folder]), **{column.title: column.cell(result) for column in shown}}
@@ -136,7 +141,7 @@ def rows(results: Results) -> list[dict[str, Cell]]:
 
 
 def best(results: Results) -> set[tuple[Any, str]]:
-    """Folder and column of each cell that is the best of its column; none is where all are alike."""
+    """Folder and column of each cell that is the best of its column, unless all are equal."""
     found = set()
     for column in columns(results):
         if not column.better:
@@ -152,7 +157,7 @@ def best(results: Results) -> set[tuple[Any, str]]:
 
 
 def table(results: Results) -> str:
-    """The headline table as aligned text, at most 120 columns wide; one table for each task and source of data."""
+    """Format the table as aligned text, at most 120 columns wide; one table for each task and data."""
     kinds = groups(results)
     tables = [_table(kind, labels(results)) for kind in kinds]
     if len(kinds) == 1:
@@ -163,17 +168,19 @@ def table(results: Results) -> str:
 
 
 def text(results: Results) -> str:
-    """Table, what its columns mean, and what is seen in it: what a command prints."""
-    return f"{table(results)}\n\n{verdict(results)}\n"
+    """Format the table and the conclusions from it, as commands print them.
 
-
-def verdict(results: Results) -> str:
-    """What is seen in the table (see `normkit.lab.report.verdict`), a sentence a line, long ones on several."""
-    return "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in sentences(results))
+    If runs differ only in their seed, a table of means with 95 % intervals comes first, and the conclusions are about
+    these means.
+    """
+    pooled = pool(results)
+    parts = [table(results)] if len(pooled) == len(results) else [MEANS, table(pooled), "each run:", table(results)]
+    said = "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in sentences(pooled))
+    return "\n\n".join([*parts, said]) + "\n"
 
 
 def cells(results: Results) -> list[list[str]]:
-    """The headline table as text: the headings, then a list for each result."""
+    """The cells of the table as text: the headings, then a list for each result."""
     return [
         ["norm", *(column.title for column in columns(results))],
         *([c.text for c in row.values()] for row in rows(results)),
@@ -192,7 +199,7 @@ def _table(results: Results, names: dict[Any, str]) -> str:
 
 
 def _brief(column: Column, cell: Cell) -> str:
-    """A status without its step, which the sentences below the table tell."""
+    """A status without its step, which the sentences below the table name."""
     return cell.text.split(" at step")[0][:12] if column.title == "status" else cell.text
 
 

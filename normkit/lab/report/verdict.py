@@ -1,34 +1,39 @@
-"""What the headline table shows, in sentences made from the figures; losses are named as losses."""
+"""Conclusions from results, as sentences with their numbers."""
 
 import math
 from typing import Any, NamedTuple
 
+from normkit.lab.report.seeds import CONFIDENT
 from normkit.lab.report.settings import Result, Results, groups, job, labels, split
 from normkit.lab.tasks import METRICS, TASKS, Metric
 from normkit.text import escape, truncate
 
 BUCKETED = [name for name, task in TASKS.items() if task.bucketed]
-ERRORS = 2  # differences count from so many sampling errors on
+ERRORS = 2  # sampling errors from which on a difference counts
 EXPECTED = {"name", "command", "model.norm", "model.norm_at", "model.fixnorm"}
 HUNDREDTH = 0.01
 
 
 class Score(NamedTuple):
-    """A figure and its sampling error; None where that is not known."""
+    """A score and its sampling error, if known; for several seeds, the error of their mean."""
 
     value: float
     error: float | None
+    pooled: bool = False
 
     def text(self) -> str:
-        """The figure, to the digits worth telling."""
-        return f"{self.value:.3f}" if abs(self.value) < 1 else f"{self.value:.1f}"
+        """The score, with its 95 % interval if it is a mean over seeds."""
+        digits = 3 if abs(self.value) < 1 else 1
+        interval = "" if not self.pooled or self.error is None else f" \u00b1 {CONFIDENT * self.error:.{digits}f}"
+        return f"{self.value:.{digits}f}{interval}"
 
 
 def sentences(results: Results) -> list[str]:
-    """Sentences on what is seen: the best norm, which are as good, which lose, and what running statistics cost.
+    """Conclude which norm is best, which are as good, which are behind, and the cost of running statistics.
 
-    Scores are those of running statistics, which is what a model in use has. Two scores differ where they are more
-    than two sampling errors of their difference apart; the scores of one model with different statistics likewise.
+    Scores are those with running statistics, as in use. Two scores differ if they are more than two sampling errors of
+    their difference apart; so do the scores of one model with different statistics. Of results that
+    `normkit.lab.report.seeds.pool` has made, the errors are those of means over seeds.
     """
     names = labels(results)
     kinds = groups(results)
@@ -70,23 +75,26 @@ def _score(result: Result, kind: str, metric: Metric) -> Score | None:
     if error is None and metric.key == "accuracy" and score.get("n"):
         share = min(max(value / 100, 0.0), 1.0)
         error = 100 * math.sqrt(share * (1 - share) / score["n"])
-    return Score(value, error)
+    return Score(value, error, "seeds" in result)
 
 
 def _loss(a: Score, b: Score, metric: Metric) -> float:
-    """By how much `a` is worse than `b`; 0 where the difference may be chance."""
+    """The difference by which `a` is worse than `b`; 0 if it may be chance."""
     worse = (b.value - a.value) * metric.better
     margin = 0.0 if a.error is None or b.error is None else ERRORS * math.hypot(a.error, b.error)
     return worse if worse > margin else 0.0
 
 
 def _terms(metric: Metric, results: Results) -> list[str]:
-    """On what the scores stand: how many test items, how sure they are, and what the runs have in common."""
+    """The basis of the scores: number of test items, sampling errors, and common settings."""
     scores = [score for r in results.values() if (score := r["scores"].get("running"))]
     errors = [score.error for r in results.values() if (score := _score(r, "running", metric)) and score.error]
     common, _ = split([result["run"] for result in results.values()])
     terms = [f"{n:,} test items" for n in {score.get("n") for score in scores} if n and len(scores) > 0]
-    if errors:
+    seeds = sorted({result.get("seeds", 1) for result in results.values()})
+    if seeds[-1] > 1:
+        terms.append(f"means over {'-'.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seeds with 95 % intervals")
+    elif errors:
         terms.append(f"sampling error of {metric.name} {_span(errors)}")
     terms += [f"{common['steps']:,} steps"] if "steps" in common else []
     if "bucketing" in common and common.get("task") in BUCKETED:
@@ -109,9 +117,11 @@ def _ranking(metric: Metric, scores: dict[Any, Score], names: dict[Any, str]) ->
     behind = [folder for folder in others if _loss(scores[folder], top, metric)]
     equal = [folder for folder in others if folder not in behind]
     known = all(score.error is not None for score in scores.values())
+    pooled = any(score.pooled for score in scores.values())
+    same = "within the intervals" if pooled else "within sampling error of it" if known else "equal"
     parts = [f"Best with running statistics is {names[first]}, {metric.name} {top.text()}"]
     if equal:
-        parts.append(f"{'within sampling error of it' if known else 'equal'}: {_listed(equal, scores, names)}")
+        parts.append(f"{same}: {_listed(equal, scores, names)}")
     if behind:
         parts.append(f"behind: {_listed(behind, scores, names)}")
     if not known:
@@ -129,20 +139,36 @@ def _statistics(metric: Metric, results: Results, names: dict[Any, str]) -> list
         if not cost:
             holding.append(names[folder])
             continue
-        told = (
+        text = (
             f"{names[folder]} loses by its running statistics: {metric.name} {running.text()}, "
             f"against {batch.text()} with those of each batch"
         )
         calibrated = _score(result, "calibrated", metric)
         if calibrated is not None:
-            told += f"; calibration {_repair(running, calibrated, cost, metric)}"
-        sentences.append(told + ".")
+            text += f"; calibration {_repair(running, calibrated, cost, metric)}"
+        sentences.append(text + ".")
     if holding:
         as_well = (
             "does as well with running statistics as" if len(holding) == 1 else "do as well with running statistics as"
         )
         sentences.append(f"{_and(holding)} {as_well} with those of each batch, within sampling error.")
     return sentences
+
+
+def calibration_repair(result: Result) -> tuple[float, str] | None:
+    """The part of the loss by running statistics that calibration repairs, and a description of it.
+
+    None if nothing was lost, or calibration was not scored.
+    """
+    metric = _metric({"": result})
+    if metric is None:
+        return None
+    running, batch, calibrated = (_score(result, kind, metric) for kind in ("running", "batch", "calibrated"))
+    if running is None or batch is None or calibrated is None or not (cost := _loss(running, batch, metric)):
+        return None
+    gained = (calibrated.value - running.value) * metric.better
+    text = f"{metric.name} {running.text()}, {calibrated.text()} calibrated, {batch.text()} with batch statistics"
+    return gained / cost, text
 
 
 def _repair(running: Score, calibrated: Score, cost: float, metric: Metric) -> str:
@@ -156,7 +182,7 @@ def _repair(running: Score, calibrated: Score, cost: float, metric: Metric) -> s
 
 
 def _ending(result: Result, name: str) -> list[str]:
-    """What became of a run that did not end as planned."""
+    """The outcome of a run that did not end as planned."""
     if result["scores"]:
         if result["run"].get("average") and result.get("averaged") == 0:
             return [f"{name}: there was no checkpoint to average, so its last weights are scored."]
@@ -168,15 +194,15 @@ def _folding(metric: Metric | None, result: Result, name: str) -> list[str]:
     fold, pairs = result.get("fold") or {}, (result.get("timing") or {}).get("pairs") or []
     sentences = []
     if fold.get("max_error") is not None:
-        told = (
+        text = (
             f"{name} folded: {fold.get('foldable')} norms are gone, outputs differ by at most {fold['max_error']:.0e}"
         )
         before = metric and _score(result, "running", metric)
         after = metric and _score(result, "folded", metric)
         if metric and before and after:
             same = "unchanged" if abs(after.value - before.value) < HUNDREDTH else f"before {before.text()}"
-            told += f", {metric.name} {after.text()} ({same})"
-        sentences.append(told + ".")
+            text += f", {metric.name} {after.text()} ({same})"
+        sentences.append(text + ".")
     for pair in pairs:
         sentences.append(f"{pair['a']} takes {pair['ratio']:.2f} of the time of {pair['b']}{_speed(pair)}.")
     return sentences
@@ -190,7 +216,7 @@ def _speed(pair: dict[str, Any]) -> str:
 
 
 def _mixture(results: Results) -> list[str]:
-    """A warning where runs that stand in one table differ in more than their norms."""
+    """A warning if runs of one table differ in more than their norms."""
     _, different = split([result["run"] for result in results.values()])
     more = [
         f"{name} ({', '.join(map(str, dict.fromkeys(map(str, v))))})"

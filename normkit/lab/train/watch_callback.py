@@ -1,4 +1,4 @@
-"""Watch the norms of any LightningModule: rows to a file, and to the loggers that Lightning has."""
+"""Record the norms of any LightningModule: rows to a file, and to the loggers of Lightning."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,9 +13,14 @@ LOGGED = ("gap_batch", "gap_quadratic", "rms", "largest", "gradient_norm")
 
 
 def log_rows(rows: Iterable[Row], loggers: Iterable[Any], quantities: Iterable[str] = LOGGED) -> None:
-    """Hand rows to loggers of Lightning (TensorBoard, W&B, CSV, ...), those of a step in one call, as `quantity/site`.
+    """Log rows as `quantity/site`, those of a step in one call.
 
-    Of a run that is over too: `log_rows(normkit.watch.read("runs/mine"), [TensorBoardLogger("logs")])`.
+    For a run that has ended: `log_rows(normkit.watch.read("runs/mine"), [TensorBoardLogger("logs")])`.
+
+    Args:
+        rows: Recorded rows.
+        loggers: Loggers of Lightning, such as TensorBoard, W&B or CSV.
+        quantities: Quantities to log.
     """
     chosen, by_step = frozenset(quantities), dict[int, dict[str, float]]()
     for row in rows:
@@ -28,12 +33,18 @@ def log_rows(rows: Iterable[Row], loggers: Iterable[Any], quantities: Iterable[s
 
 
 class Watch(lightning.Callback):
-    """Record what norms see while Lightning trains: `Trainer(callbacks=[Watch(to="rows.csv")])`.
+    """Record statistics of norms while Lightning trains: `Trainer(callbacks=[Watch(to="rows.csv")])`.
 
-    As `normkit.record`, each `every` batches. Rows go to the file `to`, if one is named, and each `log_every` batches
-    to every logger of the trainer (TensorBoard, W&B, CSV: those that are installed and chosen) as `quantity/site`, at
-    Lightning's own global step; `log` says which quantities, none where it is empty. `rows` are those recorded, also
-    after the end.
+    Args:
+        every: Batches from one measurement to the next.
+        quantities: As for `normkit.record`.
+        to: CSV file of all rows; by default none.
+        log: Quantities for the loggers of the trainer, as `quantity/site`, at Lightning's global step.
+        log_every: Batches from one call of the loggers to the next.
+        keep: Number of rows held in memory.
+
+    Attributes:
+        rows: The rows recorded, also after the end.
     """
 
     def __init__(
@@ -50,11 +61,11 @@ class Watch(lightning.Callback):
         self.logged, self.log_every = frozenset(log), log_every  # Lightning sets `log` of a callback
         self.rows = Rows()
         self._recorder: Recorder | None = None
-        self._global: dict[int, int] = {}  # steps that are looked at, as Lightning counts: by steps of the optimizer
+        self._global: dict[int, int] = {}  # recorded step -> step of the optimizer, which loggers use
         self._resumed: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin; a new file, or, where a run is resumed, the old one up to its checkpoint."""
+        """Begin with a new file, or, in a resumed run, with the old one up to the checkpoint."""
         if self.to is not None and trainer.is_global_zero:
             truncate_file(Path(self.to), self._resumed.get("bytes"))
         step = self._resumed.get("step", 0)
@@ -65,32 +76,32 @@ class Watch(lightning.Callback):
         self.rows = self._recorder.rows
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """A step begins, whatever parts of the module it calls."""
+        """Begin a step."""
         if self._recorder is not None:
             self._recorder.begin_step()
             if self._recorder.due:
                 self._global[self._recorder.step] = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A step ends; now and then its rows are sent on."""
+        """End a step; write and log rows each `log_every` steps."""
         if self._recorder is not None:
             self._recorder.end_forward()
             if self._recorder.step % self.log_every == 0:
                 self.rows.flush()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Send what is left, and take the hooks away."""
+        """Write and log the last rows, and remove the hooks."""
         if self._recorder is not None:
             self._recorder.close()
             self._resumed = self.state_dict()
             self._recorder = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave no hooks behind."""
+        """Remove the hooks."""
         self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on."""
+        """State for a checkpoint."""
         if self._recorder is None:
             return self._resumed
         self.rows.flush()
@@ -98,7 +109,7 @@ class Watch(lightning.Callback):
         return {"step": self._recorder.step, "memory": self._recorder.state(), "bytes": size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore from a checkpoint."""
         self._resumed = state_dict
 
     def _sink(self, trainer: Any) -> Callable[[list[Row]], None]:

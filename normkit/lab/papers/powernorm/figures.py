@@ -1,5 +1,6 @@
 """Figures of PowerNorm (Shen et al., ICML 2020)."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,14 +9,14 @@ from normkit.lab.report import canvas
 from normkit.lab.report.recorded import (
     BATCH_NORMS,
     Recorded,
-    able,
+    first_sites,
     highest,
     limit,
+    plot_series,
     safe,
     short,
-    standing,
     titled,
-    trace,
+    with_quantities,
 )
 from normkit.lab.tasks import METRICS
 
@@ -32,26 +33,26 @@ SINGULAR = re.compile(r"singular_value\[(\d+)\]")
 
 
 def figure2(runs: Sequence[Recorded]) -> "Figure":
-    """Distance of batch and running mean (left) and variance (right) in the first BatchNorm over training."""
+    """Draw the distance of batch and running mean (left) and variance (right) in the first BatchNorm."""
     return _pair(runs, {"distance_mean": MEAN, "distance_var": VARIANCE})
 
 
 def figure3(runs: Sequence[Recorded]) -> "Figure":
-    """Norm of the gradient through mean (left) and variance (right) in the first BatchNorm over training."""
+    """Draw the norm of the gradient through mean (left) and variance (right) in the first BatchNorm."""
     return _pair(runs, {"g_mu": G_MEAN, "g_sigma2": G_VARIANCE})
 
 
 def figure4(runs: Sequence[Recorded]) -> "Figure":
-    """Distances (left) and gradients (right) of the variance in BatchNorm (top) and the quadratic mean in PN-V."""
-    runs = able(runs, "distance_var", "distance_quadratic", "g_sigma2", "g_psi2")
+    """Draw distances (left) and gradients (right) of variance (BatchNorm, top) and quadratic mean (PN-V)."""
+    runs = with_quantities(runs, "distance_var", "distance_quadratic", "g_sigma2", "g_psi2")
     kinds = (("BN", BATCH_NORMS, ("distance_var", "g_sigma2")), ("PN-V", ("pnv",), ("distance_quadratic", "g_psi2")))
     names = {"distance_var": VARIANCE, "distance_quadratic": QUADRATIC, "g_sigma2": G_VARIANCE, "g_psi2": G_QUADRATIC}
     figure = canvas.figure(7.0, 4.4)
     panels = figure.subplots(2, 2, sharex=True, sharey="col")
     for row, (norm, prefixes, quantities) in zip(panels, kinds, strict=True):
         for axes, quantity in zip(row, quantities, strict=True):
-            for number, (run, site) in enumerate(standing(runs, quantity, *prefixes)):
-                trace(axes, run, run.rows.of(quantity)[site], number)
+            for number, (run, site) in enumerate(first_sites(runs, quantity, *prefixes)):
+                plot_series(axes, run, run.recording.of(quantity)[site], number)
             axes.set_ylabel(names[quantity])
         row[0].legend(title=norm, fontsize=7, title_fontsize=8)
     for column in (0, 1):
@@ -61,7 +62,7 @@ def figure4(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure5(runs: Sequence[Recorded]) -> "Figure":
-    """Score over the size of the batches that statistics are taken over, a line a norm."""
+    """Draw the score by batch size, a line for each norm."""
     for metric in METRICS:
         lines: dict[str, list[tuple[int, float]]] = {}
         for run in runs:
@@ -78,7 +79,7 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
     for number, (norm, points) in enumerate(lines.items()):
         sizes = sorted({size for size, _ in points})
         means = [sum(v for s, v in points if s == size) / sum(s == size for s, _ in points) for size in sizes]
-        axes.plot(sizes, means, marker="osD^v<>"[number % 7], label=safe(norm), **canvas.look(number))
+        axes.plot(sizes, means, marker="osD^v<>"[number % 7], label=safe(norm), **canvas.line_style(number))
     axes.set(xscale="log", xlabel="Batch size (tokens in each batch)", ylabel=metric.name)
     every = sorted({size for points in lines.values() for size, _ in points})
     axes.set_xticks(every, [f"{size:,}" for size in every])
@@ -88,14 +89,15 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure6(runs: Sequence[Recorded]) -> "Figure":
-    """Singular values of the embedding at the end of training, the largest being 1, a line a run."""
+    """Draw singular values of the embedding at the end of training, the largest being 1, a line for each run."""
     found = []
     for run in runs:
         sites: dict[str, dict[int, float]] = {}
-        for (kind, site), values in run.rows.values.items():
-            known = [values[step] for step in sorted(values) if values[step] is not None]
-            if (match := SINGULAR.fullmatch(kind)) and known:
-                sites.setdefault(site, {})[int(match[1])] = float(known[-1] or 0)
+        for quantity, series in run.recording.quantities.items():
+            if match := SINGULAR.fullmatch(quantity):
+                for site, each in series.items():
+                    if each.points():
+                        sites.setdefault(site, {})[int(match[1])] = each.last()
         if sites:
             found.append((run, next(iter(sites.values()))))
     if not found:
@@ -106,23 +108,27 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
     for number, (run, line) in enumerate(found):
         places = sorted(line)
         top = max(line.values()) or 1.0
-        axes.plot(places, [line[i] / top for i in places], label=safe(run.label), **canvas.look(number))
+        axes.plot(places, [line[i] / top for i in places], label=safe(run.label), **canvas.line_style(number))
     axes.set(xlabel="The index of singular value", ylabel="Normalized singular value", ylim=(0, 1.02))
     axes.legend(fontsize=8)
     return figure
 
 
 def figure7(runs: Sequence[Recorded]) -> "Figure":
-    """Distribution over channels of gamma / psi_B by layer, a box a norm, as it is at the end of training."""
+    """Draw the distribution over channels of gamma / psi_B at the end of training, a box for each norm."""
     quantities = [f"gamma_over_psi_{name}" for name in QUARTILES]
-    runs = able(runs, *quantities)
-    run = standing(runs, quantities[0], "pnv")[0][0]
-    sites = list(run.sites(quantities[0], "pnv") or run.sites(quantities[0]))
+    runs = with_quantities(runs, *quantities)
+    run = first_sites(runs, quantities[0], "pnv")[0][0]
+    chosen = run.sites(quantities[0], "pnv") or run.sites(quantities[0])
+    # a run in progress may have written some quantities of its first step and not the others
+    sites = [site for site in chosen if all(site in run.recording.of(quantity) for quantity in quantities)]
+    if not sites:
+        raise ValueError(f"{run.label} has no norm yet with all of {', '.join(quantities)}; wait for its next step")
     figure = canvas.figure(1.4 + 0.42 * len(sites), 3.4)
     axes = figure.add_subplot()
     boxes = []
     for site in sites:
-        ends = [_last(run, quantity, site) for quantity in quantities]
+        ends = [_finite(run.recording.of(quantity)[site].last()) for quantity in quantities]
         boxes.append(dict(zip(("whislo", "q1", "med", "q3", "whishi"), ends, strict=True)) | {"fliers": []})
     axes.bxp(boxes, patch_artist=True, boxprops={"facecolor": "none", "edgecolor": canvas.COLOURS[0]},
              medianprops={"color": canvas.COLOURS[1]}, whiskerprops={"color": canvas.COLOURS[0]},
@@ -137,13 +143,13 @@ def figure7(runs: Sequence[Recorded]) -> "Figure":
 
 
 def _pair(runs: Sequence[Recorded], quantities: dict[str, str]) -> "Figure":
-    """A panel a quantity of the first BatchNorm, a line a run."""
-    runs = able(runs, *quantities)
+    """Draw a panel for each quantity of the first BatchNorm, a line for each run."""
+    runs = with_quantities(runs, *quantities)
     figure = canvas.figure(7.0, 3.0)
     panels = figure.subplots(1, 2, sharex=True)
     for axes, (quantity, name) in zip(panels, quantities.items(), strict=True):
-        for number, (run, site) in enumerate(standing(runs, quantity, *BATCH_NORMS)):
-            trace(axes, run, run.rows.of(quantity)[site], number)
+        for number, (run, site) in enumerate(first_sites(runs, quantity, *BATCH_NORMS)):
+            plot_series(axes, run, run.recording.of(quantity)[site], number)
         axes.set_ylabel(name)
         limit(axes)
     _percent(panels)
@@ -157,6 +163,5 @@ def _percent(panels: "Sequence[Axes]") -> None:
         axes.set(xlabel="Percent of training", xlim=(0, 100))
 
 
-def _last(run: Recorded, quantity: str, site: str) -> float:
-    values = run.rows.of(quantity)[site]
-    return float(next((values[step] for step in sorted(values, reverse=True) if values[step] is not None), None) or 0)
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

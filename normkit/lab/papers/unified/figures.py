@@ -3,51 +3,68 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from normkit.lab.papers.tears.figures import judged
+from torch import Tensor
+
+from normkit.lab.papers.tears.figures import validated_by
 from normkit.lab.report import canvas
-from normkit.lab.report.recorded import Recorded, able, safe, short, titled, trace
+from normkit.lab.report.recorded import Recorded, plot_series, safe, short, titled, with_quantities
 from normkit.lab.report.settings import job
+from normkit.norms import make
+from normkit.watch.recording import Series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PARTS = (1 / 3, 2 / 3, 1.0)  # of training: the paper's 12, 24 and 36 epochs
-ONLINE = ("layer", "rms", "scale", "group", "instance")  # cannot be folded: their lines are dashed
-SOME = 3  # layers of Figure 4: the first, one in the middle, the last
+DIM = 64  # channels of a norm that is made to ask it whether it folds; any number does
+LAYERS = 3  # layers of Figure 4: the first, one in the middle, the last
 BEGIN, END = 0.3, 0.7  # Figure 7: parts of training
 
 
 def figure1(runs: Sequence[Recorded]) -> "Figure":
-    """Score on the validation split over training: a panel a task, a line a run, dashed where it cannot be folded."""
+    """Draw the score on the validation split, a panel for each task; lines of runs that keep norms are dashed."""
     tasks: dict[tuple[str, str], list[Recorded]] = {}
     for run in runs:
         if len(run.result["valid"]) > 1:
             tasks.setdefault(job(run.result), []).append(run)
-    judged(runs)
+    validated_by(runs)
     figure = canvas.figure(3.7 * len(tasks), 3.0)
     for place, (task, members) in enumerate(tasks.items()):
         axes = figure.add_subplot(1, len(tasks), place + 1)
-        key, title = judged(members)
+        key, title = validated_by(members)
         for number, run in enumerate(members):
-            points = [(look["step"], look[key]) for look in run.result["valid"] if key in look]
-            dash = "dashed" if str(run.settings["model"]["norm"]).startswith(ONLINE) else "solid"
-            colour = canvas.look(number)["color"]
+            points = [(point["step"], point[key]) for point in run.result["valid"] if key in point]
+            dash = "solid" if folds_away(run) else "dashed"
+            colour = canvas.line_style(number)["color"]
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=dash, label=safe(run.label))
         axes.set(title=safe(" on ".join(task)), xlabel="step", ylabel=title)
         axes.legend(fontsize=7)
     return figure
 
 
+def folds_away(run: Recorded) -> bool:
+    """Return True if all norms of a run can be folded into other layers after its training."""
+    model = run.settings["model"]
+    try:
+        norms = [make(spec, DIM) for spec in {model["norm"], *(model.get("norm_at") or {}).values()}]
+    except ValueError:  # a norm of another version of normkit
+        return False
+    for norm in norms:
+        if isinstance(step := getattr(norm, "step", None), Tensor):  # taper folds away after some steps
+            step.fill_(run.steps)
+    return all(norm.offline for norm in norms)
+
+
 def figure3(runs: Sequence[Recorded]) -> "Figure":
-    """PNAC, averaged over layers, of activation and gradient statistics over training; a panel a run."""
-    runs = able(runs, "pnac_activation", "pnac_gradient")
+    """Draw PNAC of activation and gradient statistics, averaged over layers; a panel for each run."""
+    runs = with_quantities(runs, "pnac_activation", "pnac_gradient")
     figure = canvas.figure(2.9 * len(runs) + 0.4, 2.9)
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     for axes, run in zip(panels, runs, strict=True):
         for number, (kind, marker) in enumerate((("activation", "o"), ("gradient", "s"))):
             means = _mean_over_sites(run, f"pnac_{kind}")
             steps = [100 * step / run.steps for step in means]
-            axes.plot(steps, list(means.values()), marker=marker, markersize=4, label=kind, **canvas.look(number))
+            axes.plot(steps, list(means.values()), marker=marker, markersize=4, label=kind, **canvas.line_style(number))
         axes.set(xlim=(0, 100), ylim=(0, 102))
         titled(axes, run.label)
     panels[0].set_ylabel("PNAC (%)")
@@ -57,15 +74,18 @@ def figure3(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure4(runs: Sequence[Recorded]) -> "Figure":
-    """One channel's activation and gradient statistics in three layers, with their means over a window, of one run."""
+    """Draw one channel's statistics in three layers of a run, with their means over a window."""
     activation = ("channel_activation", "channel_activation_am", "channel_activation_gm")
     gradient = ("channel_gradient", "channel_gradient_am")
-    run = able(runs, *activation, *gradient)[0]
-    every = list(run.sites(activation[0]))
-    sites = [every[round(i * (len(every) - 1) / (SOME - 1))] for i in range(SOME)] if len(every) > SOME else every
+    run = with_quantities(runs, *activation, *gradient)[0]
+    complete = [run.recording.of(quantity) for quantity in (*activation, *gradient)]
+    every = [site for site in run.sites(activation[0]) if all(site in series for series in complete)]
+    if not every:
+        raise ValueError(f"{run.label} has no norm yet with all of these quantities; wait for its next step")
+    sites = [every[round(i * (len(every) - 1) / (LAYERS - 1))] for i in range(LAYERS)] if len(every) > LAYERS else every
     figure = canvas.figure(2.6 * len(sites) + 0.4, 4.2)
     panels = figure.subplots(2, len(sites), sharex=True, squeeze=False)
-    looks = {
+    styles = {
         "": (3, 0.5, "statistic of the batch"),
         "_am": (1, 1.2, "arithmetic mean (AM)"),
         "_gm": (0, 1.2, "geometric mean (GM)"),
@@ -73,8 +93,8 @@ def figure4(runs: Sequence[Recorded]) -> "Figure":
     for row, quantities in zip(panels, (activation, gradient), strict=True):
         for axes, site in zip(row, sites, strict=True):
             for quantity in quantities:
-                number, width, label = looks[quantity.removeprefix(quantities[0])]
-                trace(axes, run, run.rows.of(quantity)[site], number, linewidth=width, label=label)
+                number, width, label = styles[quantity.removeprefix(quantities[0])]
+                plot_series(axes, run, run.recording.of(quantity)[site], number, linewidth=width, label=label)
             axes.margins(x=0)
     for axes, site in zip(panels[0], sites, strict=True):
         axes.set_title(safe(short(site)), fontsize=9)
@@ -88,15 +108,15 @@ def figure4(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure5(runs: Sequence[Recorded]) -> "Figure":
-    """Steps that outlier filtration has dropped, a group of bars a layer, at three times; a panel a run."""
-    runs = able(runs, "filtered")
+    """Draw the steps that outlier filtration dropped, by layer, at three times; a panel for each run."""
+    runs = with_quantities(runs, "filtered")
     shown = [(run, run.sites("filtered")) for run in runs]
     most = max(len(sites) for _, sites in shown)
     figure = canvas.figure(1.2 + 0.42 * most, 2.4 * len(shown) + 0.5)
     panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
     for axes, (run, sites) in zip(panels, shown, strict=True):
         for number, part in enumerate(PARTS):
-            heights = [_at(values, part * run.steps) for values in sites.values()]
+            heights = [_at(series, part * run.steps) for series in sites.values()]
             places = [i + 0.27 * (number - 1) for i in range(len(sites))]
             label = f"after {part:.0%} of {run.steps:,} steps"
             axes.bar(places, heights, width=0.25, color=canvas.COLOURS[number], label=label)
@@ -108,32 +128,32 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure6(runs: Sequence[Recorded]) -> "Figure":
-    """CKA between the layers of two models as a map, a panel a run; sites are "a|b", of the first and the second."""
+    """Draw CKA between the layers of two models as a map, a panel for each run; sites are "a|b"."""
     from matplotlib.ticker import MaxNLocator
 
-    runs = able(runs, "cka")
+    runs = with_quantities(runs, "cka")
     figure = canvas.figure(3.6 * len(runs), 3.2)
     for place, run in enumerate(runs):
-        cells = {site: values[max(values)] for site, values in run.sites("cka").items() if "|" in site}
+        cells = {site: series.values[-1] for site, series in run.sites("cka").items() if "|" in site}
         pairs = [site.split("|", 1) for site in cells]
         down, across = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
-        grid = [[cells.get(f"{a}|{b}") or float("nan") for b in across] for a in down]
+        grid = [[cells.get(f"{a}|{b}", float("nan")) for b in across] for a in down]
         axes = figure.add_subplot(1, len(runs), place + 1)
         edges = ([i + 0.5 for i in range(len(side) + 1)] for side in (across, down))
-        picture = axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="cividis", edgecolors="face")
+        image = axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="cividis", edgecolors="face")
         axes.set(xlabel="norm of the second model, by depth", ylabel="norm of the first, by depth", aspect="equal")
         axes.grid(visible=False)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
         titled(axes, run.label)
         if place == len(runs) - 1:
-            figure.colorbar(picture, ax=axes, label="CKA")
+            figure.colorbar(image, ax=axes, label="CKA")
     return figure
 
 
 def figure7(runs: Sequence[Recorded]) -> "Figure":
-    """PNAC by depth at the beginning (left) and the end (right) of training, each window a point."""
-    run = able(runs, "pnac_activation", "pnac_gradient")[0]
+    """Draw PNAC by depth at the beginning (left) and the end (right) of training, a point for each window."""
+    run = with_quantities(runs, "pnac_activation", "pnac_gradient")[0]
     figure = canvas.figure(6.6, 3.0)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, low, high, title in ((panels[0], 0, BEGIN, "beginning"), (panels[1], END, 1, "end")):
@@ -141,9 +161,9 @@ def figure7(runs: Sequence[Recorded]) -> "Figure":
             sites = run.sites(f"pnac_{kind}")
             points = [
                 (i + 1 + 0.3 * number - 0.15, value)
-                for i, values in enumerate(sites.values())
-                for step, value in values.items()
-                if value is not None and low * run.steps <= step <= high * run.steps
+                for i, series in enumerate(sites.values())
+                for step, value in series.points()
+                if low * run.steps <= step <= high * run.steps
             ]
             if points:
                 axes.scatter(
@@ -160,13 +180,12 @@ def figure7(runs: Sequence[Recorded]) -> "Figure":
 
 def _mean_over_sites(run: Recorded, quantity: str) -> dict[int, float]:
     by_step: dict[int, list[float]] = {}
-    for values in run.sites(quantity).values():
-        for step, value in values.items():
-            if value is not None:
-                by_step.setdefault(step, []).append(value)
+    for series in run.sites(quantity).values():
+        for step, value in series.points():
+            by_step.setdefault(step, []).append(value)
     return {step: sum(found) / len(found) for step, found in sorted(by_step.items())}
 
 
-def _at(values: dict[int, float | None], step: float) -> float:
+def _at(series: Series, step: float) -> float:
     """The last value up to a step."""
-    return next((value for at, value in sorted(values.items(), reverse=True) if at <= step and value is not None), 0.0)
+    return next((value for at, value in reversed(series.points()) if at <= step), 0.0)

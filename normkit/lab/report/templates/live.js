@@ -1,5 +1,5 @@
 "use strict";
-// A page of a run in progress asks for itself again, and takes over what has changed; what is seen stays as it was.
+// The page of a run in progress requests itself again and replaces changed sections; the view stays as it was.
 {
   const EVERY = 3000, note = document.getElementById("live");
   let version = null;
@@ -7,7 +7,7 @@
   const take = text => {
     const fresh = new DOMParser().parseFromString(text, "text/html"), data = fresh.getElementById("data");
     if (!data || fresh.querySelectorAll("main > section").length !== document.querySelectorAll("main > section").length) {
-      location.reload();  // there is more to see, or less
+      location.reload();  // sections were added or removed
       return;
     }
     ({ runs, curves, statistics } = JSON.parse(data.textContent));

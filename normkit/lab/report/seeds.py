@@ -1,0 +1,88 @@
+"""Runs that differ only in their seed: one result with means and 95 % confidence intervals."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from normkit.lab.report.settings import Result, Results
+
+CONFIDENT = 1.96  # sampling errors to each side hold a figure in 95 of 100 cases
+
+
+def pool(results: Results) -> dict[Any, Result]:
+    """Replace runs that differ only in their seed by one result with the means of their scores and speeds.
+
+    A pooled result has the folder of its first run, "seeds" (the number of runs) and no seed; `METRIC_error` is the
+    half of the 95 % interval over seeds, divided by 1.96. Runs without scores are counted in its status.
+    """
+    members: dict[str, list[Any]] = {}
+    for folder, result in results.items():
+        settings = {key: value for key, value in result["run"].items() if key not in ("seed", "name")}
+        members.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(folder)
+    return {
+        folders[0]: _pooled([results[folder] for folder in folders]) if len(folders) > 1 else results[folders[0]]
+        for folders in members.values()
+    }
+
+
+def _pooled(runs: Sequence[Result]) -> dict[str, Any]:
+    scored = [run for run in runs if run["scores"]]
+    ended = [run["status"] for run in runs if run["status"] != "done"]
+    status = f"{len(runs) - len(ended)} of {len(runs)} done; {ended[0]}" if ended else "done"
+    run = {key: value for key, value in runs[0]["run"].items() if key not in ("seed", "name")}
+    kinds = dict.fromkeys(kind for each in scored for kind in each["scores"])
+    scores = {kind: _means([each["scores"].get(kind) or {} for each in scored], errors=True) for kind in kinds}
+    speed = _means([each["speed"] for each in runs], errors=False)
+    return {**runs[0], "run": run, "status": status, "scores": scores, "speed": speed, "seeds": len(runs)}
+
+
+def _means(records: Sequence[Mapping[str, Any]], errors: bool) -> dict[str, float]:
+    found = {}
+    for name in dict.fromkeys(name for record in records for name in record if not name.endswith("_error")):
+        values = [value for record in records if isinstance(value := record.get(name), int | float)]
+        if values:
+            found[name], half = interval(values)
+            if name == "n":
+                found[name] = values[0]
+            elif errors and math.isfinite(half):
+                found[f"{name}_error"] = half / CONFIDENT
+    return found
+
+
+def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Mean of several seeds, and half the width of its confidence interval (Student's t; nan for a single value).
+
+    >>> mean, half = interval([31.0, 32.0, 33.0])
+    >>> mean, round(half, 2)
+    (32.0, 2.48)
+    """
+    if not values:
+        raise ValueError("an interval needs at least one value")
+    if len(values) == 1:
+        return values[0], math.nan
+    from scipy import stats
+
+    quantile = float(stats.t.ppf((1 + level) / 2, len(values) - 1))
+    return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> str:
+    """Describe the difference of two means over seeds with its 95 % interval (Welch's t).
+
+    >>> difference([31.0, 32.0, 33.0], [31.5, 32.0, 33.5])
+    '-0.33 (95 % interval -2.65 to 1.98): cannot be told apart'
+    >>> difference([31.0], [33.0])
+    '-2.00; two seeds of each show whether this may be chance (--seed)'
+    """
+    less = statistics.fmean(first) - statistics.fmean(second)
+    if min(len(first), len(second)) == 1:
+        return f"{less:.2f}; two seeds of each show whether this may be chance (--seed)"
+    if statistics.variance(first) == statistics.variance(second) == 0:
+        return f"{less:.2f}, the same in all seeds"
+    from scipy import stats
+
+    low, high = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+    verdict = "cannot be told apart" if low <= 0 <= high else "more than chance"
+    return f"{less:.2f} (95 % interval {low:.2f} to {high:.2f}): {verdict}"
