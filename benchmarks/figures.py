@@ -1,4 +1,4 @@
-"""Short trainings on real data whose recorded rows become the pictures of docs/figures.md, and the numbers there.
+"""Short trainings on real data whose recorded rows become the figures of docs/figures.md, and the numbers there.
 
     NORMKIT_DATA=~/data python benchmarks/figures.py --out runs/figures     # about 20 minutes of one CPU core
     python benchmarks/figures.py --out runs/figures --numbers > docs/pictures/numbers.txt
@@ -18,17 +18,16 @@ import torch
 from normkit.lab.data.embedded import digits
 from normkit.lab.papers.powernorm.recipes import cifar10_resnet20
 from normkit.lab.report import results
-from normkit.lab.report.recorded import BATCH_NORMS, recorded, standing
+from normkit.lab.report.recorded import BATCH_NORMS, first_sites, recorded
 from normkit.lab.studies.recipes import g2p_cmudict, mt_multi30k, vit_digits
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import load, train
 from normkit.text import align
-from normkit.watch import cka
-from normkit.watch import Appender
+from normkit.watch import Appender, Series, cka
 
 UN = "un(outlier_filtration=True, warmup=%d)"
 ENCODER = "encoder.*"  # where the papers' PowerNorm and BatchNorm stand in a translation model; LayerNorm elsewhere
-LOOKS = 280
+SAMPLES = 280
 SETTLED = 0.2  # of training, before which nothing is counted
 
 
@@ -43,7 +42,7 @@ def runs() -> dict[str, Run]:
         made[f"{name}-un"] = with_norm(short, UN % (steps // 5))
     for norm in ("layer", "batch", UN % 300):
         made[f"digits-{norm[:5].rstrip('(ou')}"] = with_norm(vit_digits(), norm)
-    resnet = dataclasses.replace(cifar10_resnet20(), steps=2 * LOOKS, warmup=56, valid_every=0, test_items=1000)
+    resnet = dataclasses.replace(cifar10_resnet20(), steps=2 * SAMPLES, warmup=56, valid_every=0, test_items=1000)
     made["resnet20-batch"] = with_norm(resnet, "batch")
     small = dataclasses.replace(g2p_cmudict(), steps=200, warmup=40, valid_every=0, test_items=100)
     for norm in ("layer", "pnv"):
@@ -54,7 +53,7 @@ def runs() -> dict[str, Run]:
         made[f"smoothing-{amount:g}"] = with_norm(smooth, "scale")
     return {
         name: dataclasses.replace(
-            run, name=name, checkpoint_every=0, threads=1, record_every=max(1, run.steps // LOOKS), quantities=("all",)
+            run, name=name, checkpoint_every=0, threads=1, record_every=max(1, run.steps // SAMPLES), quantities=("all",)
         )
         for name, run in made.items()
     }
@@ -65,8 +64,8 @@ def with_norm(run: Run, norm: str, norm_at: dict[str, str] | None = None) -> Run
     return dataclasses.replace(run, model=dataclasses.replace(run.model, norm=norm, norm_at=norm_at or {}))
 
 
-def likeness(out: Path) -> None:
-    """Add CKA with the layers of the model with LayerNorm to the rows of the digits' others (UN, Figure 6)."""
+def similarity(out: Path) -> None:
+    """Add CKA with the layers of the LayerNorm model to the rows of the other models of digits (UN, Figure 6)."""
     batches = digits().test[0].split(48)
     layer = load(out / "digits-layer").model
     for name in ("digits-batch", "digits-un"):
@@ -75,7 +74,7 @@ def likeness(out: Path) -> None:
 
 
 def numbers(out: Path) -> str:
-    """What docs/figures.md says of text and pictures: medians after the first fifth of training, and their origin.
+    """The numbers of docs/figures.md on text and images: medians after the first fifth of training, and their origin.
 
     `first` is the first norm with batch statistics, `all` the median over all of them; `/ sd` in standard deviations.
     """
@@ -87,7 +86,7 @@ def numbers(out: Path) -> str:
         ["run", "norms", *columns.values(), *(f"peak {columns[name]}" for name in columns if name != "stray_mean")]
     ]
     for run in recorded(chosen):
-        [(_, first)] = standing([run], "distance_mean", *BATCH_NORMS)
+        [(_, first)] = first_sites([run], "distance_mean", *BATCH_NORMS)
         for which in ("first", "all"):
             middles, peaks = [], []
             for quantity in columns:
@@ -101,19 +100,19 @@ def numbers(out: Path) -> str:
     return "\n".join([align(lines), "", *(origin(path.name, result) for path, result in chosen.items())])
 
 
-def settled(values: dict, steps: int) -> list[float]:
+def settled(series: Series, steps: int) -> list[float]:
     """Finite values after the first fifth of training."""
-    return [value for step, value in values.items() if value is not None and step >= SETTLED * steps]
+    return [value for step, value in series.points() if step >= SETTLED * steps]
 
 
 def origin(name: str, result: dict) -> str:
     """One line on where a run comes from."""
     run, where = result["run"], result["where"]
-    told = json.dumps({key: run[key] for key in ("steps", "batch_tokens", "seed")})[1:-1]
+    settings = json.dumps({key: run[key] for key in ("steps", "batch_tokens", "seed")})[1:-1]
     if not where:
-        return f"{name}: {result['status']}, not scored; {told}"
+        return f"{name}: {result['status']}, not scored; {settings}"
     state = "with uncommitted changes" if where["dirty"] else "clean"
-    return f"{name}: commit {where['commit'][:7]}, {state}; {told}; {where['device']}; {result['command']}"
+    return f"{name}: commit {where['commit'][:7]}, {state}; {settings}; {where['device']}; {result['command']}"
 
 
 def main() -> None:
@@ -132,7 +131,7 @@ def main() -> None:
             result = train(run, given.out / name, command=f"python benchmarks/figures.py --only {name}")
             print(f"{name}: {result['status']}, {time.process_time() - started:.0f} s of CPU", flush=True)
     if all((given.out / f"digits-{norm}" / results.FILE).is_file() for norm in ("layer", "batch", "un")):
-        likeness(given.out)
+        similarity(given.out)
 
 
 if __name__ == "__main__":
