@@ -1,4 +1,4 @@
-"""Results that nobody measured, for tests of what reads results."""
+"""Invented results, for tests of tables, figures and pages."""
 
 import csv
 import math
@@ -26,7 +26,7 @@ WHERE = {
 }
 
 
-def fate(name, norm, action, *into):
+def outcome(name, norm, action, *into):
     why = "" if into else "its statistics are of the token"
     return {"name": name, "norm": norm, "action": action, "into": list(into), "why": why}
 
@@ -43,7 +43,7 @@ def score(per, error=0.35, **more):
 
 
 def result(norm="layer", per=10.0, *, seed=0, status="done", statistics=None, **run):
-    """A result; `statistics` = (batch, calibrated) where the norm has statistics of batches."""
+    """A result; `statistics` = (batch, calibrated) for a norm with batch statistics."""
     chance = random.Random(f"{norm} {seed}")
     steps = 5000
     curve = [
@@ -72,14 +72,14 @@ def result(norm="layer", per=10.0, *, seed=0, status="done", statistics=None, **
         "valid": valid,
         "scores": scores,
         "speed": {"train_tokens_per_s": 9000.0, "train_words_per_s": 1200.0 + per, "inference_words_per_s": 800.0},
-        "fold": {"foldable": "0 of 2", "max_error": None, "rows": [fate("encoder.final_norm", norm, "kept")]},
+        "fold": {"foldable": "0 of 2", "max_error": None, "rows": [outcome("encoder.final_norm", norm, "kept")]},
         "timing": None,
         "seconds": {"train": 100.0, "score": 10.0},
     }
 
 
 def demo(folder):
-    """The results of six norms as `results.find` gives them, with files of rows."""
+    """Results of six norms, as `results.find` returns them, with files of rows."""
     made = {
         folder / "layer": result("layer", 9.9),
         folder / "scale": result("scale", 10.1),
@@ -90,8 +90,8 @@ def demo(folder):
     }
     un = made[folder / "un"]
     un["scores"]["folded"] = score(10.2)
-    fates = [fate(site, "un(warmup=500)", "folded", "query", "key") for site in SITES]
-    un["fold"] = {"foldable": "9 of 10", "max_error": 3e-14, "native_error": 2e-6, "rows": fates}
+    outcomes = [outcome(site, "un(warmup=500)", "folded", "query", "key") for site in SITES]
+    un["fold"] = {"foldable": "9 of 10", "max_error": 3e-14, "native_error": 2e-6, "rows": outcomes}
     un["timing"] = {"what": "seconds to decode 256 words", "pairs": [
         {"a": "un folded", "b": "un", "ratio": 0.86, "low": 0.84, "high": 0.9, "n": 15},
         {"a": "un folded", "b": "layer", "ratio": 0.97, "low": 0.93, "high": 1.02, "n": 15}]}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page of results in a real browser: no error, no request, and everything can be done by mouse and keyboard."""
+"""The page of results in a browser: no error, no request; mouse and keyboard reach everything."""
 
 import os
 import shutil
@@ -37,13 +37,15 @@ def report(tmp_path_factory):
     column = {"title": EVIL, "about": EVIL, "digits": 1}
     study = dict.fromkeys(("study", "title", "source", "claim", "note", "scale"), EVIL)
     study |= {"schema": 1, "columns": [column], "rows": [{"label": EVIL, "cells": [cell]}]}
-    extras = page.Extras({"distance_var": "what it is"}, {folder / "un": [EVIL]}, {folder / "un": [EVIL]}, [study])
-    return page.write(made, folder / "report.html", title=EVIL, command=EVIL, extras=extras)
+    sections = page.PageSections(
+        {"distance_var": "what it is"}, {folder / "un": [EVIL]}, {folder / "un": [EVIL]}, [study]
+    )
+    return page.write(made, folder / "report.html", title=EVIL, command=EVIL, sections=sections)
 
 
 @pytest.fixture
 def visit(browser, report):
-    """Open the page at a width; what the browser complains of, and what it asks for, must be nothing when it closes."""
+    """Open the page at a width; at the end there must be no error and no request."""
     contexts, troubles, requests = [], [], []
 
     def opened(width=1280, scheme="light", touch=False):
@@ -71,7 +73,7 @@ def column(tab, place):
     return tab.locator(f"table.sortable tbody tr > :nth-child({place})").all_inner_texts()
 
 
-def test_what_files_say_is_shown_and_not_run(visit):
+def test_content_of_files_is_shown_and_not_run(visit):
     tab = visit()
     assert tab.title() == EVIL
     assert tab.locator("h1").inner_text() == EVIL
@@ -117,7 +119,7 @@ def test_many_runs_are_hidden_at_once_and_named_in_the_legend_alone(browser, tmp
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.goto(page.write(made, tmp_path / "report.html").as_uri())
     lines, chart = tab.locator("#curves g path.line"), tab.locator(f"{FIRST} svg.chart")
-    assert (lines.count(), chart.locator("text.name").count()) == (90, 0), "no room for 45 names beside the lines"
+    assert (lines.count(), chart.locator("text.name").count()) == (90, 0), "45 names do not fit beside the lines"
     tab.get_by_role("button", name="hide or show all").click()
     assert tab.locator("#curves figure >> visible=true").count() == 0
     tab.locator("#curves .toggles").get_by_role("button", name="layer, seed=7").click()
@@ -273,11 +275,11 @@ def test_the_table_shows_every_column_on_a_desktop(browser, tmp_path):
             score |= {"per": 98.2, "per_error": 0.36, "wer": 84.0, "wer_error": 0.82}
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.goto(page.write(made, tmp_path / "report.html").as_uri())
-    room, needed = tab.locator(".scroll", has=tab.locator("table.sortable")).evaluate(
+    width, needed = tab.locator(".scroll", has=tab.locator("table.sortable")).evaluate(
         "part => [part.clientWidth, part.scrollWidth]"
     )
     tab.close()
-    assert needed <= room, f"the last columns are cut: {needed} pixels in {room}"
+    assert needed <= width, f"the last columns are cut: {needed} pixels in {width}"
 
 
 def test_a_tap_reads_a_chart_and_then_the_next(visit):

@@ -1,15 +1,18 @@
-"""The page of a run in progress: who is answered, and that it follows the run."""
+"""The page of a run in progress: allowed requests, and updates while the run goes on."""
 
 import http.client
 import json
+import os
 import threading
+import time
 
 import made_results
 import pytest
 from made_results import result
 from test_page_browser import EVIL, browser  # noqa: F401  # a fixture
 
-from normkit.lab.report import live, page, results, rows
+from normkit.lab.report import live, page, results
+from normkit.watch import RunReader, read_run, row_files
 
 
 @pytest.fixture
@@ -17,8 +20,8 @@ def serve():
     """Serve a folder; (host, port)."""
     servers = []
 
-    def served(folder, extras=None):
-        server = live.server(folder, extras=extras)
+    def served(folder, sections=None):
+        server = live.server(folder, sections=sections)
         servers.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server.server_address
@@ -57,8 +60,8 @@ def test_it_listens_on_this_machine_alone(serve, tmp_path):
     assert serve(tmp_path)[0] == "127.0.0.1"
 
 
-def test_other_names_of_this_machine_are_refused(serve, tmp_path):
-    """A page elsewhere may have its own name point here, to read what we serve: the Host header tells."""
+def test_other_names_of_this_machine_are_rejected(serve, tmp_path):
+    """The page of another site may have its name point here; the Host header shows that name."""
     running(tmp_path)
     address = serve(tmp_path)
     port = address[1]
@@ -106,7 +109,59 @@ def test_links_to_elsewhere_are_not_followed(serve, tmp_path):
     assert body.startswith(b"no run in")
 
 
-def test_the_page_says_what_may_be_done_with_it(serve, tmp_path):
+@pytest.mark.parametrize("name", ["rows.csv", "result.json", "progress.json"])
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_named_pipe_in_a_run_folder_does_not_stop_the_server(serve, tmp_path, name):
+    """Opening one waits for a writer; the run is left out, the others are shown."""
+    for run in ("a", "b"):
+        running(tmp_path / run)
+    (tmp_path / "b" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "b" / name)
+    address = serve(tmp_path)
+    for _ in range(2):
+        status, _, body = ask(address)
+        assert (status, body.count(b"in training, step 50")) == (200, 2)
+    (tmp_path / "a" / "run.json").unlink()
+    assert ask(address)[0] == 503
+    with pytest.raises(ValueError, match="is not a regular file"):
+        (RunReader().read if name == "rows.csv" else results.live)(tmp_path / "b")
+
+
+def test_links_that_lead_to_themselves_are_left_out(serve, tmp_path):
+    for run in ("a", "b"):
+        running(tmp_path / run)
+    (tmp_path / "b" / "rows.csv").unlink()
+    (tmp_path / "b" / "rows.csv").symlink_to(tmp_path / "b" / "rows.csv")
+    (tmp_path / "c").symlink_to(tmp_path / "c")
+    status, _, body = ask(serve(tmp_path))
+    assert (status, body.count(b"in training, step 50")) == (200, 2)
+
+
+def test_a_slow_page_does_not_block_other_requests(serve, tmp_path):
+    """While one request makes the page again, others get the previous one."""
+    made, begun, go_on = running(tmp_path), threading.Event(), threading.Event()
+
+    def sections(found, reader):
+        if begun.is_set():
+            begun.clear()
+            go_on.wait(20)
+        return page.NO_SECTIONS
+
+    address = serve(tmp_path, sections)
+    version = ask(address)[1]["ETag"]
+    results.note(tmp_path, 7, made["curve"][:5], [])
+    begun.set()
+    slow = threading.Thread(target=ask, args=(address,))
+    slow.start()
+    while begun.is_set():
+        time.sleep(0.01)
+    assert ask(address)[1]["ETag"] == version
+    go_on.set()
+    slow.join()
+    assert ask(address)[1]["ETag"] != version
+
+
+def test_headers_forbid_caching_and_framing(serve, tmp_path):
     running(tmp_path)
     status, headers, body = ask(serve(tmp_path))
     assert status == 200
@@ -148,33 +203,41 @@ def test_a_run_may_end_and_start_again(serve, tmp_path):
     assert ask(address)[0] == 200
 
 
+def same(one, two):
+    return repr((one.sites, one.quantities)) == repr((two.sites, two.quantities))
+
+
 def test_of_a_file_that_grows_only_the_new_lines_are_read(tmp_path, monkeypatch):
-    parsed, parse = [], rows._parse
-    monkeypatch.setattr(rows, "_parse", lambda text, *rest, **more: (parsed.append(text), parse(text, *rest, **more)))
-    reader, path = rows.Reader(), tmp_path / "rows.csv"
+    parsed, parse = [], row_files._parse
+    monkeypatch.setattr(
+        row_files, "_parse", lambda lines, *rest, **more: (parsed.append(len(lines)), parse(lines, *rest, **more))[1]
+    )
+    reader, path = RunReader(), tmp_path / "rows.csv"
     head = "step,site,norm,quantity,value\n"
     path.write_text(f"{head}1,a,un,rms,1.0\n26,a,un,r")
-    assert reader.read(tmp_path).values == {("rms", "a"): {1: 1.0}}
+    assert reader.read(tmp_path).of("rms") == {"a": ("un", [1], [1.0])}
     with path.open("a") as file:
         file.write("ms,2.0\n51,a,un,rms,nan\n")
-    assert reader.read(tmp_path).values == {("rms", "a"): {1: 1.0, 26: 2.0, 51: None}}
-    assert parsed == [f"{head}1,a,un,rms,1.0\n", "26,a,un,rms,2.0\n51,a,un,rms,nan\n"]
-    assert reader.read(tmp_path).values == rows.read(tmp_path).values
+    assert reader.read(tmp_path).of("rms")["a"].points() == [(1, 1.0), (26, 2.0)]
+    assert parsed == [2, 2]
+    assert same(reader.read(tmp_path), read_run(tmp_path))
 
     longer = "".join(f"{step},b,pnv,rms,3.0\n" for step in range(1, 99))  # another run, already longer than the old
     path.write_text(head + longer)
-    assert reader.read(tmp_path) == rows.read(tmp_path)
+    assert same(reader.read(tmp_path), read_run(tmp_path))
     path.write_text(head + longer[: len(longer) // 2])  # cut, as where a run is resumed
-    assert reader.read(tmp_path) == rows.read(tmp_path)
+    assert same(reader.read(tmp_path), read_run(tmp_path))
     path.write_text("nonsense\n")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"rows\.csv is cut short or no file of rows: it has columns nonsense"):
+        with pytest.raises(
+            ValueError, match=r"rows\.csv is cut short or no file of rows .*: its first line is not step,site"
+        ):
             reader.read(tmp_path)
     path.unlink()
-    assert reader.read(tmp_path) == rows.Rows({}, {})
+    assert reader.read(tmp_path).quantities == {}
 
 
-def test_hostile_files_are_told_as_text(serve, tmp_path):
+def test_hostile_files_are_shown_as_text(serve, tmp_path):
     made = running(tmp_path / "a")
     made["run"]["model"]["norm"] = EVIL
     (tmp_path / "a" / "run.json").write_text(json.dumps(made["run"]))
@@ -189,10 +252,10 @@ def test_hostile_files_are_told_as_text(serve, tmp_path):
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
 
 
-def test_a_port_that_is_taken_is_told(serve, tmp_path):
+def test_a_port_that_is_taken_is_an_error(serve, tmp_path):
     running(tmp_path)
     taken = serve(tmp_path)[1]
-    with pytest.raises(ValueError, match=f"port {taken} cannot be had"):
+    with pytest.raises(ValueError, match=f"port {taken} cannot be opened"):
         live.server(tmp_path, taken)
     with pytest.raises(ValueError, match="port must be 0"):
         live.server(tmp_path, 99999)
@@ -202,7 +265,7 @@ def test_a_port_that_is_taken_is_told(serve, tmp_path):
 
 def test_an_open_page_follows_the_run(browser, serve, tmp_path):  # noqa: F811
     made = running(tmp_path, steps=20)
-    address = serve(tmp_path, lambda found, reader: page.Extras(findings={tmp_path: [EVIL]}))
+    address = serve(tmp_path, lambda found, reader: page.PageSections(findings={tmp_path: [EVIL]}))
     site = f"http://{address[0]}:{address[1]}/"
     troubles, asked = [], []
     tab = browser.new_page(viewport={"width": 1280, "height": 900})

@@ -1,4 +1,4 @@
-"""Every figure of the papers from made rows; what is missing is named; small files, readable in the dark."""
+"""Every figure of the papers from invented rows: small files for light and dark screens, clear errors."""
 
 import csv
 import math
@@ -10,22 +10,24 @@ import made_results
 import pytest
 from made_results import result
 
-from normkit.lab.report import curves, figures, results, rows, study_tables
-from normkit.lab.report.recorded import recorded, standing
+from normkit.lab.papers.unified.figures import folds_away
+from normkit.lab.report import curves, figures, results, study_tables
+from normkit.lab.report.recorded import Recorded, first_sites, recorded
+from normkit.watch import Recording, Row, read_run
 
 QUANTITIES = sorted({name for row in figures.FIGURES.values() for name in row.needs.split()} - {"a", "score", "cka"})
 EVIL = "<script>alert(1)</script> $\\bad{$"
 
 
-def run(folder, norm, sites=made_results.SITES, looks=40, **settings):
+def run(folder, norm, sites=made_results.SITES, samples=40, **settings):
     """A run of 400 steps with all that figures need; its folder and result."""
     made = result(norm, 10 + len(norm), steps=400, **settings)
     chance = random.Random(norm)
     folder.mkdir(parents=True)
     with (folder / "rows.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(rows.COLUMNS)
-        for step in range(1, 400, 400 // looks):
+        writer.writerow(Row._fields)
+        for step in range(1, 400, 400 // samples):
             writer.writerow((step, "", "", "gradient_norm", math.exp(chance.gauss(0, 1))))
             for site in sites:
                 for quantity in QUANTITIES:
@@ -53,7 +55,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_every_figure_is_drawn_small_and_for_the_dark(runs, tmp_path, name):
+def test_every_figure_is_small_and_has_dark_colours(runs, tmp_path, name):
     text = figures.draw(name, runs, tmp_path / "a.svg").read_text()
     assert len(text) < 400_000  # six runs
     assert "prefers-color-scheme:dark" in text
@@ -62,7 +64,7 @@ def test_every_figure_is_drawn_small_and_for_the_dark(runs, tmp_path, name):
     assert not re.search(r"[ML] ?-?\d+\.\d{3}", text)
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_quantities_are_named(tmp_path):
     made = {tmp_path: result()}
     for name, row in figures.FIGURES.items():
         if row.needs != "a score":
@@ -78,20 +80,20 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_the_first_batch_norm_is_shown(tmp_path):
-    """Not the LayerNorm before it, whose rows say what batch statistics would do there."""
+    """Not the LayerNorm before it, whose rows predict batch statistics there."""
     folder = run(tmp_path / "a", "batch", sites=["first", "second"])
     text = (folder / "rows.csv").read_text()
     text = re.sub(r"(?m)^(\d+),first,batch,distance_(\w+),.*", r"\1,first,layer,distance_\2,1e6", text)
     (folder / "rows.csv").write_text(re.sub(r"(?m)^(\d+,first),batch,", r"\1,layer,", text))
-    ((one, site),) = standing(recorded(results.find([folder])), "distance_mean", "batch")
-    assert (one.rows.norms["first"], site) == ("layer", "second")
+    ((one, site),) = first_sites(recorded(results.find([folder])), "distance_mean", "batch")
+    assert (one.recording.sites["first"], site) == ("layer", "second")
 
 
 def test_gradients_are_shown_in_the_order_of_the_model(tmp_path):
-    """Backward passes write down the last norm first."""
+    """Backward passes record the last norm first."""
     text = "".join(f"1,{site},batch,rms,1\n" for site in "abc") + "".join(f"1,{site},batch,g_mu,1\n" for site in "cba")
     (tmp_path / "rows.csv").write_text(f"step,site,norm,quantity,value\n{text}")
-    assert list(rows.read(tmp_path).of("g_mu")) == ["a", "b", "c"]
+    assert list(read_run(tmp_path).of("g_mu")) == ["a", "b", "c"]
 
 
 def test_the_numbers_of_the_page_are_those_of_the_file():
@@ -123,9 +125,9 @@ def test_outliers_survive_thinning():
 
 def test_a_file_that_is_being_written_is_read_to_its_last_whole_line(tmp_path):
     (tmp_path / "rows.csv").write_text("step,site,norm,quantity,value\n1,a,un,rms,2.0\n1,b,un,rms,0.")
-    assert rows.read(tmp_path).values == {("rms", "a"): {1: 2.0}}
+    assert read_run(tmp_path).of("rms") == {"a": ("un", [1], [2.0])}
     (tmp_path / "rows.csv").write_text("step,si")
-    assert rows.read(tmp_path).values == {}
+    assert read_run(tmp_path).quantities == {}
 
 
 def test_runs_without_a_result_can_be_drawn(tmp_path):
@@ -143,9 +145,38 @@ def test_runs_without_a_result_can_be_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}', '{"schema": 1, "study": 3}'])
-def test_what_is_no_table_of_a_study_is_named(tmp_path, text):
+def test_a_file_that_is_no_table_of_a_study_is_named(tmp_path, text):
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json is no table of a study"):
         study_tables.find([tmp_path])
     assert study_tables.find([tmp_path / "tables" / "x.json"]) == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in figures.FIGURES.items() if "_" in row.needs and " " in row.needs]
+)
+def test_a_file_that_ends_within_a_step_is_drawn_or_explained(tmp_path, name):
+    """A run in progress has some quantities of its first step and not the others, cut after any line."""
+    folder = run(tmp_path / "a", "pnv", sites=["first", "second"], samples=2)
+    lines = (folder / "rows.csv").read_text().splitlines(keepends=True)
+    made = results.find([folder])
+    for end in (5, 17, 25, 38, 45):
+        (folder / "rows.csv").write_text("".join(lines[:end]))
+        try:
+            figures.draw(name, made, tmp_path / "a.svg")
+        except ValueError as error:
+            assert str(error).startswith(name)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("norm", "norm_at", "folds"),
+    [("batch", {}, True), ("un(window=4)", {}, True), ("power(groups=0)", {}, True), ("nonorm", {}, True),
+     ("power", {}, False), ("dyt", {}, False), ("derf", {}, False), ("layer", {}, False), ("rms", {}, False),
+     ("layer", {"encoder.*": "batch"}, False), ("pnv", {"final": "un"}, True), ("of another version", {}, False),
+     ("taper(warmup=10, until=100)", {}, True), ("taper(warmup=10, until=900)", {}, False)],
+)  # fmt: skip
+def test_lines_are_solid_only_if_all_norms_fold_away(norm, norm_at, folds):
+    made = result(norm, steps=400)
+    made["run"]["model"]["norm_at"] = norm_at
+    assert folds_away(Recorded("", made, Recording())) == folds

@@ -1,4 +1,4 @@
-"""Result files, the table and the sentences made of them, pictures and page."""
+"""Result files, and the table, conclusions, figures and page made from them."""
 
 import base64
 import copy
@@ -15,7 +15,7 @@ import pytest
 from made_results import result, score
 
 from normkit.lab.report import page, plot, results, summary
-from normkit.lab.report import rows as recorded
+from normkit.lab.report.panels import panels
 from normkit.lab.report.settings import labels
 from normkit.lab.report.verdict import sentences
 
@@ -46,7 +46,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path):
         (json.dumps(result() | {"schema": 2}), "has schema 2"),
     ],
 )
-def test_what_is_no_result_is_refused_by_name(tmp_path, text, why):
+def test_an_invalid_result_is_rejected_by_name(tmp_path, text, why):
     (tmp_path / "result.json").write_bytes(text.encode("latin1"))
     with pytest.raises(ValueError, match=re.escape(why)) as caught:
         results.find([tmp_path])
@@ -94,7 +94,7 @@ def test_missing_files_and_folders_are_named(tmp_path):
         results.find([tmp_path])
 
 
-def test_who_reads_while_it_is_written_reads_the_old_file_whole(tmp_path):
+def test_a_reader_during_a_write_gets_the_whole_old_file(tmp_path):
     path = results.write(tmp_path, result(seed=1))
     with path.open() as old:
         results.write(tmp_path, result(seed=2))
@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch):
 # -- labels and table ------------------------------------------------------------------------------------------------
 
 
-def test_labels_tell_results_apart():
+def test_labels_are_different():
     def named(*made):
         return list(labels(dict(enumerate(made))).values())
 
@@ -187,7 +187,7 @@ def test_columns_are_there_only_where_a_result_fills_them():
     assert "\n\ng2p on cmudict\n" in both
 
 
-def test_the_speed_of_pictures_is_told_in_images():
+def test_the_speed_of_image_models_is_in_images():
     made = {"text": result(), "pictures": result(task="images", data="cifar10")}
     for one, unit, other in (("text", "words", "images"), ("pictures", "images", "words")):
         row = summary.rows(made)[list(made).index(one)]
@@ -221,40 +221,40 @@ def test_the_best_of_a_column_is_the_least_or_the_most():
     assert {title for folder, title in summary.best(made) if folder == 2} == {"words/s train"}
 
 
-# -- what is seen ----------------------------------------------------------------------------------------------------
+# -- conclusions -----------------------------------------------------------------------------------------------------
 
 
-def seen(*made):
+def verdict(*made):
     return " ".join(sentences(dict(enumerate(made))))
 
 
 def test_the_verdict_turns_when_the_figures_turn():
     one, two = result("layer", 9.9), result("pnv", 13.9, statistics=(9.8, 10.2))
-    assert "Best with running statistics is layer, PER 9.9; behind: pnv 13.9." in seen(one, two)
-    assert "pnv loses by its running statistics: PER 13.9, against 9.8" in seen(one, two)
-    assert "calibration repairs 90% of that (10.2)" in seen(one, two)
+    assert "Best with running statistics is layer, PER 9.9; behind: pnv 13.9." in verdict(one, two)
+    assert "pnv loses by its running statistics: PER 13.9, against 9.8" in verdict(one, two)
+    assert "calibration repairs 90% of that (10.2)" in verdict(one, two)
     one, two = result("layer", 13.9), result("pnv", 9.9, statistics=(9.8, 10.2))
-    assert "Best with running statistics is pnv, PER 9.9; behind: layer 13.9." in seen(one, two)
-    assert "pnv does as well with running statistics as with those of each batch" in seen(one, two)
-    assert "loses" not in seen(one, two)
+    assert "Best with running statistics is pnv, PER 9.9; behind: layer 13.9." in verdict(one, two)
+    assert "pnv does as well with running statistics as with those of each batch" in verdict(one, two)
+    assert "loses" not in verdict(one, two)
 
 
 def test_two_sampling_errors_decide_what_differs():
     margin = 2 * math.hypot(0.35, 0.35)
-    assert "within sampling error of it: un" in seen(result("layer", 10.0), result("un", 10.0 + margin - 0.01))
-    assert "behind: un" in seen(result("layer", 10.0), result("un", 10.0 + margin + 0.01))
+    assert "within sampling error of it: un" in verdict(result("layer", 10.0), result("un", 10.0 + margin - 0.01))
+    assert "behind: un" in verdict(result("layer", 10.0), result("un", 10.0 + margin + 0.01))
     sure = result("un", 10.0 + margin - 0.01)
     sure["scores"]["running"]["per_error"] = 0.1
-    assert "behind: un" in seen(result("layer", 10.0), sure)
+    assert "behind: un" in verdict(result("layer", 10.0), sure)
 
 
 def test_calibration_is_not_praised_for_nothing():
-    assert "calibration makes it worse (22.0)" in seen(result("batch", 18.0, statistics=(10.0, 22.0)))
-    assert "calibration does not repair it (18.1)" in seen(result("batch", 18.0, statistics=(10.0, 18.1)))
-    assert "repairs 5% of that (17.6, within sampling error)" in seen(result("batch", 18.0, statistics=(10.0, 17.6)))
+    assert "calibration makes it worse (22.0)" in verdict(result("batch", 18.0, statistics=(10.0, 22.0)))
+    assert "calibration does not repair it (18.1)" in verdict(result("batch", 18.0, statistics=(10.0, 18.1)))
+    assert "repairs 5% of that (17.6, within sampling error)" in verdict(result("batch", 18.0, statistics=(10.0, 17.6)))
     without = result("batch", 18.0, statistics=(10.0, 11.0))
     del without["scores"]["calibrated"]
-    assert seen(without).endswith("against 10.0 with those of each batch.")
+    assert verdict(without).endswith("against 10.0 with those of each batch.")
 
 
 def test_more_is_better_for_accuracy_and_less_for_perplexity():
@@ -263,38 +263,82 @@ def test_more_is_better_for_accuracy_and_less_for_perplexity():
         one = result(norm, task="digits", data="digits")
         one["scores"] = {"running": {"loss": 1.0, "accuracy": accuracy, "n": 360}}
         made.append(one)
-    assert "is layer, accuracy 97.0; behind: batch 80.0." in seen(*made)  # the error follows from n
+    assert "is layer, accuracy 97.0; behind: batch 80.0." in verdict(*made)  # the error follows from n
     for one, perplexity in zip(made, (30.0, 20.0), strict=True):
         one["scores"] = {"running": {"loss": 1.0, "perplexity": perplexity, "n": 360}}
-    assert "is batch, perplexity 20.0; behind: layer 30.0; no sampling error is known" in seen(*made)
+    assert "is batch, perplexity 20.0; behind: layer 30.0; no sampling error is known" in verdict(*made)
 
 
-def test_folding_and_timing_are_told_as_they_came_out():
+def test_folding_and_timing_are_reported_as_measured():
     one = result("un", 10.2, statistics=(10.1, 10.1))
     one["scores"]["folded"] = score(10.4)
     one["fold"] |= {"foldable": "9 of 10", "max_error": 2e-14}
     pair = {"a": "un folded", "b": "layer", "ratio": 1.2, "low": 1.1, "high": 1.3, "n": 15}
     one["timing"] = {"what": "seconds", "pairs": [pair]}
-    assert "un folded: 9 of 10 norms are gone, outputs differ by at most 2e-14, PER 10.4 (before 10.2)." in seen(one)
-    assert "un folded takes 1.20 of the time of layer (1.10 to 1.30 in 15 turns): slower." in seen(one)
+    assert "un folded: 9 of 10 norms are gone, outputs differ by at most 2e-14, PER 10.4 (before 10.2)." in verdict(one)
+    assert "un folded takes 1.20 of the time of layer (1.10 to 1.30 in 15 turns): slower." in verdict(one)
     pair |= {"ratio": 0.8, "low": 0.7, "high": 0.9}
-    assert "turns): faster." in seen(one)
+    assert "turns): faster." in verdict(one)
     pair |= {"high": 1.01}
-    assert "turns): no clear difference." in seen(one)
+    assert "turns): no clear difference." in verdict(one)
+
+
+def seeds(norm, *scores):
+    return [result(norm, per, seed=seed) for seed, per in enumerate(scores)]
+
+
+def test_seeds_of_a_norm_are_not_competitors():
+    """One row a norm with the mean and its 95 % interval, and conclusions about norms."""
+    made = dict(
+        enumerate([*seeds("layer", 10.0, 10.2, 10.4), *seeds("un", 10.1, 10.3, 10.5), *seeds("pnv", 13.0, 13.1)])
+    )
+    text = summary.text(made)
+    assert (
+        "Best with running statistics is layer, PER 10.2 \u00b1 0.5; within the intervals: un 10.3 \u00b1 0.5;" in text
+    )
+    assert "behind: pnv" in text
+    assert "seed=" not in text.split("Best with")[1]
+    assert "means over 2-3 seeds with 95 % intervals" in " ".join(text.split())
+    assert text.startswith(summary.MEANS)
+    means, each = text.split("each run:")
+    assert " ".join(next(line for line in means.splitlines() if line.startswith("layer")).split()).startswith(
+        "layer 3 381,547 0.755 10.2 \u00b10.5 9.8 \u00b10.5"
+    )
+    assert "layer, seed=2" in each
+    assert "layer, seed=0" in summary.text(dict(enumerate(seeds("layer", 10.0, 10.2)))).split("each run:")[1]
+
+
+def test_a_seed_that_diverged_is_counted():
+    made = dict(
+        enumerate([*seeds("un", 10.0, 10.2), result("un", status="diverged at step 7", seed=2), result("layer")])
+    )
+    text = " ".join(summary.text(made).split())
+    assert "un: 2 of 3 done; diverged at step 7." in text
+    assert "un 10.1 \u00b1 1.3" in text
+
+
+def test_the_page_has_means_over_seeds(tmp_path):
+    made = {tmp_path / str(i): one for i, one in enumerate([*seeds("layer", 10.0, 10.2), *seeds("un", 12.1, 12.3)])}
+    _, _, found = data(page.write(made, tmp_path / "report.html"))
+    assert "means over seeds: g2p on cmudict" in found.text
+    assert "Best with running statistics is layer, PER 10.1 \u00b1 1.3" in found.text
+    assert found.text.count("layer, seed=1") >= 1
 
 
 def test_runs_that_differ_in_more_than_their_norm_are_named():
-    assert "Mind that the runs differ in more than their norms: steps (5000, 400)." in seen(result(), result(steps=400))
-    assert "Mind" not in seen(result("layer"), result("un"))
-    assert "batches bucketed by length, seed 0." in seen(result("layer"), result("un"))
-    assert "batches of any lengths, not bucketed" in seen(result(bucketing=False))
+    assert "Mind that the runs differ in more than their norms: steps (5000, 400)." in verdict(
+        result(), result(steps=400)
+    )
+    assert "Mind" not in verdict(result("layer"), result("un"))
+    assert "batches bucketed by length, seed 0." in verdict(result("layer"), result("un"))
+    assert "batches of any lengths, not bucketed" in verdict(result(bucketing=False))
 
 
-# -- pictures --------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_same_results_give_the_same_picture(tmp_path, suffix):
+def test_the_same_results_give_the_same_figure(tmp_path, suffix):
     made = made_results.demo(tmp_path)
     for draw in (plot.curves, plot.statistics):
         first, second = (draw(made, tmp_path / f"{name}.{suffix}").read_bytes() for name in "ab")
@@ -304,7 +348,7 @@ def test_the_same_results_give_the_same_picture(tmp_path, suffix):
     assert plot.curves(made, tmp_path / f"a.{suffix}").read_bytes() != (tmp_path / f"b.{suffix}").read_bytes()
 
 
-def test_pictures_name_what_they_show(tmp_path):
+def test_figures_have_titles_and_labels(tmp_path):
     made = made_results.demo(tmp_path)
     made[tmp_path / "layer"]["run"]["model"]["norm"] = "$\\bad{$ <&>"
     curves = plot.curves(made, tmp_path / "curves.svg").read_text()
@@ -314,7 +358,7 @@ def test_pictures_name_what_they_show(tmp_path):
     assert all(f">{title}</text>" in statistics for title in ("batch: mean", "batch: variance", "un: quadratic mean"))
 
 
-def test_pictures_that_cannot_be_made_are_refused(tmp_path):
+def test_figures_that_cannot_be_made_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"\.svg"):
         plot.curves({tmp_path: result()}, tmp_path / "curves.gif")
     with pytest.raises(ValueError, match=r"rows\.csv"):
@@ -334,7 +378,7 @@ def test_rows_become_panels(tmp_path):
     lines = ["step,site,norm,quantity,value", "1,a,pnv,distance_quadratic,2.0", "1,b,pnv,distance_quadratic,4.0"]
     lines += ["3,a,pnv,distance_quadratic,nan", "3,c,pnv,distance_quadratic,1.0", "3,a,pnv,other,1.0"]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
-    (panel,) = recorded.panels({tmp_path: result("pnv")})
+    (panel,) = panels({tmp_path: result("pnv")})
     assert (panel.title, panel.steps) == ("pnv: quadratic mean", [1, 3])
     assert panel.sites == {"a": [2.0, None], "b": [4.0, None], "c": [None, 1.0]}
     assert panel.median() == [3.0, 1.0]
@@ -344,14 +388,14 @@ def test_rows_become_panels(tmp_path):
 def test_rows_that_cannot_be_read_are_refused(tmp_path, text):
     (tmp_path / "rows.csv").write_bytes(text.encode("latin1"))
     with pytest.raises(ValueError, match=r"rows\.csv"):
-        recorded.panels({tmp_path: result("pnv")})
+        panels({tmp_path: result("pnv")})
 
 
 # -- page ------------------------------------------------------------------------------------------------------------
 
 
 class Reader(html.parser.HTMLParser):
-    """What a browser sees: elements with their attributes, the text, the text of scripts and styles."""
+    """Elements of a page with their attributes, its text, and the text of scripts and styles."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
