@@ -53,7 +53,12 @@ def runs() -> dict[str, Run]:
         made[f"smoothing-{amount:g}"] = with_norm(smooth, "scale")
     return {
         name: dataclasses.replace(
-            run, name=name, checkpoint_every=0, threads=1, record_every=max(1, run.steps // SAMPLES), quantities=("all",)
+            run,
+            name=name,
+            checkpoint_every=0,
+            threads=1,
+            record_every=max(1, run.steps // SAMPLES),
+            quantities=("all",),
         )
         for name, run in made.items()
     }

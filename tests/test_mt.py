@@ -118,11 +118,12 @@ def test_runs_are_compared_over_seeds_and_on_the_same_sentences(corpus, tmp_path
         f"{two}: bleu by beam search 32.00 (± 2.48, 95 % interval of 3 seeds)",
         f"{two / 'seed-0'}: bleu by beam search 31.00 (one seed)",
         f"{two} less {one}: 1.00 (95 % interval -1.27 to 3.27): cannot be told apart",
-        f"{two / 'seed-0'} less {one}: 0.00; whether that is chance takes two seeds of each (--seed)",
+        f"{two / 'seed-0'} less {one}: 0.00; two seeds of each show whether this may be chance (--seed)",
     ]
-    assert len(lines) == 9
-    assert "seed 0" in lines[5]
-    assert "against 100.00, p = 0.00" in lines[5]
+    assert len(lines) == 10
+    assert "no statement about their norms" in lines[5], "p-values are about two models, the intervals about settings"
+    assert "seed 0" in lines[6]
+    assert "against 100.00, p = 0.00" in lines[6]
     with pytest.raises(ValueError, match="has runs of several settings"):
         compared([tmp_path])
     (two / "seed-0" / "outputs" / "reference.txt").write_text("other\n")

@@ -352,6 +352,44 @@ def test_a_run_that_diverged_between_two_samples(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("- the run diverged at step 44")
 
 
+def test_findings_that_are_not_faults_are_marked_when_they_are_printed():
+    """`print(*diagnose(rows))` must not present a check that was not made as a fault."""
+    found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
+    assert [str(finding).startswith("not checked: ") for finding in found] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "bucketing", "advice"),
+    [(12.0, True, ": calibrate the model, which repaired 80 % of the loss here (PER 21.3, 12.0 calibrated, 9.7"),
+     (21.1, True, "calibration repaired only 2 % of the loss here (PER 21.3, 21.1 calibrated, 9.7 with batch statistics)"
+                  ": the batches differ from each other; train with --no-bucketing, or use a per-token norm"),
+     (21.4, False, "calibration did not help here (PER 21.3, 21.4 calibrated, 9.7 with batch statistics)"
+                   ": the batches differ from each other; mix them, or use a per-token norm"),
+     (None, True, ": calibrate the model; if that does not help, the batches differ from each other: mix them")],
+)  # fmt: skip
+def test_advice_to_calibrate_follows_the_scores_of_the_run(calibrated, bucketing, advice, tmp_path, capsys):
+    rows = [row for row in healthy() if row.quantity != "loss_eval_mode"]
+    write(tmp_path / "rows.csv", [*rows, Row(60, "", "", "loss_eval_mode", 2.0)])
+    made = made_results.result("batch", 21.3, statistics=(9.7, calibrated or 0.0), bucketing=bucketing)
+    if calibrated is None:
+        del made["scores"]["calibrated"]
+    results.write(tmp_path, made)
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert advice in capsys.readouterr().out
+
+
+def test_control_characters_of_files_are_escaped(tmp_path, capsys):
+    """A file must not be able to move the cursor of a terminal, or to hide a line of it."""
+    rows = [Row(step, "norm\x1b[2J\u202e", "batch", "tokens", 4.0) for step in range(5)]
+    write(tmp_path / "rows.csv", rows)
+    results.write(tmp_path, made_results.result(status="diverged\x1b]0;x\x07\nat step 4"))
+    assert main(["doctor", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "norm\\x1b[2J\\u202e: batches of 4 rows" in out
+    assert "the run diverged\\x1b]0;x\\x07\\nat step 4" in out
+    assert all(line.isprintable() for line in out.splitlines())
+
+
 def test_rows_of_no_norm_let_almost_nothing_be_checked():
     rows = [Row(step, "", "", "gradient_norm", 1.0) for step in range(9)]
     assert checked(rows) == ["gradient spikes"]
