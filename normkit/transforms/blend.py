@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
-from normkit.transforms.checks import refuse_quantized, refuse_wrapped
+from normkit.transforms.checks import copy_model, refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import HOOKS, chosen_sites, find, put, replacement
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.masks import MaskFrom, route_mask
@@ -140,7 +140,7 @@ def blend(
     if schedule not in ("linear", "cosine"):
         raise ValueError(f'schedule must be "linear" or "cosine"; got {schedule!r}')
     chosen = chosen_sites(model, to, where, "blend")
-    model = model if inplace else copy.deepcopy(model)
+    model = model if inplace else copy_model(model)
     like = next(model.parameters(), None)
     made: dict[int, nn.Module] = {}
     for name, spec in chosen.items():
@@ -169,7 +169,7 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
     UN(4, un)
     """
     refuse_wrapped(model, "settle")
-    model = model if inplace else copy.deepcopy(model)
+    model = model if inplace else copy_model(model)
     blends = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Blend)}
     if not blends:
         raise ValueError(f"settle() found nothing that blends; the norms are {', '.join(find(model)) or 'none'}")

@@ -1,6 +1,5 @@
 """Statistics of a model's norms from data, without training: exact moments, no moving average."""
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
-from normkit.transforms.checks import refuse_wrapped
+from normkit.transforms.checks import copy_model, refuse_meta, refuse_wrapped
 from normkit.transforms.invoke import call
 
 
@@ -50,6 +49,7 @@ def calibrate(
     [[3.0]]
     """
     refuse_wrapped(model, "calibrate")
+    refuse_meta(model, "calibrate")
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise ValueError(f"passes must be a whole number of at least 1; got {passes!r}")
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | str | bytes | Mapping):
@@ -59,7 +59,7 @@ def calibrate(
         raise ValueError(
             f"passes={passes} goes through the batches {passes} times; give a list or a loader, not a generator"
         )
-    model = model if inplace else copy.deepcopy(model)
+    model = model if inplace else copy_model(model)
     norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
     if not norms:
         raise ValueError(

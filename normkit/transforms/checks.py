@@ -1,6 +1,8 @@
-"""Models that cannot be taken apart, recognised before anything is done to them."""
+"""Refuse models that cannot be transformed before anything is done to them, and copy the others."""
 
-from torch import nn
+import copy
+
+from torch import Tensor, nn
 
 WRAPPERS = {  # class name: what to do instead
     "DistributedDataParallel": "transform `model.module` and wrap the result",
@@ -49,3 +51,24 @@ def refuse_quantized(model: nn.Module, verb: str) -> None:
     """Raise a TypeError for a model with quantized weights."""
     if what := quantized(model):
         raise TypeError(f"{verb}() cannot change this model: {what}. Transform the model first, then quantize it")
+
+
+def refuse_meta(model: nn.Module, verb: str) -> None:
+    """Raise a ValueError for a model with parameters or buffers on the meta device, which have no values."""
+    names = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if names:
+        raise ValueError(
+            f"{verb}() runs the model, and {len(names)} of its tensors are on the meta device, without values "
+            f"({names[0]}). Load the weights first: model.load_state_dict(state, assign=True)"
+        )
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """Copy a model, also where pruning or `torch.nn.utils.weight_norm` keeps a computed weight as an attribute."""
+    computed = [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in computed})  # each forward computes them again

@@ -1,6 +1,5 @@
 """Swap the norms of a model you did not write."""
 
-import copy
 import fnmatch
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
-from normkit.transforms.checks import refuse_quantized, refuse_wrapped
+from normkit.transforms.checks import copy_model, refuse_quantized, refuse_wrapped
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import MaskFrom, route_mask
@@ -110,7 +109,7 @@ def convert(
     refuse_wrapped(model, "convert")
     refuse_quantized(model, "convert")
     chosen = chosen_sites(model, to, where, "convert")
-    model = model if inplace else copy.deepcopy(model)
+    model = model if inplace else copy_model(model)
     made: dict[int, nn.Module] = {}  # one new module per old one, however often it is shared
     for name, spec in chosen.items():
         old = model.get_submodule(name)

@@ -1,7 +1,6 @@
 """Write a model as ONNX or `torch.export`, and check it in the runtime against the model itself."""
 
 import contextlib
-import copy
 import inspect
 import io
 import logging
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from normkit.transforms.checks import refuse_wrapped
+from normkit.transforms.checks import copy_model, refuse_meta, refuse_wrapped
 from normkit.transforms.fold.survey import refuse_training
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import example_call, tensors
@@ -78,12 +77,13 @@ def export(
     """
     refuse_wrapped(model, "export")
     refuse_training(model, "export")
+    refuse_meta(model, "export")
     path = Path(path)
     if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):
         raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
     with torch.no_grad():
         expected = picked(example_call(model, example, kwexample, "export", (example, kwexample)), outputs)
-    plain = Plain(copy.deepcopy(model), example, kwexample, outputs).eval()
+    plain = Plain(copy_model(model), example, kwexample, outputs).eval()
     shapes = batch_axis(plain.given) if dynamic else None
     with quiet():
         if path.suffix == ".onnx":

@@ -3,6 +3,7 @@
 Weights are read from safetensors only, and code in a folder is not run.
 """
 
+import importlib
 import inspect
 import json
 import logging
@@ -291,7 +292,7 @@ def _transformers() -> Any:
     """Import transformers, which fails where torchvision is installed for another build of PyTorch."""
     if "torchvision" not in sys.modules:
         try:
-            import torchvision  # noqa: F401  # pyright: ignore[reportMissingImports]
+            importlib.import_module("torchvision")
         except ImportError:
             pass
         except RuntimeError:  # models of text do without; see "Troubleshooting" in the documentation

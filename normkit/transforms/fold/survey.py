@@ -1,13 +1,12 @@
 """A float64 copy of a model, the calls that it is tried on, and their trace."""
 
-import copy
 import gc
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normkit.transforms.checks import refuse_quantized, refuse_wrapped
+from normkit.transforms.checks import copy_model, refuse_meta, refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import find, unreadable
 from normkit.transforms.fold.inputs import SAME_SIZES
 from normkit.transforms.fold.trace import Trace
@@ -25,6 +24,7 @@ class Survey:
         refuse_wrapped(model, verb)
         refuse_quantized(model, verb)
         refuse_training(model, verb)
+        refuse_meta(model, verb)
         names = {name: found.channel_dim for name, found in find(model).items()}
         if not names:
             seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
@@ -40,7 +40,7 @@ class Survey:
 
     def copy(self) -> nn.Module:
         """A copy of the original in its own type, its output layer untied where that was asked for."""
-        model = copy.deepcopy(self.original)
+        model = copy_model(self.original)
         if self.untie:
             untie_embeddings(model)
         return model

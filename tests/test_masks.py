@@ -1,0 +1,178 @@
+"""Masks reach every norm of a converted model: padding changes neither outputs nor statistics."""
+
+import copy
+
+import pytest
+import torch
+from third_party_models import CASES, case_of, missing, padding, pixels, tokens
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from normkit.norms import StatNorm
+from normkit.transforms import convert
+from normkit.transforms.masks import real_tokens
+
+
+def run(case, model=None, **changes):
+    out = (case.model if model is None else model)(*case.args, **{**case.kwargs, **changes})
+    return out if isinstance(out, torch.Tensor) else case.outputs(out)
+
+
+MASKED = [name for name in CASES if not missing(name) and name.split("_")[0] not in ("timm", "torchvision", "hf")]
+
+
+def statistics(model):
+    return {name: t.clone() for name, t in model.named_buffers() if not torch.equal(t, t.new_zeros(()))}
+
+
+def change_padding(case):
+    """The same call with other content where there is padding, and which outputs are real."""
+    if "input_ids" not in case.kwargs:
+        x, mask = case.args[0].clone(), ~case.kwargs["src_key_padding_mask"]
+        x[~mask] += 100
+        return (x,), {}, mask
+    ids = case.kwargs["input_ids"].clone()
+    mask = case.kwargs["attention_mask"].bool()
+    ids[~mask] = 7
+    changes = {"input_ids": ids}
+    if "decoder_input_ids" in case.kwargs:
+        mask = case.kwargs["decoder_attention_mask"].bool()
+        changes["decoder_input_ids"] = case.kwargs["decoder_input_ids"].masked_fill(~mask, 7)
+    return case.args, changes, mask
+
+
+@pytest.mark.parametrize("spec", ["batch", "un(warmup=1)"])
+@pytest.mark.parametrize("name", MASKED)
+def test_padding_changes_neither_outputs_nor_statistics(name, spec):
+    case = case_of(name)
+    torch.manual_seed(0)
+    model = convert(case.model, spec, mask_from=case.mask_from).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for rate in ("dropout", "attention_dropout", "activation_dropout", "dropout_rate"):
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
+    other = copy.deepcopy(model)
+    args, changes, real = change_padding(case)
+    first = run(case, model)
+    case = case._replace(args=args)
+    second = run(case, other, **changes)
+    torch.testing.assert_close(second[real], first[real], rtol=1e-4, atol=1e-4)
+    for name, before in statistics(model).items():
+        torch.testing.assert_close(other.get_buffer(name), before, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_without_a_mask_padding_does_change_statistics():
+    case = CASES["torch_encoder_pre"]()
+    model = convert(case.model, "batch").train()
+    other = copy.deepcopy(model)
+    run(case, model)
+    args, _, _ = change_padding(case)
+    run(case._replace(args=args), other)
+    assert not torch.allclose(model.norm.running, other.norm.running, rtol=1e-2)
+
+
+def test_masks_arrive_under_checkpointing():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+        def forward(self, x, attention_mask=None, again=True):
+            return checkpoint(self.block, x, use_reentrant=False) if again else self.block(x)
+
+    model = convert(Wrapped(), "pnv", mask_from="attention_mask").train()
+    other = copy.deepcopy(model)
+    x, mask, dy = torch.randn(2, 7, 4), padding(), torch.randn(2, 7, 4)
+    dy[~mask.bool()] = 0
+    model(x, mask, again=True).backward(dy)
+    other(x, attention_mask=mask, again=False).backward(dy)
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+    blind = copy.deepcopy(other)
+    blind.zero_grad()
+    blind(x, attention_mask=None, again=False).backward(dy)
+    assert not torch.allclose(blind.block[0].weight.grad, other.block[0].weight.grad, rtol=1e-2)
+
+
+def test_a_mask_is_forgotten_when_its_call_is_over():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x, attention_mask=None):
+            return self.norm(x)
+
+    model = convert(Masked(), "batch(alpha=0.0)", mask_from="attention_mask").train()
+    x = torch.randn(2, 7, 4)
+    model(x, attention_mask=padding())
+    masked = model.norm.running.clone()
+    torch.testing.assert_close(masked[0], x[padding().bool()].mean(0))
+    model(x)
+    torch.testing.assert_close(model.norm.running[0], x.mean((0, 1)))
+    model(x, attention_mask=padding())
+    model.norm(x)  # a part that is called by itself
+    torch.testing.assert_close(model.norm.running[0], x.mean((0, 1)))
+    with pytest.raises(ValueError, match="takes x"):
+        model(x[..., :2], attention_mask=padding())
+    model.norm(x)
+    torch.testing.assert_close(model.norm.running[0], x.mean((0, 1)))
+
+
+def test_a_time_first_model_gets_its_mask_turned():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+    model = convert(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "batch(alpha=0.0)",
+                    mask_from="src_key_padding_mask").train()  # fmt: skip
+    x, mask = pixels(7, 2, 16), padding().bool()
+    other = copy.deepcopy(model)
+    model(x, src_key_padding_mask=~mask)
+    changed = x.clone()
+    changed[~mask.T] = 50.0
+    other(changed, src_key_padding_mask=~mask)
+    torch.testing.assert_close(model.layers[0].norm2.running, other.layers[0].norm2.running)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (padding(), "attention_mask"),
+        (padding().bool(), "attention_mask"),
+        (padding().float(), "attention_mask"),
+        (~padding().bool(), "src_key_padding_mask"),
+        ((1 - padding().float()) * -1e9, "src_key_padding_mask"),
+        ((1 - padding().float())[:, None, None, :] * -1e9, "attention_mask"),
+        (padding().bool()[:, None, None, :].expand(2, 3, 7, 7), "attention_mask"),
+        (torch.full((7, 7), -torch.inf).triu(1) + (1 - padding().float())[:, None, :] * -1e9, "attention_mask"),
+    ],
+)
+def test_every_way_to_write_a_mask_is_read(given, name):
+    assert torch.equal(real_tokens(given, name), padding().bool())
+
+
+def test_a_four_dimensional_additive_mask_reaches_the_norms_of_a_real_model():
+    case = case_of("bert")
+    two = convert(case.model, "batch", mask_from="attention_mask").eval()
+    mask = padding()
+    additive = (1 - mask.float())[:, None, None, :].expand(2, 1, 7, 7) * torch.finfo(torch.float32).min
+    for norm in two.modules():
+        norm.train(isinstance(norm, StatNorm))
+    four = copy.deepcopy(two)
+    two(case.kwargs["input_ids"], attention_mask=mask)
+    four(case.kwargs["input_ids"], attention_mask=additive)
+    for name, before in statistics(two).items():
+        torch.testing.assert_close(four.get_buffer(name), before, msg=name)
+
+
+def test_wrong_sources_of_masks_are_named():
+    case = CASES["torch_encoder_pre"]()
+    with pytest.raises(ValueError, match=r"no argument 'attention_mask'.*src_key_padding_mask"):
+        convert(case.model, "un", mask_from="attention_mask")
+    with pytest.raises(ValueError, match="no norm takes its mask"):
+        convert(case.model, "un", mask_from={"encoder.*": "src_key_padding_mask"})
+    with pytest.raises(TypeError, match="mask_from is the name"):
+        convert(case.model, "un", mask_from=3)
+    with pytest.raises(ValueError, match="must be \\[batch, tokens\\]"):
+        real_tokens(torch.ones(3))
+    assert tokens(1, 2).shape == (1, 2)
