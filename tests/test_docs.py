@@ -10,6 +10,7 @@ import pytest
 
 import normkit
 from normkit.cli import COMMANDS
+from normkit.lab.models.torchvision_ops import load_torchvision
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -27,6 +28,9 @@ WITH_BLOCKS = [page for page in PAGES if blocks(page)]
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if "transformers" in page.read_text(encoding="utf8") and page.parent.name == "guides":
+        pytest.importorskip("accelerate")
+        load_torchvision()  # transformers imports it
     names: dict = {}
     for number, block in enumerate(blocks(page)):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)

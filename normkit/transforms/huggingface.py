@@ -6,7 +6,6 @@ Weights are read from safetensors only, and code in a folder is not run.
 import importlib
 import inspect
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -275,15 +274,15 @@ def _refuse_misfit(path: Path, found: Mapping[str, Any], recorded: bool) -> None
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Hold back progress bars, and the report of tensors that do not fit, which is an error here."""
-    library, log = transformers.utils.logging, logging.getLogger("transformers.modeling_utils")
-    level, bars = log.level, library.is_progress_bar_enabled()
-    log.setLevel(logging.ERROR)
+    """Hold back progress bars, and warnings about tensors that do not fit, which are errors here."""
+    library = transformers.utils.logging
+    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()
     library.disable_progress_bar()
     try:
         yield
     finally:
-        log.setLevel(level)
+        library.set_verbosity(level)
         if bars:
             library.enable_progress_bar()
 
