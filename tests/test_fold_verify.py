@@ -115,3 +115,34 @@ def test_a_norm_folds_into_grouped_products_and_into_raw_weights_without_shift()
     model.norm.running[0] = 0
     folded, report = fold(model.eval(), torch.randn(3, 9, 8))
     assert report.foldable == "1 of 1", str(report)
+
+
+class Heads(nn.Module):
+    """A norm, a layer that reads it, and another one that needs a further argument."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.norm, self.a = make("batch", DIM), nn.Linear(DIM, 4)
+        self.add_module(name, nn.Linear(DIM, 4))
+        self.name = name
+
+    def forward(self, x: Tensor, encoder_hidden_states=None, extra=None, use_cache=None, **options) -> Tensor:
+        y = self.norm(torch.tanh(x))
+        given = extra if encoder_hidden_states is None else encoder_hidden_states
+        return self.a(y) if given is None else self.a(y) + self.get_submodule(self.name)(y) * given
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("cross_attn", "pass encoder_hidden_states"),
+        ("experts", "pass more rows, which reach more experts"),
+        ("head", "give an example that does, whose forward also takes encoder_hidden_states, extra"),
+    ],
+)
+def test_reasons_name_arguments_that_would_use_idle_weights(name, advice):
+    model = randomize(Heads(name)).eval()
+    why = fold(model, torch.randn(3, 5, DIM))[1].rows[0].why
+    assert why.startswith(f"no call that was tried used {name}.weight, which may read it; {advice}"), why
+    _, report = fold(model, torch.randn(3, 5, DIM), torch.tensor(2.0))
+    assert report.foldable == "1 of 1"

@@ -1,8 +1,8 @@
-"""Run somebody's model on somebody's batch, and find the tensors in what comes out."""
+"""Call a model on a batch, and find the tensors in its output."""
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,9 +25,21 @@ def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] 
 def example_call(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: str, shown: tuple, what: str = "the model"
 ) -> Any:
-    """The model's output on an example; ValueError, saying what the model takes, where the example does not fit it.
+    """Run a model on an example.
 
-    For the message: `shown` is the example as the user passed it, `(args, kwargs)`, `what` is run, the model or a copy.
+    Args:
+        model: The model.
+        args: Positional arguments of the example.
+        kwargs: Keyword arguments of the example.
+        verb: The public function that was called, for the message.
+        shown: The example as the user passed it, `(args, kwargs)`, for the message.
+        what: The model or a copy of it, for the message.
+
+    Returns:
+        The output of the model.
+
+    Raises:
+        ValueError: if the example does not fit the forward; the message lists the arguments of both.
     """
     try:
         return model(*args, **kwargs)
@@ -49,6 +61,59 @@ def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value) if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
+
+
+USED_BY = {  # part of a weight's name: arguments that make a model of transformers use such weights
+    "global": ("global_attention_mask",),
+    "encoder_attn": ("encoder_hidden_states",),
+    "crossattention": ("encoder_hidden_states",),
+    "cross_attn": ("encoder_hidden_states", "cross_attention_states"),
+    "cross_attention": ("encoder_hidden_states", "cross_attention_states"),
+    "token_type": ("token_type_ids",),
+    "decoder": ("decoder_input_ids", "labels"),
+    "vision": ("pixel_values",),
+    "visual": ("pixel_values",),
+    "image": ("pixel_values",),
+    "audio": ("input_features", "input_values"),
+    "mtp": ("labels",),
+    "router": ("output_router_logits",),
+}
+PLAIN_OPTIONS = ("past_key_values", "inputs_embeds", "position_ids", "head_mask", "use_cache", "return_dict", "output_")
+
+
+def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """How an example could use weights that no call used, from their names and the signature of the forward.
+
+    >>> class Pair(nn.Module):
+    ...     def forward(self, input_ids, encoder_hidden_states=None): ...
+    >>> advice(Pair(), ["layer.0.crossattention.key.weight"], (), {"input_ids": 0})
+    'pass encoder_hidden_states'
+    """
+    signature = inspect.signature(model.forward)
+    takes = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    try:
+        passed = {key for key, value in signature.bind_partial(*args, **kwargs).arguments.items() if value is not None}
+    except TypeError:
+        passed = set(kwargs)
+    weights = list(weights)
+    likely = [
+        argument
+        for part, arguments in USED_BY.items()
+        if any(part in weight for weight in weights)
+        for argument in arguments
+        if argument in takes and argument not in passed
+    ]
+    if likely:
+        return f"pass {' or '.join(dict.fromkeys(likely))}"
+    if any("expert" in weight for weight in weights):
+        return "pass more rows, which reach more experts"
+    left = [
+        name
+        for name, parameter in takes.items()
+        if name not in passed and parameter.default is None and not name.startswith(PLAIN_OPTIONS)
+    ]
+    also = f", whose forward also takes {', '.join(left[:4])}" if left else ""
+    return f"give an example that does{also}"
 
 
 def tensors(output: Any, depth: int = 6) -> dict[str, Tensor]:
