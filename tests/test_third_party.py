@@ -149,6 +149,24 @@ def test_norms_that_cannot_be_read_are_named_and_stay():
         convert(model[1:], "un")
 
 
+def test_norms_that_ignore_their_own_size_are_left_alone():
+    class WeightlessRMSNorm(nn.Module):
+        """As in Falcon Mamba, where it normalizes fewer channels than its unused weight has."""
+
+        def __init__(self, size):
+            super().__init__()
+            self.eps, self.weight = 1e-6, nn.Buffer(torch.ones(size))
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    model = nn.Sequential(nn.LayerNorm(4), WeightlessRMSNorm(32)).eval()
+    with pytest.warns(UserWarning, match="takes inputs of any size, whatever its own size of 32"):
+        converted = convert(model, "un")
+    assert type(converted[1]) is WeightlessRMSNorm
+    converted(torch.randn(3, 4))
+
+
 def test_layers_that_have_no_shape_yet_are_no_obstacle():
     model = nn.Sequential(nn.LazyLinear(4), nn.LayerNorm(4), nn.LazyBatchNorm1d())
     assert set(unreadable(model)) == {"2"}

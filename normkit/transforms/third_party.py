@@ -154,6 +154,8 @@ def _check(module: nn.Module, found: Found) -> float:
     tried = WRITTEN_OUT if math.isnan(found.eps) else (found.eps,)
     for eps in tried:
         if _agrees(module, replace(found, eps=eps)):
+            if _takes_any_size(module, found):
+                raise CannotRead(f"it takes inputs of any size, whatever its own size of {found.dim} says")
             return eps
     without = f" with any eps of {', '.join(map(str, tried))}, and it keeps none" if len(tried) > 1 else ""
     raise CannotRead(f"read as {found.kind}, its output differs{without}")
@@ -176,6 +178,18 @@ def _agrees(module: nn.Module, found: Found) -> bool:
         if not torch.allclose(y.double(), mine(x * size), rtol=1e-4, atol=1e-5 * float(y.abs().max())):
             return False
     return True
+
+
+@torch.no_grad()
+def _takes_any_size(module: nn.Module, found: Found) -> bool:
+    """True where a module also normalizes more channels than it has weights for: its weights are not used."""
+    theirs = copy.deepcopy(module).double().eval()
+    device = next((t.device for t in [*module.parameters(), *module.buffers()]), None)
+    x = torch.ones(2, 2, found.dim + 1, dtype=torch.float64, device=device).movedim(-1, found.channel_dim)
+    try:
+        return found.dim > 1 and theirs.forward(x).shape == x.shape
+    except Exception:
+        return False
 
 
 # -- one function a formula; each says where the numbers are kept ----------------------------------------------------

@@ -104,7 +104,9 @@ def _one_by_one(survey: Survey, plan: FoldPlan) -> tuple[FoldPlan, float]:
         if worst <= TOLERANCE:
             exact.append(name)
         else:
-            refused[name] = f"not exact: with it folded, the output differs by {worst:.1e}"
+            failure = survey.verifier.failure
+            without = f"the model fails without it: {failure}"
+            refused[name] = without if failure else f"not exact: with it folded, the output differs by {worst:.1e}"
     plan, worst = tried(exact)
     if not worst <= TOLERANCE:
         raise RuntimeError(f"fold() cannot verify this model: without any norm folded, outputs differ by {worst:.1e}")

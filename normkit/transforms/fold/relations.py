@@ -328,7 +328,7 @@ def unused_weights(trace: Trace, model: nn.Module) -> dict[int, str]:
             for length in set(p.shape):
                 names[length].append(key)
     return {
-        length: f"no call that was tried used {listed(keys)}, which may read it; give an example that does"
+        length: f"no call that was tried used {listed(keys)}, which may read it; {trace.advice(keys)}"
         for length, keys in names.items()
     }
 

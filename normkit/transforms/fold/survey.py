@@ -12,7 +12,7 @@ from normkit.transforms.fold.inputs import SAME_SIZES
 from normkit.transforms.fold.trace import Trace
 from normkit.transforms.fold.tracer import Tracer, tracing
 from normkit.transforms.fold.verify import Verifier
-from normkit.transforms.invoke import tensors
+from normkit.transforms.invoke import advice, tensors
 
 
 class Survey:
@@ -35,6 +35,7 @@ class Survey:
         self.verifier = Verifier(self.model, args, kwargs, outputs, verb)
         self.trace = Trace(self.model, names, resizable=True)
         self.trace.entangled = shared_memory(model)
+        self.trace.advice = lambda weights: advice(model, weights, args, kwargs)
         self.verifier.record(self.model, self._traced, other)
         self.calls = self.verifier.calls
 

@@ -118,6 +118,7 @@ class Trace:
                     name = self.names.setdefault(id(tensor), f"{module_name}.{key}" if module_name else key)
                     self.owners[name].append((module_name, key))
                     self.sizes[name] = tensor.numel()
+        self.advice: Callable[[list[str]], str] = lambda weights: "give an example that does"  # for idle weights
         self.codes = 1  # the next free code
         self._bases: list[int] = []
         self._ordered: list[Source] = []

@@ -31,6 +31,7 @@ class Verifier:
         self.outputs, self.verb = outputs, verb
         self.calls: dict[str, Call] = {"the example": widened((args, kwargs))}
         self.expected: dict[str, Outputs] = {}
+        self.failure = ""  # of the last model that was compared
         with in_float64():
             given = self.calls["the example"]
             first = example_call(model, *given, verb, (args, kwargs), "a float64 copy of the model")
@@ -59,13 +60,14 @@ class Verifier:
             )
 
     def worst(self, model: nn.Module) -> float:
-        """The largest error of a changed model over all calls; inf where it fails."""
-        worst = 0.0
+        """The largest error of a changed model over all calls; inf where it fails, with the reason in `failure`."""
+        worst, self.failure = 0.0, ""
         with in_float64():
             for label, (args, kwargs) in self.calls.items():
                 try:
                     out = self.pick(model(*args, **kwargs))
-                except Exception:
+                except Exception as problem:
+                    self.failure = f"{type(problem).__name__}: {problem}"
                     return float("inf")
                 worst = max(worst, error(out, self.expected[label]))
         return worst
