@@ -1,13 +1,12 @@
 """A compiled pre-norm block on a CPU, forward and backward: norm, Linear, GELU, Linear, add; ratio to LayerNorm's.
 
-    python benchmarks/blocks.py [--threads 2] [--rounds 15] [--shapes 4096x512] [--dtypes float32] [--out FILE]
+    python benchmarks/blocks.py [--threads 1] [--rounds 60] [--shapes 4096x512] [--dtypes float32] [--out FILE]
 
 Every block is compiled by Inductor (it needs a C++ compiler) and takes turns with the others, as in ops.py. The target
 is 1.05 of the block with LayerNorm compiled.
 """
 
 import platform
-import statistics
 
 import sweep
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 
 import normkit
 from normkit.lab.norm_speed import settle, training
-from normkit.lab.timing import ratio, rounds_of
+from normkit.lab.timing import measure as time_by_turns
 
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "power", "pnv", "batch", "un", "mabn", "renorm")
-FIELDS = ("device", "threads", "torch", "norm", "shape", "dtype", "rounds", "ms", "low", "ratio", "high")
+FIELDS = ("device", "threads", "torch", "norm", "shape", "dtype", "rounds", "ms", "low", "ratio", "high", "noise")
 
 
 class Block(nn.Module):
@@ -44,14 +43,15 @@ def measure(shape: str, kind: str, rounds: int) -> list[dict]:
     for spec in ("nn.LayerNorm", *NORMS):
         norm = nn.LayerNorm(dim) if spec == "nn.LayerNorm" else settle(normkit.make(spec, dim))
         runs[spec] = training(torch.compile(Block(norm, dim).to(dtype)), x, dy)
-    taken = rounds_of(runs, rounds)
+    timings = time_by_turns(runs, rounds, threads=torch.get_num_threads())
     table = []
-    for spec, seconds in taken.items():
-        low, middle, high = ratio(seconds, taken["nn.LayerNorm"])
+    for spec in runs:
+        found = timings.ratio(spec, "nn.LayerNorm")
         table.append({
             "device": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__, "norm": spec,
-            "shape": shape, "dtype": kind, "rounds": rounds, "ms": round(1e3 * statistics.median(seconds), 2),
-            "low": round(low, 3), "ratio": round(middle, 3), "high": round(high, 3),
+            "shape": shape, "dtype": kind, "rounds": rounds, "ms": round(1e3 * timings.median(spec), 2),
+            "low": round(found.low, 3), "ratio": round(found.median, 3), "high": round(found.high, 3),
+            "noise": round(timings.noise, 3),
         })  # fmt: skip
         print("  ".join(f"{table[-1][f]!s:>12s}" for f in FIELDS[3:]), flush=True)
     return table
@@ -59,7 +59,7 @@ def measure(shape: str, kind: str, rounds: int) -> list[dict]:
 
 def main() -> None:
     """Measure and write."""
-    args = sweep.parser(__doc__, "blocks_cpu.csv", ("4096x512",), ("float32",), 15).parse_args()
+    args = sweep.parser(__doc__, "blocks_cpu.csv", ("4096x512",), ("float32",)).parse_args()
     sweep.begin(args.threads)
     rows = [row for shape in args.shapes for kind in args.dtypes for row in measure(shape, kind, args.rounds)]
     sweep.keep(args.out, FIELDS, rows)

@@ -1,14 +1,14 @@
-"""What a norm asks of PyTorch: operations, bytes, FLOPs and launches, training forward and backward. No clock.
+"""Operations, bytes, FLOPs and launches of each norm, training forward and backward, without a clock.
 
     python benchmarks/counts.py           # writes benchmarks/results/counts.csv
-    python benchmarks/counts.py --check   # makes it anew and shows what differs; a test does
+    python benchmarks/counts.py --check   # counts again and shows what differs; a test runs this
 
 x is float32 [1024, 64], without and with a mask that leaves out a quarter of the rows. Operations, bytes and FLOPs are
 those of eager mode on a CPU: ATen's and our C++ kernels (it needs a C++ compiler); `borrowed_operations` and
 `borrowed_moves` where there is no compiler, through PyTorch's own kernels. An operation counts when it computes: views
 and allocations do not. Bytes are those of its tensor arguments and results, so `moves` (bytes / bytes of x) is what it
-reads and writes if no cache helps; `flops` are of an element of x. `launches` are those of a GPU: our kernels, counted
-under Triton's interpreter, and the operations around them, each of which is a launch at least.
+reads and writes if no cache helps; `flops` are per element of x. `launches` are those of a GPU: our kernels, counted
+under Triton's interpreter, and the operations around them, at least one launch each.
 """
 
 import csv
@@ -28,7 +28,7 @@ from triton.runtime.interpreter import GridExecutor
 
 import normkit
 from normkit.lab.norm_speed import settle
-from normkit.lab.timing import Counter
+from normkit.lab.op_counter import Counter
 from normkit.norms import StatNorm
 
 RESULT = Path(__file__).parent / "results" / "counts.csv"
@@ -37,7 +37,7 @@ SPECS = (*normkit.NORMS, "power(groups=0)")
 
 
 class Launches(Counter):
-    """Our kernels and the operations around them. What the interpreter itself does is no launch."""
+    """Count our kernels and the operations around them, without those of the interpreter itself."""
 
     def __enter__(self):
         self.call = GridExecutor.__call__
@@ -56,7 +56,7 @@ class Launches(Counter):
 
 
 def passes(norm: nn.Module, x: Tensor, mask: Tensor | None, counter: type[Counter]) -> tuple[Counter, Counter]:
-    """Counts of forward and backward of a norm that has trained a step."""
+    """Count forward and backward of a norm that has trained a step."""
     dy, given = torch.randn_like(x), () if mask is None else (mask,)
     norm(x, *given).backward(dy)
     x.grad = None
@@ -70,7 +70,7 @@ def passes(norm: nn.Module, x: Tensor, mask: Tensor | None, counter: type[Counte
 
 
 def table() -> Iterator[tuple]:
-    """Rows of the file: torch's LayerNorm first, then every norm of the table."""
+    """Rows of the file: torch's LayerNorm, then every norm."""
     torch.manual_seed(0)
     x, small = (torch.randn(rows, 64, requires_grad=True) for rows in (1024, 8))
     for spec in ("nn.LayerNorm", *SPECS):
@@ -90,7 +90,7 @@ def table() -> Iterator[tuple]:
 
 
 def text() -> str:
-    """The file as it should be."""
+    """Content of the file."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(FIELDS)

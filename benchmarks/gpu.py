@@ -36,13 +36,14 @@ from peers import providers, versions
 from torch import Tensor
 
 import normkit
-from normkit.kernels import channels, rows
-from normkit.kernels import triton as kernels
+from normkit.kernels import ops
+from normkit.kernels.triton import entry as kernels
 from normkit.kernels.triton import rows as row_ops
 from normkit.kernels.triton.launch import column_launch, row_launch, tune
 from normkit.lab.models.config import Model
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.norm_speed import settle
+from normkit.lab.timing import measure
 
 DEVICE = "cpu" if DRY else "cuda"
 EPS = 1e-5
@@ -93,7 +94,7 @@ def checks() -> Iterator[dict]:
                        "ok": max(errors) < BOUND[dtype] and again}  # fmt: skip
     if not (DRY or SMALL):
         x = draw(270_000, 8192, dtype=torch.bfloat16)  # more than 2^31 numbers
-        tail = rows.layer(x[-64:].double(), None, None, EPS)
+        tail = ops.layer(x[-64:].double(), None, None, EPS)
         error = relative(kernels.layer(x, None, None, EPS)[-64:], tail)
         yield {"rows": 270_000, "channels": 8192, "dtype": "bf16", "op": "layer, last rows", "error": error,
                "same_bits": "", "ok": error < BOUND["bf16"]}  # fmt: skip
@@ -132,7 +133,7 @@ def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[lis
 
         got, again = both(kernels, (x, w, b), dy), both(kernels, (x, w, b), dy)
         with normkit.kernels("reference"):
-            expected = both(rows, wide, dy.double())
+            expected = both(ops, wide, dy.double())
         yield name, compare(got, again, expected)
     for center in (False, True):
         stat, removed = draw(1 + center, c).abs() + 0.2, draw(1 + center, c)
@@ -147,7 +148,7 @@ def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[lis
         z = (wide[0] - (stat[0].double() if center else 0)) * inv
         dyd, keep = dy.double(), mask[:, None].double()
         with normkit.kernels("reference"):
-            fresh = channels.moments(wide[0], mask, center)[0]
+            fresh = ops.moments(wide[0], mask, center)[0]
         s0 = removed[0].double() if center else 0
         dx = inv * (wide[1] * dyd - keep * (s0 + z * removed[-1].double()))
         expected = [fresh, z * wide[1] + wide[2], dx, torch.stack([dyd.sum(0), (dyd * z).sum(0)])]
@@ -163,30 +164,9 @@ def compare(got: list[Tensor], again: list[Tensor], expected: list[Tensor]) -> t
 
 
 def clock(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Times in ms of each run, taking turns; the cache is overwritten before each."""
-    if DRY:
-        return {name: [seconds(run) * 1e3 for _ in range(2)] for name, run in runs.items()}
-    flush = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
-    for run in runs.values():
-        for _ in range(3):
-            run()
-    marks: dict[str, list] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            flush.zero_()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            marks[name].append((start, end))
-    torch.cuda.synchronize()
-    return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in marks.items()}
-
-
-def seconds(run: Run) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    """Times in ms of each run, by turns; the cache is overwritten before each."""
+    timings = measure(runs, 2 if DRY else rounds, device=DEVICE)
+    return {name: [1e3 * seconds for seconds in taken] for name, taken in timings.seconds.items()}
 
 
 @functools.cache

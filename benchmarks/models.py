@@ -16,11 +16,9 @@ import ctypes
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,29 +115,18 @@ def compare(name: str, runtimes: list[str], rounds: int, scratch: Path) -> list[
             calls[norm, runtime], notes[norm, runtime] = runner(name, norm, runtime, scratch)
             for _ in range(3):
                 calls[norm, runtime]()
-    times: dict[tuple, list[float]] = {key: [] for key in calls}
-    for index in range(rounds):
-        keys = list(calls)[index % len(calls) :] + list(calls)[: index % len(calls)]
-        for key in keys:
-            started = time.perf_counter()
-            calls[key]()
-            times[key].append(time.perf_counter() - started)
+    timings = measure({" ".join(key): call for key, call in calls.items()}, rounds, threads=torch.get_num_threads())
     base = ("layer", "compiled" if "compiled" in runtimes else runtimes[0])
     rows = []
-    for (norm, runtime), taken in times.items():
-        row = {"model": name, "norm": norm, "runtime": runtime, "ms": 1000 * statistics.median(taken), "n": rounds,
+    for norm, runtime in calls:
+        variant = f"{norm} {runtime}"
+        row = {"model": name, "norm": norm, "runtime": runtime, "ms": 1000 * timings.median(variant), "n": rounds,
                "note": notes[norm, runtime]}  # fmt: skip
         for label, other in (("to_base", base), ("to_layer", ("layer", runtime))):
-            low, median, high = quantiles([t / u for t, u in zip(taken, times[other], strict=True)])
-            row[label] = {"of": " ".join(other), "median": median, "low": low, "high": high}
+            found = timings.ratio(variant, " ".join(other))
+            row[label] = {"of": " ".join(other), "median": found.median, "low": found.low, "high": found.high}
         rows.append(row)
     return rows
-
-
-def quantiles(values: list[float]) -> tuple[float, float, float]:
-    """20th percentile, median, 80th percentile."""
-    cuts = statistics.quantiles(values, n=5, method="inclusive")
-    return cuts[0], statistics.median(values), cuts[-1]
 
 
 def memory(name: str, norm: str, runtime: str) -> dict[str, float]:

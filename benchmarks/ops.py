@@ -1,9 +1,9 @@
 """Norms alone on a CPU, training forward and backward: ratio to `nn.LayerNorm` in one run, share of the copy ceiling.
 
-    python benchmarks/ops.py [--threads 2] [--rounds 30] [--shapes 4096x512 ...] [--dtypes float32 ...] [--compiled]
+    python benchmarks/ops.py [--threads 1] [--rounds 60] [--shapes 4096x512 ...] [--dtypes float32 ...] [--compiled]
 
-What is measured, and how, is `normkit.lab.norm_speed`; this adds the targets and writes the file. Norms that warm up are
-measured after that. Run it on a quiet machine, with the settings of the Makefile (OMP_WAIT_POLICY, MALLOC_*).
+`normkit.lab.norm_speed` measures; this script adds the targets and writes the file. Norms are measured after their
+warm-up. Run it on a quiet machine, with the settings of the Makefile (OMP_WAIT_POLICY, MALLOC_*).
 `--compiled` adds every norm compiled by Inductor (it needs a C++ compiler).
 """
 
@@ -28,7 +28,7 @@ def main() -> None:
     for shape in args.shapes:
         for kind in args.dtypes:
             n, dim = map(int, shape.split("x"))
-            for row in measure(tuple(TARGETS), n, dim, kind, args.rounds, compiled=args.compiled):
+            for row in measure(tuple(TARGETS), n, dim, kind, args.rounds, compiled=args.compiled, threads=args.threads):
                 ours = row["provider"] != "torch"
                 row["target"] = "" if not ours else TARGETS[row["norm"]] if row["pass"] == "train" else INFERENCE
                 rows.append(row)

@@ -10,20 +10,20 @@ to our kernels a block of rows, stays in the cache. Writes benchmarks/results/pi
 """
 
 import platform
-import statistics
 from collections.abc import Callable
 
 import sweep
 import torch
 from torch import Tensor
 
-from normkit.kernels import cpu as native
 from normkit.kernels import fused
-from normkit.lab.timing import ratio, rounds_of
+from normkit.kernels.cpu import entry as native
+from normkit.kernels.cpu.arguments import call
+from normkit.lab.timing import measure as time_by_turns
 
 EPS = 1e-5
 FIELDS = ("device", "threads", "torch", "pass", "norm", "how", "moves", "target", "shape", "dtype", "rounds", "ms",
-          "low", "ratio", "high")  # fmt: skip
+          "low", "ratio", "high", "noise")  # fmt: skip
 Run = tuple[str, str, str, int, str, Callable[[], object]]  # pass, norm, how, moves, target, the calls
 aten = torch.ops.aten
 
@@ -70,18 +70,18 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
 
     def batch() -> None:
         fused.column_moments(x, torch.float32)
-        fused.standardize(x, a, a, w, b, EPS)
+        fused.normalize(x, a, a, w, b, EPS)
         aten.native_batch_norm_backward(dy, x, w, None, None, a, inv, True, EPS, everything)
 
     def columns() -> None:
         fused.column_moments(x, torch.float32)
-        fused.standardize(x, None, a, w, b, EPS)
+        fused.normalize(x, None, a, w, b, EPS)
         aten.native_batch_norm_backward(dy, x, w, None, None, a, inv, True, EPS, sums)
-        dx = fused.standardize(x, None, a, w, b, EPS)
+        dx = fused.normalize(x, None, a, w, b, EPS)
         if kind is torch.float32:
             dx.addcmul_(dy, w)
         else:
-            fused.standardize(dy, None, a, w, None, 0.0).add_(dx)
+            fused.normalize(dy, None, a, w, None, 0.0).add_(dx)
 
     def divided() -> None:  # ScaleNorm; PowerNorm's layer-scale
         torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -111,9 +111,9 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
     sizes = {"n": n, "channels": c, "eps": EPS}
 
     def ours_rows(*, length: bool) -> None:
-        native.call("row_forward", x=x, y=torch.empty_like(x), weight=w, bias=None, **sizes, length=length)
+        call("row_forward", x=x, y=torch.empty_like(x), weight=w, bias=None, **sizes, length=length)
         found = torch.empty_like(x), torch.empty(2, c)
-        native.call("row_backward", dy=dy, x=x, dx=found[0], weight=w, sums=found[1], **sizes, length=length)
+        call("row_backward", dy=dy, x=x, dx=found[0], weight=w, sums=found[1], **sizes, length=length)
 
     def copies(times: int) -> Callable[[], None]:  # of 2 moves each
         return lambda: [place.copy_(x) for _ in range(times)] and None
@@ -150,7 +150,7 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
         ("inference", "batch, renorm, power(groups=0), pnv, un, mabn", "C++", 2, "0.8",
          lambda: native.standardize(x, None, w, zeros)),
         ("inference", "batch, renorm, power(groups=0), pnv, un, mabn", "calls", 2, "0.8",
-         lambda: fused.standardize(x, None, a, w, b, 0.0)),
+         lambda: fused.normalize(x, None, a, w, b, 0.0)),
     ]  # fmt: skip
 
 
@@ -160,15 +160,16 @@ def measure(shape: str, dtype: str, rounds: int, *, inductor: bool) -> list[dict
     table = []
     with torch.no_grad():
         every = {run[:3]: run for run in runs(n, c, getattr(torch, dtype), inductor=inductor)}
-        taken = rounds_of({" | ".join(key): run[5] for key, run in every.items()}, rounds)
+        runs_by_name = {" | ".join(key): run[5] for key, run in every.items()}
+        timings = time_by_turns(runs_by_name, rounds, threads=torch.get_num_threads())
     for key, (mode, norm, how, moves, target, _) in every.items():
-        seconds = taken[" | ".join(key)]
-        low, middle, high = ratio(seconds, taken[f"{mode} | layer | calls"])
+        found = timings.ratio(" | ".join(key), f"{mode} | layer | calls")
         table.append({
             "device": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__, "pass": mode,
             "norm": norm, "how": how, "moves": moves, "target": target, "shape": shape, "dtype": dtype,
-            "rounds": rounds, "ms": round(1e3 * statistics.median(seconds), 3), "low": round(low, 2),
-            "ratio": round(middle, 2), "high": round(high, 2),
+            "rounds": rounds, "ms": round(1e3 * timings.median(" | ".join(key)), 3),
+            "low": round(found.low, 2), "ratio": round(found.median, 2), "high": round(found.high, 2),
+            "noise": round(timings.noise, 3),
         })  # fmt: skip
         print("  ".join(f"{table[-1][f]!s:>12s}" for f in FIELDS[3:]), flush=True)
     return table

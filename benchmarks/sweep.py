@@ -1,4 +1,4 @@
-"""A sweep over shapes and types on a CPU: the flags that its scripts share, and the file that they fill."""
+"""Flags and result files of the scripts that measure norms over shapes and types on a CPU."""
 
 import argparse
 import csv
@@ -14,10 +14,10 @@ SHAPES = ("4096x512", "8192x768", "32768x384")
 DTYPES = ("float32", "bfloat16")
 
 
-def parser(about: str, file: str, shapes: Sequence[str] = SHAPES, dtypes: Sequence[str] = DTYPES, rounds: int = 30):
-    """What all of them take; `file` is what they write in benchmarks/results."""
+def parser(about: str, file: str, shapes: Sequence[str] = SHAPES, dtypes: Sequence[str] = DTYPES, rounds: int = 60):
+    """Parser of the common flags; `file` is the result file in benchmarks/results."""
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--threads", type=int, default=1)
     made.add_argument("--rounds", type=int, default=rounds)
     made.add_argument("--shapes", nargs="+", default=shapes)
     made.add_argument("--dtypes", nargs="+", default=dtypes)
@@ -26,13 +26,13 @@ def parser(about: str, file: str, shapes: Sequence[str] = SHAPES, dtypes: Sequen
 
 
 def begin(threads: int) -> None:
-    """So many threads; and what one piece of code compiles for many norms is not given up after eight."""
+    """Set the number of threads, and let Dynamo compile one piece of code for more than eight norms."""
     torch.set_num_threads(threads)
     torch._dynamo.config.recompile_limit = 64
 
 
 def keep(path: Path, fields: Sequence[str], rows: Sequence[dict]) -> None:
-    """Write the rows as CSV, whole or not at all."""
+    """Write the rows as CSV, all or none."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fields, lineterminator="\n")
     writer.writeheader()

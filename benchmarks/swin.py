@@ -19,7 +19,6 @@ import copy
 import csv
 import json
 import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from normkit.lab.models.config import Model
 from normkit.lab.models.detection import detector
 from normkit.lab.models.torchvision_ops import load_torchvision, torchvision_operators
-from normkit.lab.timing import ratio, rounds_of
+from normkit.lab.timing import measure
 from normkit.lab.train.environment import environment
 from normkit.text import align
 from normkit.transforms import calibrate, convert, find, fold
@@ -152,7 +151,9 @@ def compare(name: str, subject: Subject, precision: str, runtimes: list[str], la
     if len(boxes) > 1:
         raise ValueError(f"variants of {name} found different numbers of boxes, {boxes}: their times do not compare")
     names = {" ".join(key): key for key in calls}
-    taken = rounds_of({text: calls[key] for text, key in names.items()}, rounds, device)
+    timings = measure(
+        {text: calls[key] for text, key in names.items()}, rounds, threads=torch.get_num_threads(), device=device
+    )
     for text, (norm, runtime) in names.items():
         own = sum(t.nbytes for t in [*models[norm].parameters(), *models[norm].buffers(), images])
         row = {
@@ -164,14 +165,14 @@ def compare(name: str, subject: Subject, precision: str, runtimes: list[str], la
             "batch": subject.batch,
             "size": " x ".join(map(str, subject.size)),
             "rounds": rounds,
-            "images_per_s": subject.batch / statistics.median(taken[text]),
+            "images_per_s": subject.batch / timings.median(text),
             "peak_mb": peak(calls[norm, runtime], own) if device == "cuda" else None,
             "note": note if norm == "folded" else "",
         }
         for label, base in (("compiled", "layer compiled"), ("likewise", f"layer {runtime}")):
-            seconds = taken.get(base)  # of LayerNorm, over ours: images a second
-            low, middle, high = ratio(seconds, taken[text]) if seconds else (None, None, None)
-            row |= {f"{label}_low": low, f"{label}_ratio": middle, f"{label}_high": high}
+            found = timings.ratio(base, text) if base in names else None  # images per second, relative to LayerNorm
+            for key, name_of in (("low", "low"), ("ratio", "median"), ("high", "high")):
+                row[f"{label}_{key}"] = getattr(found, name_of) if found else None
         yield row
     torch._dynamo.reset()
 

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from normkit.lab.report import results
 from normkit.lab.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
-from normkit.lab.studies.evaluate import _ratio
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.workers import Workers, send
 from normkit.lab.train.progress import Progress
@@ -254,8 +253,3 @@ def test_progress_is_live_in_a_terminal():
     assert "layer" in text
     assert "waiting" in text
     assert "done, PER 9.9" in text
-
-
-def test_ratio_is_the_median_of_the_rounds_with_percentiles():
-    a, b = [1.0, 2.0, 30.0, 4.0, 5.0], [1.0, 1.0, 10.0, 1.0, 1.0]
-    assert _ratio(a, b) == {"ratio": 3.0, "low": 1.8, "high": 4.2, "n": 5}

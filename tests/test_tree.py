@@ -25,7 +25,8 @@ LAB = {  # the same inside lab/
     "fields": set(),
     "tasks": set(),
     "timing": set(),
-    "norm_speed": {"timing"},
+    "op_counter": set(),
+    "norm_speed": {"timing", "op_counter"},
     "data": set(),
     "models": {"fields"},
     "report": {"tasks", "fields", "papers"},  # the table of the papers' figures

@@ -1,4 +1,4 @@
-"""What norms cost: `bench`."""
+"""The command `bench`: time of norms."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ NORMS = ("layer", "rms", "scale", "power(groups=0)", "pnv", "batch", "un")
 
 
 def bench(arguments: list[str]) -> int:
-    """How long norms take beside nn.LayerNorm, measured here or read from files."""
+    """Show the time of norms relative to nn.LayerNorm, measured here or read from files."""
     from tyro.conf import Positional
 
     def parse(
@@ -21,29 +21,30 @@ def bench(arguments: list[str]) -> int:
         norms: tuple[str, ...] = NORMS,
         shape: str = "4096x512",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        rounds: int = 20,
-        threads: int | None = None,
+        rounds: int = 60,
+        threads: int = 1,
         device: Literal["cpu", "cuda"] = "cpu",
         compiled: bool = False,
         explain: bool = False,
         out: Path | None = None,
     ) -> dict[str, Any]:
-        """Measure norms beside nn.LayerNorm on this machine, or show timings that are there.
+        """Measure norms beside nn.LayerNorm on this machine, or show existing timings.
 
-        Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, from
-        the 20th to the 80th percentile. Norms with a warm-up are measured after it.
+        Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, with
+        the 20th and 80th percentile. Norms with a warm-up are measured after it. A note follows if the machine is too
+        noisy for a verdict.
 
         Args:
-            results: A file of timings, or a folder with some, as benchmarks/*.py and --out write: nothing is measured.
+            results: A file or folder of timings, as benchmarks/*.py and --out write; nothing is measured then.
             norms: Specs, as 'un(window=8)'.
             shape: Rows x channels.
             dtype: Type of the activations.
             rounds: How often each norm runs.
-            threads: Threads of PyTorch; as many as it likes unless said otherwise.
+            threads: Threads of PyTorch; a single one is pinned to a core.
             device: Where to measure.
             compiled: Also each norm compiled by Inductor; needs a C++ compiler and some seconds a norm.
-            explain: No clock: what ran, and how many operations and how much memory that took.
-            out: Folder for table, picture and the timings themselves; nothing is written unless said.
+            explain: Count operations and memory instead of timing.
+            out: Folder for picture and timings; nothing is written without it.
         """
         return locals()
 
@@ -62,26 +63,25 @@ def bench(arguments: list[str]) -> int:
 
 
 def _measured(given: dict[str, Any]) -> list[dict] | None:
-    """Rows as measured; None where it was only explained."""
+    """Measured rows; None after `--explain`."""
     import torch
 
     from normkit.lab.norm_speed import explain, measure
 
     rows, dim = _shape(given["shape"])
     for name in ("rounds", "threads"):
-        if given[name] is not None and given[name] < 1:
+        if given[name] < 1:
             raise ValueError(f"--{name} must be a whole number >= 1; got {given[name]}")
     if given["device"] == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this PyTorch sees no CUDA device; leave it out to measure on the CPU")
     if not given["norms"]:
         raise ValueError("--norms: name at least one, as --norms layer 'un(window=8)'")
-    if given["threads"] is not None:
-        torch.set_num_threads(given["threads"])
     if given["explain"]:
         write(_explained([row for spec in given["norms"] for row in explain(spec, rows, dim, given["dtype"],
                                                                             given["device"])]))  # fmt: skip
         return None
-    return measure(given["norms"], rows, dim, given["dtype"], given["rounds"], given["device"], given["compiled"])
+    return measure(given["norms"], rows, dim, given["dtype"], given["rounds"], given["device"], given["compiled"],
+                   given["threads"])  # fmt: skip
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -110,6 +110,7 @@ def _explained(rows: list[dict]) -> str:
 def _show(found: dict[str, list[dict]], out: Path | None, measured: bool) -> None:
     from normkit.files import write_whole
     from normkit.lab.report import speed
+    from normkit.lab.timing import obstacle
 
     tables = []
     for kind in KINDS:
@@ -119,6 +120,8 @@ def _show(found: dict[str, list[dict]], out: Path | None, measured: bool) -> Non
                 key: ", ".join(dict.fromkeys(str(row.get(key, "?")) for row in rows)) for key in ("device", "threads")
             }
             tables.append(f"{kind}, device {where['device']}, threads {where['threads']}\n{speed.table(rows)}")
+            tables += sorted({f"No verdict: {why}." for row in rows if row.get("noise")
+                              and (why := obstacle(float(row["noise"]), int(row["rounds"])))})  # fmt: skip
     write("\n\n".join(tables) if tables else "no ratios there; --out FOLDER draws what is")
     if out is None:
         return

@@ -1,24 +1,25 @@
-"""How long norms take beside `nn.LayerNorm`, and what they ask of PyTorch: on the machine where this runs."""
+"""Time of norms relative to `nn.LayerNorm` on this machine, and the operations that they run."""
 
 import platform
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from normkit.kernels.dispatch import kernels
-from normkit.lab.timing import Counter, ratio, rounds_of
+from normkit.lab.op_counter import Counter
+from normkit.lab.timing import ROUNDS
+from normkit.lab.timing import measure as time_by_turns
 from normkit.norms import Norm, StatNorm, make, options
 
 LAYER = "nn.LayerNorm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FIELDS = ("device", "threads", "torch", "provider", "norm", "pass", "shape", "dtype", "rounds", "ms", "low", "ratio",
-          "high", "ceiling")  # fmt: skip
+          "high", "ceiling", "noise")  # fmt: skip
 
 
 def providers(spec: str, dim: int, compiled: bool = False) -> dict[str, nn.Module]:
-    """Who computes this norm: we, PyTorch where it has it, and we compiled by Inductor where that is asked for."""
+    """Implementations of a norm: normkit's, PyTorch's if it has one, and normkit's compiled by Inductor if wanted."""
     found: dict[str, nn.Module] = {"normkit": settle(make(spec, dim))}
     if spec == "rms":
         found["torch"] = nn.RMSNorm(dim, eps=1e-5)
@@ -30,7 +31,7 @@ def providers(spec: str, dim: int, compiled: bool = False) -> dict[str, nn.Modul
 
 
 def settle(norm: Norm) -> Norm:
-    """The norm as it is after any warm-up.
+    """Put a norm into its state after any warm-up.
 
     >>> int(settle(make("un", 8)).step) > 4000
     True
@@ -41,14 +42,14 @@ def settle(norm: Norm) -> Norm:
 
 
 def training(norm: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
-    """One forward and backward; gradients of parameters are dropped, not added up."""
+    """Return a function that runs one forward and backward, without accumulating gradients."""
     x = x.clone().requires_grad_()
     inputs = [x, *norm.parameters()]
     return lambda: torch.autograd.grad(norm(x), inputs, dy)
 
 
 def inference(norm: nn.Module, x: Tensor) -> Callable[[], object]:
-    """One forward in evaluation mode."""
+    """Return a function that runs one forward in evaluation mode."""
     norm.eval()
 
     def run() -> Tensor:
@@ -59,17 +60,31 @@ def inference(norm: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def measure(
-    specs: Sequence[str], rows: int, dim: int, dtype: str = "float32", rounds: int = 20, device: str = "cpu",
-    compiled: bool = False,
+    specs: Sequence[str], rows: int, dim: int, dtype: str = "float32", rounds: int = ROUNDS, device: str = "cpu",
+    compiled: bool = False, threads: int = 1,
 ) -> list[dict]:  # fmt: skip
-    """A row for each norm, forward and backward ("train") and, where statistics are frozen then, "inference".
+    """Time norms on activations `[rows, dim]` beside `nn.LayerNorm`.
 
-    `ratio` is to `nn.LayerNorm` in the same round, the median over rounds, from `low` to `high` (20th and 80th
-    percentile). `ceiling` is the time of copying the bytes that the norm cannot avoid moving (5 activations in
-    training, 8 where the statistics of the batch come first, 2 at inference), over the time taken.
+    Args:
+        specs: Norms.
+        rows: Number of tokens.
+        dim: Number of channels.
+        dtype: Type of the activations, a key of `DTYPES`.
+        rounds: Rounds of turns.
+        device: "cpu" or "cuda".
+        compiled: Also time each norm compiled by Inductor.
+        threads: Threads of PyTorch.
 
-    >>> [row["norm"] for row in measure(["rms"], 8, 4, rounds=1)]
-    ['nn.LayerNorm', 'rms', 'rms']
+    Returns:
+        A row for each norm and implementation, of forward and backward ("train") and, with frozen statistics, of
+        "inference". `ratio` is to `nn.LayerNorm` in the same round, the median over rounds; `low` and `high` are the
+        20th and 80th percentile. `ceiling` is the time of copying the bytes that the norm has to move, over its time
+        (5 activations in training, 8 if the statistics of the batch come first, 2 at inference). `noise` is the ratio
+        of `nn.LayerNorm` to itself.
+
+    Example:
+        >>> [row["norm"] for row in measure(["rms"], 8, 4, rounds=1)]
+        ['nn.LayerNorm', 'rms', 'rms']
     """
     kind = DTYPES[dtype]
     torch.manual_seed(0)
@@ -91,23 +106,25 @@ def measure(
                     runs[f"{provider} {spec}"] = inference(norm, x)
         if mode == "inference" and len(runs) == 2:
             continue
-        taken = rounds_of(runs, rounds, device)
-        base, copy = taken[f"torch {LAYER}"], statistics.median(taken.pop("copy"))
-        for run, seconds in taken.items():
+        timings = time_by_turns(runs, rounds, threads=threads, device=device)
+        for run in timings.seconds:
+            if run == "copy":
+                continue
             provider, spec = run.split(" ", 1)
-            low, middle, high = ratio(seconds, base)
-            ms = statistics.median(seconds)
+            found, seconds = timings.ratio(run, f"torch {LAYER}"), timings.median(run)
             table.append({
-                "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "provider": provider,
+                "device": name, "threads": threads, "torch": torch.__version__, "provider": provider,
                 "norm": spec, "pass": mode, "shape": f"{rows}x{dim}", "dtype": dtype, "rounds": rounds,
-                "ms": round(1e3 * ms, 3), "low": round(low, 2), "ratio": round(middle, 2), "high": round(high, 2),
-                "ceiling": round(moves(spec, mode) / 2 * copy / ms, 2),
+                "ms": round(1e3 * seconds, 3), "low": round(found.low, 2), "ratio": round(found.median, 2),
+                "high": round(found.high, 2),
+                "ceiling": round(moves(spec, mode) / 2 * timings.median("copy") / seconds, 2),
+                "noise": round(timings.noise, 3),
             })  # fmt: skip
     return table
 
 
 def moves(spec: str, mode: str = "train") -> int:
-    """Activations that a norm cannot avoid reading and writing.
+    """Number of activations that a norm has to read and write.
 
     >>> moves("rms"), moves("batch"), moves("power")
     (5, 8, 5)
@@ -119,10 +136,10 @@ def moves(spec: str, mode: str = "train") -> int:
 
 
 def explain(spec: str, rows: int, dim: int, dtype: str = "float32", device: str = "cpu") -> list[dict]:
-    """What ran in a forward and in a backward, how many operations that was and how much memory they touched.
+    """List what runs in a forward and a backward, the number of operations, and the memory that they touch.
 
-    A norm with a warm-up has a row for it and one for the time after. `touched` is in activations, whether they came
-    from a cache or not; vectors count as what they are.
+    A norm with a warm-up has a row for it and one for the time after. `touched` is in activations, read from a cache or
+    not; vectors count by their size.
 
     >>> [(row["phase"], row["ran"]) for row in explain("layer", 8, 4)]
     [('any', 'fused layer')]

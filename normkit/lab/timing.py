@@ -1,144 +1,168 @@
-"""Timing by turns, and counting without a clock: operations, and bytes that they touch."""
+"""Comparison of running times: variants take turns on one pinned thread, and a check finds noisy machines.
 
+`torch.utils.benchmark.Timer` times one statement for a while, then the next one, and so compares them with different
+states of a shared machine. Here a ratio is taken within a round, in which all variants ran one after another.
+"""
+
+import contextlib
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from normkit.kernels.cpu import arguments
-
-SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
-VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
-FREE = VIEWS | {"empty", "empty_like", "lift_fresh", "promote_types"}
-MOVERS = {"copy_", "_to_copy", "clone", "cat", "stack", "fill_", "zero_", "arange", "index_select", "index"}
-FLOPS = {  # of an element of x: additions, multiplications, comparisons and roots, one each; 1 where nothing is said
-    "native_layer_norm": 8,  # mean 1, variance 3, standardize 2, weight and bias 2
-    "native_layer_norm_backward": 13,  # z 2, weight 1, two sums 3, dx 4, weight's and bias's gradients 3
-    "batch_norm_update_stats": 4,  # mean 1, variance 3
-    "native_batch_norm": 2,  # inference: x * a + b
-    "native_batch_norm_backward": 9,  # two sums 4, dx 5
-    "_weight_norm_interface_backward": 6,  # a sum 2, dx 4
-    "linalg_vector_norm": 2, "addcmul": 2, "addcmul_": 2, "lerp": 3, "mv": 2,
-}  # fmt: skip
-CACHE = 64 << 20  # bytes that no cache of a CPU in reach of this file's readers holds; GPUs have at most as much
+ROUNDS = 60  # fewer paired rounds allow no verdict
+WARMUP = 3  # rounds that do not count
+TOLERANCE = 0.02  # of the ratio of a variant to itself
+CACHE = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes, more than any cache holds; on a GPU also a head start for the host
 
 
-def rounds_of(runs: dict[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Seconds of every run in every round: they take turns, so that a busy machine slows all of them.
+@dataclass(frozen=True)
+class Ratio:
+    """Median of the ratios within rounds, and their 20th and 80th percentile."""
 
-    Two rounds go first and do not count; before each timing a buffer larger than the caches is written.
-    `torch.utils.benchmark.Timer` times one statement for a while, then the next one, and so compares them with
-    different states of a shared machine.
+    median: float
+    low: float
+    high: float
+    rounds: int
 
-    >>> {name: len(taken) for name, taken in rounds_of({"nothing": lambda: None}, 3).items()}
-    {'nothing': 3}
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratio(seconds: list[float], base: list[float]) -> Ratio:
+    """Ratio of two variants, taken round by round.
+
+    >>> str(ratio([2.0, 2.0, 3.0], [1.0, 1.0, 1.0]))
+    '2.00 (2.00-2.60)'
     """
-    trash = torch.zeros(CACHE // 4, device=device)
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 2):
-        for name, run in runs.items():
-            trash.add_(1)
-            _wait(device)
-            start = time.perf_counter()
-            run()
-            _wait(device)
-            if turn >= 2:
-                taken[name].append(time.perf_counter() - start)
-    return taken
-
-
-def ratio(seconds: list[float], base: list[float]) -> tuple[float, float, float]:
-    """20th percentile, median and 80th percentile of the ratio to `base`, taken round by round.
-
-    >>> ratio([2.0, 2.0, 3.0], [1.0, 1.0, 1.0])
-    (2.0, 2.0, 2.6)
-    """
-    ratios = sorted(a / b for a, b in zip(seconds, base, strict=True))
+    ratios = [a / b for a, b in zip(seconds, base, strict=True)]
     if len(ratios) == 1:
-        return ratios[0], ratios[0], ratios[0]
+        return Ratio(ratios[0], ratios[0], ratios[0], 1)
     tenths = statistics.quantiles(ratios, n=10, method="inclusive")
-    return round(tenths[1], 4), round(tenths[4], 4), round(tenths[7], 4)
+    return Ratio(round(tenths[4], 4), round(tenths[1], 4), round(tenths[7], 4), len(ratios))
 
 
-class Counter(TorchDispatchMode):
-    """Counts operations that compute, the bytes of what they touch, and FLOPs.
+def obstacle(noise: float, rounds: int) -> str:
+    """The reason why timings allow no verdict; empty if they do.
 
-    Operations are ATen's, views and allocations left out, and our kernels for CPUs.
+    >>> obstacle(1.05, 60)
+    'this machine is too noisy: a variant took 1.05 of its own time'
+    """
+    if rounds < ROUNDS:
+        return f"{rounds} rounds are too few for a verdict; measure at least {ROUNDS}"
+    if abs(noise - 1) > TOLERANCE:
+        return f"this machine is too noisy: a variant took {noise:.2f} of its own time"
+    return ""
 
-    >>> x = torch.ones(3)
-    >>> with Counter() as count:
-    ...     _ = x.view(1, 3) * 2
-    >>> count.operations, count.bytes, count.flops
-    (1, 24, 3)
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of all variants.
+
+    Attributes:
+        seconds: Seconds of each variant in each round.
+        repeated: Seconds of the first variant, timed a second time in each round.
     """
 
-    operations = bytes = flops = 0
-    counts_custom_kernels = True  # so the C++ kernels keep running
+    seconds: Mapping[str, list[float]]
+    repeated: list[float]
 
-    def __enter__(self):
-        arguments.observers.append(self._count_kernel)
-        return super().__enter__()
+    def median(self, variant: str) -> float:
+        """Median of a variant's seconds."""
+        return statistics.median(self.seconds[variant])
 
-    def __exit__(self, *raised):
-        arguments.observers.remove(self._count_kernel)
-        return super().__exit__(*raised)
+    def ratio(self, variant: str, base: str) -> Ratio:
+        """Time of a variant over that of another."""
+        return ratio(self.seconds[variant], self.seconds[base])
 
-    def _count_kernel(self, name: str, given: dict) -> None:
-        self._touch(given)
-        self.bytes += sum(t.nbytes for t in read_again(name, given))
-        self.flops += kernel_flops(name, given) * given["x"].numel()
+    @property
+    def noise(self) -> float:
+        """Ratio of the first variant to itself: 1 on a quiet machine."""
+        return ratio(self.repeated, next(iter(self.seconds.values()))).median
 
-    def _touch(self, touched: object) -> list[Tensor]:
-        tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
-        self.operations += 1
-        self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
-        return tensors
+    @property
+    def obstacle(self) -> str:
+        """The reason why these timings allow no verdict; empty if they do."""
+        return obstacle(self.noise, len(self.repeated))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name not in FREE:
-            touched = out if name.startswith("new_") or name.endswith("_like") else (args, kwargs, out)
-            tensors = self._touch(touched)
-            if touched is not out and name not in MOVERS:
-                each = FLOPS.get(name, 1)
-                if name == "native_batch_norm_backward" and out[0] is None:
-                    each = 4  # the sums alone
-                self.flops += each * max((t.numel() for t in tensors), default=0)
-        return out
+    def verdict(self, variant: str, base: str) -> str:
+        """The comparison in words, or the reason why there is none.
+
+        >>> Timings({"a": [1.0] * 60, "b": [2.0] * 60}, [1.0] * 60).verdict("b", "a")
+        'b takes 2.00 (2.00-2.00) of the time of a: slower'
+        """
+        if self.obstacle:
+            return self.obstacle
+        found = self.ratio(variant, base)
+        word = "no clear difference" if found.low <= 1 <= found.high else "slower" if found.median > 1 else "faster"
+        return f"{variant} takes {found} of the time of {base}: {word}"
 
 
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.accelerator.synchronize()
+def measure(
+    runs: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, *, threads: int = 1, device: str = "cpu"
+) -> Timings:
+    """Time variants by turns.
+
+    Each round runs every variant once, and the first one twice; the order rotates from round to round. Before each run
+    a buffer larger than the caches is written. Warm-up rounds go first and do not count.
+
+    Args:
+        runs: Variants by name.
+        rounds: Rounds that count.
+        threads: Threads of PyTorch. One thread is pinned to a core; more are not.
+        device: "cpu", or "cuda" to time between events on the device.
+
+    Example:
+        >>> timings = measure({"nothing": lambda: None}, rounds=3)
+        >>> len(timings.seconds["nothing"]), len(timings.repeated)
+        (3, 3)
+    """
+    variants = [*runs.items(), ("", next(iter(runs.values())))]
+    flushed = torch.zeros(CACHE[device] // 4, device=device)
+    marks: dict[str, list] = {name: [] for name, _ in variants}
+    with _one_core(threads):
+        for turn in range(rounds + WARMUP):
+            start = turn % len(variants)
+            for name, run in variants[start:] + variants[:start]:
+                flushed.add_(1)
+                mark = _time_on_device(run) if device == "cuda" else _time(run)
+                if turn >= WARMUP:
+                    marks[name].append(mark)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        marks = {name: [a.elapsed_time(b) / 1e3 for a, b in pairs] for name, pairs in marks.items()}
+    repeated = marks.pop("")
+    return Timings(marks, repeated)
 
 
-def read_again(name: str, given: dict) -> list[Tensor]:
-    """Tensors that a C++ kernel reads a second time, after all rows: statistics come first unless known in advance."""
-    if name not in ("train", "differentiate") or given["known_in_advance"]:
-        return []
-    return [given["x"]] if name == "train" else [given["x"], given["dy"]]
+def _time(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
-def kernel_flops(name: str, given: dict) -> int:
-    """Additions, multiplications, comparisons and roots per element of x in a C++ kernel with these arguments."""
-    has = {key: value is not None for key, value in given.items()}
-    if name == "row_forward":  # sum of squares, times the factor, weight and bias
-        return 2 + 1 + has["weight"] + has["bias"]
-    if name == "row_backward":  # sum of squares, sums of dy and dy z, g, its sum with z, dx
-        return 2 + 4 * has["sums"] + has["weight"] + 2 + 3
-    groups = bool(given["groups"])
-    if name == "infer":
-        return 2 + bool(given["center"]) + 3 * groups
-    if name == "train":
-        return 2 + 3 * bool(given["center"]) + 2 + 3 * groups
-    if name == "differentiate":
-        return 3 + 3 + 3 * bool(given["center"]) + 8 * groups
-    mean = has.get("mean", False)
-    if name == "column_forward":  # y, moments, layer-scale
-        return has.get("y", False) * (2 + mean) + has["stat"] * (4 if given.get("center") else 2) + 3 * groups
-    return has["sums"] * (3 + mean) + has["dx"] * (3 + 2 * mean + 5 * groups) + 3 * groups
+def _time_on_device(run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    return start, end
+
+
+@contextlib.contextmanager
+def _one_core(threads: int) -> Iterator[None]:
+    """Use so many threads; a single one stays on one core, where the system allows that."""
+    before = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if threads == 1 and hasattr(os, "sched_getaffinity") else set()
+    torch.set_num_threads(threads)
+    try:
+        if cores:
+            os.sched_setaffinity(0, {max(cores)})
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if cores:
+            os.sched_setaffinity(0, cores)

@@ -45,6 +45,7 @@ SHAPE: dict[str, Any] = {  # "*" stands for any name
         {
             "what": Maybe(str),
             "pairs": [{"a": str, "b": str, "ratio": NUMBER, "low": NUMBER, "high": NUMBER, "n": int}],
+            "noise": Maybe(NUMBER),  # ratio of a variant to itself
         }
     ),
     "seconds": {"train": Maybe(NUMBER), "score": Maybe(NUMBER)},

@@ -1,6 +1,5 @@
 """After training: fold the models of the demo, and compare their inference speed."""
 
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ from torch import Tensor
 
 from normkit.lab.report import results
 from normkit.lab.studies.workers import send
-from normkit.lab.timing import ratio, rounds_of
+from normkit.lab.timing import Timings, measure
 from normkit.lab.train.fold_run import audit_run, fold_run
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.run import Loaded, load, save
 
-WORDS = 256  # words that are decoded together for timing
-ROUNDS = 15
+WORDS = 64  # words that are decoded together for timing
 FOLDED = "folded"  # sub-folder of a run
 
 
@@ -50,16 +48,17 @@ def finish_job(title: str, folders: dict[str, Path], to_fold: str | None, baseli
         found[to_fold]["fold"] |= {"max_error": report.max_error, "native_error": report.native_error}
         found[to_fold]["scores"]["folded"] = _scores(loaded[folded_name])
     show("timing")
-    seconds = _seconds(loaded)
+    timings = _timings(loaded)
     for name, result in found.items():
-        result["speed"]["inference_words_per_s"] = WORDS / statistics.median(seconds[name])
+        result["speed"]["inference_words_per_s"] = WORDS / timings.median(name)
     if to_fold is not None:
         pairs = [(folded_name, to_fold)]
         if baseline is not None:
             pairs += [(folded_name, baseline), (to_fold, baseline)]
         found[to_fold]["timing"] = {
             "what": f"seconds to decode {WORDS} words step by step, along the right answers",
-            "pairs": [{"a": a, "b": b, **_ratio(seconds[a], seconds[b])} for a, b in pairs],
+            "pairs": [{"a": a, "b": b, **_ratio(timings, a, b)} for a, b in pairs],
+            "noise": timings.noise,
         }
     for name, result in found.items():
         results.write(folders[name], result)
@@ -72,7 +71,7 @@ def _scores(folded: Loaded) -> dict[str, float]:
     return Translation(folded.run, folded.model, SOURCES[folded.run.data]()).score_greedy()
 
 
-def _seconds(models: Mapping[str, Loaded]) -> dict[str, list[float]]:
+def _timings(models: Mapping[str, Loaded]) -> Timings:
     from normkit.lab.data.embedded import cmudict
     from normkit.lab.train.pairs import PairTable
 
@@ -80,12 +79,12 @@ def _seconds(models: Mapping[str, Loaded]) -> dict[str, list[float]]:
     batch = PairTable.of([pairs[number * len(pairs) // WORDS] for number in range(WORDS)]).batch(list(range(WORDS)))
     source, given, _ = batch.tensors
     decoding = {name: lambda m=run.model: decode_along(m, source, given) for name, run in models.items()}
-    return rounds_of(decoding, ROUNDS)
+    return measure(decoding)
 
 
-def _ratio(seconds: list[float], base: list[float]) -> dict[str, float]:
-    low, median, high = ratio(seconds, base)
-    return {"ratio": median, "low": low, "high": high, "n": len(seconds)}
+def _ratio(timings: Timings, a: str, b: str) -> dict[str, float]:
+    found = timings.ratio(a, b)
+    return {"ratio": found.median, "low": found.low, "high": found.high, "n": found.rounds}
 
 
 @torch.no_grad()
