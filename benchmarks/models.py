@@ -115,6 +115,10 @@ def compare(name: str, runtimes: list[str], rounds: int, scratch: Path) -> list[
             calls[norm, runtime], notes[norm, runtime] = runner(name, norm, runtime, scratch)
             for _ in range(3):
                 calls[norm, runtime]()
+    import torch
+
+    from normkit.lab.timing import measure
+
     timings = measure({" ".join(key): call for key, call in calls.items()}, rounds, threads=torch.get_num_threads())
     base = ("layer", "compiled" if "compiled" in runtimes else runtimes[0])
     rows = []

@@ -1,6 +1,7 @@
-"""`normkit bench`: what it measures, what it says of paths, what it draws, and what it refuses."""
+"""`normkit bench` and the modules that measure: turns, verdicts, rows, pictures, errors."""
 
 import csv
+import os
 import sys
 import types
 from pathlib import Path
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from normkit.cli import main
+from normkit.lab import timing
 from normkit.lab.norm_speed import explain, measure, moves, settle
+from normkit.lab.op_counter import Counter
 from normkit.lab.report import speed
-from normkit.lab.timing import Counter, ratio, rounds_of
 from normkit.norms import make
 
 FEW = ("--shape", "16x8", "--rounds", "2", "--norms", "layer", "un(window=2)")
@@ -45,16 +47,49 @@ def table(path, rows):
     return path
 
 
-def test_runs_take_turns():
+def test_variants_take_turns_and_the_first_one_runs_twice():
     order = []
-    taken = rounds_of({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
-    assert order == ["a", "b"] * 5  # two rounds do not count
-    assert [len(seconds) for seconds in taken.values()] == [3, 3]
+    timings = timing.measure({name: lambda name=name: order.append(name) for name in "ab"}, 3)
+    assert len(order) == 3 * (3 + timing.WARMUP)
+    assert order[:9] == ["a", "b", "a", "b", "a", "a", "a", "a", "b"]  # a, b, a again; the order rotates
+    assert [len(seconds) for seconds in (*timings.seconds.values(), timings.repeated)] == [3, 3, 3]
 
 
 def test_a_ratio_is_taken_within_a_round():
     slow = [1.0, 10.0, 100.0]  # a machine that gets slower and slower: no difference between the two
-    assert ratio([2 * s for s in slow], slow) == (2, 2, 2)
+    assert timing.ratio([2 * s for s in slow], slow) == timing.Ratio(2, 2, 2, 3)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_with_percentiles():
+    a, b = [1.0, 2.0, 30.0, 4.0, 5.0], [1.0, 1.0, 10.0, 1.0, 1.0]
+    timings = timing.Timings({"a": a, "b": b}, a)
+    assert timings.ratio("a", "b") == timing.Ratio(3.0, 1.8, 4.2, 5)
+    assert timings.median("a") == 4.0
+
+
+@pytest.mark.parametrize(
+    ("repeated", "rounds", "expected"),
+    [
+        (1.0, 60, "fast takes 0.80 (0.80-0.80) of the time of slow: faster"),
+        (1.019, 60, "fast takes 0.80 (0.80-0.80) of the time of slow: faster"),
+        (1.03, 60, "this machine is too noisy: a variant took 1.03 of its own time"),
+        (0.9, 60, "this machine is too noisy: a variant took 0.90 of its own time"),
+        (1.0, 59, "59 rounds are too few for a verdict; measure at least 60"),
+    ],
+)
+def test_a_verdict_needs_a_quiet_machine_and_enough_rounds(repeated, rounds, expected):
+    timings = timing.Timings({"slow": [1.0] * rounds, "fast": [0.8] * rounds}, [repeated] * rounds)
+    assert timings.verdict("fast", "slow") == expected
+    assert timings.verdict("slow", "fast").endswith("slower") == (not timings.obstacle)
+    around = timing.Timings({"a": [1.0] * 60, "b": [0.9, 1.1] * 30}, [1.0] * 60)
+    assert around.verdict("b", "a") == "b takes 1.00 (0.90-1.10) of the time of a: no clear difference"
+
+
+def test_a_single_thread_is_pinned_for_the_time_of_the_measurement():
+    before, seen = os.sched_getaffinity(0), []
+    timing.measure({"a": lambda: seen.append((os.sched_getaffinity(0), torch.get_num_threads()))}, 1)
+    assert {(len(cores), threads) for cores, threads in seen} == {(1, 1)}
+    assert os.sched_getaffinity(0) == before
 
 
 def test_rows_of_a_measurement():
@@ -94,6 +129,7 @@ def test_bench_measures_and_draws(typed, tmp_path):
     status, out, err = typed(*FEW, "--out", tmp_path / "made")
     assert (status, err) == (0, "")
     assert "nn.LayerNorm  1.00 (1.00-1.00)" in out
+    assert "No verdict: 2 rounds are too few" in out
     assert "un(window=2)" in out
     assert "un(window=2)" in (tmp_path / "made" / "ratios.svg").read_text()
     again, shown, _ = typed(tmp_path / "made")  # from the file, without a clock
