@@ -1,4 +1,8 @@
-"""The door: `normkit COMMAND ...`. Turns errors into one line and exit status 2."""
+"""The command `normkit`.
+
+Exit status: 0 if all went well, 1 if the command found or met a failure that it was to look for, 2 for bad input and
+errors (one line on standard error), 130 after Ctrl-C.
+"""
 
 import errno
 import os
@@ -11,7 +15,7 @@ from normkit.cli.comparing import compare
 from normkit.cli.doctor import doctor
 from normkit.cli.folding import audit, fold
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
-from normkit.cli.listing import list_
+from normkit.cli.listing import list_, summary
 from normkit.cli.reporting import figure, report, watch
 from normkit.cli.running import demo, train
 from normkit.cli.studying import study
@@ -39,13 +43,13 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command line; returns the exit status."""
+    """Run a command line and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
@@ -53,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             return complain(str(error))
         return complain(f"this needs the package {error.name}, which is not installed; {EXTRA}")
     except OSError as error:
-        return complain(_told(error))
+        return complain(_describe(error))
     except (ValueError, TypeError) as error:
         return complain(str(error) or type(error).__name__)
 
@@ -69,17 +73,17 @@ def _dispatch(arguments: list[str]) -> int:
     return pick(COMMANDS, name, "command")(rest) or 0
 
 
-def _told(error: OSError) -> str:
-    """What the system would not do, to which file; where the disk is full, what to do."""
+def _describe(error: OSError) -> str:
+    """Name the problem and the file; for a full disk, explain how to continue."""
     what = error.strerror or str(error) or type(error).__name__
     if not error.filename:
         return what
-    full = "; what was written before is kept: make room and go on, `normkit train` with --resume"
+    full = "; what was written before is kept: free some space and go on, `normkit train` with --resume"
     return f"{what}: {error.filename}{full if error.errno == errno.ENOSPC else ''}"
 
 
 def _overview() -> str:
     lines = [f"normkit {normkit.__version__}: swap, train, watch and fold away the norms of any Transformer", ""]
     for name, command in COMMANDS.items():
-        lines.append(f"  normkit {name:<10} {str(command.__doc__).splitlines()[0]}")
-    return "\n".join([*lines, "", "normkit COMMAND --help says more."])
+        lines.append(f"  normkit {name:<10} {summary(command)}")
+    return "\n".join([*lines, "", "normkit COMMAND --help lists the options of a command."])

@@ -1,4 +1,4 @@
-"""The command line itself: arguments in, lines out."""
+"""Parse arguments, write lines, report errors."""
 
 import contextlib
 import io
@@ -12,7 +12,17 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 
 def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any) -> Any:
-    """Arguments as a function's parameters or a dataclass's fields; what is wrong with them on one line."""
+    """Parse arguments into a function's parameters or a dataclass's fields.
+
+    Args:
+        target: The function or dataclass.
+        arguments: Words after the command.
+        name: Name of the command.
+        default: Values for arguments that are not given, as `tyro.cli` takes them.
+
+    Raises:
+        ValueError: If an argument is wrong, with a message of one line.
+    """
     import tyro
 
     box = io.StringIO()
@@ -26,9 +36,9 @@ def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any
 
 
 def _one_line(box: str) -> str:
-    """The first sentence in a box of several lines, and the option that it proposes.
+    r"""Extract the first sentence of tyro's box, and the option that it proposes.
 
-    >>> _one_line("╭─ Oh ─╮\\n│ Unknown: --sed │\\n│ ─── │\\n│ Perhaps you meant: │\\n│ --seed INT │\\n╰──╯")
+    >>> _one_line("╭─ Oh ─╮\n│ Unknown: --sed │\n│ ─── │\n│ Perhaps you meant: │\n│ --seed INT │\n╰──╯")
     "Unknown: --sed (did you mean '--seed'?)"
     """
     lines = [line.strip("│ ") for line in box.splitlines() if line.strip() and line[0] not in "╭╰"]
@@ -46,16 +56,16 @@ def _one_line(box: str) -> str:
 
 
 def typed(*words: str) -> str:
-    """A command as a person would type it."""
+    """Format a command as it is typed in a shell."""
     return shlex.join(["normkit", *words])
 
 
 def write(text: str) -> None:
-    """Write a line, or several, to standard output; control characters, which files may hold, are escaped."""
+    """Write lines to standard output, with control characters escaped: some texts come from files."""
     sys.stdout.write(escape(text, keep="\n") + "\n")
 
 
 def complain(text: str, status: int = BAD_INPUT) -> int:
-    """One line of what went wrong; the exit status that says so."""
+    """Write an error in one line to standard error, and return the exit status."""
     sys.stderr.write(f"normkit: {escape(' '.join(text.split()))}\n")
     return status

@@ -1,46 +1,94 @@
-"""`normkit list`: what there is."""
+"""`normkit list`: norms, recipes and data."""
 
+import importlib.metadata
+import re
 import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from normkit.cli.line import parse_arguments, write
 from normkit.norms import NORMS, StatNorm, make, options
+from normkit.text import align
+
+TASK_EXTRAS = {"mt": "text", "images": "vision", "detection": "vision"}  # beside `demo`, which all tasks need
 
 
 def list_(arguments: list[str]) -> int:
-    """All norms with their options, recipes, and sources of data."""
+    """List norms with their options, recipes, and data."""
 
     def parse() -> None:
-        """Show all norms with their options and defaults, the recipes of `normkit train`, and the sources of data."""
+        """List all norms with their options, the recipes of `normkit train`, and the data that they can train on.
 
-    if arguments:  # where there are none, torch is all that this command needs
+        For each recipe, the list shows if this machine can run it: its packages, its data, and a GPU where it needs
+        one.
+        """
+
+    if arguments:  # without arguments, this command needs PyTorch alone
         parse_arguments(parse, arguments, "list")
     from normkit.lab.data.corpora import CORPORA
     from normkit.lab.data.embedded import SOURCES
     from normkit.lab.data.image_sets import IMAGE_SETS
     from normkit.lab.studies.catalogue import RECIPES
 
-    lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", ""]
-    everywhere = options("layer")
-    for name, kind in NORMS.items():
-        offline, stat, own = make(name, 16).offline, issubclass(kind, StatNorm), options(name)
-        kept = "stays at inference"
-        if offline or (stat and "groups" in own) or "until" in own:
-            kept = f"folds away {'at inference' if offline else 'with groups=0' if stat else 'after its schedule'}"
-        what = f"{'statistics of batches' if stat else 'each token by itself'}, {kept}"
-        own = ", ".join(
-            f"{key}={value!r}" for key, value in options(name).items() if (key, value) not in everywhere.items()
-        )
-        lines.append(f"  {name:<8} {kind.__name__}: {what}")
-        lines += textwrap.wrap(own, 110, initial_indent=" " * 11, subsequent_indent=" " * 11)
-    common = ", ".join(f"{key}={value!r}" for key, value in everywhere.items())
-    lines.append(f"  all of them, unless they say otherwise: {common}")
-    lines += ["", "Recipes (normkit train RECIPE)", ""]
-    lines += [f"  {name:<13} {str(recipe.__doc__).splitlines()[0]}" for name, recipe in RECIPES.items()]
-    lines += ["", "Sources of data, none needs a download", ""]
-    lines += [f"  {name:<13} {str(source.__doc__).splitlines()[0]}" for name, source in SOURCES.items()]
-    lines += ["", "Corpora, found through NORMKIT_DATA", ""]
-    lines += [f"  {name:<15} {corpus.here()}" for name, corpus in CORPORA.items()]
-    lines += ["", "Pictures, found through NORMKIT_DATA", ""]
-    lines += [f"  {name:<15} {row.here()}" for name, row in IMAGE_SETS.items()]
+    recipes = [(name, _obstacle(recipe) or "runs here", summary(recipe)) for name, recipe in RECIPES.items()]
+    sections = (
+        ("Recipes (normkit train RECIPE)", recipes),
+        ("Data that installs with packages", [(name, summary(source)) for name, source in SOURCES.items()]),
+        ("Corpora, found through NORMKIT_DATA", [(name, corpus.here()) for name, corpus in CORPORA.items()]),
+        ("Images, found through NORMKIT_DATA", [(name, row.here()) for name, row in IMAGE_SETS.items()]),
+    )
+    lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", "", *_norms()]
+    for title, rows in sections:
+        lines += ["", title, "", textwrap.indent(align(rows), "  ")]
     write("\n".join(lines))
     return 0
+
+
+def summary(documented: Any) -> str:
+    """Return the first line of a docstring."""
+    return str(documented.__doc__).splitlines()[0]
+
+
+def _norms() -> Iterator[str]:
+    common, width = options("layer").items(), max(map(len, NORMS))
+    for name, kind in NORMS.items():
+        offline, batch, own = make(name, 16).offline, issubclass(kind, StatNorm), options(name)
+        if offline:
+            inference = "folds away at inference"
+        elif batch and "groups" in own:
+            inference = "folds away with groups=0"
+        else:
+            inference = "folds away after its schedule" if "until" in own else "stays at inference"
+        yield f"  {name:<{width}}  {kind.__name__}: {'batch statistics' if batch else 'per token'}, {inference}"
+        indent = " " * (width + 6)
+        text = ", ".join(f"{key}={value!r}" for key, value in own.items() if (key, value) not in common)
+        yield from textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)
+    yield f"  defaults of options that all norms have: {', '.join(f'{key}={value!r}' for key, value in common)}"
+
+
+def _obstacle(recipe: Callable[[], Any]) -> str:
+    """Name what this machine lacks to run a recipe: packages, data or a GPU; empty if nothing."""
+    run = recipe()
+    for extra in ("train", TASK_EXTRAS.get(run.task, "data")):
+        if not _installed(extra):
+            return f"needs normkit[{extra}]"
+    from normkit.lab.train.source import source
+
+    try:
+        source(run, lambda stage: None)
+    except ValueError:
+        return "no data here"
+    import torch
+
+    cost = re.search(r"Cost: ([^.]*)", str(recipe.__doc__))
+    return "needs a GPU" if cost and "GPU" in cost[1] and not torch.cuda.is_available() else ""
+
+
+def _installed(extra: str) -> bool:
+    """Check if the packages of an extra are installed."""
+    try:
+        required = importlib.metadata.requires("normkit") or []
+    except importlib.metadata.PackageNotFoundError:  # used from a checkout without installation
+        return True
+    names = [re.split(r"[\s\[<>=!~;]", line)[0] for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    return all(any(importlib.metadata.distributions(name=name)) for name in names)

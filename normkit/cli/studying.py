@@ -1,4 +1,4 @@
-"""Commands that run studies: `study`."""
+"""`normkit study`: run a study."""
 
 import itertools
 from pathlib import Path
@@ -8,7 +8,7 @@ from normkit.cli.line import INTERRUPTED, parse_arguments, typed, write
 
 
 def study(arguments: list[str]) -> int:
-    """A paper's table or figure as a grid of runs, ours beside what it printed."""
+    """Run a paper's table or figure as a grid of runs, and compare with its printed figures."""
     from tyro.conf import Positional, arg
 
     def parse(
@@ -22,21 +22,21 @@ def study(arguments: list[str]) -> int:
         ray: str | None = None,
         show: bool = False,
     ) -> dict[str, Any]:
-        """Run a study, a table or figure of a paper, and show ours beside what it printed.
+        """Run a study, a table or figure of a paper, and compare with the printed figures.
 
-        What is finished is kept and what was interrupted goes on, so the same command again goes on where it stopped;
-        studies share the runs that they have in common.
+        The same command again continues a study: finished runs are kept, interrupted runs resume. Studies share the
+        runs that they have in common.
 
         Args:
             study: Name of the study; --list shows all.
-            list_: Show all studies, the scales that they can be run at, and nothing else.
-            scale: pocket fits two CPU cores and minutes a run; gpu one GPU and ten minutes; paper is the original.
-            seeds: Runs of each cell, seeds 0, 1, ...
-            only: Norms or labels of the rows to run; all unless said otherwise. The table shows all that is there.
+            list_: List all studies with the scales at which they can be run, and exit.
+            scale: pocket (two CPU cores, minutes a run), gpu (one GPU, ten minutes a run) or paper (the original).
+            seeds: Runs of each cell, with seeds 0, 1, ...
+            only: Norms or labels of the rows to run; the default is all. The table shows all finished runs.
             out: Folder of runs and tables.
-            processes: Runs at the same time on this machine, one thread each at scale pocket.
-            ray: Run on Ray, without an address on a local one: as many runs at a time as there are cores and GPUs.
-            show: Run nothing, show the table of what is there.
+            processes: Runs at the same time on this machine; at scale pocket each has one thread.
+            ray: Run on Ray at this address, or on a local Ray without one: one run per free core or GPU.
+            show: Show the table of finished runs, and run nothing.
         """
         return locals()
 
@@ -68,30 +68,28 @@ def _study(given: dict[str, Any], command: str) -> int:
     study, scale, out = STUDIES[given["study"]], given["scale"], given["out"]
     if given["processes"] < 1:
         raise ValueError(f"processes must be at least 1; got {given['processes']}")
-    runner.expand(study, scale, given["only"])  # names that are in no row
+    runner.expand(study, scale, given["only"])  # checks the names
     if given["show"]:
         write(table.text(table.collect(study, scale, out)))
         if scale not in study.scales:
-            write(f"It can be run at scale: {', '.join(study.scales) or 'none; the paper alone is shown'}.")
+            write(f"It can be run at scale: {', '.join(study.scales) or 'none; only the paper is shown'}.")
         return 0
     plan = runner.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
-    console = Console()
-    with Board(console, [run.name for run in plan.todo.values()], 1) as board:
+    with Board(Console(), [run.name for run in plan.todo.values()], 1) as board:
         board.print(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
-        for why in plan.missing:
-            board.print(f"left out: {why}")
+        for reason in plan.missing:
+            board.print(f"left out: {reason}")
         with runner.engine(plan, given["processes"], given["ray"], board) as engine:
             made, interrupted = runner.run_study(study, scale, out, plan, engine, board, command)
     write(table.text(made))
     tables = out / scale / "tables"
     write(f"written to {tables / study.id}.txt, .md and .json")
-    runs = {out / run["folder"] for row in made["rows"] for cell in row["cells"] for run in cell["runs"]}
-    if there := sorted(folder for folder in runs if (folder / results.FILE).is_file()):
-        found = results.find(there)
+    runs = [run for row in made["rows"] for cell in row["cells"] for run in cell["runs"]]
+    folders = {out / run["folder"] for run in runs}
+    if finished := sorted(folder for folder in folders if (folder / results.FILE).is_file()):
+        found = results.find(finished)
         more = sections(found)._replace(studies=[study_tables.read(tables / f"{study.id}.json")])
         written = page.write(found, tables / f"{study.id}.html", title=study.id, command=command, sections=more)
         write(f"report: {written}")
-    failed = any(
-        run["status"].startswith("failed") for row in made["rows"] for cell in row["cells"] for run in cell["runs"]
-    )
+    failed = any(run["status"].startswith("failed") for run in runs)
     return INTERRUPTED if interrupted else 1 if failed else 0

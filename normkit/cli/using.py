@@ -9,15 +9,15 @@ from normkit.cli.line import complain, parse_arguments, write
 
 
 def pronounce(arguments: list[str]) -> int:
-    """Pronounce words with a model of the demo."""
+    """Print the sounds of words, predicted by a model of the demo."""
     from tyro.conf import Positional
 
     def parse(words: Positional[tuple[str, ...]], run: Path | None = None) -> dict[str, Any]:
-        """Pronounce words with a trained model, one a line.
+        """Print the sounds of words, one word a line, predicted by a trained model.
 
         Args:
             words: Words to pronounce, letters and apostrophes.
-            run: Folder of the run to use; the best one of runs/demo unless said otherwise.
+            run: Folder of the run; the default is the best run in runs/demo.
         """
         return locals()
 
@@ -40,7 +40,7 @@ def translate(arguments: list[str]) -> int:
     from tyro.conf import Positional
 
     def parse(run: Positional[Path]) -> Path:
-        """Translate lines of standard input with a trained model, line by line: for g2p, a word a line.
+        """Translate standard input line by line with a trained model; for a run of task g2p, one word a line.
 
         Args:
             run: Folder of the run.
@@ -57,7 +57,7 @@ def translate(arguments: list[str]) -> int:
 
 
 def _lines(binary: Iterable[bytes]) -> Iterator[str]:
-    """Lines of UTF-8, whatever the terminal's encoding is; ValueError, with its number, for one that is not."""
+    """Decode lines as UTF-8, independently of the terminal's encoding; ValueError names a line that is not."""
     for number, line in enumerate(binary, 1):
         try:
             yield line.decode("utf8")

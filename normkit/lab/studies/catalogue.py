@@ -12,6 +12,7 @@ from normkit.lab.papers.unified import tables as unified
 from normkit.lab.studies import bucketing, core, recipes, warmup
 from normkit.lab.studies.study import Study
 from normkit.lab.train.config import Run
+from normkit.text import align
 
 RECIPES: dict[str, Callable[[], Run]] = {
     recipe.__name__: recipe
@@ -109,10 +110,9 @@ STUDIES: dict[str, Study] = {
 
 
 def listing() -> str:
-    """All studies, a line each: where from, at what scales, and what is compared."""
-    width = max(map(len, STUDIES))
-    lines = []
-    for name, study in STUDIES.items():
-        runs = ", ".join(study.scales) or "printed figures only"
-        lines.append(f"{name:<{width}}  {study.title} [{runs}]")
-    return "\n".join(lines)
+    """List all studies, one a line, with the scales at which they can be run."""
+    rows = [
+        (name, f"{study.title} [{', '.join(study.scales) or 'printed figures only'}]")
+        for name, study in STUDIES.items()
+    ]
+    return align(rows)

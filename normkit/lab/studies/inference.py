@@ -13,6 +13,8 @@ from normkit.lab.report import results
 from normkit.lab.train.config import Run
 from normkit.lab.train.decode import beam
 from normkit.lab.train.run import load
+from normkit.norms import StatNorm
+from normkit.text import truncate
 
 
 def best(folder: Path) -> Path:
@@ -79,7 +81,21 @@ def _load(folder: Path) -> tuple[Run, Seq2Seq, Vocab, Vocab]:
     run, model, vocabularies = load(folder)
     if not isinstance(model, Seq2Seq):
         raise ValueError(f"{folder} is a run of task {run.task}, which rewrites nothing; name a run of task g2p or mt")
+    _check_finite(model, folder)
     return run, model, vocabularies["source"], vocabularies["target"]
+
+
+def _check_finite(model: Seq2Seq, folder: Path) -> None:
+    """Raise ValueError for weights or statistics that no training leaves: not finite, or negative variances."""
+    tensors = dict(model.state_dict())
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
+    tensors |= {f"{name}, its statistics": norm.split().scale for name, norm in norms.items()}  # NaN for a root of < 0
+    damaged = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if damaged:
+        raise ValueError(
+            f"{folder / 'model.safetensors'} is damaged: {', '.join(truncate(damaged, 3))} is not finite or negative; "
+            "train the run again, or take another one"
+        )
 
 
 def _encode(source: Vocab, symbols: list[str]) -> list[int]:
