@@ -4,13 +4,17 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import os
+import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 
 import normkit
 from normkit.cli import COMMANDS, main
@@ -23,6 +27,7 @@ from normkit.lab.train.run import load, train
 from normkit.norms import NORMS, options
 from normkit.transforms import convert
 
+ROOT = pathlib.Path(__file__).parents[1]
 RUN = Run(
     name="small",
     task="g2p",
@@ -332,3 +337,56 @@ def test_the_module_runs_as_the_script_does():
     done = subprocess.run([sys.executable, "-m", "normkit.cli", "lsit"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("normkit: there is no command named 'lsit' (did you mean 'list'?)")
+
+
+@pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="background processes ignore Ctrl-C")
+def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    code = "import sys, normkit_command; sys.exit(normkit_command.main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "normkit: interrupted\n")
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf, -1.0])
+def test_damaged_weights_and_statistics_are_refused(damage, typed, runs, tmp_path):
+    for name in ("run.json", "vocab.json"):
+        (tmp_path / name).write_bytes((runs / "un" / name).read_bytes())
+    tensors = safetensors.torch.load_file(runs / "un" / "model.safetensors")
+    running = next(name for name in tensors if name.endswith("running"))
+    tensors[running].fill_(damage)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    assert refused(typed("pronounce", "x", "--run", tmp_path), "model.safetensors is damaged", "not finite or negative")
+
+
+def test_symbols_of_a_vocabulary_cannot_control_the_terminal(typed, runs, tmp_path):
+    for name in ("run.json", "model.safetensors", "vocab.json"):
+        (tmp_path / name).write_bytes((runs / "un" / name).read_bytes())
+    vocabularies = json.loads((tmp_path / "vocab.json").read_text())
+    vocabularies["target"] = [f"{symbol}\x1b[31m" for symbol in vocabularies["target"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabularies))
+    outcome = typed("pronounce", "hello", "--run", tmp_path)
+    assert "\x1b" not in outcome[1] + outcome[2]
+
+
+def test_list_shows_which_recipes_run_here(typed, monkeypatch, tmp_path):
+    monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
+    lines = [line.split(maxsplit=1) for line in typed("list")[1].splitlines() if line.startswith("  ")]
+    found = {words[0]: words[1] for words in lines if len(words) == 2}
+    assert found["g2p_cmudict"].startswith("runs here")
+    assert found["mt_multi30k"].startswith("no data here")
+    starts = {
+        line.index(found[name])
+        for name in RECIPES
+        for line in typed("list")[1].splitlines()
+        if line.split()[:1] == [name]
+    }
+    assert len(starts) == 1, "columns are aligned"

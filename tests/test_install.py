@@ -102,9 +102,9 @@ def test_the_sdist_holds_sources_tests_and_citation(sdist):
     assert not any(name.startswith(("results/", "runs/")) for name in names)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+def test_the_wheel_holds_the_package_its_entry_point_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"normkit"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"normkit", "normkit_command.py"}
     here = {str(path.relative_to(ROOT)) for path in (ROOT / "normkit").rglob("*") if path.is_file()}
     assert {name for name in here if "__pycache__" not in name} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
