@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from normkit.watch import faults
+import normkit.watch.faults as faults
 from normkit.watch.faults import NOT_CHECKED, THRESHOLDS, Finding, Rule, by_site
 from normkit.watch.recording import Recording, Row, Series, as_recording
 from normkit.watch.row_names import format_sites, freezes_quadratic_means, keeps_batch_statistics, norm_class, warms_up

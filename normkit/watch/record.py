@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import normkit.watch.graph_ops as graph_ops
 from normkit.norms import Norm
 from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward
-from normkit.watch import graph_ops
 from normkit.watch.collect import Memory, Sample, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
 from normkit.watch.rows import Rows, Sink

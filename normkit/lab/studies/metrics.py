@@ -1,6 +1,5 @@
 """Metrics of studies: numbers read from a finished run's scores, losses and recorded statistics."""
 
-import csv
 import functools
 import math
 import statistics
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from normkit.lab.tasks import ACCURACY, BLEU, PER, PERPLEXITY
-from normkit.watch import QUANTITIES
+from normkit.watch import QUANTITIES, Recording, read_run
+from normkit.watch.row_files import FILE
 
 Result = Mapping[str, Any]
 Reader = Callable[[Path, Result], float | None]
@@ -88,9 +88,10 @@ def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: 
     """Summarize a recorded quantity over the run, for the first norm that has it or for all sites."""
 
     def read(folder: Path, result: Result) -> float | None:
-        rows = _recorded_rows(folder).get(quantity, [])
+        series = list(_recording(folder).of(quantity).values())
         start = SETTLED * _last_step(result)
-        values = [value for step, site, value in rows if step > start and (all_sites or site == rows[0][1])]
+        pairs = [pair for s in series[: None if all_sites else 1] for pair in zip(s.steps, s.values, strict=True)]
+        values = [value for step, value in pairs if step > start]
         return summary(values) if values else None
 
     return read
@@ -98,29 +99,24 @@ def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: 
 
 def _singular_value(folder: Path, result: Result) -> float | None:
     """A singular value of the first recorded embedding, a tenth of the way from the largest to the smallest."""
-    prefix = "singular_value["
-    rows = {int(name[len(prefix) : -1]): r for name, r in _recorded_rows(folder).items() if name.startswith(prefix)}
-    if not rows:
+    prefix, recording = "singular_value[", _recording(folder)
+    indices = [int(name[len(prefix) : -1]) for name in recording.quantities if name.startswith(prefix)]
+    if not indices:
         return None
-    first_site = rows[0][0][1]
-    nearest = min(rows, key=lambda index: abs(index - max(rows) / 10))
-    return next((value for _, site, value in rows[nearest] if site == first_site), None)
+    nearest = min(indices, key=lambda index: abs(index - max(indices) / 10))
+    series = recording.of(f"{prefix}{nearest}]")
+    return series[site].values[0] if (site := next(iter(recording.of(f"{prefix}0]")), "")) in series else None
 
 
-def _recorded_rows(folder: Path) -> dict[str, list[tuple[int, str, float]]]:
-    path = folder / "rows.csv"
-    return _read_rows(path, path.stat().st_mtime_ns) if path.is_file() else {}
+def _recording(folder: Path) -> Recording:
+    path = folder / FILE
+    return _read_once(folder, path.stat().st_mtime_ns) if path.is_file() else Recording()
 
 
 @functools.lru_cache(maxsize=8)
-def _read_rows(path: Path, modified: int) -> dict[str, list[tuple[int, str, float]]]:
-    """Step, site and value of each row by quantity; cached because several columns read the same file."""
-    found: dict[str, list[tuple[int, str, float]]] = {}
-    with path.open(encoding="utf8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["value"]:  # a run in progress may have written half a line
-                found.setdefault(row["quantity"], []).append((int(row["step"]), row["site"], float(row["value"])))
-    return found
+def _read_once(folder: Path, modified: int) -> Recording:
+    """Read a run's rows; cached because several columns of a table read the same file."""
+    return read_run(folder)
 
 
 def _largest_over_median(values: list[float]) -> float:
