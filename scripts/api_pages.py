@@ -113,6 +113,7 @@ def page(title: str, packages: tuple[str, ...]) -> str:
 
 def main(check: bool) -> int:
     """Write the pages, or compare them with the files."""
+    API.mkdir(exist_ok=True)
     old = []
     for name, (title, packages) in PAGES.items():
         path, new = API / f"{name}.md", page(title, packages)
