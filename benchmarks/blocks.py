@@ -1,4 +1,6 @@
-"""A compiled pre-norm block on a CPU, forward and backward: norm, Linear, GELU, Linear, add; ratio to LayerNorm's.
+"""Time of a compiled pre-norm block on a CPU, forward and backward, relative to LayerNorm.
+
+The block is norm, Linear, GELU, Linear, add.
 
     python benchmarks/blocks.py [--threads 1] [--rounds 60] [--shapes 4096x512] [--dtypes float32] [--out FILE]
 

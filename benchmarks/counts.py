@@ -1,4 +1,4 @@
-"""Operations, bytes, FLOPs and launches of each norm, training forward and backward, without a clock.
+"""Operations, bytes, FLOPs and launches of each norm in training.
 
     python benchmarks/counts.py           # writes benchmarks/results/counts.csv
     python benchmarks/counts.py --check   # counts again and shows what differs; a test runs this
@@ -37,7 +37,7 @@ SPECS = (*normkit.NORMS, "power(groups=0)")
 
 
 class Launches(Counter):
-    """Count our kernels and the operations around them, without those of the interpreter itself."""
+    """Count our kernels and the operations around them, not the interpreter's own."""
 
     def __enter__(self):
         self.call = GridExecutor.__call__

@@ -1,4 +1,4 @@
-"""Checks, times and counts everything that runs on a CUDA device, in under 9 minutes, into a folder of small files.
+"""Check, time and count all kernels on a CUDA device, in under 9 minutes.
 
     python benchmarks/gpu.py OUT [--budget 500] [--only checks sanitizer launches steps speed tuning]
     python benchmarks/gpu.py OUT --dry          the script itself, at tiny sizes, under Triton's interpreter on a CPU
@@ -6,8 +6,8 @@
 Ratios are of one run: providers take turns, round by round; before each call 1 GiB is overwritten, which empties the L2
 cache and lets the host run ahead of the device. Times are between CUDA events. A fraction of the ceiling is (the fewest
 bytes that the operation must move / time) / (bytes / time of a copy of 1 GiB, measured in the same run). Where NVIDIA's
-compute-sanitizer is, it looks for accesses out of bounds and races. A section that fails is told of in failures.json,
-and the others go on.
+compute-sanitizer is installed, it checks for accesses out of bounds and races. A section that fails is listed in
+failures.json, and the others go on. The results are small files in the folder OUT.
 """
 
 # ruff: noqa: E402
@@ -82,7 +82,7 @@ ROW_NORMS = {
 
 
 def checks() -> Iterator[dict]:
-    """Every kernel against the reference in float64 on the device, and twice against itself, bit for bit."""
+    """Check every kernel against the reference in float64, and against itself bit for bit."""
     odd = (
         [(7, 36)] if DRY else [(67, 516), (9, 8200), (5, 40000)] if SMALL else [(4099, 516), (1031, 8200), (301, 40000)]
     )
@@ -101,21 +101,21 @@ def checks() -> Iterator[dict]:
 
 
 def sanitizer(seconds: int = 45) -> Iterator[dict]:
-    """The checks at small odd shapes under compute-sanitizer, a process each; memory comes straight from the driver."""
+    """Run the checks at small odd shapes under compute-sanitizer, in a process each."""
     tool = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     for check in ("memcheck", "racecheck"):
         if DRY or not tool:
-            yield {"tool": check, "ok": "", "said": "compute-sanitizer is not here"}
+            yield {"tool": check, "ok": "", "output": "compute-sanitizer is not installed"}
             continue
         with tempfile.TemporaryDirectory() as out:
             command = ["timeout", str(seconds), tool, "--tool", check, "--error-exitcode", "9", "--print-limit", "5",
                        sys.executable, __file__, out, "--small", "--only", "checks"]  # fmt: skip
             environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        said = [line for line in ended.stdout.splitlines() if line.startswith("=========")]
+        lines = [line for line in ended.stdout.splitlines() if line.startswith("=========")]
         late = ended.returncode == 124  # what `timeout` returns
         yield {"tool": check, "ok": "" if late else ended.returncode == 0,
-               "said": f"cut after {seconds} s" if late else " ".join(said[-6:])[:500]}  # fmt: skip
+               "output": f"cut after {seconds} s" if late else " ".join(lines[-6:])[:500]}  # fmt: skip
 
 
 def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[list[float], bool]]]:
@@ -203,7 +203,7 @@ def speed(left: Callable[[], float]) -> Iterator[dict]:
 
 
 def timed(n: int, c: int, kind: torch.dtype) -> tuple[dict[str, Run], dict[str, Run]]:
-    """What is timed forward and backward at one shape, by name: "operation provider"."""
+    """Runs of forward and backward at one shape, by name: "operation provider"."""
     x, dy = draw(n, c, dtype=kind).requires_grad_(), draw(n, c, dtype=kind)
     w, b = draw(c, dtype=kind).requires_grad_(), draw(c, dtype=kind).requires_grad_()
     forward: dict[str, Run] = {}
@@ -241,7 +241,7 @@ def timed(n: int, c: int, kind: torch.dtype) -> tuple[dict[str, Run], dict[str, 
 
 
 def launches() -> Iterator[dict]:
-    """Launches and waits for the device of one forward and backward of each norm after its warm-up, by the profiler."""
+    """Count launches and waits of a forward and backward of each norm, by the profiler."""
     activity = torch.profiler.ProfilerActivity
     for choice in ("reference", "triton"):
         for spec in normkit.NORMS:
@@ -253,7 +253,7 @@ def launches() -> Iterator[dict]:
                 with normkit.kernels(choice if choice == "reference" or DRY else "auto") as ran:
                     norm(x).backward(dy)
                     if not DRY:
-                        torch.cuda.synchronize()  # by now the host knows that the warm-up is over
+                        torch.cuda.synchronize()  # so the host has read the end of the warm-up
                     kinds = [activity.CPU] if DRY else [activity.CPU, activity.CUDA]
                     with torch.profiler.profile(activities=kinds) as profile:
                         norm(x).backward(dy)
@@ -268,7 +268,7 @@ def launches() -> Iterator[dict]:
 
 
 def steps() -> Iterator[dict]:
-    """One training step of the IWSLT-size model, eager, after the warm-up of norms: median ms, ratio to LayerNorm."""
+    """Time a training step of the IWSLT-size model, after the warm-up of norms."""
     size = {"width": 16, "hidden": 32, "depth": 1, "heads": 2} if DRY else {"width": 512, "hidden": 1024, "heads": 4}
     vocabulary, batch, length = (50, 2, 5) if DRY else (10_000, 128, 32)
     source, target = (torch.randint(4, vocabulary, (batch, length), device=DEVICE) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Norms alone on a CPU, training forward and backward: ratio to `nn.LayerNorm` in one run, share of the copy ceiling.
+"""Time of norms on a CPU, forward and backward, relative to `nn.LayerNorm`.
 
     python benchmarks/ops.py [--threads 1] [--rounds 60] [--shapes 4096x512 ...] [--dtypes float32 ...] [--compiled]
 

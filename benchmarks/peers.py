@@ -1,6 +1,6 @@
-"""Who else computes LayerNorm and RMSNorm on a GPU: a table of functions of (x, w, b, eps), importable or not.
+"""Other implementations of LayerNorm and RMSNorm on a GPU, as functions of (x, w, b, eps).
 
-Read off torch, Liger 0.8, flash-attn 2.8, apex, quack 0.6 and torchnorm 0.1; none of them is needed.
+Taken from torch, Liger 0.8, flash-attn 2.8, apex, quack 0.6 and torchnorm 0.1; none of them is needed.
 """
 
 import functools
@@ -25,7 +25,7 @@ PEERS: dict[tuple[str, str], tuple[str, str, Call]] = {  # (norm, provider) -> m
                         lambda f, x, w, b, eps: f(x, w, b, w.shape, eps)),
     ("rms", "apex"): ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine",
                       lambda f, x, w, b, eps: f(x, w, w.shape, eps)),
-    ("layer", "quack"): ("quack.rmsnorm", "layernorm_fwd",  # forward alone; it wants parameters in float32
+    ("layer", "quack"): ("quack.rmsnorm", "layernorm_fwd",  # forward alone; it takes parameters in float32
                          lambda f, x, w, b, eps: f(x.detach(), w.detach().float(), b.detach().float(), eps)),
     ("rms", "quack"): ("quack", "rmsnorm", lambda f, x, w, b, eps: f(x, w, eps=eps)),
     ("layer", "torchnorm"): ("torchnorm._triton", "fused_layer_norm", lambda f, x, w, b, eps: f(x, w, b, eps)),
@@ -40,7 +40,7 @@ PACKAGES = {"liger": "liger-kernel", "flash": "flash-attn", "apex": "apex", "qua
 
 
 def providers(norm: str, *, compiled: bool = True) -> dict[str, Call]:
-    """PyTorch eager and compiled, and whoever can be imported."""
+    """PyTorch eager and compiled, and all packages that can be imported."""
     found = {"torch": TORCH[norm]}
     if compiled:
         found["compiled"] = torch.compile(TORCH[norm], dynamic=False)
@@ -55,7 +55,7 @@ def providers(norm: str, *, compiled: bool = True) -> dict[str, Call]:
 
 
 def versions() -> dict[str, str]:
-    """What is installed, and what is not."""
+    """Installed versions of the packages."""
     return {who: _version(package) for who, package in PACKAGES.items()}
 
 

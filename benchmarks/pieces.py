@@ -1,12 +1,12 @@
-"""Out of what can a norm be made that costs what LayerNorm costs? Bare calls on a CPU, forward and backward.
+"""Time of the bare calls that a norm consists of, relative to LayerNorm's, on a CPU.
 
-    python benchmarks/pieces.py [--threads 2] [--rounds 30] [--shapes 4096x512 ...] [--dtypes float32] [--no-inductor]
+    python benchmarks/pieces.py [--threads 1] [--rounds 60] [--shapes 4096x512 ...] [--dtypes float32] [--no-inductor]
 
-For each norm, without module, autograd, checks and small vectors: our kernels in C++, and the fewest ATen calls on
-activations that compute it. What they take over LayerNorm's two calls, by turns, `benchmarks/ops.py` cannot fall below.
-Beside it PyTorch's own batch normalization, the two norms that one pass would do as Inductor compiles them, and copies
-of 5 and of 8 activations: the physical limits. `moves` are activations that the calls read and write, where only a row,
-to our kernels a block of rows, stays in the cache. Writes benchmarks/results/pieces_cpu.csv. Needs a C++ compiler.
+For each norm, forward and backward, without module, autograd and checks: the C++ kernels, and the fewest ATen calls
+that compute it. `benchmarks/ops.py` cannot fall below these times. For comparison: PyTorch's own batch normalization,
+two norms compiled by Inductor, and copies of 5 and of 8 activations, the physical limits. `moves` are activations that
+the calls read and write if only a row (for the C++ kernels a block of rows) stays in the cache. Writes
+benchmarks/results/pieces_cpu.csv. Needs a C++ compiler.
 """
 
 import platform
@@ -51,7 +51,7 @@ def rms_backward(dy: Tensor, x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, T
 
 
 def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
-    """What is timed at one shape and type."""
+    """Runs at one shape and type."""
     torch.manual_seed(0)
     x, dy = torch.randn(2, n, c).to(kind)
     w, b, a, inv = torch.rand(4, c) + 0.5

@@ -26,7 +26,7 @@ def parser(about: str, file: str, shapes: Sequence[str] = SHAPES, dtypes: Sequen
 
 
 def begin(threads: int) -> None:
-    """Set the number of threads, and let Dynamo compile one piece of code for more than eight norms."""
+    """Set the number of threads, and let Dynamo compile one function for many norms."""
     torch.set_num_threads(threads)
     torch._dynamo.config.recompile_limit = 64
 

@@ -172,7 +172,7 @@ def test_bench_explains_without_a_clock(typed):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--shape", "12"], "rows x channels"),
         (["--norms", "lay"], "did you mean 'layer'"),
@@ -181,10 +181,10 @@ def test_bench_explains_without_a_clock(typed):
         (["nowhere"], "there is no nowhere"),
     ],
 )
-def test_bad_input_is_one_line(typed, words, said):
+def test_bad_input_is_one_line(typed, words, message):
     status, out, err = typed(*words)
     assert (status, out) == (2, "")
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 

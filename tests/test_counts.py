@@ -1,4 +1,4 @@
-"""What a norm asks of PyTorch and of a GPU is written down; whoever changes it sees it in the diff."""
+"""Counts of operations, moves and launches of norms match benchmarks/results/counts.csv."""
 
 import csv
 import importlib.util
@@ -42,7 +42,7 @@ def test_the_file_holds_what_is_counted():
         env=environment | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
-    assert ended.returncode == 0, f"run python benchmarks/counts.py and look at the diff\n{ended.stdout}{ended.stderr}"
+    assert ended.returncode == 0, f"run python benchmarks/counts.py and check the diff\n{ended.stdout}{ended.stderr}"
 
 
 def test_norms_of_rows_and_power_move_what_layer_norm_moves_and_the_others_eight(rows):

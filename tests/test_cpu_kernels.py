@@ -1,4 +1,4 @@
-"""The C++ kernels for CPUs compute what plain operations compute in float64, whatever the shape, mask and threads."""
+"""C++ kernels for CPUs against plain operations in float64; build, arguments, choice."""
 
 import itertools
 import os
@@ -269,7 +269,7 @@ def test_what_they_do_not_compute_is_left_to_others():
 
 
 @needs_kernels
-def test_who_traces_or_counts_operations_sees_all_of_them():
+def test_tracers_and_counters_of_operations_see_all_of_them():
     x = torch.randn(4, 6)
     with normkit.kernels("auto") as ran, FlopCounterMode(display=False):
         ops.rms(x, None, None, 1e-5)

@@ -1,4 +1,4 @@
-"""The kernels that eager mode on a CPU borrows compute what plain operations compute, and as exactly."""
+"""PyTorch's fused kernels against plain operations."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DOUBLE = {"dtype": torch.float64}
 
 
 @pytest.fixture(autouse=True)
-def borrowed():
+def fused_only():
     """Without the C++ kernels, as where there is no compiler."""
     with normkit.kernels("fused"):
         yield
@@ -120,7 +120,7 @@ def test_whole_norms_train_alike_on_fused_kernels_and_on_plain_operations(spec, 
 
 @pytest.mark.parametrize("choice", ["auto", "fused", "reference"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_what_stands_in_the_padding_moves_no_state(kind, choice):
+def test_padding_moves_no_state(kind, choice):
     torch.manual_seed(0)
     mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
     x, dy = torch.randn(3, 3, 8).to(kind), torch.randn(3, 3, 8).to(kind)

@@ -1,5 +1,6 @@
-"""Kernels under Triton's interpreter and compiled ahead of time, in child processes: the variable that turns the
-interpreter on is read when kernels are defined.
+"""Kernels under Triton's interpreter and compiled ahead of time, in child processes.
+
+The variable that turns the interpreter on is read when kernels are defined.
 """
 
 import csv
@@ -23,7 +24,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 
 def interpreter_fails():
-    """Whether Triton's interpreter is of 3.6, which takes numbers out of arrays in a way that NumPy 2.4 refuses."""
+    """True for Triton 3.6 with NumPy 2.4, which reject each other's arrays."""
     if not find_spec("triton"):
         return False
     return Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4")

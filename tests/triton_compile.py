@@ -1,4 +1,4 @@
-"""Compiles every kernel ahead of time for GPUs that are not here, and reads registers and spills off the machine code.
+"""Compile every kernel ahead of time for GPUs, and read registers and spills.
 
 `python tests/triton_compile.py 80 90 100` prints a JSON list of rows. TRITON_INTERPRET must not be set.
 """
@@ -55,7 +55,7 @@ WIDE |= {
 
 
 def cases():
-    """(kernel, pointers that are None, constants, warps): each option on and off once, short and long rows."""
+    """Yield (kernel, pointers that are None, constants, launch), each option on and off."""
     for width in (384, 4096):
         forward, backward = row_launch(4096, width), row_launch(4096, width, backward=True)
         for kind in range(4) if width == 384 else (0, 3):
@@ -145,7 +145,7 @@ def compile_one(kernel, none, constants, launch, dtype, capability):
 
 
 def usage(made):
-    """Registers and bytes of local memory (spills) of a thread, by the disassembler that comes with triton."""
+    """Registers and bytes of local memory (spills) per thread, by triton's disassembler."""
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

@@ -1,5 +1,7 @@
-"""Every kernel against the float64 reference. `test_triton.py` runs this file in a child process where Triton
-interprets kernels on the CPU; on a CUDA device it runs it once more without the interpreter, at real sizes.
+"""Every kernel against the float64 reference.
+
+`test_triton.py` runs this file in a child process where Triton interprets kernels on the CPU, and on a CUDA device once
+more without the interpreter, at real sizes.
 """
 
 import pytest
@@ -39,7 +41,7 @@ def close(got, expected, dtype=torch.float32, tolerance=0.0):
 
 
 def strided(x):
-    """The same numbers as rows of a wider tensor, whose other numbers nobody may read."""
+    """The same numbers as rows of a wider tensor; reading the others gives NaN."""
     wide = x.new_full((x.shape[0], x.shape[1] + 5), float("nan"))
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
@@ -137,8 +139,8 @@ def test_rows_of_zeros_and_large_means():
 if REAL:  # the interpreter would copy 4 GB at each launch
 
     def test_rows_further_apart_than_32_bits_reach():
-        room = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE)
-        x, dy = (room[start:].as_strided((3, 20), (2**30, 1)) for start in (0, 40))
+        memory = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE)
+        x, dy = (memory[start:].as_strided((3, 20), (2**30, 1)) for start in (0, 40))
         for t in (x, dy):
             t.copy_(draw(3, 20, dtype=torch.bfloat16))
         x.requires_grad_()
@@ -163,7 +165,7 @@ def test_moments(center, masked, dtype):
         x = strided(draw(*shape, dtype=dtype) + 50)
         mask = torch.rand(shape[0], device=DEVICE) > 0.4 if masked else None
         if masked:
-            x[~mask] = float("nan")  # what stands in the padding is nobody's business
+            x[~mask] = float("nan")  # padding must not count
         stat, count = kernels.moments(x, mask, center)
         expected, real = ops.moments(x.double(), mask, center)
         close(stat, expected)
@@ -317,7 +319,7 @@ def test_after_its_warm_up_power_reads_x_once_and_dy_once(spec, masked):
         seen, passes = [], []
         for turn in range(5):
             x, dy = draw(3, 4, 24).requires_grad_(), draw(3, 4, 24)
-            if turn == 2:  # a batch that says nothing, and does not count as a step
+            if turn == 2:  # an unusable batch does not count as a step
                 x = (x * float("nan")).detach().requires_grad_()
             if turn == 3:  # the warm-up begins again
                 norm.load_state_dict({**norm.state_dict(), "step": torch.tensor(0)})
@@ -350,7 +352,7 @@ def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
-def test_a_subclass_with_a_rule_of_its_own_has_no_mirror():
+def test_a_subclass_with_a_rule_of_its_own_has_no_kernel_rule():
     class Slower(normkit.PNV):
         def average(self, batch):
             return super().average(batch) * 0.5

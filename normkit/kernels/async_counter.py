@@ -21,7 +21,7 @@ class AsyncCounter:
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def at_least(self, least: int, counter: Tensor) -> bool:
-        """Whether the host has seen the counter reach `least`."""
+        """Return True once the host has seen the counter reach `least`."""
         if self._seen >= least:
             return True
         if not counter.is_cuda:

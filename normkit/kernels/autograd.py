@@ -1,4 +1,4 @@
-"""The training forward and the analytic backward of norms by batch statistics, as one autograd Function."""
+"""Autograd Function of norms by batch statistics: training forward, analytic backward."""
 
 import functools
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class GradientOwner(Protocol):
         ...
 
     def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:
-        """The result of `take_gradient`, after a forward pass whose statistics were known in advance."""
+        """Return what `take_gradient` will, if the statistics were known in advance."""
         ...
 
 
@@ -60,7 +60,10 @@ class StandardizeOptions:
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As `once_differentiable`, which gives no error if the gradient itself is a constant, as in a penalty on it."""
+    """Forbid differentiating twice, even where `once_differentiable` gives no error.
+
+    It gives none if the gradient itself is a constant, as in a penalty on the gradient.
+    """
     inner = once_differentiable(backward)
 
     @functools.wraps(backward)
@@ -76,9 +79,9 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Standardize(torch.autograd.Function):
-    """`y = weight * (output_scale * z + output_shift) + bias`, `z = (x - mean) / sqrt(var + eps)`, statistics given.
+    """Standardize with given statistics, then scale and shift.
 
-    The backward pass removes the gradient statistics that the norm chooses (`s0` of `g`, `s1` of `g * z`):
+    `y = weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`. The backward pass removes the gradient statistics that the norm chooses (`s0` of `g`, `s1` of `g * z`):
     `dx = dx_scale * (g - s0 - z * s1) / sqrt(var + eps)` with `g = grad_scale * output_scale * weight * dy`. Rows of
     padding take part in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
     """
@@ -175,9 +178,9 @@ def _(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Keep the decisions of norms, a few numbers each, in activation checkpointing under `torch.compile`.
+    """Keep the decisions of norms when `torch.compile` recomputes activations.
 
-    Pass it as `context_fn`. Without it, compiled norms with statistics raise a RuntimeError in the backward pass.
+    They are a few numbers for each norm. Pass it as `context_fn`. Without it, compiled norms with statistics raise a RuntimeError in the backward pass.
     Eager norms do not need it.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Selection of the implementation that computes an op: Triton, C++, PyTorch's fused kernels, or plain PyTorch."""
+"""Selection of the implementation of an op: Triton, C++, fused or plain PyTorch."""
 
 import collections
 import contextlib
@@ -23,7 +23,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Block:
-    """One `with kernels(...)` block: its choice, what ran in it, the block around it, and its thread."""
+    """One `with kernels(...)` block: choice, counts, the block around it, and its thread."""
 
     __slots__ = ("choice", "outer", "ran", "thread")
 
@@ -86,7 +86,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
 
 
 def current_choice() -> str:
-    """The implementation that this thread asks for: of the innermost block, else of the environment."""
+    """Choice of this thread: of the innermost block, else of the environment."""
     if (block := _block.get()) is not None:
         return block.choice
     choice = os.environ.get("NORMKIT_KERNELS") or "auto"
@@ -167,7 +167,7 @@ def custom_kernels(x: Tensor, wide: torch.dtype) -> ModuleType | None:
 
 
 def can_use_triton(x: Tensor, name: str) -> bool:
-    """Whether a Triton kernel runs on `x` in eager mode; RuntimeError if it was asked for and cannot."""
+    """Check for a Triton kernel on `x` in eager mode; RuntimeError if chosen in vain."""
     choice = current_choice()
     if choice not in ("auto", "triton") or (choice == "auto" and not x.is_cuda):
         return False
@@ -178,7 +178,7 @@ def can_use_triton(x: Tensor, name: str) -> bool:
 
 
 def can_use_native(x: Tensor) -> bool:
-    """Whether the C++ kernels run on `x`."""
+    """True if the C++ kernels run on `x`."""
     return (
         x.dtype in cpu.DTYPES
         and current_choice() in ("auto", "native")
@@ -189,7 +189,7 @@ def can_use_native(x: Tensor) -> bool:
 
 
 def can_use_torch_kernels(x: Tensor) -> bool:
-    """Whether kernels for CPUs may run on `x`: a plain tensor with numbers, in eager mode, and not ruled out."""
+    """True if kernels for CPUs may run on `x`: a plain tensor, not empty, in eager mode."""
     return (
         x.device.type == "cpu"
         and type(x) in (Tensor, nn.Parameter)
@@ -203,12 +203,15 @@ def can_use_torch_kernels(x: Tensor) -> bool:
 
 
 def can_join(x: Tensor, wide: torch.dtype) -> bool:
-    """Whether PyTorch's kernels read `x` beside vectors `[C]` of type `wide`: one type, or half and float."""
+    """True if PyTorch's kernels take `x` and vectors `[C]` of type `wide` together."""
     return (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32)) and can_use_torch_kernels(x)
 
 
 def _is_traced() -> bool:
-    """Whether PyTorch's operations are traced, counted or differentiated as they run; calls of C++ would be missed."""
+    """True if PyTorch's operations are traced, counted or differentiated as they run.
+
+    Calls of C++ would be missed there.
+    """
     mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
     return not getattr(mode, "counts_custom_kernels", mode is None) or forward_ad._current_level >= 0
 
@@ -221,7 +224,7 @@ def load_triton() -> ModuleType:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU in this process."""
+    """True if Triton interprets kernels on the CPU in this process."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 

@@ -54,7 +54,7 @@ def standardize(
     x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
     output_scale: Tensor | None = None, output_shift: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`."""
+    """Standardize with given statistics: see `reference.standardize`."""
     scale, shift = reference.output_vectors(stat.dtype, weight, bias, output_scale, output_shift)
     return normalize(x, stat[0] if center else None, stat[-1], scale, shift, eps)
 
@@ -97,7 +97,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
 def normalize(
     x: Tensor, mean: Tensor | None, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """`weight * (x - mean) / sqrt(var + eps) + bias` with vectors `[C]`, rounded once to the type of `x`.
+    """`weight * (x - mean) / sqrt(var + eps) + bias` with vectors `[C]`, rounded once.
 
     >>> normalize(torch.tensor([[3.0]]), torch.ones(1), torch.ones(1), None, torch.ones(1), 0.0).tolist()
     [[3.0]]
@@ -135,7 +135,9 @@ def column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> tupl
 def own_gradient(
     dy: Tensor, x: Tensor, mean: Tensor, inv: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`dx = factor * inv * (dy - mean(dy) - z * mean(dy * z))`, and the sums of dy and of dy * z: `[C]` each.
+    """Exact gradient of a batch, and the sums of dy and of dy * z: `[C]` each.
+
+    `dx = factor * inv * (dy - mean(dy) - z * mean(dy * z))`.
 
     >>> dx, sums = own_gradient(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 6.0]]), *torch.ones(3, 2))
     >>> [s.tolist() for s in sums]
@@ -158,7 +160,7 @@ def constant(value: float, like: Tensor) -> Tensor:
 
 
 def scale_rows(x: Tensor, factor: Tensor) -> Tensor:
-    """`x * factor` with a number for each row, rounded once to the type of `x`: the kernel takes rows for channels.
+    """`x * factor` with a number for each row, rounded once to the type of `x`.
 
     >>> scale_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0], [3.0]])).tolist()
     [[2.0, 4.0], [9.0, 12.0]]
@@ -170,7 +172,7 @@ def scale_rows(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
-    """In the shape of x, and no view: a layer after the norm may change it in place (`nn.ReLU(inplace=True)`)."""
+    """Reshape to the shape of x, without a view: a later layer may change y in place."""
     return torch.ops.aten._unsafe_view(y, x.shape)
 
 
@@ -187,9 +189,9 @@ def divide(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *,
 
 
 class Divide(torch.autograd.Function):
-    """`weight * x * r(x)`, with `r = 1 / sqrt(mean(x^2) + eps)`, or `1 / max(||x||, eps)` where `length`.
+    """`weight * x * r(x)` with an analytic gradient.
 
-    `weight` is None, one number, or `[C]` (not where `length`). Computed in float32 or wider, rounded once to the type
+    `r = 1 / sqrt(mean(x^2) + eps)`, or `1 / max(||x||, eps)` with `length`. `weight` is None, one number, or `[C]` (not where `length`). Computed in float32 or wider, rounded once to the type
     of `x`. Backward, with `g = weight * dy`: `dx = r g - x r^2 sum(g x r) / C`; for a length not divided by C, and
     without the second term where it was clamped. Differentiated twice, it uses plain operations.
     """

@@ -1,4 +1,4 @@
-"""A norm's rules as parameters of a kernel, which applies them in the launch that adds up partial sums."""
+"""A norm's rules as parameters of a kernel, which applies them to its sums."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class KernelRule(NamedTuple):
-    """Names and numbers of a method's rules, as `triton/rule_kernels.py` and `cpu/rules.h` implement them.
+    """Names and numbers of a method's rules.
 
-    `train_stat` and `grad_stat` in PyTorch stay the reference.
+    `triton/rule_kernels.py` and `cpu/rules.h` implement them. `train_stat` and `grad_stat` in PyTorch stay the reference.
 
     Attributes:
         forward: Statistics to standardize with: "batch"; "running", those from before this batch; "geometric" or
@@ -60,7 +60,7 @@ def find_kernel_rule(norm: Any) -> KernelRule | None:
 
 @functools.cache
 def has_kernel_rule(kind: type) -> bool:
-    """Whether the class that defines the rules of `kind` last also defines `kernel_rule`."""
+    """True if the class that defines the rules of `kind` also defines `kernel_rule`."""
     rules = {"train_stat", "grad_stat", "average", "kernel_rule"}
     return "kernel_rule" in vars(next(cls for cls in kind.__mro__ if rules & vars(cls).keys()))
 

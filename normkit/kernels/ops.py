@@ -19,7 +19,7 @@ from normkit.kernels.step_statistics import StepStatistics
 
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Center and scale each row: `weight * (x - mean) / sqrt(var + eps) + bias`, with the biased variance."""
+    """Center and scale each row, with the biased variance."""
     joined = all(p is None or dispatch.can_join(x, p.dtype) for p in (weight, bias))
     kind = dispatch.select(x, "layer", native=False, fused=joined)
     if kind == "triton":
@@ -44,7 +44,7 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
 
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Divide each row by its length, at least `eps`: `weight * x / max(||x||, eps) + bias`."""
+    """Divide each row by its length, at least `eps`."""
     wide = reference.wide_type(x, weight, bias)
     analytic = (weight is None or weight.numel() == 1) and _needs_grad(x, weight)
     kind = dispatch.select(x, "scale", native=wide is torch.float32, fused=analytic)
@@ -65,7 +65,7 @@ def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gro
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
-    """Divide each of `groups` runs of channels of a row by `sqrt(mean(x^2) + eps)`: layer-scale."""
+    """Divide each of `groups` runs of channels by its root mean square: layer-scale."""
     kind = dispatch.select(x, "group_rms", fused=_needs_grad(x, None))
     if kind == "triton":
         return dispatch.load_triton().group_rms(x, eps, groups)
@@ -76,7 +76,7 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
 
 
 def _needs_grad(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether an analytic gradient pays: without one, plain operations are as fast."""
+    """True if a gradient is needed; without one, plain operations are as fast."""
     return torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
 
 
@@ -87,7 +87,7 @@ def moments(
     x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None, groups: int = 0,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Statistics `[k, C]` of the real rows of `x`, and the number of these rows: see `reference.moments`."""
+    """Statistics `[k, C]` of the real rows of `x` and their number: `reference.moments`."""
     dtype = x.dtype if dtype is None else dtype
     kind = dispatch.select(x, "moments", dtype)
     if kind == "triton":
@@ -101,7 +101,7 @@ def standardize(
     x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
     output_scale: Tensor | None = None, output_shift: Tensor | None = None, groups: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`."""
+    """Standardize with given statistics: see `reference.standardize`."""
     kind = dispatch.select(x, "standardize", stat.dtype)
     given = x, stat, eps, center, weight, bias, output_scale, output_shift
     if kind == "triton":
@@ -116,7 +116,10 @@ def standardize_and_moments(
     x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None,
     groups: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`standardize` and the batch's own moments and count, on one reading; needs `dispatch.custom_kernels`."""
+    """`standardize` and the batch's moments and count, on one reading of `x`.
+
+    Needs `dispatch.custom_kernels`.
+    """
     if dispatch.select(x, "standardize_and_moments", stat.dtype, fused=False) == "triton":
         y, fresh = dispatch.load_triton().standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True)
     else:
@@ -128,7 +131,10 @@ def standardize_and_moments(
 
 
 def select_grad(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int = 0) -> str:
-    """Select the implementation of `standardize_grad` and count it; with layer-scale, that of the forward pass."""
+    """Select the implementation of `standardize_grad` and count it.
+
+    With layer-scale it is that of the forward pass.
+    """
     kind = dispatch.select(x, "standardize_grad", wide)
     if groups:
         return "native"
@@ -142,7 +148,10 @@ def standardize_grad(
     dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
     real: bool = False, groups: int = 0, kind: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradient of `standardize`, see `reference.standardize_grad`; `kind` as `select_grad` returned it."""
+    """Gradient of `standardize`: see `reference.standardize_grad`.
+
+    `kind` is the result of `select_grad`.
+    """
     kind = kind or select_grad(dy, x, stat.dtype, groups)
     given = dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real
     if kind == "native":
@@ -165,7 +174,10 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def infer(norm: Any, x: Tensor) -> Tensor | None:
-    """A norm by its running statistics in one call; None where there is no kernel or a gradient is needed."""
+    """Apply a norm by its running statistics in one call.
+
+    Returns None if there is no kernel or a gradient is needed.
+    """
     if torch.is_grad_enabled() or norm.running.dtype is not torch.float32 or not dispatch.can_use_native(x):
         return None
     dispatch.select(x, "infer")

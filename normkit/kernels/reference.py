@@ -1,4 +1,4 @@
-"""The arithmetic of all norms in plain PyTorch: per token over its channels, per channel over all tokens.
+"""The arithmetic of all norms in plain PyTorch.
 
 Per-token operations compute in float32 or wider and return the type of `x`. Per-channel statistics have `k` rows:
 `[2, C]` (mean, variance) with the mean removed, else `[1, C]` (quadratic mean).
@@ -61,9 +61,9 @@ def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gro
 def group_sample(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int, mask: Tensor | None = None
 ) -> Tensor:
-    """Normalize over a group's channels and all real positions of a sample (Wu & He 2018, Eq. 7).
+    """Normalize over a group's channels and all real positions of a sample.
 
-    `x` is `[batch, ..., C]`; `mask` is `[batch, ...]`, True where a position is real.
+    Wu & He 2018, Eq. 7. `x` is `[batch, ..., C]`; `mask` is `[batch, ...]`, True where a position is real.
     """
     split = x.to(wide_type(x, weight)).unflatten(-1, (groups, -1))  # [batch, ..., groups, C / groups]
     if split.numel() == 0:
@@ -80,7 +80,7 @@ def group_sample(
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
-    """Divide each of `groups` runs of channels of a row by `sqrt(mean(x^2) + eps)`: layer-scale.
+    """Divide each of `groups` runs of channels by its root mean square: layer-scale.
 
     Shen et al. 2020, section 4.2; `GroupScaling1D` in their code. No parameters.
     """
@@ -100,7 +100,10 @@ def wide_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
 
 
 def differentiable_grad(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:
-    """Gradients of x and weight in `rms` (or `scale`, with `length`) that can be differentiated again."""
+    """Gradients of x and weight that can be differentiated again.
+
+    They are those of `rms`, or with `length` of `scale`.
+    """
     y = (scale if length else rms)(x, weight, None, eps)
     wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
     grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
@@ -149,7 +152,9 @@ def standardize(
     x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
     output_scale: Tensor | None = None, output_shift: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`.
+    """Standardize with given statistics `[k, C]`, then scale and shift.
+
+    `y = weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`.
 
     >>> standardize(torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), 0.0, True).tolist()
     [[2.0], [4.0]]

@@ -1,4 +1,4 @@
-"""Time of norms relative to `nn.LayerNorm` on this machine, and the operations that they run."""
+"""Time of norms relative to `nn.LayerNorm`, and the operations that they run."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ FIELDS = ("device", "threads", "torch", "provider", "norm", "pass", "shape", "dt
 
 
 def providers(spec: str, dim: int, compiled: bool = False) -> dict[str, nn.Module]:
-    """Implementations of a norm: normkit's, PyTorch's if it has one, and normkit's compiled by Inductor if wanted."""
+    """Implementations of a norm: normkit's, PyTorch's, and with `compiled` Inductor's."""
     found: dict[str, nn.Module] = {"normkit": settle(make(spec, dim))}
     if spec == "rms":
         found["torch"] = nn.RMSNorm(dim, eps=1e-5)
@@ -136,7 +136,7 @@ def moves(spec: str, mode: str = "train") -> int:
 
 
 def explain(spec: str, rows: int, dim: int, dtype: str = "float32", device: str = "cpu") -> list[dict]:
-    """List what runs in a forward and a backward, the number of operations, and the memory that they touch.
+    """List the operations of a forward and a backward, and the memory that they touch.
 
     A norm with a warm-up has a row for it and one for the time after. `touched` is in activations, read from a cache or
     not; vectors count by their size.

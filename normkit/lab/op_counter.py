@@ -73,14 +73,14 @@ class Counter(TorchDispatchMode):
 
 
 def read_again(name: str, given: dict[str, Any]) -> list[Tensor]:
-    """Tensors that a C++ kernel reads a second time, after all rows: statistics come first unless known in advance."""
+    """Tensors that a C++ kernel reads twice: statistics unknown in advance come first."""
     if name not in ("train", "differentiate") or given["known_in_advance"]:
         return []
     return [given["x"]] if name == "train" else [given["x"], given["dy"]]
 
 
 def kernel_flops(name: str, given: dict[str, Any]) -> int:
-    """Additions, multiplications, comparisons and roots per element of x in a C++ kernel with these arguments."""
+    """FLOPs per element of x of a C++ kernel with these arguments."""
     has = {key: value is not None for key, value in given.items()}
     if name == "row_forward":  # sum of squares, times the factor, weight and bias
         return 2 + 1 + has["weight"] + has["bias"]

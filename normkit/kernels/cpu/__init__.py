@@ -1,1 +1,1 @@
-"""C++ kernels for eager arithmetic on a CPU, compiled on first use. Each pass reads and writes activations once."""
+"""C++ kernels for eager arithmetic on a CPU, compiled on first use."""

@@ -1,4 +1,4 @@
-"""Calls of the C++ kernels: structs of arguments, read from `arguments.h`, filled by name and checked."""
+"""Calls of the C++ kernels with structs of arguments, read from `arguments.h`."""
 
 import ctypes
 import functools
@@ -18,7 +18,7 @@ observers: list[Callable[[str, dict[str, Any]], object]] = []  # called with nam
 
 @functools.cache
 def structs() -> dict[str, tuple[type[ctypes.Structure], dict[str, torch.dtype | None]]]:
-    """Struct of each kernel by the kernel's name, and the type of tensor that each of its pointers takes."""
+    """Struct of arguments of each kernel, and the type of tensor of each pointer."""
     text = re.sub(r"//.*", "", (SOURCES / "arguments.h").read_text(encoding="utf8"))
     found = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):

@@ -66,7 +66,7 @@ def _compiler() -> list[str]:
 
 
 def _key(compiler: list[str]) -> str:
-    """Hash of sources, flags, compiler and processor, because machines may share a home folder."""
+    """Hash of sources, flags, compiler and processor: machines may share a home folder."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
     processor = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
     sources = [path.read_text(encoding="utf8") for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
@@ -75,7 +75,7 @@ def _key(compiler: list[str]) -> str:
 
 
 def _private(folder: Path) -> Path:
-    """The folder, created if missing; a new temporary one if other users could put a library into it."""
+    """The folder, created if missing; a new temporary one if others can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -88,9 +88,9 @@ def _private(folder: Path) -> Path:
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    """Compile into a temporary folder and move the result, so that other processes never find half a file.
+    """Compile into a temporary folder and move the result.
 
-    It is linked with the OpenMP that came with PyTorch, so that both use the same threads.
+    Other processes never find half a file. The library is linked with the OpenMP that came with PyTorch, so that both use the same threads.
     """
     threads = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
     with tempfile.TemporaryDirectory(dir=path.parent) as place:

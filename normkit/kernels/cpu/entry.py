@@ -1,4 +1,4 @@
-"""All operations that have C++ kernels. Tensors are float32 or bfloat16, vectors `[C]` float32."""
+"""Operations with C++ kernels: tensors float32 or bfloat16, vectors `[C]` float32."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ BACKWARD = ("exact", "running", "windowed")
 
 
 def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Statistics `[k, C]` of the real rows of `x`, after layer-scale with `groups`, and their number."""
+    """Statistics `[k, C]` of the real rows of `x`, and their number."""
     (n, channels), x = _sizes(x), _plain(x)
     stat, count = _vectors(x, 1 + center), x.new_empty((), dtype=torch.float32)
     call("column_forward", x=x, mask=_flat(mask, n), stat=stat, count=count, n=n, channels=channels, groups=groups,
@@ -35,7 +35,10 @@ def standardize(
     x: Tensor, mean: Tensor | None, scale: Tensor, shift: Tensor, mask: Tensor | None = None, *, sums: bool = False,
     groups: int = 0, eps: float = 0.0,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """`(x - mean) * scale + shift`; with `sums`, the quadratic means `[1, C]` of the real rows and their number."""
+    """`(x - mean) * scale + shift`.
+
+    With `sums`, also the quadratic means `[1, C]` of the real rows and their number.
+    """
     (n, channels), x = _sizes(x), _plain(x)
     y, fresh = torch.empty_like(x), (_vectors(x, 1), x.new_empty((), dtype=torch.float32)) if sums else None
     stat, count = fresh or (None, None)
@@ -49,7 +52,9 @@ def gradient(
     to_dx: tuple[Tensor, Tensor, Tensor] | None = None, sums: bool = True, real: bool = False, groups: int = 0,
     eps: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute dx and the sums over rows of dy and of `dy * (x - mean)`, `[2, C]`; `[4, C]` with `real`: of real rows too.
+    """Compute dx and the sums over rows of dy and of `dy * (x - mean)`.
+
+    The sums are `[2, C]`; with `real`, `[4, C]`: over all rows, then over real ones.
 
     With `to_dx = (dy_coefficient, x_coefficient, constant)`, dx is `dy_coefficient * dy + x_coefficient * (x - mean) +
     constant`, in the padding `dy_coefficient * dy`.
@@ -128,7 +133,7 @@ def infer(norm: Any, x: Tensor) -> Tensor:
 def train(
     norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None, known_in_advance: Tensor | None, groups: int
 ) -> tuple[Tensor, StepStatistics]:
-    """Run a training forward and move the norm's state; returns y and the decisions of the step."""
+    """Run a training forward and move the norm's state; return y and the decisions."""
     (n, channels), k, rule = _sizes(x), 1 + norm.center, kernel_rule
     x, mask, one_pass = _plain(x), _flat(mask, n), rule.forward == "running"
     y, weight, bias = torch.empty_like(x), _expanded(norm.weight, channels), _expanded(norm.bias, channels)

@@ -99,7 +99,10 @@ def merged_moments(
     SUM, SQUARE, COUNT, channel, programs, channels,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the programs' shares, in a fixed order: mean (zero without CENTER), second moment, count of rows."""
+    """Merge the programs' shares in a fixed order: mean, second moment, count of rows.
+
+    The mean is zero without CENTER.
+    """
     real = channel < channels
     counts = tl.zeros([TILE], tl.float32)
     first = tl.zeros([TILE, BLOCK], tl.float32)
@@ -150,7 +153,9 @@ def column_backward(
     rows, channels, dy_stride, x_stride, eps,
     CENTER: tl.constexpr, REAL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute DX (if given) and this program's share of the sums of dy and dy * z (if SUMS is given).
+    """Compute DX (if given) and this program's share of the sums (if SUMS is given).
+
+    The sums are those of dy and of dy * z.
 
     `dx = DX_SCALE / sqrt(var + eps) * (FACTOR * OUTPUT_SCALE * dy - s0 - z * s1)`, nothing removed from rows of
     padding. With REAL, SUMS also has the sums over real rows: `[programs, 4, C]` instead of `[programs, 2, C]`. FINITE,

@@ -1,4 +1,4 @@
-"""Batch statistics on the GPU: moments, standardize with statistics that are given, and its gradient."""
+"""Batch statistics on the GPU: moments, standardize, and its gradient."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ Shares = tuple[Tensor | None, Tensor | None, Tensor | None]  # means, second mom
 def moments(
     x: Tensor, mask: Tensor | None = None, center: bool = False, launch: Launch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.moments`, of `x` in its own type: `[k, C]` and the count of rows, float32. Two launches.
+    """As `reference.moments`, in two launches.
 
-    `mask` may also be numbers `[...]`, the weight of each row.
+    `x` has its own type, the results are float32. `mask` may also be numbers `[...]`, the weight of each row.
     """
     if torch.compiler.is_compiling():
         return column_moments(x, mask, center)
@@ -33,7 +33,7 @@ def standardize(
     output_scale: Tensor | None = None, output_shift: Tensor | None = None, mask: Tensor | None = None,
     sums: bool = False, launch: Launch | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """As `reference.standardize`; with `sums`, also the moments of x and the count, from the same reading."""
+    """As `reference.standardize`; with `sums`, also the moments of x and the count."""
     if torch.compiler.is_compiling() and not sums:
         return column_standardize(x, stat, eps, center, weight, bias, output_scale, output_shift), None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -48,7 +48,7 @@ def standardize_grad(
     dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
     real: bool = False, launch: Launch | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """As `reference.standardize_grad`; dx and sums share a launch if `removed` is known before the sums."""
+    """As `reference.standardize_grad`; one launch computes dx and sums."""
     if torch.compiler.is_compiling():
         found = column_standardize_grad(dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real)
         return (None if removed is None else found[0]), (found[1] if sums else None)

@@ -1,4 +1,4 @@
-"""Launch of a kernel: tile, warps and number of programs from the shape, and a search for better ones.
+"""Launch of a kernel: tile, warps and number of programs from the shape.
 
 A launch decides the order of every sum, so it follows from the shape alone: the same shape gives the same bits, on
 every run and every device.
@@ -12,7 +12,7 @@ PROGRAMS = 264  # two for each of the 132 multiprocessors of a large card: enoug
 
 
 class Launch(NamedTuple):
-    """Tiles of `tile` rows by `block` channels, `warps` warps, at most `programs` programs along rows."""
+    """Tiles of `tile` rows by `block` channels, warps, and programs along rows."""
 
     tile: int
     block: int
@@ -53,7 +53,10 @@ def sum_grid(channels: int) -> tuple[int]:
 
 
 def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Launch]:
-    """Launches around a guess: tile, warps and programs halved and doubled; the block too for column kernels."""
+    """Launches around a guess: tile, warps and programs halved and doubled.
+
+    With `wide`, for kernels of columns, the block is doubled too.
+    """
     for tile in {max(1, guess.tile // 2), guess.tile, guess.tile * 2}:
         for warps in {max(1, guess.warps // 2), guess.warps, min(32, guess.warps * 2)}:
             for programs in {max(1, guess.programs // 2), guess.programs, guess.programs * 2}:

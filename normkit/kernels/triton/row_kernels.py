@@ -79,7 +79,9 @@ def row_backward(
     DY, X, DS, W, MEAN, INV, DX, DW, DB, rows, width, dy_stride, x_stride, ds_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute DX (plus DS, the gradient of the sum) and this program's share of the sums over rows for W and B.
+    """Compute DX and this program's share of the sums over rows for W and B.
+
+    DS, the gradient of the sum, is added to DX.
 
     A program takes every `programs`-th tile, in order, and writes its own row of DW and DB: sums without atomics.
     """
@@ -135,7 +137,7 @@ def long_forward(
     X, R, S, W, B, Y, MEAN, INV, rows, width, x_stride, r_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`row_forward` of one row (TILE is 1) in blocks: moments on the first reading, Y on the second."""
+    """`row_forward` of one row (TILE is 1) in blocks: first moments, then Y."""
     row = tl.program_id(0).to(tl.int64)
     group, groups = tl.program_id(1), tl.num_programs(1)
     base = row * (width * groups) + group * width
@@ -233,7 +235,7 @@ def row_sums(
     DY, X, MEAN, INV, DW, DB, rows, width, groups, dy_stride, x_stride,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute a program's share of sum(dy * z) and sum(dy) for a block of channels of long rows."""
+    """Compute a program's share of sum(dy * z) and sum(dy) for long rows."""
     start, programs = tl.program_id(0), tl.num_programs(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < width * groups

@@ -1,4 +1,4 @@
-"""Norms of each token on the GPU: one launch forward, two backward (three where a bias has a gradient too).
+"""Norms of each token on the GPU: one launch forward, two or three backward.
 
 Eager calls go through a thin `autograd.Function`; under `torch.compile` the same launches are the registered
 operators `normkit::row_norm` and `normkit::row_norm_grad`.
@@ -53,7 +53,10 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
 def add_norm(
     kind: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """`norm(x + residual)` and `x + residual`, rounded to `x.dtype` first; `kind` is a key of `KINDS`."""
+    """`norm(x + residual)` and `x + residual`, rounded to `x.dtype` first.
+
+    `kind` is a key of `KINDS`.
+    """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if residual.shape != x.shape or residual.dtype != x.dtype:
@@ -145,7 +148,7 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None, saved: Saved, kind: int, eps: float, groups: int,
     want_weight: bool, want_bias: bool, bias_dtype: torch.dtype | None = None, launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x (with `ds` added), weight and bias. One launch, and one for each parameter."""
+    """Gradients of x (plus `ds`), weight and bias: one launch, and one per parameter."""
     rows, channels, width = _sizes(x, groups)
     scalar = is_scalar(weight, channels)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -198,7 +201,7 @@ def add_up(shares: Tensor | None, out: Tensor) -> Tensor:
 
 
 def sum_buffer(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialized memory for sums over `x`; zeros, which cost a launch, only if `x` is empty."""
+    """Uninitialized memory for sums over `x`; zeros (one more launch) if `x` is empty."""
     return (torch.empty if x.numel() else torch.zeros)(shape, dtype=dtype, device=x.device)
 
 
@@ -219,7 +222,7 @@ def contiguous(parameter: Tensor | None) -> Tensor | None:
 
 
 def is_scalar(weight: Tensor | None, channels: int) -> bool:
-    """Whether there is one weight for all channels."""
+    """True if there is one weight for all channels."""
     return weight is not None and weight.numel() == 1 and channels > 1
 
 

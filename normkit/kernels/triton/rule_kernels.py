@@ -1,6 +1,6 @@
-"""The sum of the programs' shares and a method's rule in one launch: `train_stat` and `grad_stat` in Triton.
+"""Rules of methods in Triton, in the launch that adds up the programs' shares.
 
-Each program owns a block of channels and writes the buffers of these; program 0 alone reads and writes counters.
+`train_rule` is `StatNorm.train_stat`, `grad_rule` is `grad_stat`. Each program owns a block of channels and writes the buffers of these; program 0 alone reads and writes counters.
 Whether the batch is usable depends on all channels: each program reads FINITE, which the column pass wrote for every
 share, a few KB. Shares are summed in a fixed order, as everywhere.
 """
@@ -50,9 +50,9 @@ def train_rule(
     programs, shares, channels, size, eps, rate, warmup, until_r, until_d, bound_r, bound_d, floor,
     RULE: tl.constexpr, CENTER: tl.constexpr, UNBIASED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply a method's rule to the statistics of a batch, and update RUNNING, STEP, SKIPPED and WINDOW.
+    """Apply a method's rule to the statistics of a batch.
 
-    Writes the statistics to standardize with (VALUE, OUTPUT_SCALE, OUTPUT_SHIFT), those of the batch, usable or not
+    Updates RUNNING, STEP, SKIPPED and WINDOW. Writes the statistics to standardize with (VALUE, OUTPUT_SCALE, OUTPUT_SHIFT), those of the batch, usable or not
     (BATCH), and what the backward pass needs (SAVED_GRAD, SAVED_GAMMA).
     """
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -137,7 +137,10 @@ def grad_rule(
     RULE: tl.constexpr, EXACT: tl.constexpr, CLAMP: tl.constexpr, CENTER: tl.constexpr, REAL: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute DW, DB and the gradient statistics to remove (REMOVED); update SMOOTH, WINDOW and SKIPPED."""
+    """Compute DW, DB and the gradient statistics to remove (REMOVED).
+
+    Updates SMOOTH, WINDOW and SKIPPED.
+    """
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
     stride = channels * (4 if REAL else 2)

@@ -1,4 +1,4 @@
-"""A whole training step of a norm by batch statistics in at most six launches, its rule applied in between.
+"""Training steps of norms by batch statistics, in at most six launches.
 
 Forward: sums, rule, standardize. Backward: sums, rule, dx. If the statistics are known in advance, standardize and dx
 share the reading of the sums, and the rule comes last.
@@ -67,9 +67,9 @@ def differentiate(
     norm: Any, kernel_rule: KernelRule, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None,
     statistics: StepStatistics, known_in_advance: Tensor | None, has_bias: bool, groups: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute gradients of x, weight and bias and move the norm's state: three launches, or two.
+    """Compute gradients of x, weight and bias and move the norm's state.
 
-    Two suffice if what to remove is known in advance.
+    Three launches; two suffice if what to remove is known in advance.
     """
     assert not groups, "layer-scale is a launch of its own"
     rows, dys, (n, channels) = as_rows(x), as_rows(dy), (x.numel() // x.shape[-1], x.shape[-1])
