@@ -156,6 +156,8 @@ class _Planner:
                     for nodes in (node.inputs, node.outputs) for stream in self._streams_of(nodes)
                 })  # fmt: skip
                 return f"of {listed(clash, 4)} all but one can be folded" + (f": {ends}" if ends else "")
+        if not after and self._streams_of(node.inputs) & self._streams_of(node.outputs):
+            return "its output is added to its own input"
         if after and before and after != before and node.offline:
             return f"{after}; nor into what precedes it: {before}"
         return after or before or "its relations contradict each other"

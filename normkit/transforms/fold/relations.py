@@ -81,6 +81,7 @@ class Relations:
         self.links: list[Link] = []
         self.rows: list[Row] = []
         self.norms: dict[str, NormNode] = {}
+        self.unshifted: list[Tensor] = []  # what tied output layers without a bias read
         self.scaled: dict[Source, Tensor] = {}  # what a product with a parameter per channel reads
         self.kept: dict[str, str] = {}  # norms that stay as they are, with the reason
         self.sources = {source.product: source for source in trace.sources.values()
@@ -247,6 +248,8 @@ class Relations:
         for product in (one, other) if mixed else ():
             if product.adds:
                 self.pin(self.outputs[product], tied, scale=False)
+            elif product not in self.trace.biases:
+                self.unshifted.append(self.inputs[product])
 
     def _equal(self, a: Tensor, b: Tensor, exponent: int = 1, shift: bool = False, why: str = "") -> None:
         self.links.append(Link(a, b, exponent, shift=shift, why=why))

@@ -143,6 +143,7 @@ class Edit:
                 change(value)
             if tensor is not None:
                 tensor.copy_(value)
+                module._non_persistent_buffers_set.discard(key)  # its values are not those that the constructor makes
                 continue
             weight = next(p for k, p in module.named_parameters(recurse=False) if "weight" in k)
             setattr(module, key, nn.Parameter(value.to(weight.device, weight.dtype), weight.requires_grad))

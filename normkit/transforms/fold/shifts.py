@@ -14,6 +14,7 @@ from normkit.transforms.fold.trace import Source
 
 Expression = dict[int, Tensor]  # variable: its factor in every lane; the key CONSTANT: the constant
 CONSTANT = -1
+OPTIONAL = "optional"  # in place of a norm: a row that is met if that takes no new bias
 ROUNDING = 1e-14  # a shift below this part of the largest is a rounding error
 PIVOT = 1e-6  # a factor below this part of the largest is no pivot
 
@@ -32,7 +33,7 @@ class System:
     @property
     def norms(self) -> set[str]:
         """The norms that have rows here."""
-        return {row[0] for row in self.rows if row[0]}
+        return {row[0] for row in self.rows} - {"", OPTIONAL}
 
     def solve(self, norms: frozenset[str]) -> dict[int, Expression] | None:
         """Every variable that is not free in terms of those that are; None where the rows contradict each other."""
@@ -44,7 +45,7 @@ class System:
     def _eliminate(self, norms: frozenset[str]) -> dict[int, Expression] | None:
         solved: dict[int, Expression] = {}
         for norm, variables, factors, constant in self.rows:
-            if norm and norm not in norms:
+            if norm not in norms and norm not in ("", OPTIONAL):
                 continue
             row: Expression = {CONSTANT: -constant}
             for variable, factor in zip(variables, factors, strict=True):
@@ -54,11 +55,16 @@ class System:
             row = {each: factor for each, factor in row.items() if bool((factor.abs() > 1e-11 * largest).any())}
             unknown = [each for each in row if each != CONSTANT]
             if not unknown:
-                if CONSTANT in row and bool((row[CONSTANT].abs() > 1e-9 * largest).any()):
+                if norm != OPTIONAL and CONSTANT in row and bool((row[CONSTANT].abs() > 1e-9 * largest).any()):
                     return None
                 continue
-            pivots = [each for each in unknown if float(row[each].abs().min()) > PIVOT * float(row[each].abs().max())]
+            largest = torch.stack([row[each].abs() for each in unknown]).amax(0)
+            pivots = [each for each in unknown if bool((row[each].abs() > PIVOT * largest).all())]
+            if norm == OPTIONAL:
+                pivots = [each for each in pivots if self.rank[each] != 2]
             if not pivots:
+                if norm == OPTIONAL:
+                    continue
                 return None
             pivot = min(pivots, key=lambda each: (self.rank[each], -each))
             by = row.pop(pivot)
@@ -79,6 +85,8 @@ class Shifts:
         size = relations.trace.codes
         self.forest = united(size, [Link(link.a, link.b) for link in relations.links if link.shift])
         rows = sorted((row for row in rows if len(row.nodes)), key=lambda row: int(row.nodes[0, 0]))
+        rows += [Row(n[:, None], torch.ones(len(n), 1).double(), torch.zeros(len(n)).double(), OPTIONAL)
+                 for n in relations.unshifted]  # fmt: skip
         fixed = [(row.norm, (self.forest.root[row.nodes] == 0).all(1) & (row.constant != 0)) for row in rows]
         self.never = {norm for norm, at in fixed if bool(at.any())}  # a shift where both ends have none
         self.systems = self._systems(rows, self._ranks(relations))

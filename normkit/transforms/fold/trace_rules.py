@@ -196,7 +196,7 @@ def _combine(
 def _joined(old: tuple[Tensor, float] | None, new: tuple[Tensor, float] | None) -> tuple[Tensor, float] | None:
     if old is None or new is None:
         return None
-    return torch.cat([old[0], new[0]]).unique(dim=0), old[1]
+    return (old[0] if torch.equal(old[0], new[0]) else torch.cat([old[0], new[0]]).unique(dim=0)), old[1]
 
 
 def _add_bias(tracer: "Tracer", x: Tensor, bias: Tensor, out: Tensor) -> bool:

@@ -216,14 +216,13 @@ class Tracer(TorchDispatchMode):
         return True
 
     def _tables(self, model: nn.Module) -> set[int]:
-        """Parameters and kept buffers that are numbers by themselves, not the weight of a layer."""
+        """Parameters and buffers that may be used as numbers by themselves, not as the weight of a layer."""
         tables = set()
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd | nn.MultiheadAttention):
                 continue
-            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                kept = key not in module._non_persistent_buffers_set
-                if tensor is not None and kept and tensor.dtype.is_floating_point and 1 < tensor.numel() <= 1 << 20:
+            for tensor in [*module._parameters.values(), *module._buffers.values()]:
+                if tensor is not None and tensor.dtype.is_floating_point and 1 < tensor.numel() <= 1 << 20:
                     tables.add(id(tensor))
         return tables
 
