@@ -118,10 +118,11 @@ class Solver:
     def choose(self, allowed: Callable[[str], bool]) -> set[str]:
         """A largest set of offline norms that can be folded together, then gains of online ones where these can."""
         names = [name for name, node in self.nodes.items() if node.offline and allowed(name)]
-        chosen: set[str] = set()
-        alone = [name for name in names if self.consistent([name])]
-        for part in self._parts(alone):
-            chosen |= set(part) - _fewest_out(part, self.consistent)
+        chosen = set(names)
+        if not self.consistent(names):
+            chosen = set()
+            for part in self._parts([name for name in names if self.consistent([name])]):
+                chosen |= set(part) - _fewest_out(part, self.consistent)
         for name, node in self.nodes.items():
             if not node.offline and not node.trivial and allowed(name) and self.consistent({*chosen, name}):
                 chosen.add(name)
