@@ -1,6 +1,6 @@
-"""The formulas of the papers in NumPy, written from the papers and not from the library: what the tests hold it to.
+"""The formulas of the papers in NumPy, written from the papers and not from the library: the reference of the tests.
 
-Every model has `step(x, dy, keep, weight=, bias=, ...) -> dict`: one training step of rows `x [batch, positions, C]`
+A new norm gets a class here and a row of `MODELS` at the end. Every model has `step(x, dy, keep, weight=, bias=, ...) -> dict`: one training step of rows `x [batch, positions, C]`
 with upstream gradient `dy`, `keep [batch, positions]` True where a row is real. It returns the output `y`, the gradient
 `dx`, one entry a parameter (its gradient) and one a buffer (its value after the step). g = weight * dy throughout.
 
@@ -27,7 +27,7 @@ def affine_gradients(dy, z):
 
 
 class Layer:
-    """Ba et al. 2016: y = gamma (x - mean) / sqrt(var + eps) + beta over the channels of one token, biased variance."""
+    """Ba et al. 2016: y = gamma (x - mean) / sqrt(var + eps) + beta, biased variance of one token."""
 
     def __init__(self, dim, eps=1e-5):
         self.eps = eps
@@ -41,7 +41,10 @@ class Layer:
 
 
 class RMS:
-    """Zhang & Sennrich 2019: y = gamma x / sqrt(mean x^2 + eps); their code: x / (sqrt(mean x^2) + eps). No bias."""
+    """Zhang & Sennrich 2019: y = gamma x / sqrt(mean x^2 + eps), without bias.
+
+    Their code: x / (sqrt(mean x^2) + eps).
+    """
 
     def __init__(self, dim, eps=1e-5, eps_at="inside"):
         self.eps, self.inside = eps, eps_at == "inside"
@@ -57,7 +60,7 @@ class RMS:
 
 
 class Group:
-    """Wu & He 2018, Eq. 1-7: layer normalization of runs of C / G channels, of one token or of all real positions."""
+    """Wu & He 2018, Eq. 1-7: groups of C / G channels, of one token or of all real positions."""
 
     def __init__(self, dim, eps=1e-5, groups=8, over="token"):
         self.eps, self.groups, self.over = eps, groups, over
@@ -80,7 +83,10 @@ class Group:
 
 
 class Scale:
-    """TWT Eq. 5: y = g x / max(||x||, eps), one scalar g; `unit_init`: g = sqrt(d) g'. The clamp cuts the gradient."""
+    """TWT Eq. 5: y = g x / max(||x||, eps), one scalar g; `unit_init`: g = sqrt(d) g'.
+
+    The maximum cuts the gradient.
+    """
 
     def __init__(self, dim, eps=1e-5, learn=True, unit_init=False):
         self.eps, self.learn, self.unit = eps, learn, np.sqrt(dim) if unit_init else 1.0
@@ -131,9 +137,9 @@ class Derf:
 
 
 class Taper:
-    """Kanavalau et al. 2026, arXiv:2602.10408: gate g: y = g x gamma / r(x) + (1 - g) c x gamma', in step t = 1, 2, ...
+    """Kanavalau et al. 2026, arXiv:2602.10408: y = g x gamma / r(x) + (1 - g) c x gamma'.
 
-    g is 1 up to `warmup`, then (1 + cos(pi (t - warmup) / (until - warmup))) / 2, then 0;
+    The gate g in step t = 1, 2, ... is 1 up to `warmup`, then (1 + cos(pi (t - warmup) / (until - warmup))) / 2, then 0;
     c = E[|x gamma|^2 / r] / E[|x gamma|^2] and gamma' = gamma as they are at the end of the warm-up; then gamma' is
     learned: gamma' = anchor + drift.
     """
@@ -160,7 +166,7 @@ class Taper:
 
 
 def fixnorm(matrix, tokens, dy_in, h, dy_out, eps=1e-12):
-    """TWT section 2.3, Eq. 6: E = W / ||w||, inputs sqrt(d) E[token], tied outputs h E^T; and their gradients."""
+    """TWT section 2.3, Eq. 6 with gradients: E = W / ||w||, x = sqrt(d) E[token], logits h E^T."""
     length = np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), eps)
     unit = matrix / length
     d_unit = dy_out.T @ h
@@ -173,7 +179,7 @@ def fixnorm(matrix, tokens, dy_in, h, dy_out, eps=1e-12):
 
 
 class Channels:
-    """Counters that all of them have; a step in these tests is never skipped."""
+    """Counters of all norms with statistics; these tests skip no step."""
 
     def counters(self):
         self.t += 1
@@ -183,7 +189,7 @@ class Channels:
 
 
 class Batch(Channels):
-    """PNP Algorithm 1 and Eq. 3. Running variance with n / (n - 1) as torch, or without as the paper."""
+    """PNP Algorithm 1, Eq. 3. Running variance with n / (n - 1) as torch, or without as the paper."""
 
     def __init__(self, dim, eps=1e-5, alpha=0.9, running_var="unbiased"):
         self.eps, self.alpha, self.unbiased = eps, alpha, running_var == "unbiased"
@@ -203,7 +209,7 @@ class Batch(Channels):
 
 
 class RepBN(Batch):
-    """SLAB (Guo et al. 2024, arXiv:2405.11582), section 3.2: RepBN(x) = BN(x) + eta x; eta is `a` here."""
+    """Guo et al. 2024 (SLAB), arXiv:2405.11582, section 3.2: BN(x) + eta x; eta is `a` here."""
 
     def step(self, x, dy, keep, weight, bias, a):
         out = super().step(x, dy, keep, weight, bias)
@@ -211,7 +217,7 @@ class RepBN(Batch):
 
 
 class Renorm(Channels):
-    """Ioffe 2017, arXiv:1702.03275, Algorithm 1 and section 3; the schedule of section 4.1; a std is averaged."""
+    """Ioffe 2017, arXiv:1702.03275, Algorithm 1, section 3, schedule of 4.1; a std is averaged."""
 
     def __init__(self, dim, eps=1e-5, alpha=0.99, r_max=3.0, d_max=5.0, warmup=5000, r_until=40_000, d_until=25_000):
         self.eps, self.alpha, self.r_max, self.d_max = eps, alpha, r_max, d_max
@@ -256,7 +262,7 @@ class PNV(Channels):
 
 
 def layer_scale(x, groups, eps):
-    """PNP section 4.2: each of `groups` runs of a token's channels by its root mean square; and the way back."""
+    """PNP section 4.2: divide groups of channels by their root mean square; and its gradient."""
     split = x.reshape(*x.shape[:-1], groups, -1)
     root = np.sqrt((split**2).mean(-1, keepdims=True) + eps)
     u = split / root
@@ -269,7 +275,10 @@ def layer_scale(x, groups, eps):
 
 
 class Power(Channels):
-    """PNP Definition 3, Algorithm 2, Eq. 8-13. `warmup` steps by the batch's own statistic, as the released code."""
+    """PNP Definition 3, Algorithm 2, Eq. 8-13.
+
+    `warmup` steps by the batch's own statistic, as the released code.
+    """
 
     def __init__(
         self, dim, eps=1e-5, groups=1, alpha_fwd=0.9, alpha_bkw=0.9, warmup=4000, accumulate="average",
@@ -312,7 +321,7 @@ class Power(Channels):
 
 
 class MABN(Channels):
-    """The released MABN2d (megvii), or as UNP tells it in Eq. 13-14: EMAS forward, SMAS of `window` backward."""
+    """The released MABN2d (megvii), or UNP Eq. 13-14: EMAS forward, SMAS of `window` backward."""
 
     def __init__(
         self, dim, eps=1e-5, window=16, alpha=0.98, warmup=100, form="megvii", renorm_after=1000, r_max=5.0
@@ -347,7 +356,10 @@ class MABN(Channels):
 
 
 class UN(Channels):
-    """UNP Algorithm 2, Eq. 16-19. Recorded quadratic means are floored at eps, so that one dead channel is no zero."""
+    """UNP Algorithm 2, Eq. 16-19.
+
+    Recorded quadratic means are at least eps, so that one dead channel is no zero.
+    """
 
     def __init__(
         self, dim, eps=1e-5, window=4, alpha=0.9, warmup=4000, outlier_filtration=False, window_bkw=None,
@@ -403,3 +415,10 @@ MODELS = {
     "taper": Taper, "batch": Batch, "repbn": RepBN, "renorm": Renorm, "pnv": PNV, "power": Power, "mabn": MABN,
     "un": UN,
 }  # fmt: skip
+
+
+def model(name):
+    """Return the class with the formulas of a norm."""
+    if name not in MODELS:
+        raise LookupError(f"no formulas for the norm {name!r}: add a class and a row of MODELS to tests/formulas.py")
+    return MODELS[name]

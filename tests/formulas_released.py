@@ -1,4 +1,4 @@
-"""What the authors' code computes, in NumPy, one method after the other; `step` as in formulas.py.
+"""The released code of the authors in NumPy; `step` as in formulas.py.
 
 Written from the pseudo-code of our notes on the released code (PN-code, MABN-code, UN-code), not from the library.
 State is returned under the names and in the shapes of that code.
@@ -9,7 +9,10 @@ from formulas import ROWS, affine_gradients, layer_scale
 
 
 class Power:
-    """MaskPowerNorm: layer-scale, average and EMA of phi in one step, batch v under dx, means over all rows."""
+    """MaskPowerNorm: layer-scale, average and EMA of phi in one step, batch v under dx.
+
+    Gradient means run over all rows.
+    """
 
     def __init__(self, dim, eps=1e-5, groups=1, alpha_fwd=0.9, alpha_bkw=0.9, warmup=10_000):
         self.eps, self.groups, self.a_f, self.a_b, self.warmup = eps, groups, alpha_fwd, alpha_bkw, warmup
@@ -56,7 +59,7 @@ class MABN:
 
 
 class MABNPairs:
-    """The classification code: pairs of samples in one batch, each normalized by the `window` pairs ending with it."""
+    """The classification code: each pair of samples normalized by the last `window` pairs."""
 
     def __init__(self, dim, eps=1e-5, window=16, alpha=0.98):
         self.eps, self.window, self.m, self.t, self.var = eps, window, alpha, 0, np.ones(dim)
@@ -92,7 +95,10 @@ class MABNPairs:
 
 
 class UN:
-    """UN1d: r in the gradient alone, means over all rows, filtering from `warmup` on, be the window full or not."""
+    """UN1d: r in the gradient alone, means over all rows.
+
+    Filters from `warmup` on, even before the window is full.
+    """
 
     def __init__(
         self, dim, eps=1e-5, window=4, alpha=0.9, warmup=4000, outlier_filtration=False, gate=1000
@@ -134,7 +140,10 @@ class UN:
 
 
 class Batch:
-    """The PowerNorm repository's "batch": LayerScaling1D, padding filled by the real rows' mean, torch's BatchNorm."""
+    """The PowerNorm repository's "batch": LayerScaling1D, then torch's BatchNorm.
+
+    Padding is filled with the mean of the real rows.
+    """
 
     def __init__(self, dim, eps=1e-5, alpha=0.95):
         self.eps, self.alpha, self.t, self.mean, self.var = eps, alpha, 0, np.zeros(dim), np.ones(dim)

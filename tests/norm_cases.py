@@ -1,4 +1,4 @@
-"""What the laws over the table of norms share: short warm-ups, randomised parameters and state, one training step."""
+"""Shared by the laws: specs with short warm-ups, random parameters and state, a training step."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ VARIANTS = [
 
 
 def short(name: str) -> str:
-    """The spec of a norm with warm-ups and windows so short that six steps pass through them."""
+    """Return a spec with warm-ups and windows so short that six steps pass through them."""
     known = options(name)
     given = ", ".join(f"{key}={value}" for key, value in SHORT.items() if key in known)
     return f"{name}({given})" if given else name
@@ -43,7 +43,7 @@ STAT_SPECS = [spec for spec in SPECS if isinstance(make(spec, DIM), StatNorm)]
 
 
 def random_norm(spec: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Norm:
-    """A norm whose parameters are anything but 0 and 1: an identity affine hides bugs."""
+    """Return a norm with random parameters: an identity affine hides bugs."""
     generator = torch.Generator().manual_seed(seed)
     norm = make(spec, DIM).to(dtype)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def random_norm(spec: str, seed: int = 0, dtype: torch.dtype = torch.float64) ->
 
 
 def batch(seed: int, *shape: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
-    """Random rows whose channels differ in size and mean."""
+    """Return random rows whose channels differ in size and mean."""
     generator = torch.Generator().manual_seed(1000 + seed)
     x = torch.randn(*shape, generator=generator, dtype=torch.float64)
     spread = torch.linspace(0.5, 2.0, shape[-1], dtype=torch.float64)
@@ -62,7 +62,7 @@ def batch(seed: int, *shape: int, dtype: torch.dtype = torch.float64, scale: flo
 
 
 def train_step(norm: Norm, x: Tensor, dy: Tensor, mask: Tensor | None = None, call: Any = None) -> dict[str, Tensor]:
-    """One forward and backward with a random upstream gradient: output, gradients and state by name."""
+    """Run one forward and backward; return output, gradients and state by name."""
     norm.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     y = (norm if call is None else call)(x, mask)
@@ -74,14 +74,14 @@ def train_step(norm: Norm, x: Tensor, dy: Tensor, mask: Tensor | None = None, ca
 
 
 def trained(spec: str, steps: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0) -> Norm:
-    """A norm in the middle of its life, past a short warm-up."""
+    """Return a norm after some training steps, past a short warm-up."""
     norm = random_norm(spec, seed, dtype)
     for i in range(steps):
         train_step(norm, batch(i, 6, DIM, dtype=dtype, scale=1 + 0.1 * i), batch(50 + i, 6, DIM, dtype=dtype))
     return norm
 
 
-# rules that kernels know (`mirror`), and settings of which they know none
+# settings with a rule for kernels (`kernel_rule`), and without
 MIRRORED = [
     "batch", "batch(running_var='biased', affine=False)", "pnv(bias=False)", "repbn", "un(window=2, warmup=2)",
     "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)",
@@ -95,7 +95,7 @@ PLAIN = [
 
 
 def several_steps(norm, draw, masked, choice):
-    """Everything that is seen in a few steps, in which one batch has no number, one no real row, one no usable dy."""
+    """Return all results of six steps, among them a NaN batch, one of padding, one with a NaN dy."""
     seen = []
     for turn in range(6):
         x, dy = draw(3, 4, norm.dim), draw(3, 4, norm.dim)

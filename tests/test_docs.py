@@ -32,8 +32,13 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         pytest.importorskip("accelerate")
         load_torchvision()  # transformers imports it
     names: dict = {}
-    for number, block in enumerate(blocks(page)):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    before = dict(normkit.NORMS)
+    try:
+        for number, block in enumerate(blocks(page)):
+            exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    finally:  # pages may add norms
+        normkit.NORMS.clear()
+        normkit.NORMS.update(before)
 
 
 def test_the_readme_has_blocks_to_run():

@@ -1,15 +1,18 @@
-"""Fifty training steps of every method against its formulas (formulas.py): outputs, gradients and every buffer."""
+"""Fifty training steps of every norm against formulas.py: outputs, gradients and every buffer."""
 
+import importlib
 import inspect
+import pkgutil
 
 import formulas
 import numpy as np
 import pytest
 import torch
-from norm_cases import DIM
+from norm_cases import DIM, short
 from torch.nn.functional import linear
 
-from normkit.norms import NORMS, fix_embedding, make, options, parse
+import normkit.norms
+from normkit.norms import NORMS, Norm, fix_embedding, make, options, parse
 
 STEPS = 50
 PAPER = [  # the papers' settings, with warm-ups that end within fifty steps
@@ -41,6 +44,7 @@ PAPER += [
     "power(groups=0, warmup=1)",
     "power(groups=0, warmup=5, alpha_bkw=0.5, clamp=True)",
 ]
+PAPER += [short(name) for name in NORMS if name not in {parse(spec)[0] for spec in PAPER}]
 
 
 def batches(padded: bool, seed: int = 0):
@@ -66,7 +70,7 @@ def agree(name: str, t: int, got: torch.Tensor | np.ndarray, want: np.ndarray) -
 
 
 def fifty_steps(norm, model, padded: bool) -> list[dict]:
-    """Run both; parameters are drawn anew before every step."""
+    """Run norm and model; draw new parameters before every step."""
     random = np.random.default_rng(1)
     history = []
     for t, (x, dy, keep) in enumerate(batches(padded), 1):
@@ -92,7 +96,7 @@ def fifty_steps(norm, model, padded: bool) -> list[dict]:
 @pytest.mark.parametrize("spec", PAPER)
 def test_agrees_with_the_formulas_over_fifty_steps(spec, padded):
     name, given = parse(spec)
-    history = fifty_steps(make(spec, DIM).double(), formulas.MODELS[name](DIM, **given), padded)
+    history = fifty_steps(make(spec, DIM).double(), formulas.model(name)(DIM, **given), padded)
     if given.get("outlier_filtration"):  # otherwise the test would not have seen both kinds of step
         late = STEPS - given["warmup"] + 1
         assert 0 < history[-1]["filtered"] < late + ("threshold" in given)  # one threshold a channel: nearly all steps
@@ -101,13 +105,30 @@ def test_agrees_with_the_formulas_over_fifty_steps(spec, padded):
 @pytest.mark.parametrize("name", NORMS)
 def test_defaults_are_those_of_the_papers(name):
     known = options(name)
-    for option in list(inspect.signature(formulas.MODELS[name].__init__).parameters.values())[2:]:
+    for option in list(inspect.signature(formulas.model(name).__init__).parameters.values())[2:]:
         assert known[option.name] == option.default, option.name
 
 
 def test_every_norm_has_formulas():
-    assert formulas.MODELS.keys() == NORMS.keys()
     assert {parse(spec)[0] for spec in PAPER} == NORMS.keys()
+    for name in NORMS:
+        formulas.model(name)
+    assert formulas.MODELS.keys() == NORMS.keys(), "a row of MODELS in tests/formulas.py is no norm of NORMS"
+
+
+def test_a_norm_without_formulas_names_the_file_to_edit():
+    with pytest.raises(LookupError, match=r"'l1'.*tests/formulas\.py"):
+        formulas.model("l1")
+
+
+def test_every_norm_of_the_package_is_in_the_table():
+    for info in pkgutil.iter_modules(normkit.norms.__path__):
+        if info.name.startswith("_") or info.name == "released":
+            continue
+        module = importlib.import_module(f"normkit.norms.{info.name}")
+        kinds = {kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__}
+        missing = {kind.__name__ for kind in kinds if issubclass(kind, Norm)} - {k.__name__ for k in NORMS.values()}
+        assert not missing, f"add an import and a row of NORMS for {missing} to normkit/norms/__init__.py"
 
 
 def test_scalenorm_of_a_row_shorter_than_eps():

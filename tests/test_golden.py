@@ -1,7 +1,7 @@
-"""The losses of the first 20 steps: a change in arithmetic, initialization or data order shows here first.
+"""Losses of the first 20 steps: changes in arithmetic, initialization or data order show here.
 
-Made with torch 2.13.0. Regenerate, when such a change is meant, with `python tests/test_golden.py`, and say why in the
-commit. The tolerance is wide enough for other processors and math libraries, and far below what any change would do.
+Made with torch 2.13.0. After an intended change, regenerate with `python tests/test_golden.py` and state the reason in
+the commit. The tolerance is wide enough for other processors and math libraries, and far below what any change would do.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Methods that are each other's special cases, and padding that is only another way to pack."""
+"""Norms that are special cases of each other; padded and packed batches."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from normkit.norms import GroupNorm, LayerNorm, RMSNorm, ScaleNorm
 
 
 def test_windows_of_one_are_pnv():
-    """UN with a window of one, MABN with a window of one, PN-V: where no gradient falls on padding."""
+    """UN and MABN with a window of one, and PN-V, without gradients on padding."""
     specs = ("pnv(alpha=0.9)", "un(window=1, warmup=3)", "mabn(window=1, warmup=3, alpha=0.9, renorm_after=1000)")
     norms = [random_norm(spec) for spec in specs]
     for step in range(12):
@@ -59,7 +59,7 @@ def test_groupnorm_of_one_group_is_layernorm_and_both_are_torchs():
 
 
 def test_scalenorm_is_an_rmsnorm_with_one_gain():
-    """Transformers without Tears, section 4.2: ScaleNorm(g) = RMSNorm(weight = g / sqrt(d)), up to eps."""
+    """TWT, section 4.2: ScaleNorm(g) = RMSNorm(weight = g / sqrt(d)), up to eps."""
     x, g = batch(0, 3, 5, DIM), 2.5
     scale, rms = ScaleNorm(DIM).double(), RMSNorm(DIM, eps=0.0).double()
     with torch.no_grad():
@@ -90,4 +90,4 @@ def test_power_in_its_warm_up_is_pnv():
         for name in ("y", "dx", "dweight", "dbias"):
             assert_close(one[name], two[name])
     seen = torch.stack([batch(step, 6, DIM).square().mean(0) for step in range(5)])
-    assert_close(power.running[0], seen.mean(0))  # a plain average of what it has seen
+    assert_close(power.running[0], seen.mean(0))  # a plain average of all batches

@@ -1,4 +1,4 @@
-"""Laws that hold for every norm of the table, whatever its method."""
+"""Laws that hold for every norm of the table."""
 
 import copy
 import pickle
@@ -51,7 +51,7 @@ def test_contiguity_of_the_input_does_not_matter(spec):
 @pytest.mark.parametrize("kind", ["auto", "fused", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_after_it_may_change_its_output_in_place(spec, kind, dtype):
-    """As `nn.ReLU(inplace=True)` and `y += skip` do, also where the channels come first."""
+    """As by `nn.ReLU(inplace=True)` and `y += skip`, with channels first, too."""
     found = []
     for place, layout in ((False, channels_first), (True, channels_first), (True, lambda norm: norm)):
         norm = layout(random_norm(spec, dtype=torch.float32).train())
@@ -67,9 +67,9 @@ def test_a_layer_after_it_may_change_its_output_in_place(spec, kind, dtype):
 
 
 @every
-def test_what_stands_in_padding_does_not_matter(spec):
+def test_content_of_padding_does_not_matter(spec):
     x, dy = batch(0, 2, 4, DIM), batch(1, 2, 4, DIM)
-    dy[~TWO] = 0  # a loss does not look at padding
+    dy[~TWO] = 0  # a loss ignores padding
     other = x.clone()
     other[~TWO] = batch(2, int((~TWO).sum()), DIM, scale=1e3)
     for step in range(4):
@@ -95,7 +95,7 @@ def test_split_is_the_norm_at_inference(spec):
 
 
 @every
-def test_gradient_is_exact_just_where_the_class_says_so(spec):
+def test_gradient_is_exact_if_and_only_if_exact_grad(spec):
     norm = trained(spec, steps=6)
     x, dy = batch(0, 2, 4, DIM), batch(1, 2, 4, DIM)  # dy is not zero in the padding
     state = copy.deepcopy(norm.state_dict())
@@ -120,7 +120,7 @@ def test_gradient_is_exact_just_where_the_class_says_so(spec):
 
 
 def _differentiable(norm, state, x):
-    """The training forward with derivatives by finite differences along each input."""
+    """Run the training forward, with derivatives by finite differences."""
     return _FiniteDifference.apply(norm, state, x)
 
 
@@ -202,13 +202,13 @@ def test_spec_names_the_norm(spec):
 
 
 class NoSync(TorchDispatchMode):
-    """Refuses whatever makes the host wait for the device."""
+    """Raise on operations that make the host wait for the device."""
 
-    REFUSED = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "aten.equal", "item")
+    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "aten.equal", "item")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         by_mask = "aten.index" in str(func) and any(i is not None and i.dtype is torch.bool for i in _indices(args))
-        if by_mask or any(word in str(func) for word in self.REFUSED):
+        if by_mask or any(word in str(func) for word in self.WAITING):
             raise AssertionError(f"{func} makes the host wait for the device")
         return func(*args, **(kwargs or {}))
 
@@ -222,7 +222,7 @@ def _indices(args):
 def test_never_waits_for_the_device(spec, masked):
     norm = trained(spec, steps=1, dtype=torch.float32)
     mask = TWO if masked else None
-    with normkit.kernels("reference"), NoSync():  # as on a device; on a CPU the host may be asked: it is the device
+    with normkit.kernels("reference"), NoSync():  # as on a GPU; on a CPU the host is the device
         for i in range(3):
             train_step(norm, batch(i, 2, 4, DIM, dtype=torch.float32), batch(9, 2, 4, DIM, dtype=torch.float32), mask)
     norm.eval()  # a change of mode may wait
@@ -271,8 +271,8 @@ def _compiles_alike(spec: str, backend: str) -> None:
 @pytest.mark.parametrize(
     "spec", ["un(window=2, warmup=2)", "power(warmup=2)", "mabn", "taper(warmup=2, until=4)", "batch", "layer"]
 )
-def test_recomputed_in_a_compiled_graph_it_is_the_same_or_says_so(spec):
-    """Activation checkpointing under torch.compile: what a norm decided must be kept, for its statistics move on."""
+def test_recomputation_in_a_compiled_graph_agrees_or_raises(spec):
+    """Activation checkpointing under torch.compile needs the statistics of the first forward."""
 
     def compiled(norm, **options):
         torch._dynamo.reset()
@@ -296,7 +296,7 @@ def test_recomputed_in_a_compiled_graph_it_is_the_same_or_says_so(spec):
 
 
 @pytest.mark.parametrize("choice", ["auto", "reference"])
-def test_a_second_derivative_through_batch_statistics_is_refused(choice):
+def test_a_second_derivative_through_batch_statistics_raises(choice):
     norm = random_norm("un(warmup=1)")
     x = batch(0, 6, DIM).requires_grad_()
     y = (x**3 + norm(x)).square().sum()
@@ -315,6 +315,18 @@ def test_half_precision_of_large_values_is_right(spec, dtype):
     assert_close(y.double(), reference, rtol=1e-2, atol=1e-2)
     assert (y != 0).any()
     assert_close(norm.eval()(x).double(), wide.eval()(x.double()), rtol=1e-2, atol=1e-2)
+
+
+@every
+def test_computes_in_float32_and_returns_the_type_of_x(spec):
+    """The result of float64, up to the rounding of the output and of one intermediate value to bfloat16."""
+    norm, wide = random_norm(spec, dtype=torch.float32), random_norm(spec, dtype=torch.float64)
+    for i in range(4):
+        x = batch(i, 6, DIM, dtype=torch.bfloat16)
+        y, reference = norm(x), wide(x.double())
+        assert y.dtype is x.dtype
+        assert_close(y.double(), reference, rtol=2.04 * 2**-8, atol=1e-4, msg=f"{norm}: see docs/guides/add-a-norm.md")
+    assert_close(norm.eval()(x).double(), wide.eval()(x.double()), rtol=2.04 * 2**-8, atol=1e-4)
 
 
 @every_stat
@@ -404,7 +416,7 @@ def _reads_input(node) -> bool:
 
 
 @every
-def test_bad_input_is_refused_with_what_is_allowed(spec):
+def test_bad_input_raises_with_what_is_allowed(spec):
     norm = make(spec, DIM)
     x = batch(0, 2, 4, DIM, dtype=torch.float32)
     with pytest.raises(ValueError, match=rf"\[..., {DIM}\].*channels last.*dim=4"):

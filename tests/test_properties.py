@@ -1,4 +1,4 @@
-"""Whatever one gives a norm: it works, or says in a ValueError or TypeError of its own what is allowed."""
+"""Random inputs and options: a norm works, or raises a ValueError or TypeError with what is allowed."""
 
 import math
 import traceback
@@ -25,14 +25,14 @@ shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 dims = st.sampled_from([2, 4, 6])
 
 
-def refused(error: Exception) -> bool:
-    """Whether our own code raised it, on purpose, with words that help."""
+def is_explained(error: Exception) -> bool:
+    """Return True if normkit raised the error itself, with an explanation."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return isinstance(error, ValueError | TypeError) and "normkit" in last.filename and len(str(error)) > 10
 
 
 def laid_out(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Rows `[*shape]` that lie in memory in one of many ways; the numbers are the same."""
+    """Return rows `[*shape]` in one of many memory layouts, with the same numbers."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     if layout == "transposed" and x.dim() > 1:
         return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -55,7 +55,7 @@ def laid_out(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
 @given(data=st.data())
 @some
 def test_every_shape_type_layout_and_mask(name, data):
-    """Shape and type come back; memory layout changes nothing; state stays finite; padding gets what real rows get."""
+    """Shape and type are kept; memory layout changes nothing; state stays finite."""
     dim, leading = data.draw(dims), data.draw(shapes)
     dtype, layout = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(LAYOUTS))
     x = laid_out(layout, (*leading, dim), dtype)
@@ -94,7 +94,7 @@ def test_every_shape_type_layout_and_mask(name, data):
 @every
 @given(data=st.data())
 @some
-def test_wrong_inputs_are_refused_in_words(name, data):
+def test_wrong_inputs_raise_an_explained_error(name, data):
     dim = data.draw(dims)
     norm = make(short(name), dim).train(data.draw(st.booleans()))
     before = {key: value.clone() for key, value in norm.state_dict().items()}
@@ -120,7 +120,7 @@ def test_wrong_inputs_are_refused_in_words(name, data):
     )
     with pytest.raises((ValueError, TypeError)) as caught:
         norm(*wrong)
-    assert refused(caught.value), caught.value
+    assert is_explained(caught.value), caught.value
     for key, value in norm.state_dict().items():
         assert_close(value, before[key], rtol=0, atol=0)
 
@@ -132,8 +132,8 @@ anything = st.one_of(
 )  # fmt: skip
 
 
-def works(norm, dim: int) -> None:
-    """Six steps and an inference, finite; `spec` builds the same norm again."""
+def check_training(norm, dim: int) -> None:
+    """Check six steps and an inference: everything is finite."""
     x = torch.randn(3, 2, dim, generator=torch.Generator().manual_seed(1))
     for _ in range(6):
         leaf = x.clone().requires_grad_()
@@ -147,16 +147,16 @@ def works(norm, dim: int) -> None:
 @every
 @given(data=st.data())
 @settings(some, max_examples=30)
-def test_options_work_or_are_refused_in_words(name, data):
+def test_options_work_or_raise_an_explained_error(name, data):
     known = option_defaults(NORMS[name])
     given_options = {key: data.draw(anything, label=key) for key in known if data.draw(st.booleans())}
     dim = data.draw(st.one_of(dims, anything))
     try:
         norm = NORMS[name](dim, **given_options)
     except (ValueError, TypeError) as error:
-        assert refused(error), error  # noqa: PT017
+        assert is_explained(error), error  # noqa: PT017
         return
-    works(norm, dim)
+    check_training(norm, dim)
     again = make(norm.spec, dim)
     assert again.spec == norm.spec
     assert type(again) is type(norm)
@@ -165,14 +165,14 @@ def test_options_work_or_are_refused_in_words(name, data):
 @pytest.mark.parametrize("name", RELEASED)
 @given(data=st.data())
 @some
-def test_options_of_released_norms_work_or_are_refused_in_words(name, data):
+def test_options_of_released_norms_work_or_raise_an_explained_error(name, data):
     kind = RELEASED[name]
     known = [key for key in option_defaults(kind) if key not in ("affine", "bias")]
     given_options = {key: data.draw(anything, label=key) for key in known if data.draw(st.booleans())}
     try:
         norm = kind(4, **given_options)
     except (ValueError, TypeError) as error:
-        assert refused(error), error  # noqa: PT017
+        assert is_explained(error), error  # noqa: PT017
         return
     assert norm.eval()(torch.ones(3, 2, 4)).isfinite().all()
 
@@ -183,11 +183,11 @@ def test_options_of_released_norms_work_or_are_refused_in_words(name, data):
     )
 )
 @settings(some, max_examples=100)
-def test_specs_are_read_or_refused_in_words(text):
+def test_specs_are_parsed_or_raise_an_explained_error(text):
     try:
         name, options = parse(text)
     except ValueError as error:
-        assert refused(error), error  # noqa: PT017
+        assert is_explained(error), error  # noqa: PT017
         return
     assert name in NORMS
     assert options.keys() <= option_defaults(NORMS[name]).keys()
@@ -195,20 +195,20 @@ def test_specs_are_read_or_refused_in_words(text):
 
 @given(thing=anything)
 @some
-def test_things_that_are_no_spec_are_refused_in_words(thing):
+def test_other_types_than_specs_raise_an_explained_error(thing):
     if not isinstance(thing, str):
         with pytest.raises(TypeError, match="string"):
             make(thing, 4)
     with pytest.raises((TypeError, ValueError)) as caught:
         fix_embedding(thing)
-    assert refused(caught.value)
+    assert is_explained(caught.value)
 
 
 @every
 @given(scale=st.sampled_from([0.0, 1e-30, 1e-8, 1.0, 300.0, 6e4]), dtype=st.sampled_from(FLOATS))
 @some
 def test_sizes_of_numbers(name, scale, dtype):
-    """From nothing to the end of float16 the output is finite, and of the size that the method says."""
+    """From 0 to the largest float16 the output is finite, and of bounded size."""
     norm = make(short(name), 4)
     x = (torch.tensor([[1.0, -1.0, 1.0, -1.0], [-1.0, 1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0]]) * scale).to(dtype)
     y = norm(x)

@@ -1,4 +1,4 @@
-"""Fifty training steps of the released norms against NumPy; their authors' checkpoints; on from there as our norms."""
+"""Released norms: fifty training steps against NumPy, authors' checkpoints, conversion."""
 
 import formulas_released as formulas
 import numpy as np
@@ -63,7 +63,7 @@ def test_agrees_with_the_classification_code_past_its_hundredth_step():
             np.testing.assert_allclose(got[key], value, rtol=1e-10, atol=1e-10, err_msg=key)
 
 
-# What torch.save leaves of one norm trained by the authors' code: names and shapes as read in it.
+# names and shapes in a checkpoint of one norm, from the authors' code
 CHECKPOINTS = {
     "power": {"weight": (8,), "bias": (8,), "running_phi": (1, 8, 1, 1), "ema_gz": (1, 8, 1, 1), "iters": (1,)},
     "mabn": {
@@ -111,8 +111,8 @@ def test_checkpoints_of_the_authors_load(name):
         ("un", {"warmup": 12, "window": (4, 3), "outlier_filtration": True}),
     ],
 )
-def test_modern_norms_go_on_where_the_released_ones_stop(name, given):
-    """Without padding, and with nothing that is dead, ours with the right options computes what theirs does."""
+def test_modern_norms_continue_from_released_ones(name, given):
+    """Without padding and dead channels, norms of NORMS with these options compute the same."""
     old, random = RELEASED[name](DIM, **given).double(), np.random.default_rng(0)
     for t, (x, dy, _) in enumerate(batches(padded=False)):
         if t == 8:
@@ -161,12 +161,12 @@ def test_released_norms_are_norms(name):
     assert_close(dict(norm.state_dict()), fresh)
 
 
-def test_bad_options_say_what_is_allowed():
-    for make, said in [
+def test_bad_options_raise_with_what_is_allowed():
+    for make, message in [
         (lambda: RELEASED["power"](8, groups=3), "divisor"),
         (lambda: RELEASED["un"](8, window=(1, 2, 3)), "two"),
         (lambda: RELEASED["mabn"](8, alpha=1.0), "< 1"),
         (lambda: RELEASED["mabn_cls"](8, window=2)(torch.zeros(3, 8)), r"x\[4"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             make()

@@ -1,4 +1,4 @@
-"""Laws of state: running statistics, windows and counters behave as one thing, for every norm that has some."""
+"""Laws of state: running statistics, windows and counters of every norm with statistics."""
 
 import copy
 
@@ -58,7 +58,7 @@ def test_one_module_twice_in_one_graph(spec):
     outputs[0].backward(dy)
     assert_close((first.grad, second.grad), (one.grad, two.grad))
     assert_close(dict(norm.named_buffers()), dict(apart.named_buffers()))
-    if norm.exact_grad:  # and then each use has just the gradient that it has alone
+    if norm.exact_grad:  # then each use has the same gradient as alone
         alone = trained(spec)
         assert_close(first.grad, train_step(alone, x, dy)["dx"])
         assert_close(second.grad, train_step(alone, 2 * x + 1, dy)["dx"])
@@ -88,7 +88,7 @@ def test_a_batch_that_is_not_finite_leaves_the_state_alone(spec, bad):
     y = norm(leaf)
     y.backward(batch(1, 6, DIM))
     assert int(norm.skipped) == 1
-    assert not y[2].isfinite().all()  # seen, not hidden
+    assert not y[2].isfinite().all()  # the output shows it
     assert y[[0, 1, 3, 4, 5]].isfinite().all()
     assert (y[0] != 0).any()
     after = norm.state_dict()
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_alone(spec):
 
 
 @every_stat
-def test_a_run_goes_on_with_another_steps_per_update(spec):
+def test_state_loads_with_another_steps_per_update(spec):
     single = trained(spec)
     name, given = parse(spec)
     double = NORMS[name](DIM, **given, steps_per_update=2).double()
@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_another_steps_per_update(spec):
     again = trained(spec, steps=1)
     again.load_state_dict(state)
     assert_close(again.state_dict(), single.state_dict(), rtol=0, atol=0)
-    assert "pending" in state, "what was given stays as it was"
+    assert "pending" in state, "the given dict is unchanged"
 
 
 @every

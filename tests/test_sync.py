@@ -1,4 +1,4 @@
-"""Statistics over several processes: what `sync=True` promises, on gloo, with unequal numbers of tokens."""
+"""Statistics over several processes with `sync=True`, on gloo, with unequal numbers of tokens."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch is b
 
 
 def shares(world: int, step: int) -> tuple[list, list, list]:
-    """What each process gets in a step: rows, upstream gradients, masks (the last row of each is padding)."""
+    """Return rows, upstream gradients and masks of each process; the last row of each is padding."""
     xs = [batch(10 * step + r, n, DIM, scale=1 + r) for r, n in enumerate(SIZES[:world])]
     dys = [batch(500 + 10 * step + r, n, DIM) for r, n in enumerate(SIZES[:world])]
     masks = [torch.arange(n) < n - 1 for n in SIZES[:world]]
@@ -35,7 +35,7 @@ def shares(world: int, step: int) -> tuple[list, list, list]:
 
 
 def spawn(worker, world: int, tmp_path, *args) -> None:
-    """Run `worker(rank, world, *args)` in `world` processes that share a group."""
+    """Run `worker(rank, world, *args)` in `world` processes of one group."""
     mp.start_processes(_enter, (worker, world, str(tmp_path / "rendezvous"), args), world, start_method="spawn")
 
 
@@ -49,13 +49,13 @@ def _enter(rank, worker, world, rendezvous, args):
 
 
 def one_process(spec: str, world: int) -> list[dict]:
-    """The same steps in one process on the joint batch."""
+    """Run the same steps in one process on the joint batch."""
     norm = random_norm(spec)
     return [train_step(norm, *(torch.cat(part) for part in shares(world, step))) for step in range(STEPS)]
 
 
 def compare(got: dict, joint: dict, rank: int, grads: dict) -> None:
-    """One process' results against its share of the joint ones; parameter gradients are sums over processes."""
+    """Compare one process with its share of the joint results; gradients are summed over processes."""
     start = sum(SIZES[:rank])
     for name in ("y", "dx"):
         assert_close(got[name], joint[name][start : start + SIZES[rank]])
@@ -77,8 +77,8 @@ def _plain(rank, world, wanted):
             compare(got, want[step], rank, grads)
 
 
-def of_all(record_property, world: int) -> dict[str, list[dict]]:
-    """What every norm has to come to in these processes; they go into the table of laws, though one test runs them."""
+def joint_results(record_property, world: int) -> dict[str, list[dict]]:
+    """Return the joint results of every norm, and record the norms for the table of laws."""
     for spec in SPECS:
         record_property("norm", spec)
     return {spec: one_process(spec, world) for spec in SPECS}
@@ -86,7 +86,7 @@ def of_all(record_property, world: int) -> dict[str, list[dict]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_equal_one_process_with_the_joint_batch(world, tmp_path, record_property):
-    spawn(_plain, world, tmp_path, of_all(record_property, world))
+    spawn(_plain, world, tmp_path, joint_results(record_property, world))
 
 
 def _ddp(rank, world, broadcast, wanted):
@@ -95,7 +95,7 @@ def _ddp(rank, world, broadcast, wanted):
         model = DistributedDataParallel(norm, broadcast_buffers=broadcast)
         for step in range(STEPS):
             x, dy, mask = (part[rank] for part in shares(world, step))
-            if step == 2:  # gradients stay at home; statistics do not
+            if step == 2:  # gradients are not synchronized here; statistics are
                 with model.no_sync():
                     got = train_step(norm, x, dy, mask, call=model)
                 assert_close(got["y"], want[step]["y"][sum(SIZES[:rank]) : sum(SIZES[: rank + 1])])
@@ -106,7 +106,7 @@ def _ddp(rank, world, broadcast, wanted):
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_under_ddp_with_and_without_broadcast_buffers(broadcast, tmp_path, record_property):
-    spawn(_ddp, 2, tmp_path, broadcast, of_all(record_property, 2))
+    spawn(_ddp, 2, tmp_path, broadcast, joint_results(record_property, 2))
 
 
 def _fsdp(rank, world, wanted):
@@ -128,7 +128,7 @@ def _fsdp(rank, world, wanted):
 
 
 def test_under_fsdp2(tmp_path, record_property):
-    spawn(_fsdp, 2, tmp_path, of_all(record_property, 2))
+    spawn(_fsdp, 2, tmp_path, joint_results(record_property, 2))
 
 
 def _fsdp_mixed(rank, world):

@@ -26,8 +26,10 @@ class RepBN(BatchNorm):
         nn.init.ones_(self.a)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: D102
-        y = super().forward(x, mask)
-        return (y + self.a * x).to(x.dtype) if self.training else y
+        if not self.training:
+            return super().forward(x, mask)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)) if isinstance(x, Tensor) else x
+        return (super().forward(wide, mask) + self.a * wide).to(x.dtype)
 
     def _affine(self) -> tuple[Tensor, Tensor]:
         scale, shift = super()._affine()
