@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written beside the old one, then put in its place; and where caches are."""
+"""Atomic writes: a file is written beside the old one, then replaces it. The cache folder."""
 
 import contextlib
 import os
@@ -8,14 +8,15 @@ from typing import BinaryIO
 
 
 def cache_folder() -> Path:
-    """Where things are kept that can be made again: `NORMKIT_CACHE`, or `~/.cache/normkit`."""
+    """Return the folder of downloads and compiled code: `NORMKIT_CACHE`, or `~/.cache/normkit`."""
     return Path(os.environ.get("NORMKIT_CACHE") or Path.home() / ".cache" / "normkit")
 
 
 def write_whole(path: Path, data: bytes) -> Path:
-    """Write a file so that `path` holds all of the old bytes or all of the new ones, whatever happens in between.
+    """Write a file atomically: after a crash `path` holds all old bytes or all new ones.
 
-    OSError that names the file, the old one untouched, where it cannot be written (no space left, no permission).
+    Raises:
+        OSError: if the file cannot be written (no space left, no permission); the old one is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -31,7 +32,7 @@ def write_whole(path: Path, data: bytes) -> Path:
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
-    with contextlib.suppress(OSError):  # the new name itself should survive a power cut, where the system can do that
+    with contextlib.suppress(OSError):  # where the system can do it, the new name survives a power cut, too
         directory = os.open(path.parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)

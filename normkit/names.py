@@ -1,4 +1,4 @@
-"""Rows of tables by their names; of a name that there is not, the nearest one that there is."""
+"""Rows of tables by name; errors for unknown names propose the nearest."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,10 @@ Row = TypeVar("Row")
 
 
 def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
-    """The row of a table called `name`; the error of `unknown` where there is none.
+    """Return the row of a table called `name`.
+
+    Raises:
+        ValueError: if there is none; see `unknown`.
 
     >>> pick({"layer": 1}, "layer", "norm")
     1
@@ -19,7 +22,7 @@ def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
 
 
 def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> ValueError:
-    """What to raise where nothing is called `name`: it says what there is, and `more`, and proposes the nearest.
+    """Return the error for an unknown name: the known ones, `more`, and the nearest as a proposal.
 
     >>> print(unknown(["layer", "rms"], "laier", "norm"))
     there is no norm named 'laier' (did you mean 'layer'?); there are layer, rms

@@ -4,6 +4,8 @@ python scripts/api_pages.py            # write the pages
 python scripts/api_pages.py --check    # exit with status 1 if a page is out of date
 """
 
+import inspect
+import pydoc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,10 @@ def modules(package: griffe.Module) -> Iterator[griffe.Module]:
 
 def signature(item: griffe.Class | griffe.Function) -> str:
     """Format name and parameters as one line of code; keyword-only options with their defaults."""
+    if isinstance(item, griffe.Class) and item.path.startswith("normkit.norms."):  # options are class attributes there
+        shown = inspect.signature(pydoc.locate(item.path))  # type: ignore[arg-type]
+        plain = [p.replace(annotation=p.empty) for p in shown.parameters.values()]
+        return f"{item.name}{inspect.Signature(plain)}"
     parameters, star = [], False
     for parameter in item.parameters:
         if parameter.name in ("self", "cls"):

@@ -1,8 +1,9 @@
-"""The formulas of the papers in NumPy, written from the papers and not from the library: the reference of the tests.
+"""The formulas of the papers in NumPy, the reference of the tests.
 
-A new norm gets a class here and a row of `MODELS` at the end. Every model has `step(x, dy, keep, weight=, bias=, ...) -> dict`: one training step of rows `x [batch, positions, C]`
-with upstream gradient `dy`, `keep [batch, positions]` True where a row is real. It returns the output `y`, the gradient
-`dx`, one entry a parameter (its gradient) and one a buffer (its value after the step). g = weight * dy throughout.
+They are written from the papers and not from the library. A new norm gets a class here and a row of `MODELS` at the end. Every model has `step(x, dy, keep, weight=, bias=, ...)
+-> dict`: one training step of rows `x [batch, positions, C]` with upstream gradient `dy`, `keep [batch, positions]`
+True where a row is real. It returns the output `y`, the gradient `dx`, one entry a parameter (its gradient) and one a
+buffer (its value after the step). g = weight * dy throughout.
 
 PNP = Shen et al. 2020, arXiv:2003.07845; UNP = Yang et al. 2022, arXiv:2208.01313; TWT = Nguyen & Salazar 2019,
 arXiv:1910.05895. Padding (all methods): statistics are means over real rows. Where a gradient is exact, its means sum
@@ -27,7 +28,7 @@ def affine_gradients(dy, z):
 
 
 class Layer:
-    """Ba et al. 2016: y = gamma (x - mean) / sqrt(var + eps) + beta, biased variance of one token."""
+    """Ba et al. 2016: gamma (x - mean) / sqrt(var + eps) + beta, biased variance of a token."""
 
     def __init__(self, dim, eps=1e-5):
         self.eps = eps
@@ -139,8 +140,8 @@ class Derf:
 class Taper:
     """Kanavalau et al. 2026, arXiv:2602.10408: y = g x gamma / r(x) + (1 - g) c x gamma'.
 
-    The gate g in step t = 1, 2, ... is 1 up to `warmup`, then (1 + cos(pi (t - warmup) / (until - warmup))) / 2, then 0;
-    c = E[|x gamma|^2 / r] / E[|x gamma|^2] and gamma' = gamma as they are at the end of the warm-up; then gamma' is
+    The gate g in step t = 1, 2, ... is 1 up to `warmup`, then (1 + cos(pi (t - warmup) / (until - warmup))) / 2, then
+    0; c = E[|x gamma|^2 / r] / E[|x gamma|^2] and gamma' = gamma as they are at the end of the warm-up; then gamma' is
     learned: gamma' = anchor + drift.
     """
 
@@ -166,7 +167,7 @@ class Taper:
 
 
 def fixnorm(matrix, tokens, dy_in, h, dy_out, eps=1e-12):
-    """TWT section 2.3, Eq. 6 with gradients: E = W / ||w||, x = sqrt(d) E[token], logits h E^T."""
+    """TWT section 2.3, Eq. 6 and gradients: E = W / ||w||, x = sqrt(d) E[token], h E^T."""
     length = np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), eps)
     unit = matrix / length
     d_unit = dy_out.T @ h
@@ -189,7 +190,7 @@ class Channels:
 
 
 class Batch(Channels):
-    """PNP Algorithm 1, Eq. 3. Running variance with n / (n - 1) as torch, or without as the paper."""
+    """PNP Algorithm 1, Eq. 3; running variance with n / (n - 1) as torch, or without."""
 
     def __init__(self, dim, eps=1e-5, alpha=0.9, running_var="unbiased"):
         self.eps, self.alpha, self.unbiased = eps, alpha, running_var == "unbiased"
@@ -217,7 +218,7 @@ class RepBN(Batch):
 
 
 class Renorm(Channels):
-    """Ioffe 2017, arXiv:1702.03275, Algorithm 1, section 3, schedule of 4.1; a std is averaged."""
+    """Ioffe 2017, arXiv:1702.03275, Algorithm 1, schedule of section 4.1; a std is averaged."""
 
     def __init__(self, dim, eps=1e-5, alpha=0.99, r_max=3.0, d_max=5.0, warmup=5000, r_until=40_000, d_until=25_000):
         self.eps, self.alpha, self.r_max, self.d_max = eps, alpha, r_max, d_max

@@ -1,4 +1,4 @@
-"""Write docs/laws.md, the table method x law, from a run of the law tests: `python tests/law_table.py`."""
+"""Write docs/laws.md, the table of laws and norms, from a run of the tests."""
 
 import collections
 import pathlib
@@ -13,26 +13,33 @@ FILES = ["test_laws.py", "test_state.py", "test_sync.py", "test_formulas.py", "t
 PAGE = HERE.parent / "docs" / "laws.md"
 HEAD = """# Laws
 
-What is tested for every norm of the table, generated from a run of the tests by `python tests/law_table.py`.
-A cell counts the cases that passed (variants of options, types, modes); `-` where a law does not concern a method
-and **failed** where a case failed. The laws themselves are in `tests/test_laws.py`, `test_state.py` and `test_sync.py`,
+This page shows the laws that the tests check for every norm. `make laws` generates it from a run of the tests.
+A cell counts the cases that passed (variants of options, types, modes). `-` means that a law does not apply to the
+norm, **failed** that a case failed. The laws are in `tests/test_laws.py`, `test_state.py` and `test_sync.py`,
 one function each; agreement with formulas and released code in `test_formulas.py` and `test_released.py`.
 
 """
 
 
 def run() -> dict[str, dict[str, list[bool]]]:
-    """law -> norm -> whether each case passed; skipped cases do not count."""
+    """Run the tests; return the outcomes by law and norm, without skipped cases."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    files = [str(HERE / name) for name in FILES]
+    # first what takes seconds: everything imports, and every norm has its formulas
+    quick = [*pytest, str(HERE / "test_formulas.py"), "-k", "has_formulas or is_in_the_table"]
+    for command in ([*pytest, "--collect-only", "-qq", *files], quick):
+        if subprocess.run(command, check=False).returncode:
+            sys.exit(f"{PAGE.name} is unchanged: mend the error above, then run this again")
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        files = [str(HERE / name) for name in FILES if (HERE / name).exists()]
-        how = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
-        subprocess.run([sys.executable, "-m", "pytest", *how, *files], check=False)
+        status = subprocess.run([*pytest, "-o", "junit_family=xunit1", f"--junitxml={report}", *files], check=False)
+        if status.returncode > 1 or not report.exists():  # 1: some cases failed, and the table shows them
+            sys.exit(f"{PAGE.name} is unchanged: pytest ended with status {status.returncode}")
         return read(report)
 
 
 def read(report: pathlib.Path) -> dict[str, dict[str, list[bool]]]:
-    """The table out of a JUnit report."""
+    """Read the outcomes from a JUnit report."""
     from normkit.norms import NORMS
 
     table: dict[str, dict[str, list[bool]]] = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -51,7 +58,7 @@ def read(report: pathlib.Path) -> dict[str, dict[str, list[bool]]]:
 
 
 def render(table: dict[str, dict[str, list[bool]]]) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     from normkit.norms import NORMS
 
     lines = [f"| law | {' | '.join(f'`{name}`' for name in NORMS)} |", "|---" * (len(NORMS) + 1) + "|"]
@@ -63,4 +70,7 @@ def render(table: dict[str, dict[str, list[bool]]]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(run()))
+    table = run()
+    PAGE.write_text(render(table))
+    print(f"wrote {PAGE}")
+    sys.exit(not all(all(cases) for row in table.values() for cases in row.values()))

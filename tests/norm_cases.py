@@ -1,4 +1,4 @@
-"""Shared by the laws: specs with short warm-ups, random parameters and state, a training step."""
+"""Specs with short warm-ups, random norms, and a training step, for all laws."""
 
 from typing import Any
 
@@ -82,20 +82,20 @@ def trained(spec: str, steps: int = 4, dtype: torch.dtype = torch.float64, seed:
 
 
 # settings with a rule for kernels (`kernel_rule`), and without
-MIRRORED = [
+WITH_KERNEL_RULE = [
     "batch", "batch(running_var='biased', affine=False)", "pnv(bias=False)", "repbn", "un(window=2, warmup=2)",
     "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)",
     "un(window=3, window_bkw=2, warmup_grad='ema')", "un(window=1, eps=0.0)", "power(groups=0, warmup=2)",
     "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
 ]  # fmt: skip
-PLAIN = [
+WITHOUT_KERNEL_RULE = [
     "batch(steps_per_update=2)", "power(groups=0, warmup=2, accumulate='ema')", "mabn(window=2, warmup=2, form='unp')",
     "un(window=2, warmup=2, outlier_filtration=True)", "un(window=2, warmup=2, steps_per_update=2)",
 ]  # fmt: skip
 
 
 def several_steps(norm, draw, masked, choice):
-    """Return all results of six steps, among them a NaN batch, one of padding, one with a NaN dy."""
+    """Return all results of six steps, with a NaN batch, one of padding, and a NaN dy."""
     seen = []
     for turn in range(6):
         x, dy = draw(3, 4, norm.dim), draw(3, 4, norm.dim)

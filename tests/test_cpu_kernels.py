@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from norm_cases import MIRRORED, PLAIN, several_steps
+from norm_cases import WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, several_steps
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
@@ -211,7 +211,7 @@ def test_whole_norms_train_as_on_plain_operations(spec, masked):
 
 @needs_kernels
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("spec", MIRRORED + PLAIN)
+@pytest.mark.parametrize("spec", WITH_KERNEL_RULE + WITHOUT_KERNEL_RULE)
 def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
     found = []
     for choice in ("reference", "native"):

@@ -1,4 +1,4 @@
-"""Fifty training steps of every norm against formulas.py: outputs, gradients and every buffer."""
+"""Fifty training steps of every norm against formulas.py: outputs, gradients, buffers."""
 
 import importlib
 import inspect
@@ -126,7 +126,9 @@ def test_every_norm_of_the_package_is_in_the_table():
         if info.name.startswith("_") or info.name == "released":
             continue
         module = importlib.import_module(f"normkit.norms.{info.name}")
-        kinds = {kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__}
+        kinds = {
+            kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__
+        }
         missing = {kind.__name__ for kind in kinds if issubclass(kind, Norm)} - {k.__name__ for k in NORMS.values()}
         assert not missing, f"add an import and a row of NORMS for {missing} to normkit/norms/__init__.py"
 

@@ -1,7 +1,8 @@
-"""Losses of the first 20 steps: changes in arithmetic, initialization or data order show here.
+"""Losses of the first 20 steps, which show changes of arithmetic, weights or data order.
 
 Made with torch 2.13.0. After an intended change, regenerate with `python tests/test_golden.py` and state the reason in
-the commit. The tolerance is wide enough for other processors and math libraries, and far below what any change would do.
+the commit. The tolerance is wide enough for other processors and math libraries, and far below what any change would
+do.
 """
 
 import dataclasses

@@ -319,7 +319,7 @@ def test_half_precision_of_large_values_is_right(spec, dtype):
 
 @every
 def test_computes_in_float32_and_returns_the_type_of_x(spec):
-    """The result of float64, up to the rounding of the output and of one intermediate value to bfloat16."""
+    """The result of float64, up to two roundings to bfloat16."""
     norm, wide = random_norm(spec, dtype=torch.float32), random_norm(spec, dtype=torch.float64)
     for i in range(4):
         x = batch(i, 6, DIM, dtype=torch.bfloat16)

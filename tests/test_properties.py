@@ -1,4 +1,4 @@
-"""Random inputs and options: a norm works, or raises a ValueError or TypeError with what is allowed."""
+"""Random inputs and options: a norm works, or raises an error with what is allowed."""
 
 import math
 import traceback

@@ -1,4 +1,4 @@
-"""Statistics over several processes with `sync=True`, on gloo, with unequal numbers of tokens."""
+"""Statistics over several processes on gloo, with unequal numbers of tokens."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch is b
 
 
 def shares(world: int, step: int) -> tuple[list, list, list]:
-    """Return rows, upstream gradients and masks of each process; the last row of each is padding."""
+    """Return rows, gradients and masks of each process; the last row of each is padding."""
     xs = [batch(10 * step + r, n, DIM, scale=1 + r) for r, n in enumerate(SIZES[:world])]
     dys = [batch(500 + 10 * step + r, n, DIM) for r, n in enumerate(SIZES[:world])]
     masks = [torch.arange(n) < n - 1 for n in SIZES[:world]]
@@ -55,7 +55,7 @@ def one_process(spec: str, world: int) -> list[dict]:
 
 
 def compare(got: dict, joint: dict, rank: int, grads: dict) -> None:
-    """Compare one process with its share of the joint results; gradients are summed over processes."""
+    """Compare one process with its share of the joint results; gradients are sums."""
     start = sum(SIZES[:rank])
     for name in ("y", "dx"):
         assert_close(got[name], joint[name][start : start + SIZES[rank]])

@@ -6,7 +6,7 @@ more without the interpreter, at real sizes.
 
 import pytest
 import torch
-from norm_cases import MIRRORED, PLAIN, several_steps
+from norm_cases import WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, several_steps
 from torch.utils.checkpoint import checkpoint
 
 import normkit
@@ -338,13 +338,15 @@ def test_after_its_warm_up_power_reads_x_once_and_dy_once(spec, masked):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize(("spec", "masked"), [(s, i % 2 == 0) for i, s in enumerate(MIRRORED + PLAIN)])
+@pytest.mark.parametrize(
+    ("spec", "masked"), [(s, i % 2 == 0) for i, s in enumerate(WITH_KERNEL_RULE + WITHOUT_KERNEL_RULE)]
+)
 def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
     found, width = [], 40  # two programs, one of which has channels to spare
     for choice in ("reference", "triton"):
         torch.manual_seed(0)
         norm = normkit.make(spec, width).to(DEVICE)
-        assert (find_kernel_rule(norm) is not None) == (spec in MIRRORED)
+        assert (find_kernel_rule(norm) is not None) == (spec in WITH_KERNEL_RULE)
         for parameter in norm.parameters():
             torch.nn.init.normal_(parameter)
         found.append(several_steps(norm, draw, masked, choice))

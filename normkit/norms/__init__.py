@@ -43,42 +43,26 @@ NORMS: dict[str, type[Norm]] = {
 }
 
 __all__ = [
-    "MABN",
-    "NORMS",
-    "PNV",
-    "UN",
-    "BatchNorm",
-    "BatchRenorm",
-    "CentralizeWeight",
-    "Derf",
-    "DyT",
-    "FixNorm",
-    "GroupNorm",
-    "LayerNorm",
-    "NoNorm",
-    "Norm",
-    "PowerNorm",
-    "RMSNorm",
-    "RepBN",
-    "RowNorm",
-    "ScaleNorm",
-    "Split",
-    "Stat",
-    "StatNorm",
-    "TaperNorm",
-    "centralize_weight",
-    "fix_embedding",
-    "make",
-    "options",
-    "parse",
-]
+    "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "CentralizeWeight", "Derf", "DyT", "FixNorm",
+    "GroupNorm", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "RowNorm", "ScaleNorm", "Split",
+    "Stat", "StatNorm", "TaperNorm", "centralize_weight", "fix_embedding", "make", "options", "parse",
+]  # fmt: skip
 
 
 def make(spec: str, dim: int) -> Norm:
-    """Build a norm of `dim` channels from its spec: a name, or a name with options.
+    """Build a norm from its spec: a name, or a name with options.
 
-    The same string names the norm in files, tables and plots. ValueError for a name, an option or a value that there
-    is not, with the nearest one that there is.
+    The same string names the norm in files, tables and plots.
+
+    Args:
+        spec: For example "layer" or "un(window=2)".
+        dim: Number of channels.
+
+    Returns:
+        The norm, with initial parameters and state.
+
+    Raises:
+        ValueError: if a name, an option or a value is unknown; the error proposes the nearest known one.
 
     >>> make("mabn(window=8)", 16).window
     8
@@ -86,12 +70,16 @@ def make(spec: str, dim: int) -> Norm:
     name, given = parse(spec)
     try:
         return NORMS[name](dim, **given)
-    except ValueError as error:
-        raise ValueError(f"{spec!r} with dim={dim!r}: {error}") from None
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a window too large for the memory
+        raise ValueError(f"{spec!r} with dim={dim!r}: {str(error).splitlines()[0]}") from None
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options that a spec gives, checked against the table.
+    """Split a spec into its name and the given options, and check both.
+
+    Raises:
+        TypeError: if the spec is no string.
+        ValueError: if it cannot be parsed, or its name or an option is unknown.
 
     >>> parse("un(window=2)")
     ('un', {'window': 2})
@@ -117,7 +105,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def options(name: str) -> dict[str, object]:
-    """The options of a norm and their defaults.
+    """Return the options of a norm and their defaults, by the name of the norm.
 
     >>> options("rms")
     {'eps': 1e-05, 'affine': True, 'bias': False, 'eps_at': 'inside'}

@@ -1,8 +1,9 @@
-"""The base of all norms. At inference a norm is `rest(x) * scale + shift`; training is up to the method.
+"""The base of all norms.
 
-Norms of single tokens derive from `RowNorm`, here. Norms whose statistics outlive the batch derive from `StatNorm`:
-`_stat_norm.py` has their training step, `_state.py` their buffers, `_recompute.py` the records for activation
-checkpointing. `_options.py` turns annotated class attributes into options.
+At inference a norm is `rest(x) * scale + shift`; training is up to the method. Norms of single tokens derive from
+`RowNorm`, here. Norms whose statistics outlive the batch derive from `StatNorm`: `_stat_norm.py` has their training
+step, `_state.py` their buffers, `_recompute.py` the records for activation checkpointing. `_options.py` turns annotated
+class attributes into options.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +16,7 @@ from normkit.text import format_spec
 
 
 class Split(NamedTuple):
-    """A norm at inference: `norm(x) == rest(x) * scale + shift`. Folding and export need nothing else."""
+    """A norm at inference: `norm(x) == rest(x) * scale + shift`."""
 
     rest: nn.Module
     scale: Tensor
@@ -59,7 +60,7 @@ class Norm(HasOptions):
         return (self.dim,)
 
     def gains(self) -> Tensor | None:
-        """Return the factors `[dim]` on a token of mean square 1: `weight`, unless a norm stores them otherwise."""
+        """Return the factors `[dim]` on a token of mean square 1: `weight` for most norms."""
         return self.weight
 
     def reset_parameters(self) -> None:
@@ -70,10 +71,10 @@ class Norm(HasOptions):
             nn.init.zeros_(self.bias)
 
     def reset_warmup(self) -> None:
-        """Restart the warm-up of statistics before fine-tuning; no effect on norms without statistics."""
+        """Restart the warm-up before fine-tuning; no effect on norms without statistics."""
 
     def split(self) -> Split:
-        """Return the norm at inference as `Split(rest, scale, shift)`; `scale` and `shift` are `[dim]`."""
+        """Return the norm at inference, with `scale` and `shift` of shape `[dim]`."""
         raise NotImplementedError
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:

@@ -67,7 +67,7 @@ class Option(NamedTuple):
 
 
 def option(*, default: Any = inspect.Parameter.empty, alias: str = "", kw_only: bool = True) -> Any:
-    """Declare an option whose argument is called `alias`, or is positional (`kw_only=False`, for type checkers)."""
+    """Declare an option with an `alias` as argument, or a positional one for type checkers."""
     return Option(default, alias)
 
 
@@ -114,7 +114,7 @@ class HasOptions(nn.Module):
 
 
 def option_defaults(kind: type[nn.Module]) -> dict[str, Any]:
-    """Return the options of a norm class and their defaults, from the signatures of its constructors."""
+    """Return the options of a norm class and their defaults."""
     found: dict[str, Any] = {}
     for cls in reversed(kind.__mro__):
         if "__init__" in vars(cls) and issubclass(cls, HasOptions):

@@ -1,7 +1,8 @@
-"""Recomputed forwards: activation checkpointing runs a forward again inside the backward pass.
+"""Records of forwards, for activation checkpointing.
 
-The second run must use the statistics of the first, although the state has changed since, and must not change the state
-again. So a norm keeps the `StepStatistics` of its forwards for as long as their graphs live.
+It runs a forward again inside the backward pass. The second run must use the statistics of the first, although the
+state has changed since, and must not change the state again. So a norm keeps the `StepStatistics` of its forwards for
+as long as their graphs live.
 """
 
 import collections
@@ -21,7 +22,7 @@ def inside_backward() -> bool:
 
 
 class Record:
-    """Statistics of one forward. Its graph holds the only strong reference, so both are freed together."""
+    """Statistics of one forward; the graph holds them, so both are freed together."""
 
     def __init__(self, statistics: StepStatistics):
         self.statistics = statistics
@@ -72,7 +73,7 @@ class Records:
 
 
 def snapshot(statistics: StepStatistics) -> StepStatistics:
-    """Copy the statistics, so that a compiled backward does not recompute them from overwritten buffers."""
+    """Copy the statistics for a compiled backward, as buffers are overwritten by then."""
     tensors = statistics.tensors()
     copies = iter(autograd.snapshot([t for t in tensors if t is not None]))
     return StepStatistics.from_tensors([None if t is None else next(copies) for t in tensors])

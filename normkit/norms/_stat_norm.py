@@ -14,7 +14,9 @@ from normkit.norms._state import StatefulNorm, usable
 
 
 class Stat(NamedTuple):
-    """Decisions of a method for one training forward: `weight * (output_scale * z + output_shift) + bias`.
+    """Decisions of a method for one training forward.
+
+    The output is `weight * (output_scale * z + output_shift) + bias` with the standardized x as z.
 
     Attributes:
         value: Statistics `[k, C]` to standardize with.
@@ -89,7 +91,7 @@ class StatNorm(StatefulNorm):
         return type(self).grad_stat is StatNorm.grad_stat
 
     def known_in_advance(self) -> Tensor | None:
-        """Return the statistics of `train_stat` if the host can name them before it reads the batch, else None.
+        """Return the statistics of `train_stat` if they do not depend on the batch, else None.
 
         Kernels then read `x` once for output and statistics, and the backward reads `dy` and `x` once. None also where
         the host would have to wait for the device.
@@ -97,7 +99,7 @@ class StatNorm(StatefulNorm):
         return None
 
     def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:
-        """Return the statistics of `grad_stat`, after a forward whose statistics were known in advance."""
+        """Return the statistics of `grad_stat` after a forward by `known_in_advance`."""
         raise NotImplementedError
 
     def kernel_rule(self) -> KernelRule | None:
@@ -175,7 +177,7 @@ class StatNorm(StatefulNorm):
 
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
-        """Return the gradient statistics to remove from dx, given this batch's `[k, C]`, and update the state."""
+        """Return the gradient statistics `[k, C]` to remove from dx, and update the state."""
         value, state = self.grad_stat(batch, step, saved)
         if not state:
             return value

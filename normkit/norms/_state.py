@@ -93,7 +93,7 @@ class StatefulNorm(Norm):
         self._steps = AsyncCounter()
 
     def reset_warmup(self) -> None:
-        """Restart the warm-up before fine-tuning: counters and windows become zero, `running` stays."""
+        """Restart the warm-up before fine-tuning: all state but `running` becomes zero."""
         for name, buffer in self.named_buffers(recurse=False):
             if name != "running":
                 buffer.zero_()

@@ -1,4 +1,4 @@
-"""FixNorm (Nguyen & Salazar 2019, arXiv:1910.05895, section 2.3 and Eq. 6): word vectors of length one."""
+"""FixNorm (Nguyen & Salazar 2019, arXiv:1910.05895, section 2.3 and Eq. 6)."""
 
 import torch
 from torch import Tensor, nn
@@ -6,12 +6,14 @@ from torch.nn.utils import parametrize
 
 
 class FixNorm(nn.Module):
-    """A parametrization of an embedding: each row of the matrix divided by its length, `E = W / ||w||`.
+    """Parametrization of an embedding by rows of length one, `E = W / ||w||`.
 
-    The gradient goes through the division. A row no longer than `eps`, as that of padding, stays zero and gets no
+    The gradient passes through the division. A row no longer than `eps`, as that of padding, stays zero and gets no
     gradient: the paper's `W / max(||w||, eps)` would give it that of a tied output, times 1 / eps. Inputs are
-    `sqrt(dim) * E[token]`, tied outputs `h @ E.T (+ bias)`; after a last `ScaleNorm` these are `g cos(w, x)`. Eq. 6 has
-    no bias at the output, the authors' code has one.
+    `sqrt(dim) * E[token]`, tied outputs `h @ E.T (+ bias)`; after a last `ScaleNorm` these are `g cos(w, x)`.
+
+    Args:
+        eps: Length up to which a row is zero.
     """
 
     def __init__(self, eps: float = 1e-12):
@@ -19,15 +21,25 @@ class FixNorm(nn.Module):
         self.eps = eps
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The rows of `weight [words, dim]` at length one."""
+        """Return the rows of `weight [words, dim]` at length one."""
         length = weight.norm(dim=-1, keepdim=True)
         return weight / length.masked_fill(length <= self.eps, torch.inf)
 
 
 def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.Embedding:
-    """Give an embedding FixNorm, in place: from now on `embedding.weight` has rows of length one.
+    """Give an embedding FixNorm, in place: `embedding.weight` then has rows of length one.
 
-    `init` draws the matrix from U(-init, init) first, as the authors' code (None keeps it); rows of padding stay zero.
+    Args:
+        embedding: A plain `nn.Embedding`.
+        init: Draw the matrix from U(-init, init) first, 0.01 as in the authors' code; None keeps it. Rows of padding
+            stay zero.
+
+    Returns:
+        The same embedding.
+
+    Raises:
+        TypeError: if it is no `nn.Embedding`.
+        ValueError: if its weight is parametrized already.
 
     >>> fix_embedding(nn.Embedding(5, 4)).weight.norm(dim=1).round(decimals=4).tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0]

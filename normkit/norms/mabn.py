@@ -77,10 +77,10 @@ class MABN(StatNorm):
 
 
 def centralize_weight(weight: Tensor) -> Tensor:
-    """Return the weight `[out, ...]` without the mean of each output, as MABN needs in convolutional networks.
+    """Return the weight `[out, ...]` without the mean of each output.
 
-    Quadratic means leave the mean of the activations in place; this removes it. Pretrained weights need it too (MABN
-    issue 2).
+    MABN needs it in convolutional networks: quadratic means leave the mean of the activations in place. Pretrained
+    weights need it too (MABN issue 2).
 
     >>> import torch
     >>> centralize_weight(torch.tensor([[1.0, 3.0]])).tolist()

@@ -1,4 +1,4 @@
-"""PowerNorm, MABN, UN and the "batch" baseline exactly as their authors' code computes them.
+"""PowerNorm, MABN, UN and "batch" exactly as their authors' code computes them.
 
 Use them to reproduce the authors' numbers and to load their checkpoints, and the norms of `normkit.NORMS` for anything
 else. They keep the defects of that code: padded rows count in the means of the backward pass, a batch that is all
@@ -76,7 +76,7 @@ class Released(Norm):
         return x / torch.sqrt(self.statistic() + self.eps) * self.weight + self.bias
 
     def train_step(self, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Gradients]:
-        """Return the output of a training forward and a function for its gradients; update the state."""
+        """Return output and gradient function of a training forward; update the state."""
         raise NotImplementedError
 
     def rest(self, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class RepBN(BatchNorm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: D102
         if not self.training:
             return super().forward(x, mask)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32)) if isinstance(x, Tensor) else x
+        wide = x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
         return (super().forward(wide, mask) + self.a * wide).to(x.dtype)
 
     def _affine(self) -> tuple[Tensor, Tensor]:

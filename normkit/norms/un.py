@@ -68,7 +68,7 @@ class UN(StatNorm):
         self.filtered = nn.Buffer(torch.zeros((), dtype=torch.long))
 
     def _batch_phase(self, step: Tensor, window: Tensor) -> Tensor:
-        """Return True while statistics are the batch's own; always with a window of one, which is PN-V."""
+        """Return True while statistics are the batch's own; always with a window of one."""
         return (step <= len(window)) | (step < self.warmup) | (self.window == 1)
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102

@@ -1,0 +1,82 @@
+"""Options of norms: declared as annotated class attributes, visible in signatures, checked by their annotations."""
+
+import inspect
+from typing import ClassVar, Literal
+
+import pytest
+import torch
+
+import normkit as nk
+from normkit.norms import NORMS, RowNorm, StatNorm
+from normkit.norms._options import Count, option_defaults
+
+
+class Mine(RowNorm):
+    size: Count = 3
+    kind: Literal["a", "b", "c"] = "a"
+    limit: float | None = None
+    constant = 7
+
+    def normalize(self, x, mask):
+        return x
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_signatures_show_every_option_with_its_default(name):
+    parameters = inspect.signature(NORMS[name]).parameters
+    assert next(iter(parameters)) == "dim"
+    shown = {key: p.default for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert shown == nk.options(name)
+    assert {"eps", "affine", "bias"} <= shown.keys()
+    assert "Annotated" not in str(inspect.signature(NORMS[name]))
+
+
+def test_annotated_attributes_with_a_default_are_options():
+    assert option_defaults(Mine) == {
+        "eps": 1e-5, "affine": True, "bias": True, "size": 3, "kind": "a", "limit": None
+    }  # fmt: skip
+    norm = Mine(4, size=5, limit=0.5)
+    assert (norm.size, norm.kind, norm.limit, norm.spec) == (5, "a", 0.5, "Mine(size=5, limit=0.5)")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"size": 0}, "size must be a whole number >= 1; got 0"),
+        ({"size": True}, "size must be a whole number >= 1; got True"),
+        ({"kind": "d"}, 'kind must be "a", "b" or "c"; got \'d\''),
+        ({"limit": "x"}, "limit must be a number or None; got 'x'"),
+        ({"bias": 1}, "bias must be True or False; got 1"),
+    ],
+)
+def test_the_annotation_is_the_check(given, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Mine(4, **given)
+    assert str(caught.value) == message
+
+
+def test_an_unknown_option_names_the_nearest():
+    with pytest.raises(TypeError, match=r"no option of UN named 'windw' \(did you mean 'window'\?\)"):
+        nk.UN(4, windw=2)
+
+
+def test_a_class_variable_is_no_option_and_removes_an_inherited_one():
+    class Fixed(Mine):
+        kind: ClassVar[str] = "b"
+
+    assert "kind" not in option_defaults(Fixed)
+    assert Fixed(4).kind == "b"
+
+
+def test_a_constructor_of_ones_own_may_pass_options_on():
+    class Own(StatNorm):
+        def __init__(self, dim, *, strength=2.0, eps=1e-3):
+            super().__init__(dim, eps=eps, steps_per_update=2)
+            self.strength = strength
+
+    assert Own(4, strength=3.0).spec == "Own(steps_per_update=2, strength=3.0)"
+
+
+def test_torch_jit_script_raises_with_what_to_use():
+    with pytest.raises(TypeError, match=r"torch\.jit\.script cannot compile UN.*torch\.compile"):
+        torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), nk.UN(4)))
