@@ -312,6 +312,23 @@ def test_folding_a_run_onto_itself_is_refused(typed, runs):
     assert (runs / "un" / "model.safetensors").read_bytes() == before
 
 
+def test_calibrate_saves_a_run_with_new_statistics_and_the_same_weights(typed, runs, tmp_path):
+    status, out, _ = typed("calibrate", runs / "un", "--out", tmp_path / "calibrated", "--batches", 3)
+    assert status == 0
+    assert re.match(r"calibrated 7 norms on 3 training batches; validation loss [\d.]+ before, [\d.]+ after\n", out)
+    before, after = load(runs / "un"), load(tmp_path / "calibrated")
+    assert after.run == before.run
+    changed = {
+        name for name, tensor in before.model.state_dict().items() if not tensor.equal(after.model.state_dict()[name])
+    }
+    assert len(changed) == 7
+    assert all(name.endswith("running") for name in changed)
+    assert typed("fold", tmp_path / "calibrated", "--out", tmp_path / "folded")[0] == 0
+    layer = typed("calibrate", runs / "layer", "--out", tmp_path / "layer")
+    assert refused(layer, "has no norm with batch statistics")
+    assert refused(typed("calibrate", runs / "un", "--out", runs / "layer"), "calibration would overwrite")
+
+
 def test_damaged_files_of_a_run(typed, runs, tmp_path):
     for name in ("run.json", "vocab.json", "model.safetensors"):
         (tmp_path / name).write_bytes((runs / "un" / name).read_bytes())

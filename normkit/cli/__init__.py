@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import normkit
 from normkit.cli.benching import bench
+from normkit.cli.calibrating import calibrate
 from normkit.cli.comparing import compare
 from normkit.cli.doctor import doctor
 from normkit.cli.folding import audit, fold
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "pronounce": pronounce,
     "translate": translate,
+    "calibrate": calibrate,
     "fold": fold,
     "audit": audit,
     "report": report,

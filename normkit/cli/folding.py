@@ -45,12 +45,9 @@ def fold(arguments: list[str]) -> int:
         return model, out
 
     folder, out = parse_arguments(parse, arguments, "fold")
-    if out.resolve() == folder.resolve():
-        raise ValueError(f"--out {out} is the model itself, which is kept; name another folder")
+    check_out(folder, out, "folding")
     from normkit.transforms.huggingface import fold_dir, is_pretrained_dir
 
-    if holds := _trained(out, is_pretrained_dir(out)):
-        raise ValueError(f"--out {out} holds {holds}, which folding would overwrite; name another folder")
     if is_pretrained_dir(folder):
         report = fold_dir(folder, out)
     else:
@@ -63,10 +60,17 @@ def fold(arguments: list[str]) -> int:
     return 0
 
 
-def _trained(folder: Path, pretrained: bool) -> str:
-    """What a folder holds that is no former fold: a run with its result, somebody's model; empty where nothing is."""
+def check_out(model: Path, out: Path, action: str) -> None:
+    """Raise ValueError if `out` is the model itself, a run that was trained, or a Hugging Face model."""
     from normkit.lab.report import results
+    from normkit.transforms.huggingface import is_pretrained_dir
 
-    if (folder / results.FILE).is_file() or (folder / "checkpoints").is_dir():
-        return "a run that was trained"
-    return "a model of Hugging Face" if pretrained and not (folder / "load.py").is_file() else ""
+    if out.resolve() == model.resolve():
+        raise ValueError(f"--out {out} is the model itself, which is kept; name another folder")
+    holds = ""
+    if (out / results.FILE).is_file() or (out / "checkpoints").is_dir():
+        holds = "a run that was trained"
+    elif is_pretrained_dir(out) and not (out / "load.py").is_file():
+        holds = "a Hugging Face model"
+    if holds:
+        raise ValueError(f"--out {out} holds {holds}, which {action} would overwrite; name another folder")
