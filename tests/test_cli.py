@@ -334,7 +334,7 @@ def test_damaged_files_of_a_run(typed, runs, tmp_path):
         (tmp_path / name).write_bytes((runs / "un" / name).read_bytes())
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert refused(typed("pronounce", "x", "--run", tmp_path), "is cut short or no safetensors file")
+    assert refused(typed("pronounce", "x", "--run", tmp_path), "is cut short or not a safetensors file")
     settings = json.loads((tmp_path / "run.json").read_text())
     settings["model"]["hidden"] = 32
     (tmp_path / "run.json").write_text(json.dumps(settings))

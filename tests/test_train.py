@@ -336,7 +336,7 @@ def test_weights_cut_short_or_of_another_model_are_refused(tmp_path):
     whole = path.read_bytes()
     for length in (0, 7, 100, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="is cut short or no safetensors file"):
+        with pytest.raises(ValueError, match="is cut short or not a safetensors file"):
             load_weights(model, path)
 
 
