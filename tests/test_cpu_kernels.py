@@ -1,10 +1,7 @@
 """C++ kernels for CPUs against plain operations in float64; build, arguments, choice."""
 
 import itertools
-import os
-import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import normkit
-from normkit.kernels import dispatch, ops
+from normkit.kernels import ops
 from normkit.kernels.cpu import arguments, build
 from normkit.kernels.cpu import entry as native
 
@@ -389,69 +386,6 @@ def test_a_folder_that_others_may_write_to_is_not_used(bare):
     bare.chmod(0o777)
     assert build.library() is not None
     assert list(bare.iterdir()) == []
-
-
-def run_with_choice(choice):
-    code = """import torch
-from normkit.kernels import dispatch, ops
-x = torch.ones(2, 4)
-ops.rms(x, None, None, 0.0)
-print(dispatch.select(x, "rms"), dispatch.current_choice())
-"""
-    environment = os.environ | {"NORMKIT_KERNELS": choice}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-
-
-def test_the_environment_chooses():
-    done = run_with_choice("reference")
-    assert (done.returncode, done.stdout) == (0, "reference reference\n")
-    done = run_with_choice("fastest")
-    assert done.returncode == 1
-    assert "it is 'fastest'" in done.stderr
-    assert "native" in dispatch.CHOICES
-
-
-def test_the_environment_is_read_when_an_op_runs(monkeypatch):
-    x = torch.ones(2, 4)
-    for choice in ("reference", "fused"):
-        monkeypatch.setenv("NORMKIT_KERNELS", choice)
-        assert dispatch.select(x, "layer", native=False) == choice
-
-
-def test_a_choice_holds_in_its_own_thread():
-    x, inside = torch.ones(2, 4), threading.Barrier(2)
-    found = {}
-
-    def run(choice):
-        with normkit.kernels(choice) as ran:
-            inside.wait()  # both blocks are open at once
-            dispatch.select(x, "layer", native=False)
-            inside.wait()
-        found[choice] = dict(ran)
-
-    threads = [threading.Thread(target=run, args=(choice,)) for choice in ("reference", "fused")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {"reference": {"reference layer": 1}, "fused": {"fused layer": 1}}
-
-
-def test_a_backward_pass_in_another_thread_continues_the_forward_passes_block():
-    seen = []
-
-    def backward(block):
-        with dispatch.resumed(block):
-            seen.append(dispatch.current_choice())
-
-    with normkit.kernels("reference"):
-        block = dispatch.current_block()
-        with normkit.kernels("fused"), dispatch.resumed(block):
-            seen.append(dispatch.current_choice())  # the same thread: the block around the backward pass
-    thread = threading.Thread(target=backward, args=(block,))
-    thread.start()
-    thread.join()
-    assert seen == ["fused", "reference"]
 
 
 @needs_kernels

@@ -1,0 +1,96 @@
+"""The choice of kernels: environment, threads, backward passes; and no import circles in `normkit/kernels`."""
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import torch
+
+import normkit
+from normkit.kernels import dispatch
+
+KERNELS = pathlib.Path(normkit.__file__).parent / "kernels"
+
+
+def run_with_choice(choice):
+    code = """import torch
+from normkit.kernels import dispatch, ops
+x = torch.ones(2, 4)
+ops.rms(x, None, None, 0.0)
+print(dispatch.select(x, "rms"), dispatch.current_choice())
+"""
+    environment = os.environ | {"NORMKIT_KERNELS": choice}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_environment_chooses():
+    done = run_with_choice("reference")
+    assert (done.returncode, done.stdout) == (0, "reference reference\n")
+    done = run_with_choice("fastest")
+    assert done.returncode == 1
+    assert "it is 'fastest'" in done.stderr
+    assert "native" in dispatch.CHOICES
+
+
+def test_the_environment_is_read_when_an_op_runs(monkeypatch):
+    x = torch.ones(2, 4)
+    for choice in ("reference", "fused"):
+        monkeypatch.setenv("NORMKIT_KERNELS", choice)
+        assert dispatch.select(x, "layer", native=False) == choice
+
+
+def test_a_choice_holds_in_its_own_thread():
+    x, inside = torch.ones(2, 4), threading.Barrier(2)
+    found = {}
+
+    def run(choice):
+        with normkit.kernels(choice) as ran:
+            inside.wait()  # both blocks are open at once
+            dispatch.select(x, "layer", native=False)
+            inside.wait()
+        found[choice] = dict(ran)
+
+    threads = [threading.Thread(target=run, args=(choice,)) for choice in ("reference", "fused")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"reference": {"reference layer": 1}, "fused": {"fused layer": 1}}
+
+
+def test_a_backward_pass_in_another_thread_continues_the_forward_passes_block():
+    seen = []
+
+    def backward(block):
+        with dispatch.resumed(block):
+            seen.append(dispatch.current_choice())
+
+    with normkit.kernels("reference"):
+        block = dispatch.current_block()
+        with normkit.kernels("fused"), dispatch.resumed(block):
+            seen.append(dispatch.current_choice())  # the same thread: the block around the backward pass
+    thread = threading.Thread(target=backward, args=(block,))
+    thread.start()
+    thread.join()
+    assert seen == ["fused", "reference"]
+
+
+def imported(path):
+    """Modules of `normkit.kernels` that a file imports, at its top or inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normkit.kernels"):
+            folder = KERNELS.joinpath(*node.module.split(".")[2:])
+            for alias in node.names:
+                inner = [folder / f"{alias.name}.py", folder / alias.name / "__init__.py"]
+                yield next((file for file in inner if file.exists()), folder.with_suffix(".py"))
+
+
+def test_kernels_have_no_import_circles_not_even_late_ones():
+    graph = {path: set(imported(path)) for path in KERNELS.rglob("*.py")}
+    while graph:
+        free = {path for path, others in graph.items() if not others & graph.keys()}
+        assert free, f"circles among {sorted(path.name for path in graph)}"
+        graph = {path: others for path, others in graph.items() if path not in free}
