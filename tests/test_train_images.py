@@ -312,7 +312,7 @@ def test_workers_make_the_same_batches(folder):
     data = read_images(str(folder))
     task = ImageClassification(run, classifier(TINY, 3), data)
     alone = [batch for batch, _ in zip(task.batches(2), range(3), strict=False)]
-    by_two = task._made(data.train, task._order(2), run.seed, 2)
+    by_two = task._load(data.train, task._order(2), run.seed, 2)
     for one in alone:
         for a, b in zip(one.tensors, next(by_two).tensors, strict=True):
             assert torch.equal(a, b)
@@ -337,4 +337,4 @@ def test_two_steps_of_every_recipe(name, tmp_path, monkeypatch):
     assert result["status"] == "done"
     assert [look["step"] for look in result["valid"]] == [1, 2]
     assert all(np.isfinite(list(score.values())).all() for score in result["scores"].values())
-    assert "pictures in its train split" in " ".join(result["data"]["notes"])
+    assert "images in its train split" in " ".join(result["data"]["notes"])

@@ -1,4 +1,4 @@
-"""Dataclass fields with limits, and a base class that checks them: types, choices, bounds, finite numbers."""
+"""Dataclass fields with limits, and a base class of settings that checks them."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ class Checked:
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """Make an instance from a dictionary as JSON has it, with dictionaries for nested settings.
+        """Make an instance from a dictionary as in JSON, also for nested settings.
 
         Raises:
             ValueError: If a value is missing, unknown or not allowed.

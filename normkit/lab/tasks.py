@@ -1,4 +1,4 @@
-"""Tasks that can be trained: one row for each task, with every fact that is specific to it.
+"""Tasks: one row each, with every fact that is specific to the task.
 
 A row names its code as `module:function` and imports it when it is used. So reports, which need no PyTorch, and the
 packages below `train` can read this table too.
@@ -148,7 +148,7 @@ def unit(task: str) -> str:
 
 
 def takers(setting: str) -> list[str]:
-    """List the tasks that accept a setting which not all tasks do; empty for a setting of all tasks.
+    """List the tasks that accept a setting; empty for a setting of all tasks.
 
     >>> takers("beam"), takers("lr")
     (['g2p', 'mt'], [])

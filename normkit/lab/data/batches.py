@@ -1,4 +1,4 @@
-"""Which examples go together in a batch, in what order: a pure function of seed and epoch, so a run can resume."""
+"""Batches of examples, in an order that depends on seed and epoch only, to resume runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from normkit.lab.data.vocab import BOS, PAD
 
-CHUNK = 50  # batches that are sorted by length together
+CHUNK = 50  # batches of examples that are sorted by length together
 
 
 def batches_of(
@@ -22,14 +22,22 @@ def batches_of(
     seed: int = 0,
     epoch: int = 0,
 ) -> list[np.ndarray]:
-    """Indices of the examples of each batch of an epoch, every example once.
+    """Return the examples of each batch of an epoch, every example once.
 
-    `sizes` are the examples' lengths; a batch has at most `tokens` of them (padding not counted), at least one example.
-    The examples are shuffled by seed and epoch. With `bucketing`, runs of about 50 batches are then sorted by length,
-    up and down in turn, so that a batch holds sequences of about one length and little padding, and the batches are
-    shuffled again; without, a batch is a random sample. `by` is what to sort by instead of `sizes`: where examples have
-    two sides, `(source length, target length)` leaves less padding than their sum (5 % against 10 % on cmudict).
-    ValueError where there are no examples, or `tokens` is below 1.
+    The examples are shuffled by seed and epoch. With bucketing, chunks of about 50 batches are then sorted by length,
+    in alternating direction, and the batches are shuffled again. Without, a batch is a random sample.
+
+    Args:
+        sizes: Lengths of the examples.
+        tokens: Largest sum of lengths in a batch, without padding; a batch has at least one example.
+        bucketing: Make batches of similar lengths, with little padding.
+        by: Sort by this instead of `sizes`. For pairs, `(source length, target length)` leaves less padding than their
+            sum (5 % against 10 % on cmudict).
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+
+    Raises:
+        ValueError: If there are no examples, or `tokens` is below 1.
 
     >>> [batch.tolist() for batch in batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)]
     [[2], [0, 1]]
@@ -38,7 +46,7 @@ def batches_of(
     if not len(sizes):
         raise ValueError("there are no examples to make batches of")
     if tokens < 1:
-        raise ValueError(f"a batch must have room for at least 1 token; got {tokens}")
+        raise ValueError(f"a batch must hold at least 1 token; got {tokens}")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(sizes), generator=generator).numpy()
     if bucketing:
@@ -61,7 +69,7 @@ GRID = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def rounded(length: int) -> int:
-    """A length rounded up to one of few; the same where it is longer than those.
+    """Round a length up to one of `GRID`; longer ones are unchanged.
 
     >>> rounded(9), rounded(64), rounded(2000)
     (12, 64, 2000)
@@ -70,11 +78,16 @@ def rounded(length: int) -> int:
 
 
 def static_batches(longest: np.ndarray, tokens: int, *, seed: int = 0, epoch: int = 0) -> list[np.ndarray]:
-    """Indices of the examples of each batch of an epoch, such that there are few shapes.
+    """Return the examples of each batch of an epoch, such that batches have few shapes.
 
-    `longest` is the longer side of each example. Those of about one length go together, and a batch of length L, both
-    sides padded to it, has `tokens // 2L` examples: every example once, and as many again as the last batch of a
-    length lacks.
+    A batch of length L, both sides padded to it, has `tokens // 2L` examples. Every example occurs once; the last batch
+    of each length is filled up with examples that occur again.
+
+    Args:
+        longest: Length of the longer side of each example.
+        tokens: Tokens of a batch, with padding.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
 
     >>> sorted(sorted(batch.tolist()) for batch in static_batches(np.array([5, 6, 7, 11]), tokens=48))
     [[0, 1, 2], [3, 3]]
@@ -92,14 +105,14 @@ def static_batches(longest: np.ndarray, tokens: int, *, seed: int = 0, epoch: in
 
 
 def _sorted(items: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Items by their keys `[n, columns]`, the first column first; equal ones stay in order."""
+    """Sort items by their keys `[n, columns]`, the first column first; the sort is stable."""
     return items[np.lexsort(keys.T[::-1])]
 
 
 class Batches(IterableDataset):
-    """Batches without end, from position `start` on: epoch after epoch, each in an order of its own.
+    """Batches without end, from number `start` on.
 
-    `epoch(n)` lists the indices of each batch of an epoch; `collate` makes a batch of them.
+    `epoch(n)` returns the examples of each batch of an epoch; `collate` makes a batch of them.
     """
 
     def __init__(self, epoch: Callable[[int], Sequence[Any]], collate: Callable[[Any], Any], start: int = 0):
@@ -117,16 +130,16 @@ class Batches(IterableDataset):
             batches = self.epoch(number)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch is."""
+        """Return the number of the next batch."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from the batch in `state`."""
         self.position = state["position"]
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int = PAD) -> Tensor:
-    """Sequences as one tensor `[B, T]`, the shorter ones filled up.
+    """Pad sequences to one tensor `[batch, time]`.
 
     >>> pad([[5, 6], [7]]).tolist()
     [[5, 6], [7, 0]]
@@ -136,7 +149,7 @@ def pad(sequences: Sequence[Sequence[int]], value: int = PAD) -> Tensor:
 
 
 def collate_pairs(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Source `[B, S]`, decoder input `[B, T]` (begin, then the target but its end), target `[B, T]`.
+    """Return source, decoder input (begin, then the target) and target, `[batch, time]` each.
 
     >>> [t.tolist() for t in collate_pairs([([4, 2], [5, 6, 2])])]
     [[[4, 2]], [[1, 5, 6]], [[5, 6, 2]]]

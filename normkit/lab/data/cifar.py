@@ -1,4 +1,6 @@
-"""CIFAR-10 and CIFAR-100 in their binary version, or compressed as differences; nothing is unpickled.
+"""CIFAR-10 and CIFAR-100 in their binary version, or compressed as differences.
+
+Nothing is unpickled.
 
 | format | CIFAR-10 | CIFAR-100 |
 |---|---|---|

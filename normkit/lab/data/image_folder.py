@@ -17,7 +17,10 @@ class Broken(ValueError):
 
 
 class Split(Protocol):
-    """Images and their classes; images of one of the `groups` are read together (None: each one separately)."""
+    """Images and their classes.
+
+    Images of one of the `groups` are read together (None: each one separately).
+    """
 
     @property
     def labels(self) -> np.ndarray:
@@ -62,7 +65,10 @@ class Memory:
 
 
 class Files:
-    """One file per image, in `folder/CLASS/`; classes are numbered in the order of their names."""
+    """One file per image, in `folder/CLASS/`.
+
+    Classes are numbered in the order of their names.
+    """
 
     groups = None
 
@@ -125,7 +131,7 @@ def decode(split: Split, item: int, least: int = 0) -> Any:
 
 
 def image_batches(split: Split, size: int, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
-    """Return the images of each batch of an epoch, in an order that depends on seed and epoch only.
+    """Return the images of each batch of an epoch; the order depends on seed and epoch only.
 
     An incomplete last batch is left out. Images that are read in groups (row groups of Parquet) stay near each other:
     groups are shuffled, then the images of 16 groups together.

@@ -16,7 +16,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageSet:
-    """An image data set: folder names, sizes, mean and standard deviation of the channels, source."""
+    """An image data set: folders, sizes, mean and standard deviation of channels, source."""
 
     name: str
     folders: tuple[str, ...]

@@ -30,7 +30,10 @@ Splits = dict[str, Split]
 
 @dataclasses.dataclass(frozen=True)
 class ImageData:
-    """An image data set; images are decoded when they are used. `notes` lists deviations from the expected."""
+    """An image data set; images are decoded when they are used.
+
+    `notes` lists deviations from the expected.
+    """
 
     name: str
     train: Split
@@ -89,7 +92,7 @@ def read_images(
 
 
 def _read_folder(folder: Path, refuse: bool, on_stage: OnStage) -> tuple[Splits, list[str], list[str]]:
-    """Return the splits of a folder in any format, the names of the classes, and the problems found."""
+    """Return the splits of a folder, the names of the classes, and the problems found."""
     from normkit.lab.data.shards import Rows, Tars
 
     splits: Splits = {}

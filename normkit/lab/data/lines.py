@@ -1,4 +1,4 @@
-"""Lines of text files, plain or compressed, one at a time; what is wrong with a file is said with its line."""
+"""Lines of text files, plain or compressed, one at a time; errors name the line."""
 
 import gzip
 import lzma
@@ -12,13 +12,13 @@ SUFFIXES = ("", ".xz", ".gz")
 
 
 def find_file(path: str | Path) -> Path | None:
-    """The file at `path`, or a compressed one beside it, `path.xz` or `path.gz`; None where there is neither."""
+    """Return the file at `path`, or `path.xz` or `path.gz`; None if there is none."""
     candidates = [Path(f"{path}{suffix}") for suffix in SUFFIXES]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 def open_bytes(path: str | Path) -> BinaryIO:
-    """The unpacked content of a file, by its suffix: `.xz`, `.gz`, else as it is."""
+    """Open a file, decompressed if its suffix is `.xz` or `.gz`."""
     path = Path(path)
     if path.suffix == ".xz":
         return lzma.open(path, "rb")  # type: ignore[return-value]
@@ -26,9 +26,12 @@ def open_bytes(path: str | Path) -> BinaryIO:
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """Each line of a UTF-8 file without its end; only line feeds end lines, a byte order mark is dropped.
+    """Yield the lines of a UTF-8 file.
 
-    ValueError, with the line, where it is not UTF-8, has a byte 0 (UTF-16, damage) or a compressed file is cut short.
+    Only line feeds end lines; a byte order mark is dropped.
+
+    Raises:
+        ValueError: If a line is not UTF-8 or has a byte 0 (UTF-16, damage), or a compressed file is cut short.
     """
     number = 0
     try:
@@ -51,9 +54,10 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def read_pairs(source: str | Path, target: str | Path) -> Iterator[tuple[str, str]]:
-    """Line n of one file with line n of the other, white space made single spaces.
+    """Yield the lines of two files in pairs, with single spaces between words.
 
-    ValueError where one file has more lines than the other, or a line has nothing but space on one side.
+    Raises:
+        ValueError: If one file has more lines than the other, or a line is blank on one side.
     """
     number = 0
     both = zip_longest(read_lines(source), read_lines(target))
@@ -68,7 +72,7 @@ def read_pairs(source: str | Path, target: str | Path) -> Iterator[tuple[str, st
 
 
 def read_columns(path: str | Path, source: int, target: int) -> Iterator[tuple[str, str]]:
-    """Two columns of a file whose columns are between tabs, counted from 0; as `read_pairs`."""
+    """Yield two tab-separated columns of a file, counted from 0; otherwise as `read_pairs`."""
     number = 0
     for number, line in enumerate(read_lines(path), 1):
         columns = line.split("\t")

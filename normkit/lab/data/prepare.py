@@ -1,4 +1,6 @@
-"""Corpora as numbers: learn vocabularies and encode the text once; the arrays are cached and mapped into memory.
+"""Corpora as numbers: learn vocabularies and encode the text once.
+
+The arrays are cached and mapped into memory.
 
 The cache (`NORMKIT_CACHE`, or `~/.cache/normkit`) has a folder for each content of the files and each set of settings.
 Text is streamed in chunks and each finished chunk is noted, so that interrupted work continues, also after a full disk.
@@ -50,7 +52,10 @@ class Bitext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """A parallel corpus as numbers; `lines(split)` reads its text again, `facts` has its sizes."""
+    """A parallel corpus as numbers.
+
+    `lines(split)` reads its text again, `facts` has its sizes.
+    """
 
     name: str
     corpus: Corpus
@@ -75,7 +80,8 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, on_stag
         A `Parallel`, or a `Text` for running text.
 
     Raises:
-        ValueError: If a file is not the one in the table of corpora, is misaligned, not UTF-8 or has an empty side, or if
+        ValueError: If a file is not the one in the table of corpora, is misaligned, not UTF-8 or has an empty side, or
+        if
             more than a fifth of a split's symbols are unknown.
         OSError: If the disk is full.
     """
@@ -98,7 +104,7 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, on_stag
         if error.errno == errno.ENOSPC:
             raise OSError(
                 errno.ENOSPC,
-                f"no space left in {cache}; finished work is kept: free some space, or set NORMKIT_CACHE, and start again",
+                f"no space left in {cache}; finished work is kept: free space or set NORMKIT_CACHE, then repeat",
             ) from None
         raise
     if corpus.kind == "text":
@@ -243,7 +249,10 @@ def _encode(
 
 
 def _noted(folder: Path, split: str, vocabularies: dict[str, Vocab]) -> dict[str, Any]:
-    """Return the note on the arrays of a split; an empty one if their lengths differ from the note."""
+    """Return the note on the arrays of a split.
+
+    An empty one if their lengths differ from the note.
+    """
     nothing = {"lines": 0, "whole": False, **{side: {"symbols": 0, "unknown": 0} for side in vocabularies}}
     try:
         done = {**nothing, **_read(folder / f"{split}.json")}
@@ -303,7 +312,10 @@ def _write(path: Path, content: Any) -> None:
 
 @contextlib.contextmanager
 def _lock(folder: Path, on_stage: OnStage) -> Iterator[None]:
-    """Lock the folder inside the block, if the system has locks; wait for the process that holds the lock."""
+    """Lock the folder inside the block, if the system has locks.
+
+    Wait for the process that holds the lock.
+    """
     try:
         import fcntl
     except ImportError:  # Windows

@@ -11,7 +11,9 @@ from normkit.lab.data.vocab import PAD
 
 
 class Ragged:
-    """Sequences of numbers: `flat` holds all of them in succession, the i-th is `flat[offsets[i]:offsets[i + 1]]`.
+    """Sequences of numbers, concatenated in one array.
+
+    The i-th sequence is `flat[offsets[i]:offsets[i + 1]]`.
 
     >>> items = Ragged.of([[5, 6], [7]])
     >>> len(items), items[0], items.padded([0, 1]).tolist()
@@ -24,7 +26,7 @@ class Ragged:
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int]]) -> "Ragged":
-        """Lists of numbers as one array."""
+        """Make one array of lists of numbers."""
         ends = np.cumsum([0, *map(len, sequences)])
         return cls(np.fromiter(chain.from_iterable(sequences), np.int32, ends[-1]), ends)
 
@@ -35,10 +37,7 @@ class Ragged:
         return self.flat[self.offsets[item] : self.offsets[item + 1]].tolist()
 
     def padded(self, items: Sequence[int] | np.ndarray, length: int = 0) -> Tensor:
-        """The sequences of some items as one tensor `[len(items), longest]`, filled up with padding.
-
-        With `length` it is at least so long.
-        """
+        """Return items as one padded tensor `[len(items), longest]`, at least `length` long."""
         starts, sizes = self.offsets[items], self.sizes[items]
         columns = np.arange(max(sizes.max(), length))
         there = columns < sizes[:, None]

@@ -39,7 +39,10 @@ class SceneSet:
 
 @dataclasses.dataclass(frozen=True)
 class SceneData:
-    """A data set that has been read. Validation and test are one split, by which nothing is chosen."""
+    """A data set that has been read.
+
+    Validation and test are one split, by which nothing is chosen.
+    """
 
     name: str
     train: Scenes

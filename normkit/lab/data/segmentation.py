@@ -1,4 +1,4 @@
-"""Outlines of objects in COCO's formats, polygons and run lengths: check them, make masks of them."""
+"""Outlines of objects in COCO's formats, polygons and run lengths, as masks."""
 
 import math
 from typing import Any
@@ -30,7 +30,9 @@ def run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
 
 
 def drawable(outline: Any, height: int, width: int) -> bool:
-    """Return True for polygons of at least three points near the image, run lengths of its size, or no outline.
+    """Return True for valid polygons or run lengths, or no outline.
+
+    Polygons have at least three points near the image; run lengths have its size.
 
     pycocotools does not check its input: another outline can crash the process.
     """

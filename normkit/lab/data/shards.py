@@ -1,4 +1,4 @@
-"""Images in shards, read in any order: tar archives in WebDataset's format, and Parquet in Hugging Face's.
+"""Images in shards: tar archives in WebDataset's format, Parquet in Hugging Face's.
 
 A tar archive is listed once; the offset and class of each image are kept in the cache (`NORMKIT_CACHE`), so that an
 image is one read of a file. Parquet is compressed by row groups: images of a group are read together, and the groups
@@ -27,7 +27,9 @@ OnStage = Callable[[str], object]
 
 
 class Tars:
-    """Shards in WebDataset's format: a sample is KEY.jpg, and KEY.cls (a number) or KEY.json (with a "label").
+    """Shards in WebDataset's format: KEY.jpg beside KEY.cls or KEY.json.
+
+    KEY.cls has a number, KEY.json a "label".
 
     Problems are added to `notes`: shards that are cut short, images without a class.
     """
@@ -52,7 +54,10 @@ class Tars:
 
 
 def _list_images(path: Path, notes: list[str], on_stage: OnStage) -> np.ndarray:
-    """Return offset, size and class of each image of a tar archive `[n, 3]`, from the cache if possible."""
+    """Return offset, size and class of each image of a tar archive `[n, 3]`.
+
+    The list is cached.
+    """
     stat = path.stat()
     mark = f"{FORMAT} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     cache = cache_folder() / "shards"
@@ -115,7 +120,10 @@ def _label(kind: str, content: bytes, name: str) -> int:
 
 
 class Rows:
-    """Parquet files with a column `image`, bytes of image files or structs with `bytes`, and a column `label`."""
+    """Parquet files with columns `image` and `label`.
+
+    An image is the bytes of a file, or a struct with `bytes`.
+    """
 
     def __init__(self, paths: Sequence[Path]):
         self.paths, labels, places = list(paths), [], []

@@ -1,4 +1,4 @@
-"""Byte-pair encoding: a vocabulary of pieces of words, learned from text, that can spell any of it."""
+"""Byte-pair encoding: a vocabulary of subwords, learned from text."""
 
 import functools
 import json
@@ -7,14 +7,14 @@ from typing import Any
 
 from normkit.lab.data.vocab import SPECIAL, UNK, Vocab
 
-SPACE = "\u2581"  # stands at the beginning of each word's first piece
+SPACE = "\u2581"  # begins the first subword of each word
 
 
 class Subwords(Vocab):
-    """Pieces of words and the merges that make them (Sennrich et al. 2016), by the tokenizers library.
+    """Subwords and their merges (Sennrich et al. 2016), by the tokenizers library.
 
-    `punctuation` says whether marks are split from words first, for text that is not tokenized. A character that the
-    text which the vocabulary was learned from did not have is unknown.
+    `punctuation` first splits punctuation from words, for text that is not tokenized. Characters that the training text
+    did not contain are unknown.
 
     >>> words = Subwords.learn(["low low lower", "new newer"], 20)
     >>> words.text(words.encode_text("lower new")), words.encode_text("q")[-1] == UNK
@@ -28,7 +28,7 @@ class Subwords(Vocab):
 
     @classmethod
     def learn(cls, lines: Iterable[str], size: int, punctuation: bool = False) -> "Subwords":
-        """About `size` symbols: the characters of the text, then its most frequent pairs, merged over and over."""
+        """Learn about `size` symbols: all characters, then repeatedly the most frequent pair."""
         tokenizers = _library()
         if size < 1:
             raise ValueError(f"a vocabulary of subwords needs at least 1 symbol; got {size}")
@@ -41,30 +41,30 @@ class Subwords(Vocab):
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The library's tokenizer."""
+        """Tokenizer of the tokenizers library."""
         tokenizers = _library()
         model = tokenizers.models.BPE(vocab=self.number, merges=self.merges, unk_token=SPECIAL[UNK])
         return _tokenizer(model, self.punctuation)
 
     def encode_text(self, text: str) -> list[int]:
-        """Numbers of the pieces of a line, without begin and end."""
+        """Return the numbers of the subwords of a line, without begin and end."""
         return self.tokenizer.encode(" ".join(text.split()), add_special_tokens=False).ids
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode_text`, of many lines at once."""
+        """Encode many lines at once."""
         return [found.ids for found in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def text(self, numbers: Iterable[int]) -> str:
-        """The line that numbers spell, up to the end."""
+        """Return the line that numbers encode, up to the end."""
         return spell(self.decode(numbers))
 
     def plain(self) -> Any:
-        """What JSON can keep, for `vocabulary`."""
+        """Return the vocabulary as JSON values, for `vocabulary`."""
         return {"symbols": super().plain(), "merges": self.merges, "punctuation": self.punctuation}
 
 
 def spell(pieces: Iterable[str]) -> str:
-    """The line that pieces of words spell.
+    """Join subwords to a line.
 
     >>> spell(["▁new", "er", "▁low"])
     'newer low'
@@ -73,7 +73,7 @@ def spell(pieces: Iterable[str]) -> str:
 
 
 def vocabulary(plain: Any) -> Vocab:
-    """The vocabulary whose `plain()` this is; ValueError where it is none.
+    """Make a vocabulary of what `plain()` returned; ValueError for anything else.
 
     >>> vocabulary(["a"]).symbols[-1]
     'a'

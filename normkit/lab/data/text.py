@@ -1,4 +1,4 @@
-"""Parallel text of one's own, in plain files: one sequence a line, its symbols between spaces."""
+"""Your own sequence pairs in plain files: one sequence per line, symbols between spaces."""
 
 import collections
 import functools
@@ -14,7 +14,10 @@ SPLITS, SIDES = ("train", "valid", "test"), ("source", "target")
 
 
 def reader(name: str) -> Callable[[], Any]:
-    """How to read the data called `name`: a row of SOURCES, or `folder` of the folder at that path.
+    """Return the function that reads a data set: a row of SOURCES, or `folder` for a path.
+
+    Raises:
+        ValueError: If there is neither; the message names the nearest row.
 
     >>> reader("cmudict").__name__
     'cmudict'
@@ -29,12 +32,15 @@ def reader(name: str) -> Callable[[], Any]:
 
 
 def folder(path: str | Path) -> Pairs:
-    """Sequences from `train.source`, `train.target`, `valid.source` ... `test.target` in a folder, UTF-8.
+    """Read `train.source`, `train.target`, `valid.source` ...
 
-    Line n of a source is rewritten as line n of its target; symbols are what white space separates. The vocabularies
-    hold the symbols of the training split. Lines of the test split with one source are one item with several right
-    answers. ValueError where a file is missing or is not UTF-8, or where a split is empty, misaligned or has an empty
-    line.
+    `test.target` in a folder, UTF-8.
+
+    Line n of a target belongs to line n of its source. The vocabularies have the symbols of the training split. Test
+    lines with the same source are one item with several references.
+
+    Raises:
+        ValueError: If a file is missing or not UTF-8, or a split is empty, misaligned or has an empty line.
     """
     path = Path(path)
     missing = [f"{split}.{side}" for split in SPLITS for side in SIDES if not (path / f"{split}.{side}").is_file()]
@@ -64,10 +70,13 @@ def folder(path: str | Path) -> Pairs:
 
 
 def parallel(source: Sequence[str], target: Sequence[str], name: str = "the corpus") -> list[tuple[str, str]]:
-    """Lines that translate each other; ValueError where there are none, not as many on both sides, or empty ones.
+    """Pair the lines of two files.
 
-    >>> parallel(["ein Haus"], ["a house"])
-    [('ein Haus', 'a house')]
+    Raises:
+        ValueError: If there are none, unequal numbers of them, or empty ones.
+
+    >>> parallel(["ein Satz"], ["a sentence"])
+    [('ein Satz', 'a sentence')]
     """
     if len(source) != len(target):
         raise ValueError(f"{name} is misaligned: {len(source)} source lines, {len(target)} target lines; needs as many")

@@ -28,11 +28,11 @@ class Vocab:
         return len(self.symbols)
 
     def encode(self, symbols: Iterable[str]) -> list[int]:
-        """Numbers of the symbols, without begin and end."""
+        """Return the numbers of symbols, without begin and end."""
         return [self.number.get(symbol, UNK) for symbol in symbols]
 
     def decode(self, numbers: Iterable[int]) -> list[str]:
-        """Symbols up to the end, without begin and padding."""
+        """Return the symbols up to the end, without begin and padding."""
         symbols = []
         for number in numbers:
             if number == EOS:
@@ -42,23 +42,23 @@ class Vocab:
         return symbols
 
     def plain(self) -> Any:
-        """What JSON can keep."""
+        """Return the vocabulary as JSON values."""
         return self.symbols[len(SPECIAL) :]
 
     @classmethod
     def of(cls, plain: Any) -> "Vocab":
-        """The vocabulary whose `plain()` this is; ValueError where it is none."""
+        """Make a vocabulary of what `plain()` returned; ValueError for anything else."""
         if not isinstance(plain, list) or not all(isinstance(s, str) for s in plain):
             raise ValueError("not a vocabulary: it must be a list of strings")
         return Vocab(plain)
 
     def to_json(self) -> str:
-        """The vocabulary as text."""
+        """Return the vocabulary as JSON text."""
         return json.dumps(self.plain(), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Vocab":
-        """The vocabulary that `to_json` wrote; ValueError where it is not one."""
+        """Read what `to_json` wrote; ValueError for anything else."""
         try:
             symbols = json.loads(text)
         except json.JSONDecodeError as error:

@@ -1,4 +1,9 @@
-"""Adaptive embeddings, tied to the output (Baevski & Auli 2019; Grave et al. 2017): rare words get narrow vectors."""
+"""Adaptive embeddings, tied to the output: rare words get narrow vectors.
+
+Baevski & Auli 2019; Grave et al. 2017.
+
+2017): rare words get narrow vectors.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +16,7 @@ NARROWER = 4  # each group's vectors are so many times narrower than those of th
 
 
 class Adaptive(nn.Module):
-    """Word vectors in groups by frequency, and the distribution over words that the same vectors make.
+    """Word vectors in groups by frequency, and the output distribution of the same vectors.
 
     Words must be numbered by frequency. `cuts` are the numbers at which a group ends: words below `cuts[0]` have
     vectors of `width` channels, those of the next group `width / 4`, projected to `width`, and so on. `p(word)` is
@@ -42,7 +47,7 @@ class Adaptive(nn.Module):
             nn.init.normal_(linear.weight, 0, linear.out_features**-0.5)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Vectors `[..., width]` of words."""
+        """Return vectors `[..., width]` of words."""
         found = self.tables[0](tokens.clamp(max=self.edges[1] - 1))
         for group, linear in enumerate(self.maps, 1):
             start, end = self.edges[group], self.edges[group + 1]
@@ -52,14 +57,19 @@ class Adaptive(nn.Module):
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        """Log probabilities `[..., words]` of all words."""
+        """Return log probabilities `[..., words]` of all words."""
         head = self._head(x)
         first = self.edges[1]
         tails = [head[..., first + g - 1, None] + self._tail(x, g) for g in range(1, len(self.tables))]
         return torch.cat([head[..., :first], *tails], -1)
 
     def nll(self, x: Tensor, target: Tensor) -> Tensor:
-        """Mean of `-log p(target)` for `x [N, width]`, `target [N]`; only groups that are asked for are computed."""
+        """Return the mean of `-log p(target)` for `x [n, width]`, `target [n]`.
+
+        Only the groups that occur are computed.
+
+        Only groups that are asked for are computed.
+        """
         first, head = self.edges[1], self._head(x)
         group = torch.bucketize(target, torch.tensor(self.edges[1:-1], device=target.device), right=True)
         at = torch.where(group == 0, target, first + group - 1)

@@ -1,4 +1,4 @@
-"""Attention, feed-forward, residual placement, embeddings: what all our Transformers are made of."""
+"""Blocks of the Transformers: attention, feed-forward, residual placement, embeddings."""
 
 import math
 from typing import Any, Literal
@@ -20,7 +20,7 @@ Cache = dict[str, tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
-    """Multi-head attention: queries from `x [B, T, D]`, keys and values from `memory [B, S, D]`."""
+    """Multi-head attention from `x [batch, time, width]` to `memory [batch, source, width]`."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -28,13 +28,18 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def project(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `memory`, split into heads."""
+        """Return keys and values of `memory`, split into heads."""
         return self._split(self.key(memory)), self._split(self.value(memory))
 
     def forward(
         self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Attend to keys and values; `mask` is True where attention is allowed, broadcast to `[B, heads, T, S]`."""
+        """Attend to keys and values.
+
+        `mask` is True where attention is allowed, broadcast to `[batch, heads, time, source]`.
+
+        `mask` is True where attention is allowed, broadcast to `[B, heads, T, S]`.
+        """
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
             self._split(self.query(x)), *pair, attn_mask=mask, dropout_p=dropout, is_causal=causal
@@ -59,12 +64,16 @@ class FeedForward(nn.Module):
 
 
 def apply_norm(norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-    """`norm(x, mask)`; a module that stands where a norm was folded away knows no mask."""
+    """Apply `norm(x, mask)`; a module that replaced a folded norm takes no mask."""
     return norm(x, mask) if isinstance(norm, Norm) else norm(x)
 
 
 class Layer(nn.Module):
-    """One layer: self-attention, attention to a memory where `cross`, feed-forward; each in a residual with its norm.
+    """Self-attention, cross-attention if `cross`, feed-forward.
+
+    Each in a residual with a norm.
+
+    Each in a residual with its norm.
 
     Pre-norm `x + f(norm(x))`, post-norm `norm(x + f(x))`.
     """
@@ -95,9 +104,17 @@ class Layer(nn.Module):
         cache: Cache | None = None,
         name: str = "",
     ) -> Tensor:
-        """`x [B, T, D]`; `real [B, T]` is for the norms, `mask` for the attention; `cache`: earlier keys and values.
+        """Compute the layer.
 
-        `x` may hold several rows in succession for each of `memory`, as the hypotheses of a beam.
+        Args:
+            x: `[batch, time, width]`; several rows in succession may share one of `memory`, as hypotheses of a beam.
+            real: Mask of real tokens for the norms, `[batch, time]`.
+            mask: Allowed self-attention.
+            causal: Attend to earlier tokens only.
+            memory: Output of the encoder.
+            memory_mask: Allowed attention to the memory.
+            cache: Keys and values of earlier tokens, updated in place.
+            name: Key of this layer in the cache.
         """
 
         def attend(y: Tensor) -> Tensor:
@@ -136,7 +153,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers one after the other, then the final norm that pre-norm needs."""
+    """Layers, and the final norm of pre-norm models."""
 
     def __init__(self, config: Model, depth: int, cross: bool = False):
         super().__init__()
@@ -145,7 +162,7 @@ class Stack(nn.Module):
         self.final_norm = LayerNorm(config.width) if config.placement == "pre" else nn.Identity()
 
     def forward(self, x: Tensor, real: Tensor | None = None, **more) -> Tensor:
-        """`x [B, T, D]` through all layers; `more` goes to each of them."""
+        """Compute all layers of `x [batch, time, width]`; `more` goes to each of them."""
         for index, layer in enumerate(self.layers):
             if self.training and self.layer_drop and torch.rand(()) < self.layer_drop:
                 continue
@@ -154,7 +171,12 @@ class Stack(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word vectors times sqrt(width), plus sines and cosines of positions (Vaswani et al. 2017, section 3.5)."""
+    """Word vectors times sqrt(width), plus sinusoidal positions.
+
+    Vaswani et al. 2017, section 3.5.
+
+    2017, section 3.5).
+    """
 
     positions: Tensor
     table: Any  # nn.Embedding, or Adaptive
@@ -170,7 +192,7 @@ class Embedding(nn.Module):
         self.register_buffer("positions", positions, persistent=False)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Vectors `[B, T, D]` of `tokens [B, T]`, the first of which stands at position `start`."""
+        """Return vectors of `tokens [batch, time]`, the first of which is at position `start`."""
         end = start + tokens.shape[1]
         if end > len(self.positions):
             raise ValueError(f"a sequence of {end} tokens is longer than max_length={len(self.positions)}")
@@ -191,10 +213,10 @@ def _table(config: Model, words: int, pad: int | None) -> nn.Embedding:
 
 
 class Output(nn.Module):
-    """Scores of all words, `x @ E.T + bias`, with a matrix of its own or with that of a tied embedding.
+    """Logits of all words, `x @ E.T + bias`, with an own matrix or that of a tied embedding.
 
-    A tied matrix is the very parameter of the embedding; with FixNorm, where the matrix is computed anew at each use,
-    the embedding is asked for it.
+    A tied matrix is the parameter of the embedding itself. FixNorm computes the matrix at each use, so `forward` takes
+    the embedding.
     """
 
     def __init__(self, width: int, words: int, tied: nn.Embedding | None):
@@ -211,12 +233,12 @@ class Output(nn.Module):
             self.linear.weight = tied.weight
 
     def forward(self, x: Tensor, table: nn.Embedding) -> Tensor:
-        """`[B, T, words]`; `table` is the tied embedding, if any."""
+        """Return logits `[batch, time, words]`; `table` is the tied embedding, if any."""
         return F.linear(x, table.weight, self.bias) if self.fixed else self.linear(x)
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """`[length, width]`: sines in the first half of the channels, cosines in the second, as in fairseq.
+    """Return positions `[length, width]`: sines, then cosines, as in fairseq.
 
     >>> sinusoids(2, 4)[0].tolist()
     [0.0, 0.0, 1.0, 1.0]
@@ -228,7 +250,7 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 def place_norms(model: nn.Module, config: Model) -> None:
-    """Put the norms of the configuration in place of the model's LayerNorms, by name, in place."""
+    """Replace the LayerNorms of a model by the norms of the configuration, in place."""
     from normkit.transforms import convert
 
     rules = {**config.norm_at, "*": config.norm}

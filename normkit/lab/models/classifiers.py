@@ -1,4 +1,4 @@
-"""Classifiers of pictures by name: `[B, 3, size, size]` to `[B, classes]`."""
+"""Image classifiers by name: `[batch, 3, size, size]` to `[batch, classes]`."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,12 @@ from normkit.names import pick
 
 
 def classifier(config: Model, classes: int) -> nn.Module:
-    """The model that `config.arch` names, with its norms placed; ValueError with the nearest name if there is none.
+    """Build the model that `config.arch` names, with its norms.
+
+    Raises:
+        ValueError: If the name is unknown; the message has the nearest one.
+
+    ValueError with the nearest name if there is none.
 
     >>> config = Model(arch="tiny_vit", width=8, hidden=16, depth=1, heads=2, image_size=8, norm="un")
     >>> type(classifier(config, classes=10)).__name__
@@ -24,12 +29,15 @@ def classifier(config: Model, classes: int) -> nn.Module:
 
 
 def tiny_vit(config: Model, classes: int) -> TinyViT:
-    """Our small Vision Transformer, of the sizes that the configuration says."""
+    """Build the small Vision Transformer of `vit.py`, with the sizes of the configuration."""
     return TinyViT(config, config.image_size, config.patch, channels=3, classes=classes)
 
 
 def swin_t(config: Model, classes: int) -> nn.Module:
-    """torchvision's Swin-T (Liu et al. 2021), for pictures of any size; `config.layer_drop` is its drop path."""
+    """Build torchvision's Swin-T (Liu et al. 2021); `config.layer_drop` is its drop path.
+
+    `config.layer_drop` is its drop path.
+    """
     load_torchvision()
     from torchvision.models.swin_transformer import SwinTransformer
 
@@ -41,7 +49,7 @@ def swin_t(config: Model, classes: int) -> nn.Module:
 
 
 def of_timm(config: Model, classes: int) -> nn.Module:
-    """A model that timm builds, under its name there, for `config.image_size`, with random weights."""
+    """Build a model of timm for `config.image_size`, with random weights."""
     try:
         load_torchvision()  # what timm imports
         import timm

@@ -1,4 +1,4 @@
-"""Faster and Mask R-CNN with a feature pyramid on Swin, of torchvision's parts, with any norm in the backbone.
+"""Faster and Mask R-CNN with a feature pyramid on Swin, of torchvision's parts.
 
 As Unified Normalization's COCO models (App. B.3, after Swin-Transformer-Object-Detection): only the backbone has norms,
 one more of them on each of its four outputs.
@@ -67,7 +67,9 @@ DETECTORS: dict[str, Detector] = {
 
 
 class SwinMaps(nn.Module):
-    """Swin's four stages, each with a norm on its output: `[B, C, H, W]` at strides 4, 8, 16, 32.
+    """Swin's four stages with a norm on each output, `[batch, channels, height, width]`.
+
+    Their strides are 4, 8, 16 and 32.
 
     Pictures of one batch have different sizes and are filled up with zeros. The fourth channel of `images` is 1 where a
     picture is: a token is real that has such a pixel, and statistics are computed of real tokens alone. (Attention sees
@@ -106,7 +108,7 @@ class SwinMaps(nn.Module):
 
 
 def detector(config: Model, classes: int) -> nn.Module:
-    """The detector that `config.arch` names, for `classes` kinds of things, the background not counted.
+    """Build the detector that `config.arch` names, for `classes` categories and background.
 
     torchvision's `FasterRCNN` or `MaskRCNN`: while training it takes pictures and targets and returns losses, at
     inference boxes, labels, scores (and masks). `config.norm` and `norm_at` place the norms, `config.layer_drop` is the
@@ -154,7 +156,7 @@ def detector(config: Model, classes: int) -> nn.Module:
 
 
 def _frame(transform: nn.Module, args: tuple, output: Any) -> None:
-    """Forward hook of the transform that makes the batch: a fourth channel says where the pictures are."""
+    """Add a fourth channel to a batch that is 1 inside the images (a forward hook)."""
     images, _ = output
     real = images.tensors.new_zeros(len(images.tensors), 1, *images.tensors.shape[-2:])
     for picture, (height, width) in zip(real, images.image_sizes, strict=True):
@@ -163,7 +165,10 @@ def _frame(transform: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _mark(layer: nn.Module, real: Tensor) -> None:
-    """Tell the norms of a layer which tokens are real; it stays until the next forward, for recomputation's sake."""
+    """Tell the norms of a layer which tokens are real.
+
+    It stays until the next forward, for recomputation's sake.
+    """
     for module in layer.modules():
         if isinstance(module, StatNorm):
             module.mask = real[:, 0] > 0 if real.shape[1] else None

@@ -1,4 +1,4 @@
-"""Initial weights of a Transformer: Xavier and SmallInit, and those that shrink with depth."""
+"""Initial weights of a Transformer: Xavier, SmallInit, and ones that shrink with depth."""
 
 from torch import nn
 
@@ -6,7 +6,9 @@ from normkit.lab.models.blocks import Attention, Embedding, FeedForward, Layer, 
 
 
 def initialize(model: nn.Module, how: str) -> None:
-    """Draw the weights of all attention and feed-forward blocks, in place; biases are 0. L: layers of a stack.
+    """Draw the weights of all attention and feed-forward blocks, in place; biases are 0.
+
+    L: layers of a stack.
 
     "xavier": N(0, 2 / (fan in + fan out)), so sqrt(2 / 2d) in the attention. "small" (SmallInit, Nguyen & Salazar 2019,
     Eq. 4): all four projections of the attention N(0, 2 / (d + 4d)), as if they were as wide as the feed-forward

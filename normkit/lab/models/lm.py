@@ -31,7 +31,9 @@ class DecoderLM(nn.Module):
         place_norms(self, config)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
-        """Scores `[B, T, vocab]` of what follows each of `tokens [B, T]`, whose first stands at `start`.
+        """Return logits `[batch, time, words]` of the next word of `tokens [batch, time]`.
+
+        The first token is at position `start`.
 
         With a cache, `tokens` holds the new ones only; the cache takes up their keys and values.
         """
@@ -40,7 +42,10 @@ class DecoderLM(nn.Module):
         return table(x) if isinstance(table, Adaptive) else self.output(x, table)
 
     def nll(self, tokens: Tensor, target: Tensor) -> Tensor:
-        """Mean of `-log p` of the `target [B, T]`; with adaptive embeddings far cheaper than all scores."""
+        """Mean of `-log p` of the `target [B, T]`.
+
+        With adaptive embeddings far cheaper than all scores.
+        """
         x, table = self.hidden(tokens), self.embedding.table
         if isinstance(table, Adaptive):
             return table.nll(x.flatten(0, 1), target.flatten())

@@ -1,4 +1,4 @@
-"""Encoder-decoder Transformer: translation, and whatever else rewrites one sequence as another."""
+"""Encoder-decoder Transformer, for translation and other sequence-to-sequence tasks."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,9 @@ LEAST = -1e9  # score of a word that cannot be said, in half precision the lowes
 
 
 class Seq2Seq(nn.Module):
-    """Encoder and decoder over two vocabularies, or over one that they share; padding is told by its number.
+    """Encoder and decoder over two vocabularies, or over one that they share.
+
+    Padding is told by its number.
 
     >>> model = Seq2Seq(Model(width=8, hidden=16, depth=1, heads=2), source_vocab=5, target_vocab=7)
     >>> model(torch.tensor([[4, 3, 0]]), torch.tensor([[1, 4]])).shape
@@ -42,7 +44,7 @@ class Seq2Seq(nn.Module):
         place_norms(self, config)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Scores `[B, T, target_vocab]` of what follows each of `target [B, T]`, given `source [B, S]`."""
+        """Return logits `[batch, time, words]` of the next symbol of `target`, given `source`."""
         memory, real = self.encode(source)
         return self.decode(target, memory, real)
 
@@ -72,6 +74,9 @@ class Seq2Seq(nn.Module):
         return scores.masked_fill(~self.allowed, least) if self.config.mask_logits else scores
 
     def allow(self, words: Iterable[int]) -> None:
-        """Let these words alone be said, by a model with `mask_logits`; padding keeps the lowest score."""
+        """Let these words alone be said, by a model with `mask_logits`.
+
+        Padding keeps the lowest score.
+        """
         self.allowed.fill_(False)
         self.allowed[torch.tensor([int(word) for word in words], device=self.allowed.device)] = True

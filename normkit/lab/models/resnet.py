@@ -1,4 +1,7 @@
-"""ResNet-20 for CIFAR (He et al. 2016, section 4.2), the convolutional network of PowerNorm's Figure 2."""
+"""ResNet-20 for CIFAR (He et al.
+
+2016, section 4.2), the convolutional network of PowerNorm's Figure 2.
+"""
 
 from itertools import pairwise
 
@@ -14,12 +17,15 @@ BLOCKS = 3  # a width
 
 
 def per_pixel(norm: nn.Module, x: Tensor) -> Tensor:
-    """A norm of channels, which come last for our norms, over `x [B, channels, height, width]`."""
+    """Apply a channels-last norm to `x [batch, channels, height, width]`."""
     return norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions around a shortcut without parameters: every second pixel, new channels zero (option A)."""
+    """Two 3 x 3 convolutions around a shortcut without parameters (option A).
+
+    The shortcut takes every second pixel; new channels are zero.
+    """
 
     def __init__(self, channels: int, out: int):
         super().__init__()
@@ -37,7 +43,9 @@ class Block(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """A convolution, three times three blocks of 16, 32, 64 channels, the mean over pixels, a linear map; 0.27 M.
+    """ResNet-20 with 0.27 M parameters.
+
+    A convolution, three times three blocks of 16, 32 and 64 channels, the mean over pixels, a linear layer.
 
     >>> sum(p.numel() for p in ResNet20(Model(norm="batch"), classes=10).parameters())
     269722

@@ -1,4 +1,7 @@
-"""T2T-ViT (Yuan et al. 2021): tokens are made of neighbouring tokens, thrice, before a slim Vision Transformer."""
+"""T2T-ViT (Yuan et al.
+
+2021): tokens are made of neighbouring tokens, thrice, before a slim Vision Transformer.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,9 @@ STD = 0.02  # of all matrices at the start
 
 
 class T2TViT(nn.Module):
-    """Soft splits with performers between them, a class token, layers, a final norm, a linear map of the class token.
+    """Soft splits with performers between them, a class token, and Transformer layers.
+
+    A final norm and a linear layer of the class token follow.
 
     The sizes are those of T2T-ViT-14, 21.5 M parameters. Norms are before each block, also in the performers, and the
     final one sees all tokens, as in the authors' code. `config` places them; its `layer_drop` is the drop path of the
@@ -101,7 +106,10 @@ class Performer(nn.Module):
         return x + self.dropout(self.outer(F.gelu(self.inner(self.norm2(x)))))
 
     def _mix(self, key: Tensor, query: Tensor, value: Tensor) -> Tensor:
-        """The attention, in float32; what is taken off the exponents cancels, and keeps them from overflowing."""
+        """The attention, in float32.
+
+        What is taken off the exponents cancels, and keeps them from overflowing.
+        """
         with torch.autocast(value.device.type, enabled=False):
             wide = torch.promote_types(value.dtype, torch.float32)
             logs = [x.to(wide) @ self.features.to(wide).T - x.to(wide).square().sum(-1, True) / 2 for x in (key, query)]

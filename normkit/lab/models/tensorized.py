@@ -1,17 +1,20 @@
-"""Multi-linear attention of the tensorized Transformer, with one core (Ma et al. 2019), made causal."""
+"""Multi-linear attention of the tensorized Transformer, with one core (Ma et al.
+
+2019), made causal.
+"""
 
 import torch
 from torch import Tensor, nn
 
 
 class MultiLinear(nn.Module):
-    """Products of a query, a key and a value, over all pairs of words before the query, projected to the width.
+    """Products of a query, a key and a value over all pairs of earlier words, projected.
 
     `T[i, j, k] = sum_h g_h v_kh ((q_ih + a_h) k_jh + (q_ih + b_h) p_jh)` for `j, k <= i`, else 0, and
     `out_i = sum_jk T[i, j, k] W[j, k]`: a core `g` of `rank` components (softmax of normal numbers at the start), keys
     `p` of positions, `W [length, length, width]`, so that no more than `length` words fit. The authors' released code
     takes a mask and never uses it, so that a word sees those after it through `k_j`, `v_k` and `W`; and its `g` is a
-    softmax of memory that nobody has written.
+    softmax of uninitialized memory.
 
     >>> block = MultiLinear(width=6, rank=4, length=5, dropout=0.0)
     >>> block(torch.zeros(2, 3, 6)).shape

@@ -1,4 +1,6 @@
-"""torchvision, also where its compiled operators do not load: beside a PyTorch for CPUs its build for CUDA has none.
+"""Import torchvision, also if its compiled operators do not load.
+
+Beside a PyTorch for CPUs, its build for CUDA has no compiled operators.
 
 There `import torchvision` fails for want of `nms`, and detection for want of `nms` and `roi_align`. No library that is
 kept offers these two without a compiled part: torchvision has a `roi_align` of its own in PyTorch, but for masks it
@@ -28,7 +30,9 @@ SCHEMAS = {
 
 @functools.cache
 def load_torchvision() -> ModuleType:
-    """The package torchvision; where its compiled operators do not load, with those of this file, which it says once.
+    """The package torchvision.
+
+    Where its compiled operators do not load, with those of this file, which it says once.
 
     ModuleNotFoundError, saying what to install, where there is no torchvision.
     """
@@ -89,7 +93,9 @@ def roi_align(
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    """Mean of bilinear samples in each cell of a grid over each box (He et al. 2017): `[K, C, height, width]`.
+    """Mean of bilinear samples in each cell of a grid over each box (He et al.
+
+    2017): `[K, C, height, width]`.
 
     `input [N, C, H, W]`; `rois [K, 5]`: number of the picture, then (x1, y1, x2, y2) in its pixels, which are
     `spatial_scale` times as many here. A cell has `sampling_ratio` samples along each side, or, where that is not above
@@ -121,7 +127,7 @@ def _overlap(some: Tensor, boxes: Tensor) -> Tensor:
 
 
 def _weights(start: Tensor, length: Tensor, cells: int, size: int, samples: int) -> Tensor:
-    """What each of `size` pixels counts in each of `cells` cells of each box, along one side: `[K, cells, size]`."""
+    """Return the weight of each of `size` pixels in each cell of each box, `[k, cells, size]`."""
     per_cell = torch.full_like(length, samples) if samples > 0 else (length / cells).ceil().clamp(min=0)
     most = int(per_cell.max()) if len(length) else 0
     step = torch.arange(most, device=start.device)
@@ -142,7 +148,7 @@ _libraries: list[torch.library.Library] = []  # an operator lives as long as its
 
 
 def _define() -> None:
-    """Declare the operators that nobody has declared."""
+    """Declare the operators that are missing."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name, schema in SCHEMAS.items():
         if not hasattr(torch.ops.torchvision, name):

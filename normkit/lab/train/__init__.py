@@ -1,1 +1,1 @@
-"""Training: what to train (`config`), how each task is trained and scored, and the run that ties it together."""
+"""Training: settings (`config`), tasks, and the run that combines them (`run`)."""

@@ -88,7 +88,9 @@ def _training(settings: Images, size: int, mean: tuple[float, float, float]) -> 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of PyTorch (CPU), NumPy and Python inside the block, and restore them after it.
+    """Seed the global generators inside the block, and restore them after it.
+
+    They are those of PyTorch (CPU), NumPy and Python.
 
     >>> with seeded(1):
     ...     first = torch.rand(())

@@ -39,7 +39,7 @@ def coco_results(number: int, categories: Sequence[int], detections: dict[str, T
 
 
 def average_precision(truth: dict[str, Any], rows: list[dict[str, Any]], masks: bool) -> dict[str, float]:
-    """Return average precision in percent: `box_ap`, `box_ap50`, ..., and with masks `mask_ap`, ....
+    """Return average precision in percent: `box_ap`, `box_ap50`, ..., `mask_ap`, ....
 
     Small objects are below 32 x 32 pixels, large ones above 96 x 96; a size that the truth does not contain is left
     out.

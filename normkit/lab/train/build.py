@@ -1,4 +1,4 @@
-"""Build the model of a run from its settings and vocabularies alone, so that a run loads without its data."""
+"""Build the model of a run from its settings and vocabularies, without its data."""
 
 from collections.abc import Mapping
 

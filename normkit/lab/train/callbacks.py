@@ -1,4 +1,4 @@
-"""Lightning callback of a run: losses, validation, statistics, checkpoints, random state, and when to stop."""
+"""Lightning callback of a run: losses, validation, statistics, checkpoints, early end."""
 
 import math
 import random
@@ -26,7 +26,9 @@ from normkit.watch.row_files import Appender, truncate_file
 
 
 class RunCallback(lightning.Callback):
-    """Records the curve, validates, writes checkpoints, and ends a run that diverged or is asked to stop.
+    """Callback that records, validates, writes checkpoints, and ends runs early.
+
+    A run ends early if it diverges, stagnates (`patience`, `stop_lr`) or is asked to stop.
 
     Losses are copied from the device every `log_every` steps only, all of them, so that a divergence gets its exact
     step. `on_progress` is called at the same time; the run stops if it returns True.
@@ -58,8 +60,8 @@ class RunCallback(lightning.Callback):
         """Start the clock and the recorder, and restore the random state of a resumed run."""
         if len(set(steps := all_gather(self.step))) > 1:
             raise ValueError(
-                f"the processes of the run would resume from different steps, {steps}: {self.folder} must be one folder "
-                "that all hosts share, or have the same checkpoints on each"
+                f"the processes of the run would resume from different steps, {steps}: {self.folder} must be one "
+                "folder that all hosts share, or have the same checkpoints on each"
             )
         if threading.current_thread() is threading.main_thread():  # Lightning ends at SIGTERM without a result
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -69,7 +71,10 @@ class RunCallback(lightning.Callback):
         self._started = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Store the learning rate of this step; at the end of the step it is already that of the next."""
+        """Store the learning rate of this step.
+
+        At the end of the step it is already that of the next.
+        """
         self._lr = optimizer.param_groups[0]["lr"]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -156,7 +161,10 @@ class RunCallback(lightning.Callback):
         return bool(self.run.patience and values) and len(values) - 1 - values.index(max(values)) >= self.run.patience
 
     def _log(self, trainer: Any) -> None:
-        """Copy the losses since the last time from the device; extend the curve, report progress, stop if needed."""
+        """Copy the losses since the last time from the device.
+
+        Extend the curve, report progress, stop if needed.
+        """
         if not self._losses:
             return
         losses = torch.stack([loss.to(torch.float64) for loss in self._losses]).tolist()
@@ -182,7 +190,10 @@ class RunCallback(lightning.Callback):
             trainer.should_stop = True
 
     def _progress(self, loss: float, processes: int) -> Progress:
-        """Return the progress; speed and remaining time are unknown after the first step, which includes compilation."""
+        """Return the progress.
+
+        Speed and remaining time are unknown after the first step, which includes compilation.
+        """
         seconds, tokens, unit = (
             self.seconds + time.perf_counter() - self._started,
             self.tokens,
@@ -226,7 +237,10 @@ class RunCallback(lightning.Callback):
         return {"bytes": size, "memory": self._recorder.state()}
 
     def record_end(self, model: torch.nn.Module, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Add to rows.csv what is measured once: singular values of embeddings, losses with both kinds of statistics."""
+        """Add to rows.csv what is measured once.
+
+        That is singular values of embeddings, and losses with both kinds of statistics.
+        """
         modes = {"batch": "loss_train_mode", "running": "loss_eval_mode"}
         losses = [
             Row(self.step, "", "", name, scores[mode]["loss"])

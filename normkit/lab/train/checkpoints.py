@@ -1,4 +1,4 @@
-"""Checkpoints to resume a run from: written atomically, and read without executing anything in them."""
+"""Checkpoints to resume a run from, written atomically; reading them executes nothing."""
 
 import contextlib
 import io
@@ -43,7 +43,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove the unfinished checkpoints of processes that were killed; the caller holds the lock of the folder."""
+    """Remove the unfinished checkpoints of processes that were killed.
+
+    The caller holds the lock of the folder.
+    """
     for path in (folder / "checkpoints").glob(".step-*.ckpt.*"):
         if not path.name.endswith(f".{os.getpid()}"):
             with contextlib.suppress(OSError):

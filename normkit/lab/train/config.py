@@ -1,4 +1,7 @@
-"""A training run as one frozen dataclass; a run folder needs nothing else to be understood."""
+"""A training run as one frozen dataclass.
+
+A run folder needs nothing else to be understood.
+"""
 
 import dataclasses
 import json
@@ -24,7 +27,9 @@ __all__ = ["Images", "Run"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, Architecture, Data):
-    """A training run: all groups of settings (fields are ordered from the last base class to the first).
+    """A training run: all groups of settings.
+
+    Fields are in the order from the last base class to the first.
 
     Raises:
         ValueError: If a setting, or a combination of settings, is not allowed.
@@ -75,7 +80,9 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote; settings that an older version did not have get their defaults.
+        """Read what `to_json` wrote.
+
+        Settings that an older version did not have get their defaults.
 
         Raises:
             ValueError: If the text is not JSON, or not the settings of a run.

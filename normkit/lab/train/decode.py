@@ -63,7 +63,9 @@ def beam(
     max_length: int | Tensor = 64,
     length_offset: float = 5.0,
 ) -> Found:
-    """Keep the `width` best hypotheses at each step, and return the one with the best `log p / penalty(length)`.
+    """Keep the best hypotheses at each step.
+
+    Return that with the best `log p / penalty(length)`.
 
     The penalty is `((offset + length) / (offset + 1)) ** length_penalty`, over all symbols and the end. A sentence
     leaves the batch when no hypothesis can exceed its best finished one. If none has ended within `max_length`, the
@@ -145,14 +147,17 @@ def _take(of: Tensor, index: Tensor) -> Tensor:
 
 
 def _next(scores: Tensor) -> Tensor:
-    """Return log probabilities of the next symbol in float64; padding and begin are impossible."""
+    """Return log probabilities of the next symbol in float64.
+
+    Padding and begin are impossible.
+    """
     scores = scores[:, -1].double()
     scores[:, [PAD, BOS]] = -torch.inf
     return scores.log_softmax(-1)
 
 
 def _prepare(max_length: int | Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the limit of each sentence `[batch]`, and sequences `[batch, longest]` full of ends."""
+    """Return the limits `[batch]`, and sequences `[batch, longest]` full of ends."""
     limit = torch.as_tensor(max_length, device=source.device).expand(len(source))
     if len(limit) and int(limit.min()) < 1:
         raise ValueError(f"max_length must be at least 1; got {int(limit.min())}")

@@ -49,7 +49,7 @@ class Detection(Task):
         return self.skip_broken(load_batches(self.samples, order, self.settings.workers))
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of `Task`, without weight decay for Swin's tables of relative positions, as upstream."""
+        """Return the groups of `Task`; Swin's tables of relative positions have no weight decay."""
         tables = [p for name, p in self.model.named_parameters() if name.endswith("relative_position_bias_table")]
         matrices, vectors = super().parameter_groups()
         kept = {id(p) for p in tables}
@@ -58,7 +58,10 @@ class Detection(Task):
         return [matrices, vectors]
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Return the sum of the losses of the proposals and of the heads; the model must be in training mode."""
+        """Return the sum of the losses of the proposals and of the heads.
+
+        The model must be in training mode.
+        """
         return torch.stack(list(self.losses(batch).values())).sum()
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:

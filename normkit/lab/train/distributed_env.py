@@ -1,4 +1,4 @@
-"""Environment variables of launchers: the rank of this process, and the number of processes.
+"""Environment variables of launchers: rank of this process, number of processes.
 
 They are read before PyTorch is imported. torchrun counts all processes, SLURM its tasks; Lightning starts the processes
 of a node itself and reads the node's number from NODE_RANK.

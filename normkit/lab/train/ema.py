@@ -1,4 +1,4 @@
-"""Moving average of a model's weights, by PyTorch's `AveragedModel`, with a rule for buffers.
+"""Moving average of a model's weights by PyTorch's `AveragedModel`, with buffers.
 
 - parameters are averaged;
 - so are floating-point buffers (statistics, windows, PyTorch's `running_mean`): averages describe the features of the
@@ -30,7 +30,9 @@ class _Update:
 
 
 def moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """Return an average of the model, without gradients; `update_parameters(model)` updates it after each step.
+    """Return an average of the model, without gradients.
+
+    `update_parameters(model)` updates it after each step.
 
     >>> model = nn.BatchNorm1d(1)
     >>> average = moving_average(model, decay=0.75)

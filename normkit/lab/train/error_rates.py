@@ -1,4 +1,4 @@
-"""Error rates of transcriptions with several references, by jiwer, the library of speech recognition."""
+"""Error rates of transcriptions with several references, by jiwer."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ Symbols = Sequence[str]
 
 
 def error_rates(hypotheses: Sequence[Symbols], references: Sequence[Sequence[Symbols]]) -> dict[str, float]:
-    """Return symbol and word error rates in percent, each word compared with the closest of its references.
+    """Return symbol and word error rates in percent, by the closest reference of each word.
 
     Args:
         hypotheses: Symbols of each word.

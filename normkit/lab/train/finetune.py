@@ -1,4 +1,4 @@
-"""Fine-tuning: load pretrained weights into a model with another head and perhaps other norms."""
+"""Fine-tuning: load pretrained weights into a model with another head or other norms."""
 
 from pathlib import Path
 

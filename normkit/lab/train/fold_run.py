@@ -15,7 +15,10 @@ from normkit.transforms import Audit, Outcome, Report, audit, fold
 
 
 def audit_run(loaded: Loaded) -> Audit:
-    """Predict the outcome of folding for each norm of a run's model, with the output layer untied from the embedding."""
+    """Predict the outcome of folding for each norm of a run's model.
+
+    The output layer is untied from the embedding first.
+    """
     run, model, vocabularies = loaded
     spec = TASKS[run.task]
     found = audit(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies), untie=True)

@@ -31,7 +31,7 @@ LOCK = ".lock"
 
 
 class Loaded(NamedTuple):
-    """Content of a run folder: settings, trained model in evaluation mode, vocabularies by name."""
+    """Content of a run folder: settings, trained model in evaluation mode, vocabularies."""
 
     run: Run
     model: nn.Module

@@ -23,7 +23,7 @@ Request = tuple[int, Sequence[int]]  # the number of a batch and its images
 
 
 class Loader(Dataset):
-    """Batches of a split by number and images, made in the process that asks, with error messages."""
+    """Batches by number and images, made in the calling process, with error messages."""
 
     def __init__(self, split: Split, augmentation: Augmentation, seed: int | None):
         self.split, self.augmentation, self.seed = split, augmentation, seed  # no seed: as at inference
@@ -47,7 +47,9 @@ class Loader(Dataset):
 
 
 class ImageClassification(Task):
-    """Cross-entropy of the classes, or of their mixtures; accuracy of the first and the first five guesses.
+    """Cross-entropy of the classes, or of their mixtures.
+
+    Accuracy of the first and the first five guesses.
 
     If the run keeps a moving average of the weights, that is scored and saved.
     """

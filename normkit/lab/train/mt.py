@@ -53,12 +53,12 @@ class MachineTranslation(Translation):
         return bleu(lines, self.outputs["reference"], self.data.corpus)
 
     def score_test(self) -> dict[str, float]:
-        """Return also the perplexity with label smoothing, which Tears' Table 8 compares with the training's."""
+        """Return also the perplexity with label smoothing, as in Tears' Table 8."""
         smoothed = self.mean_loss(self._test.batches(self.settings.batch_tokens), self.settings.label_smoothing)
         return {**super().score_test(), "smoothed_perplexity": math.exp(min(smoothed, 700.0))}
 
     def validate(self) -> dict[str, float]:
-        """Return the loss, and with `valid_bleu` BLEU of greedy search on the whole validation split."""
+        """Return the loss, and with `valid_bleu` BLEU of the whole validation split."""
         if not self.settings.valid_bleu:
             return super().validate()
         self.model.eval()

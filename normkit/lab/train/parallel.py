@@ -39,7 +39,7 @@ def make_strategy(run: Run) -> Any:
 
 
 def cluster_plugins() -> list[Any]:
-    """Return Lightning's plugin for SLURM if SLURM started this process, without automatic requeueing.
+    """Return Lightning's plugin for SLURM, without requeueing, if SLURM is the launcher.
 
     Requeueing would save a checkpoint of Lightning's own in the run folder, and a later run would resume from it.
     """
@@ -57,7 +57,10 @@ def is_distributed() -> bool:
 
 
 def all_gather(value: Any) -> list[Any]:
-    """Return the values of all processes, which must all call this; of a single process, its own."""
+    """Return the values of all processes, which must all call this.
+
+    Of a single process, its own.
+    """
     if not is_distributed():
         return [value]
     every: list[Any] = [None] * torch.distributed.get_world_size()
@@ -66,7 +69,10 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def shard(model: nn.Module, mesh: Any) -> None:
-    """Shard each layer over the processes with FSDP2, in place; a layer is gathered when it is computed."""
+    """Shard each layer over the processes with FSDP2, in place.
+
+    A layer is gathered when it is computed.
+    """
     from torch.distributed.fsdp import fully_shard
 
     for layer in [module for module in model.modules() if isinstance(module, Layer)]:

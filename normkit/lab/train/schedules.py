@@ -1,4 +1,7 @@
-"""Learning rate schedules as PyTorch schedulers; rules of the papers (Transformers without Tears, section 3)."""
+"""Learning rate schedules as PyTorch schedulers.
+
+Rules of the papers (Transformers without Tears, section 3).
+"""
 
 import math
 from collections.abc import Sequence
@@ -57,7 +60,9 @@ class Constant(LRScheduler):
 
 
 class ValidationDecay(Constant):
-    """Constant after the warm-up, times `factor` whenever the validation score (higher is better) stagnates.
+    """Constant after the warm-up, times `factor` whenever the validation score stagnates.
+
+    Higher scores are better.
 
     With `rule="paper"` it stagnates after `patience` validations without a new best; the count then restarts. With
     `rule="code"` it stagnates if the latest score is below each of the `patience` before it (Tears' released code,
@@ -120,7 +125,7 @@ def make_schedule(optimizer: Optimizer, settings: Schedule, steps: int) -> LRSch
 
 
 def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0, start: float = 0.0) -> LRScheduler:
-    """Return a linear warm-up over `warmup` steps, then a half cosine down to `floor` at `steps`.
+    """Return a linear warm-up, then a half cosine down to `floor` at `steps`.
 
     The first step of the warm-up has the rate `start`, or if that is 0, `1 / warmup` of the peak.
     """
@@ -132,7 +137,7 @@ def cosine(optimizer: Optimizer, warmup: int, steps: int, floor: float = 0.0, st
 def steps_down(
     optimizer: Optimizer, warmup: int, milestones: Sequence[int], factor: float = 0.1, start: float = 0.0
 ) -> LRScheduler:
-    """Return a linear warm-up as in `cosine`, then a constant, times `factor` after each of the steps `milestones`.
+    """Return a linear warm-up as in `cosine`, then a constant, times `factor` at milestones.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)

@@ -1,4 +1,4 @@
-"""Settings of a training run in groups: data, batches, optimizer, schedule, hardware, evaluation, checkpoints.
+"""Settings of a training run in groups: data, batches, optimizer, schedule and others.
 
 `Run` inherits from all groups, so that each setting has one flat name everywhere: `run.lr` in code, `--lr` on the
 command line, `"lr"` in `run.json` and in studies. A function that needs one group takes it as the type of its argument.

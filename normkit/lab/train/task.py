@@ -1,4 +1,4 @@
-"""Base class of the tasks: optimizer, schedule, batches of each process, validation and scores."""
+"""Base class of the tasks: optimizer, schedule, batches, validation and scores."""
 
 import contextlib
 import itertools
@@ -40,7 +40,10 @@ class Task(lightning.LightningModule):
         self.start = 0  # batches that each process has trained on
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Yield training batches without end from number `start` on; they depend on the run's seed only."""
+        """Yield training batches without end from number `start` on.
+
+        They depend on the run's seed only.
+        """
         raise NotImplementedError
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
@@ -93,7 +96,7 @@ class Task(lightning.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        """Clip as Lightning does, and also with a fused optimizer in bf16, where there is nothing to unscale."""
+        """Clip as Lightning does, also with a fused optimizer in bf16."""
         if self.settings.precision == "bf16-mixed":
             if gradient_clip_val:
                 nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)

@@ -8,10 +8,10 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 12
 
 
 def operations(model: nn.Module) -> int:
-    """Return floating-point operations of a training step per target token: 6 for each weight of a linear layer.
+    """Return operations of a training step per target token: 6 per weight of a linear layer.
 
-    As in Kaplan et al. 2020, section 2.1, without the products of attention. An encoder counts as if sources had as many
-    tokens as targets.
+    As in Kaplan et al. 2020, section 2.1, without the products of attention. An encoder counts as if sources had as
+    many tokens as targets.
 
     >>> operations(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)))
     72
@@ -21,7 +21,7 @@ def operations(model: nn.Module) -> int:
 
 
 def utilization(model: nn.Module, tokens_per_s: float) -> dict[str, float]:
-    """Return operations per second in 1e12, and on a GPU of the table the fraction of its peak."""
+    """Return operations per second in 1e12, and the fraction of a known GPU's peak."""
     rate = operations(model) * tokens_per_s
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peak = next((peak for part, peak in PEAK.items() if part in name), None)

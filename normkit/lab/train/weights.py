@@ -14,7 +14,10 @@ PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Save parameters and buffers as safetensors; a tensor with several names is saved under the first one."""
+    """Save parameters and buffers as safetensors.
+
+    A tensor with several names is saved under the first one.
+    """
     write_whole(path, safetensors.torch.save(unshared(model)))
 
 
@@ -36,7 +39,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _add_biases(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Add a bias to layers that have none and were saved with one: folding moves a norm's shift there."""
+    """Add a bias to layers that were saved with one: folding moves a norm's shift there."""
     for name, module in model.named_modules():
         own = f"{name}.bias" if name else "bias"
         if own in saved and isinstance(module, PRODUCTS) and module.bias is None:
@@ -44,7 +47,7 @@ def _add_biases(model: nn.Module, saved: dict[str, Tensor]) -> None:
 
 
 def check_fit(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    """Raise a ValueError that names a difference, unless names, shapes and kinds of numbers are the same."""
+    """Raise a ValueError unless names, shapes and kinds of numbers are the same."""
     problems = [problem for name in expected if (problem := misfit(name, saved, expected))]
     refuse(f"{path}", [*problems, *(f"an unknown {name}" for name in saved if name not in expected)])
 
@@ -62,7 +65,7 @@ def misfit(name: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def refuse(origin: str, problems: Iterable[str]) -> None:
-    """Raise a ValueError that names the first problem of a weight file and counts the others, if there is one."""
+    """Raise a ValueError that names the first of several problems, if there are any."""
     if problems := list(problems):
         more = f" and {len(problems) - 1} more differences" if len(problems) > 1 else ""
         raise ValueError(f"{origin} is of another model: it has {problems[0]}{more}")
