@@ -1,0 +1,202 @@
+"""Run folders: the lock, damaged files, interrupts by signals, several seeds."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from normkit.cli import main
+from normkit.lab.models.config import Model
+from normkit.lab.report import results
+from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, remove_temporary
+from normkit.lab.train.config import Run
+from normkit.lab.train.folder import LOCK, load, locked
+from normkit.lab.train.run import train
+
+RUN = Run(
+    name="folder", task="digits", data="digits", model=Model(width=8, hidden=8, depth=1, heads=1), steps=6,
+    batch_tokens=16, checkpoint_every=3, record_every=0, threads=1,
+)  # fmt: skip
+FLAGS = [
+    "--model.width",
+    "8",
+    "--model.hidden",
+    "8",
+    "--model.depth",
+    "1",
+    "--model.heads",
+    "1",
+    "--batch-tokens",
+    "16",
+]
+SHORT = ["train", "vit_digits", *FLAGS, "--steps", "4", "--warmup", "1", "--valid-every", "0", "--record-every", "0"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(RUN, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    for name in ("run.json", "vocab.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    return tmp_path
+
+
+# -- the lock --------------------------------------------------------------------------------------------------------
+
+
+def test_only_one_process_writes_a_folder(tmp_path):
+    code = (
+        "import pathlib, sys, time\n"
+        "from normkit.lab.train.folder import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    print('locked', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match=rf"being written by process {process.pid} on \S+; wait for its end"):
+            train(RUN, tmp_path)
+        process.kill()
+        process.wait()
+    assert (tmp_path / LOCK).exists(), "a killed process leaves the file"
+    with locked(tmp_path):
+        assert str(os.getpid()) in (tmp_path / LOCK).read_text()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_lock_leaves_no_empty_folder(tmp_path):
+    with locked(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+# -- damaged files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("vocab.json", "{}", r"a model of task digits needs a vocabulary 'classes'; got \[\]"),
+        ("vocab.json", "[1]", r"vocab\.json cannot be read: it must be a JSON object"),
+        ("vocab.json", "[" * 100_000, r"vocab\.json cannot be read: "),
+        ("run.json", "[" * 100_000, r"run\.json: not the settings of a run of this version: "),
+        ("run.json", "[]", r"settings must be a JSON object; got \[\]"),
+        ("run.json", {"steps": "12"}, r"steps must be a whole number; got '12'"),
+        ("run.json", {"color": 1}, r"unknown settings: 'color'"),
+        ("run.json", {"task": "lm"}, r"a model of task lm needs a vocabulary 'words'; got \['classes'\]"),
+        ("run.json", {"model": {"width": 10**9}}, r"width must be at least 1 and at most \d+; got 1000000000"),
+        ("run.json", {"model": {"depth": 10**8}}, r"depth must be at least 1 and at most 10000; got 100000000"),
+        ("run.json", {"model": {"max_length": 10**10}}, r"max_length must be at least 1 and at most"),
+        ("run.json", {"model": {"norm": "un(window=999999999999)"}}, r"cannot be built \(.*lower model\.width"),
+    ],
+)
+def test_damaged_files_are_refused_in_one_sentence(name, content, message, copy):
+    if isinstance(content, dict):
+        settings = json.loads((copy / name).read_text())
+        for key, value in content.items():
+            settings[key] = {**settings[key], **value} if isinstance(value, dict) else value
+        content = json.dumps(settings)
+    (copy / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load(copy)
+
+
+def test_integers_are_refused_in_place_of_weights(copy):
+    state = safetensors.torch.load_file(copy / "model.safetensors")
+    state["head.weight"] = state["head.weight"].to(torch.int64)
+    safetensors.torch.save_file(state, copy / "model.safetensors")
+    with pytest.raises(ValueError, match=r"head\.weight of type torch\.int64 in place of torch\.float32"):
+        load(copy)
+
+
+def test_settings_of_an_older_version_get_defaults(copy):
+    settings = json.loads((copy / "run.json").read_text())
+    del settings["images"], settings["momentum"], settings["model"]["rank"]
+    (copy / "run.json").write_text(json.dumps(settings))
+    assert load(copy).run == RUN
+
+
+def test_unfinished_checkpoints_of_killed_processes_are_removed(tmp_path):
+    with pytest.raises(InterruptedError):
+        train(RUN, tmp_path, on_progress=_raise_after_step_4)
+    left = checkpoint_path(tmp_path, 6).with_name(".step-00000006.ckpt.1")
+    left.write_bytes(b"half")
+    train(RUN, tmp_path, resume=True)
+    assert not left.exists()
+    assert checkpoints(tmp_path)[-1] == checkpoint_path(tmp_path, 6)
+    own = left.with_name(f".step-00000009.ckpt.{os.getpid()}")
+    own.write_bytes(b"half")
+    remove_temporary(tmp_path)
+    assert own.exists()
+
+
+def _raise_after_step_4(progress):
+    if progress.step >= 4:
+        raise InterruptedError
+
+
+# -- progress, seeds, signals ----------------------------------------------------------------------------------------
+
+
+def test_there_is_no_estimate_before_speed_is_measured(tmp_path):
+    seen = []
+    train(dataclasses.replace(RUN, steps=3), tmp_path, on_progress=seen.append)
+    first, second, *_ = [progress for progress in seen if progress.stage == "training"]
+    assert (first.seconds_left, first.tokens_per_s) == (None, 0.0)
+    assert second.seconds_left > 0
+    assert second.tokens_per_s > 0
+
+
+def test_several_seeds_are_trained_into_folders_of_their_own(tmp_path, capsys):
+    assert main([*SHORT, "--seeds", "2", "--out", str(tmp_path)]) == 0
+    found = results.find([tmp_path])
+    assert sorted(path.name for path in found) == ["seed-0", "seed-1"]
+    assert [found[tmp_path / f"seed-{n}"]["run"]["seed"] for n in (0, 1)] == [0, 1]
+    assert (tmp_path / "report.html").exists()
+    before = (tmp_path / "seed-0" / "result.json").stat().st_mtime_ns
+    assert main([*SHORT, "--seeds", "3", "--resume", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "seed-0" / "result.json").stat().st_mtime_ns == before, "a finished seed is not repeated"
+    assert len(results.find([tmp_path])) == 3
+    assert main([*SHORT, "--seeds", "0", "--out", str(tmp_path)]) == 2
+    assert "seeds must be at least 1; got 0" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="background processes ignore Ctrl-C")
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [([signal.SIGTERM], 143), ([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130)],
+)
+def test_a_signal_ends_training_with_its_status(signals, status, tmp_path):
+    command = [sys.executable, "-m", "normkit.cli", *SHORT, "--steps", "200000", "--checkpoint-every", "100000"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if "step 1 of" in line:
+            break
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.01)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == status, (out, err)
+    assert "Traceback" not in err
+    if len(signals) == 1:
+        result = results.read(tmp_path)
+        assert result["status"].startswith("interrupted at step ")
+        assert checkpoints(tmp_path) == [checkpoint_path(tmp_path, int(result["status"].split()[-1]))]
+    else:
+        assert err == "normkit: interrupted\n"
