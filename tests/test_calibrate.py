@@ -142,6 +142,6 @@ def test_one_batch_is_no_batches(batches):
     with pytest.raises(ValueError, match="all its tokens were padding"):
         calibrate(make("un", 6), [(torch.randn(2, 3, 6), torch.zeros(2, 3, dtype=torch.bool))])
     model = nn.Sequential(make("un", 6))
-    with pytest.raises(ValueError, match="of 0: what reached it was not finite"):
+    with pytest.raises(ValueError, match="for 0: its input was not finite"):
         calibrate(model, [torch.full((3, 6), torch.nan)], inplace=True)
     assert torch.equal(model[0].running, torch.ones(1, 6))

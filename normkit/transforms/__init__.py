@@ -1,4 +1,7 @@
-"""Transforms of models that somebody else wrote; none changes the model that it is given, unless asked."""
+"""Transforms of any PyTorch model: swap, calibrate, fold and export its norms.
+
+They return a changed copy; those with `inplace=True` change the given model.
+"""
 
 from normkit.transforms.audit import audit
 from normkit.transforms.blend import Blend, blend, settle

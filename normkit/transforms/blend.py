@@ -1,4 +1,4 @@
-"""A norm that fades into another while the model trains, until the first is gone."""
+"""Replace norms gradually during training."""
 
 import collections
 import copy
@@ -21,15 +21,18 @@ Schedule = Literal["linear", "cosine"]
 
 
 class Blend(Norm):
-    """`y = share * old(x) + (1 - share) * new(x)`, with one gain and bias for both.
+    """Weighted mean of two norms: `y = share * old(x) + (1 - share) * new(x)`.
 
-    What cannot be the same for both, such as ScaleNorm's one length or the bias of a norm that fades into one without,
-    stays with the old norm and goes with it.
+    Gain and bias belong to both norms. A parameter that only the old norm has, such as ScaleNorm's length, disappears
+    with it. In the k-th training forward `share` is `1 - k / steps`. The count is the buffer `step`, which is part of
+    checkpoints; a recomputed forward (activation checkpointing) does not count. At inference the share stays, and the
+    new norm uses its running statistics.
 
-    In the k-th training forward `share` is `1 - k / steps`, so the last of `steps` forwards is all new. The count is
-    the buffer `step`, so it goes into checkpoints and comes back from them; a recomputed forward (activation
-    checkpointing) does not count twice. At inference it blends likewise, the new norm by its running statistics. Once
-    `share` is 0 only the new norm acts, and `settle` puts it in this one's place.
+    Args:
+        old: Norm to replace.
+        new: Norm that replaces it, with the same parameters.
+        steps: Training forwards until only the new norm acts.
+        schedule: "linear", or "cosine" for a slower start and end.
     """
 
     batch_free = False
@@ -42,55 +45,55 @@ class Blend(Norm):
         self.old, self.new, self.steps, self.schedule = old, new, steps, schedule
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self.weight, self.bias = new.weight, new.bias
-        self.lent = [  # parameters stay this module's, under their old names
+        self.shared = [  # parameters belong to this module, so that their names stay
             (name, key)
             for name, norm in (("old", old), ("new", new))
             for key in ("weight", "bias")
             if getattr(self, key) is not None and getattr(norm, key) is getattr(self, key)
         ]
-        for name, key in self.lent:
+        for name, key in self.shared:
             delattr(getattr(self, name), key)
-        self._lend()
+        self._share_parameters()
 
-    def _lend(self) -> None:
-        """Let the two norms see the gain and bias, which may have been replaced since (by a wrapper or a loader)."""
-        for name, key in self.lent:
+    def _share_parameters(self) -> None:
+        """Give both norms the current gain and bias, which wrappers and loaders may replace."""
+        for name, key in self.shared:
             object.__setattr__(getattr(self, name), key, getattr(self, key))
 
     @property
     def offline(self) -> bool:  # type: ignore[override]
-        """Whether what it becomes is frozen at inference."""
+        """True if the new norm has frozen statistics at inference."""
         return self.new.offline
 
     @property
     def spec(self) -> str:
-        """What it becomes, and how; no row of NORMS."""
+        """Specs of both norms and the steps; `make` does not read it."""
         return f"blend({self.old.spec}, {self.new.spec}, steps={self.steps})"
 
     def share(self) -> Tensor:
-        """How much of the old norm is left, from 1 to 0."""
+        """Return the current weight of the old norm, from 1 to 0."""
         left = (1 - self.step / self.steps).clamp(min=0)
         return left if self.schedule == "linear" else (1 - torch.cos(torch.pi * left)) / 2
 
     @property
     def done(self) -> bool:
-        """Whether the old norm acts no longer. Asks the device."""
+        """True once only the new norm acts. Waits for the device."""
         return int(self.step) >= self.steps
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Blend; counts the step while training."""
+        """Blend the outputs of both norms, and count the step while training."""
         mask = self.mask if mask is None else mask
         recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.training and not recomputed:
             self.step.add_(1)
         share = self.share().to(x.dtype)
         if torch.compiler.is_compiling():
-            (share,) = autograd.snapshot([share])  # a compiled backward would take that of the next step
-        self._lend()
+            (share,) = autograd.snapshot([share])  # a compiled backward would use the share of the next step
+        self._share_parameters()
         return self.new(x, mask).lerp(self.old(x, mask), share)
 
-    def settled(self) -> Norm:
-        """The new norm with this one's gain, bias, hooks and mode."""
+    def finalize(self) -> Norm:
+        """Return the new norm alone, with gain, bias, hooks and mode of the blend."""
         kept = {id(tensor): tensor for tensor in (*self.parameters(), *self.new.buffers())}
         new = copy.deepcopy(self.new, kept)
         new.weight, new.bias = self.weight, self.bias
@@ -101,14 +104,14 @@ class Blend(Norm):
         return new.train(self.training)
 
     def split(self) -> Split:
-        """That of the new norm, once it acts alone; ValueError before."""
+        """Split the new norm; raises a ValueError while the old one still acts."""
         if not self.done:
             left = f"{int(self.step)} of {self.steps} training forwards done"
             raise ValueError(f"a blend has no split before its end ({left}); train on, then settle(model)")
-        return self.settled().eval().split()
+        return self.finalize().eval().split()
 
     def extra_repr(self) -> str:
-        """How far it is."""
+        """Show size, progress and schedule."""
         return f"{self.dim}, step={int(self.step)} of {self.steps}, schedule={self.schedule!r}"
 
 
@@ -122,16 +125,32 @@ def blend(
     mask_from: MaskFrom = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Return the model with each norm blended into a new one over `steps` training forwards.
+    """Replace the norms of a model gradually, over `steps` training forwards.
 
-    Train it as usual: at first every norm is what it was, at the end it is the new one (progressive
-    re-parametrization, SLAB, arXiv:2405.11582). Gain and bias keep their names and are shared by both norms; the new
-    one gathers its statistics from the first step on. Then `settle(model)` leaves plain norms. Arguments as in
-    `convert`.
+    At first each norm computes what it did before, at the end what the new one does (progressive re-parametrization,
+    SLAB, arXiv:2405.11582). Gain and bias keep their names and belong to both norms. The new norm gathers its
+    statistics from the first step. Train as usual, then call `settle(model)`.
 
-    >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=100)
-    >>> model[0].share()
-    tensor(1.)
+    Args:
+        model: Any PyTorch model that is not wrapped, compiled or quantized.
+        to: A spec, or rules from patterns of names to specs, as in `convert`.
+        steps: Training forwards until only the new norms act; about 60 % of a fine-tuning worked well.
+        schedule: "linear", or "cosine" for a slower start and end.
+        where: As in `convert`.
+        mask_from: As in `convert`.
+        inplace: Change the given model. By default it is copied.
+
+    Returns:
+        The model with a `Blend` in place of each norm.
+
+    Raises:
+        ValueError: If nothing was found, or an argument is wrong.
+        TypeError: If the model is wrapped, compiled or quantized.
+
+    Example:
+        >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=100)
+        >>> model[0].share()
+        tensor(1.)
     """
     refuse_wrapped(model, "blend")
     refuse_quantized(model, "blend")
@@ -159,14 +178,24 @@ def blend(
 
 
 def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> nn.Module:
-    """Return the model with every finished blend replaced by its new norm, parameters under their old names.
+    """Replace each finished blend by its new norm; parameters get their old names.
 
-    ValueError where nothing blends, or where a blend has not run its steps, unless `early=True`.
+    Args:
+        model: Model after `blend` and `steps` training forwards.
+        early: Also replace blends that are not finished, which changes the output.
+        inplace: Change the given model. By default it is copied.
 
-    >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=1)
-    >>> _ = model(torch.randn(8, 4))
-    >>> settle(model)[0]
-    UN(4, un)
+    Returns:
+        The model with ordinary norms.
+
+    Raises:
+        ValueError: If the model has no blends, or one is not finished and `early` is False.
+
+    Example:
+        >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=1)
+        >>> _ = model(torch.randn(8, 4))
+        >>> settle(model)[0]
+        UN(4, un)
     """
     refuse_wrapped(model, "settle")
     model = model if inplace else copy_model(model)
@@ -179,7 +208,7 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
             f"{len(waiting)} of {len(blends)} blends are not done: {name} has made {int(first.step)} of {first.steps} "
             "training forwards; train on, or pass early=True"
         )
-    made = {id(m): m.settled() for m in blends.values()}
+    made = {id(m): m.finalize() for m in blends.values()}
     for name, old in blends.items():
         model = put(model, name, made[id(old)])
     record_changes(model)
@@ -187,24 +216,24 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
 
 
 def _blended(old: nn.Module, spec: str, steps: int, schedule: Schedule, like: Tensor | None) -> Blend:
-    """The blend of a norm of the model into a new one, with the old one's parameters, hooks and mode."""
+    """Build the blend of a norm of the model into a new one."""
     new = replacement(old, spec, like)
     own = {id(p): p for p in (new.weight, new.bias) if p is not None}
     if isinstance(old, Norm):
-        new, fading = (copy.deepcopy(norm, dict(own)) for norm in (new, old))
+        new, outgoing = (copy.deepcopy(norm, dict(own)) for norm in (new, old))
     else:
         found = read(old)
-        fading = equivalent(found)
-        fading = fading if like is None or found.weight is not None else fading.to(like.device, like.dtype)
+        outgoing = equivalent(found)
+        outgoing = outgoing if like is None or found.weight is not None else outgoing.to(like.device, like.dtype)
         for key in ("weight", "bias"):
-            mine, theirs = getattr(new, key), getattr(fading, key)
+            mine, theirs = getattr(new, key), getattr(outgoing, key)
             if mine is not None and theirs is not None and mine.shape == theirs.shape:
-                setattr(fading, key, mine)
-    both = Blend(fading, new, steps=steps, schedule=schedule)
+                setattr(outgoing, key, mine)
+    both = Blend(outgoing, new, steps=steps, schedule=schedule)
     both.step = both.step.to(next((t.device for t in (*new.parameters(), *new.buffers())), both.step.device))
     for hooks in HOOKS:
         setattr(both, hooks, getattr(new, hooks))
-        for norm in (fading, new):
+        for norm in (outgoing, new):
             setattr(norm, hooks, collections.OrderedDict())
     if getattr(new, "channel_dim", -1) != -1:
         both.channel_dim = 1  # type: ignore[assignment]

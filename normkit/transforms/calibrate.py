@@ -1,4 +1,4 @@
-"""Statistics of a model's norms from data, without training: exact moments, no moving average."""
+"""Compute the running statistics of norms from data, without training."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
@@ -22,38 +22,43 @@ def calibrate(
     on_progress: Callable[[int, int], None] | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Return the model with the running statistics of its norms computed from `batches`.
+    """Set the running statistics of a model's norms to exact moments of data.
 
-    **What is computed.** The model runs in evaluation mode (no dropout, no state moves), without gradients. In the
-    first pass each norm divides each batch by that batch's own statistics, as in training ("precise" statistics);
-    meanwhile
+    The model runs in evaluation mode without gradients. In the first pass each norm divides each batch by that batch's
+    own statistics, as in training ("precise" statistics). The running statistics become mean and variance (or the
+    quadratic mean) of the inputs over the real tokens of all batches together, computed in float64, whatever the sizes
+    and the order of the batches. Masks count.
 
-        running = sum over batches of sum over real rows of (x, x^2) / number of real rows
+    Args:
+        model: Model with norms that have running statistics (`convert(model, "un")`).
+        batches: Inputs of the model: mappings of keywords, tuples or lists of arguments, or single arguments. Not a
+            generator if `passes` is above 1.
+        forward: Called as `forward(model, batch)` in place of the model.
+        passes: Each pass after the first repeats the measurement while norms divide by the statistics of the pass
+            before, as at inference. After p passes the first p - 1 norms from the input have exactly the statistics of
+            their inputs at inference. 1 suits a trained model, about 4 one that was converted and not trained.
+        on_progress: Called as `on_progress(batches done, pass)` after each batch.
+        inplace: Change the given model. By default it is copied.
 
-    of the inputs `x` of each norm, in float64: the mean and variance (or the quadratic mean) of all rows of all batches
-    together, whatever their sizes and order. A group scaling that a norm does first is done first. Masks count: those
-    that call sites pass, and those that `mask_from` routes.
+    Returns:
+        The model with new running statistics.
 
-    With `passes=2, 3, ...` each further pass repeats this with every norm dividing by the statistics of the pass
-    before, as at inference. After p passes the first p - 1 norms of a chain, counted from the input, have exactly the
-    statistics of what they are given at inference, and the others those of one pass earlier; use it for a model that
-    was converted and not trained. `batches` is then gone through again, so it must not be a generator.
+    Raises:
+        ValueError: If no norm has statistics, there are no batches, a norm never ran, or its input was not finite.
+        TypeError: If `batches` is a single batch.
 
-    A batch is what the model takes: a mapping of keywords, a tuple or list of arguments, or one argument;
-    `forward(model, batch)` replaces that. `on_progress(batches done, pass)` is called after each batch. ValueError
-    where no norm has statistics, no batch came, a norm never ran, or what reached it was not finite.
-
-    >>> import normkit
-    >>> model = nn.Sequential(normkit.make("pnv", 1, ))
-    >>> calibrate(model, [torch.full((2, 1), 3.0), torch.full((6, 1), 1.0)])[0].running.tolist()
-    [[3.0]]
+    Example:
+        >>> import normkit
+        >>> model = nn.Sequential(normkit.make("pnv", 1))
+        >>> calibrate(model, [torch.full((2, 1), 3.0), torch.full((6, 1), 1.0)])[0].running.tolist()
+        [[3.0]]
     """
     refuse_wrapped(model, "calibrate")
     refuse_meta(model, "calibrate")
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise ValueError(f"passes must be a whole number of at least 1; got {passes!r}")
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | str | bytes | Mapping):
-        kind = type(batches).__name__  # going through a single batch would make a batch of each of its rows
+        kind = type(batches).__name__  # iterating over a single batch would use each row as a batch
         raise TypeError(f"calibrate() takes batches to go through; got one {kind}. Give a list of it, [x], or a loader")
     if passes > 1 and iter(batches) is batches:
         raise ValueError(
@@ -81,7 +86,7 @@ def calibrate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Any:
-    """The model in evaluation mode; afterwards each module in the mode it was in."""
+    """Put a model into evaluation mode, and each module back into its mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -107,12 +112,15 @@ def _collect(model, norms, batches, forward, index, on_progress) -> dict[str, "_
     if not done:
         raise ValueError("calibrate() was given no batches")
     if idle := [name for name, each in sums.items() if each.count is None]:
-        raise ValueError(f"calibrate() cannot know the statistics of norms that never ran: {', '.join(idle)}")
+        raise ValueError(f"calibrate() found norms that never ran, so they have no statistics: {', '.join(idle)}")
     return sums
 
 
 class _Sums:
-    """Forward pre-hook of a norm: adds up its inputs; in the first pass it also lets the norm divide by each batch."""
+    """Forward pre-hook of a norm that adds up its inputs.
+
+    With `own` (the first pass), the norm then divides by the statistics of the current batch.
+    """
 
     def __init__(self, norm: StatNorm, own: bool):
         self.center, self.own = norm.center, own
@@ -133,11 +141,11 @@ class _Sums:
             norm.running.copy_(torch.where(count > 0, batch, norm.running))
 
     def statistics(self, name: str) -> Tensor:
-        """The joint statistics `[k, dim]`."""
+        """Return the joint statistics, `[k, dim]`."""
         assert self.sums is not None
         joint, count = sync.unpack(self.sums, self.origin)
         if not count > 0:
-            raise ValueError(f"calibrate() cannot know the statistics of {name}: all its tokens were padding")
+            raise ValueError(f"calibrate() found no statistics for {name}: all its tokens were padding")
         if not joint.isfinite().all():
-            raise ValueError(f"calibrate() cannot know the statistics of {name}: what reached it was not finite")
+            raise ValueError(f"calibrate() found no statistics for {name}: its input was not finite")
         return joint

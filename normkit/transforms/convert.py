@@ -1,4 +1,4 @@
-"""Swap the norms of a model you did not write."""
+"""Find the norms of any model, and replace them."""
 
 import fnmatch
 import warnings
@@ -16,8 +16,8 @@ from normkit.transforms.model_changes import record_changes
 from normkit.transforms.third_party import (
     CannotRead,
     Found,
-    computes_a_weight,
-    looks_like_a_norm,
+    is_named_norm,
+    is_parametrization,
     read,
     statistics,
     write,
@@ -35,10 +35,17 @@ HOOKS = (
 
 
 def find(model: nn.Module) -> dict[str, Found]:
-    """Every norm of the model that `convert` can read, by its name in the model.
+    """Find the norms that `convert` can replace.
 
-    >>> list(find(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
-    ['1']
+    Args:
+        model: Any PyTorch model.
+
+    Returns:
+        What each norm computes, by its name in the model.
+
+    Example:
+        >>> list(find(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
+        ['1']
     """
     found = {}
     for name, module in outermost(model).items():
@@ -50,14 +57,14 @@ def find(model: nn.Module) -> dict[str, Found]:
 
 
 def outermost(model: nn.Module, shared: bool = False) -> dict[str, nn.Module]:
-    """A model's modules but for those inside a norm of ours and those that compute a weight.
+    """Return modules by name, without the insides of normkit's norms and of parametrizations.
 
-    With `shared`, a shared one is there under each of its names.
+    With `shared`, a shared module appears under each of its names.
     """
     modules: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules(remove_duplicate=not shared):
-        if not name.startswith(inside) and not computes_a_weight(name):
+        if not name.startswith(inside) and not is_parametrization(name):
             modules[name] = module
             if isinstance(module, Norm):
                 inside = (*inside, f"{name}." if name else "")
@@ -65,14 +72,15 @@ def outermost(model: nn.Module, shared: bool = False) -> dict[str, nn.Module]:
 
 
 def unreadable(model: nn.Module) -> dict[str, str]:
-    """Modules whose class name says "norm" and that cannot be read, with the reason.
+    """Find modules named like norms that `convert` cannot replace, with the reason.
 
-    >>> unreadable(nn.Sequential(nn.InstanceNorm1d(4)))
-    {'0': 'no reader for the class name InstanceNorm1d'}
+    Example:
+        >>> unreadable(nn.Sequential(nn.InstanceNorm1d(4)))
+        {'0': 'no reader for the class name InstanceNorm1d'}
     """
     reasons = {}
     for name, module in outermost(model).items():
-        if looks_like_a_norm(module):
+        if is_named_norm(module):
             try:
                 read(module)
             except CannotRead as error:
@@ -88,23 +96,36 @@ def convert(
     mask_from: MaskFrom = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Return the model with its norms replaced: by a spec, or by rules from name pattern to spec.
+    """Replace the norms of a model.
 
-    Rules are tried in order and the first that matches a norm's name wins; a norm that none matches stays as it is.
-    Patterns are those of `fnmatch`: `{"encoder.*": "un", "*.final_norm": "layer"}`. `where(name, module)` may say no.
-    `weight` and `bias` are the same parameters under the same names, eps carries over unless the spec gives one, and so
-    do hooks, device, dtype, training mode, sharing, and frozen statistics where both norms measure the same (not
-    x before a layer-scale and after it). Another form of the same norm, `"dyt(bias=False)"` for `dyt` say, keeps the
-    other options, all that was learned, and the state. A norm without bias gets one without. A norm that stores
-    `weight - 1` (Gemma's) becomes one that stores `weight`: load its checkpoints before it is converted, not after.
+    A new norm has the same `weight` and `bias` parameters under the same names. It also takes over hooks, device,
+    dtype, training mode, sharing, eps, a missing bias, and frozen statistics if both norms measure the same. If the
+    spec names another form of the same norm ("dyt(bias=False)" for "dyt"), the other options, all parameters and the
+    state stay.
 
-    `mask_from` names the argument of the model's forward that marks real tokens, so that statistics never see padding:
-    see `normkit.transforms.masks`. ValueError where nothing was converted or a pattern matches no norm; TypeError for
-    wrapped, compiled or quantized models; a warning names norms that should be converted and cannot be read, which stay
-    as they are. `inplace=False` leaves the given model alone.
+    A norm that stores `weight - 1` (Gemma's) becomes one that stores `weight`: load its checkpoints before it is
+    converted, not after. The specs of a model of transformers are recorded in `model.config`, see `save_pretrained`.
 
-    >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un(window=2)")[1]
-    UN(4, un(window=2))
+    Args:
+        model: Any PyTorch model that is not wrapped, compiled or quantized.
+        to: A spec such as "un(window=2)", or rules from patterns of names (as in `fnmatch`) to specs, such as
+            `{"encoder.*": "un", "*.final_norm": "layer"}`. The first pattern that matches a norm's name applies; a
+            norm that none matches stays.
+        where: Called with name and norm; a norm for which it returns False stays.
+        mask_from: Name of the argument of the model's forward that marks real tokens, or rules from patterns of names
+            to arguments; the norms then leave padding out of their statistics. See `normkit.transforms.masks`.
+        inplace: Change the given model. By default it is copied.
+
+    Returns:
+        The converted model. A warning names norms that should be converted but cannot be read; they stay.
+
+    Raises:
+        ValueError: If nothing was converted, a pattern matches no norm, or a spec is wrong.
+        TypeError: If the model is wrapped, compiled or quantized.
+
+    Example:
+        >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un(window=2)")[1]
+        UN(4, un(window=2))
     """
     refuse_wrapped(model, "convert")
     refuse_quantized(model, "convert")
@@ -115,7 +136,7 @@ def convert(
         old = model.get_submodule(name)
         if id(old) not in made:
             made[id(old)] = replacement(old, spec, like=next(model.parameters(), None))
-            made[id(made[id(old)])] = made[id(old)]  # so that its other names find it, too
+            made[id(made[id(old)])] = made[id(old)]  # its other names refer to the new module by now
         model = put(model, name, made[id(old)])
     leave_fast_path(model)
     if mask_from is not None:
@@ -127,7 +148,11 @@ def convert(
 def chosen_sites(
     model: nn.Module, to: str | Mapping[str, str], where: Callable[[str, nn.Module], bool] | None, verb: str
 ) -> dict[str, str]:
-    """The names of the norms to change with their specs, shared ones by every name; ValueError where there are none."""
+    """Return specs by name for the norms to change; a shared norm has several entries.
+
+    Raises:
+        ValueError: If there are none.
+    """
     if not isinstance(to, str | Mapping):
         raise TypeError(f"{verb}() takes a spec such as 'un', or rules pattern -> spec; got {type(to).__name__}")
     rules = {"*": to} if isinstance(to, str) else dict(to)
@@ -145,7 +170,7 @@ def chosen_sites(
     for name, module in every.items():
         spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
         known = name in places
-        if spec is not None and (known or looks_like_a_norm(module)) and (where is None or where(name, module)):
+        if spec is not None and (known or is_named_norm(module)) and (where is None or where(name, module)):
             (chosen if known else meant)[name] = spec
     if not chosen:
         raise ValueError(_nothing_found(model, list(places), verb))
@@ -158,9 +183,9 @@ def chosen_sites(
 
 @torch.no_grad()
 def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> Norm:
-    """A norm of the given spec with the parameters, statistics, hooks and mode of an old one (itself, if it is one).
+    """Build a norm with the parameters, statistics, hooks and mode of an old one.
 
-    `like` gives device and dtype where the old norm has neither parameters nor buffers.
+    Returns the old norm if the spec describes it. `like` gives device and dtype if the old norm has no tensors.
     """
     found = read(old)
     name, given = parse(spec)
@@ -169,8 +194,8 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     computed = not isinstance(old, Norm) and found.weight is not old.weight
     if computed and found.weight is not None and found.weight.is_meta:
         raise ValueError(
-            f"the gain of a {type(old).__name__} is not what its checkpoints keep (1 + weight), and on meta there is "
-            "nothing to compute it from; load the weights, then convert"
+            f"the gain of a {type(old).__name__} is 1 + weight, which cannot be computed on the meta device; load the "
+            "weights, then convert"
         )
     given = {**_carried(found, name), **given}
     new = make(write(name, given), found.dim)
@@ -190,7 +215,7 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """The model with `module` at `name`; the module itself where the name is that of the whole model."""
+    """Put a module in its place and return the model; an empty name is the model itself."""
     if not name:
         return module
     model.set_submodule(name, module)
@@ -198,19 +223,19 @@ def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def _carried(found: Found, name: str) -> dict[str, object]:
-    """What the new norm takes over from the old one's make-up, where its spec does not say otherwise."""
+    """Return the options that a new norm inherits unless its spec sets them."""
     kind, had = parse(found.kind)
     carried: dict[str, object] = {**(had if _akin(kind, name) else {}), "eps": found.eps}
     if had.get("sync") and "sync" in options(name):
         carried["sync"] = True
-    if options(name)["affine"]:  # nonorm stays without, unless told
+    if options(name)["affine"]:  # nonorm has no parameters by default
         affine = found.weight is not None or found.bias is not None
         carried.update(affine=affine, bias=affine and found.bias is not None)
     return carried
 
 
 def _carry(new: Norm, key: str, value: torch.Tensor | None) -> None:
-    """Give the new norm an old parameter: the very same one where the shapes agree."""
+    """Give the new norm an old parameter, the same object if the shapes agree."""
     mine = getattr(new, key)
     if mine is None or value is None:
         return
@@ -224,12 +249,12 @@ def _carry(new: Norm, key: str, value: torch.Tensor | None) -> None:
 
 
 def _akin(one: str, other: str) -> bool:
-    """Whether one norm is a form of the other, so that options and state mean the same in both."""
+    """Return True if one norm is a form of the other: options and state mean the same in both."""
     return issubclass(NORMS[one], NORMS[other]) or issubclass(NORMS[other], NORMS[one])
 
 
 def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
-    """Give the new norm what the old one learned besides weight and bias, and its state where that means the same."""
+    """Give the new norm the old one's further parameters, and its state if both mean the same."""
     same = getattr(old, "groups", 0) == getattr(new, "groups", 0)  # layer-scale comes before what is measured
     if isinstance(new, StatNorm) and found.running is not None and same:
         new.running.copy_(statistics(found.running, new.center))
@@ -237,7 +262,7 @@ def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
         return
     with torch.device("cpu"):  # values, also where models are built on meta
         then, now = (dict(make(norm.spec, norm.dim).named_parameters()) for norm in (old, new))
-    for key in then.keys() & now.keys():  # but what the spec asks to start otherwise
+    for key in then.keys() & now.keys():  # except those whose start the spec changes
         if then[key].requires_grad == now[key].requires_grad and torch.equal(then[key], now[key]):
             setattr(new, key, getattr(old, key))
     state = {key: (mine, getattr(old, key)) for key, mine in new.named_buffers(recurse=False) if hasattr(old, key)}
@@ -262,11 +287,13 @@ def _refuse_idle_patterns(rules: dict[str, str], names: list[str]) -> None:
 
 def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
     if readable:
-        return f"{verb}() was told to change none of the norms that it found: {_listed(readable)}"
+        return (
+            f"{verb}() found norms, but its rules select none of them: {_listed(readable)}. Change the rules or where="
+        )
     seen = unreadable(model)
     if seen:
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
-        return f"{verb}() found no norm that it can read. It saw {named}. A row in transforms/third_party.py teaches it"
+        return f"{verb}() found no norm that it can read: {named}. Add a reader to transforms/third_party.py"
     kinds = sorted({type(module).__name__ for module in model.modules()})
     return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {_listed(kinds)}"
 

@@ -1,4 +1,4 @@
-"""Write a model as ONNX or `torch.export`, and check it in the runtime against the model itself."""
+"""Export a model to a file, run the file in its runtime, and compare."""
 
 import contextlib
 import inspect
@@ -29,7 +29,7 @@ NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or div
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: operations of the graph with their counts, and the error in the runtime that ran it."""
+    """Result of `export`: operations of the graph with counts, and the error in the runtime."""
 
     path: Path
     operations: dict[str, int]
@@ -38,7 +38,7 @@ class Exported:
 
     @property
     def normalizing(self) -> dict[str, int]:
-        """The operations that normalize, divide or take roots; empty for a folded graph."""
+        """Operations that normalize, divide or take roots; empty for a folded graph."""
         return {name: n for name, n in self.operations.items() if any(part in name.lower() for part in NORMALIZES)}
 
     def __str__(self) -> str:
@@ -58,22 +58,33 @@ def export(
     tolerance: float = 1e-4,
     **kwexample: Any,
 ) -> Exported:
-    """Write `model` to `path`, run the file, compare; the ending says how.
+    """Write a model to a file, run the file, and compare its outputs with the model's.
 
-    `.onnx` runs in onnxruntime, `.pt2` is a `torch.export` program, `.xml` is OpenVINO's, `.pte` ExecuTorch's for
-    XNNPACK (its operations are those that XNNPACK left outside its delegate; shapes are fixed).
+    Norms with frozen statistics become a multiply and an add, folded ones nothing.
 
-    Only tensors in the output are exported; `outputs` picks some (`lambda out: out.logits`). With `dynamic` the first
-    axis of every input, the batch, is left open; the example must then hold at least two. Norms with frozen statistics
-    become a multiply and an add, folded ones nothing: `exported.normalizing` names what is left of norms.
+    Args:
+        model: The model, in evaluation mode.
+        path: File to write. The suffix selects the format: `.onnx` (runs in onnxruntime), `.pt2` (`torch.export`),
+            `.xml` (OpenVINO) or `.pte` (ExecuTorch for XNNPACK; its shapes are fixed).
+        *example: Arguments of a call of the model; with `dynamic`, of at least two samples.
+        outputs: Picks what to export of the output, such as `lambda out: out.logits`. By default all tensors.
+        dynamic: Leave the first axis of every input, the batch, open.
+        tolerance: Largest accepted error, relative to the largest output.
+        **kwexample: Keyword arguments of the call.
 
-    ValueError for a model in training mode, an example that does not fit, an unknown ending, or a file whose outputs
-    differ by more than `tolerance`, relative to the largest. ImportError names the extra to install.
+    Returns:
+        The operations of the file, the runtime, and the error. `exported.normalizing` names those that normalize.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     export(nn.Linear(2, 3).eval(), f"{folder}/model.pt2", torch.zeros(2, 2)).normalizing
-    {}
+    Raises:
+        ValueError: If the model is in training mode, the example does not fit, the suffix is unknown, or the outputs
+            differ by more than `tolerance`.
+        ImportError: If a package is missing; the message names the extra to install.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export(nn.Linear(2, 3).eval(), f"{folder}/model.pt2", torch.zeros(2, 2)).normalizing
+        {}
     """
     refuse_wrapped(model, "export")
     refuse_training(model, "export")
@@ -83,25 +94,28 @@ def export(
         raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
     with torch.no_grad():
         expected = picked(example_call(model, example, kwexample, "export", (example, kwexample)), outputs)
-    plain = Plain(copy_model(model), example, kwexample, outputs).eval()
-    shapes = batch_axis(plain.given) if dynamic else None
+    wrapped = TensorModel(copy_model(model), example, kwexample, outputs).eval()
+    shapes = batch_axis(wrapped.given) if dynamic else None
     with quiet():
         if path.suffix == ".onnx":
-            operations, runtime, got = _onnx(plain, path, shapes)
+            operations, runtime, got = _onnx(wrapped, path, shapes)
         elif path.suffix == ".pt2":
-            operations, runtime, got = _program(plain, path, shapes)
+            operations, runtime, got = _program(wrapped, path, shapes)
         elif path.suffix == ".xml":
-            operations, runtime, got = write_openvino(plain, plain.given, path, shapes)
+            operations, runtime, got = write_openvino(wrapped, wrapped.given, path, shapes)
         else:
-            operations, runtime, got = write_executorch(plain, plain.given, path)
+            operations, runtime, got = write_executorch(wrapped, wrapped.given, path)
     worst = error(tuple(got), tuple(expected))
     if not worst <= tolerance:
-        raise ValueError(f"{path} computes something else than the model: outputs differ by {worst:.1e} in {runtime}")
+        raise ValueError(
+            f"{path} computes something else than the model: outputs differ by {worst:.1e} in {runtime}; "
+            f"tolerance={tolerance:.1e} is allowed"
+        )
     return Exported(path, operations, runtime, worst)
 
 
-class Plain(nn.Module):
-    """A model of tensors only, which every exporter takes: those of an example in, those of its output out."""
+class TensorModel(nn.Module):
+    """A model whose inputs and outputs are tensors only, as exporters need it."""
 
     def __init__(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Callable[[Any], Any] | None = None
@@ -117,7 +131,7 @@ class Plain(nn.Module):
         self.names = [path.split(".", 1)[1].replace(".", "_") for path in paths]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the output, in their order."""
+        """Return the tensors of the output, in order."""
         leaves = list(self.rest)
         for slot, tensor in zip(self.slots, inputs, strict=True):
             leaves[slot] = tensor
@@ -126,17 +140,15 @@ class Plain(nn.Module):
 
 
 def picked(output: Any, outputs: Callable[[Any], Any] | None) -> tuple[Tensor, ...]:
-    """The tensors of an output that are exported; ValueError where there are none."""
+    """Return the tensors of an output that are exported; a ValueError if there are none."""
     found = tuple(tensors(outputs(output) if outputs else output).values())
     if not found:
-        raise ValueError(
-            f"export() found no tensor in what the model returned ({type(output).__name__}); pass outputs="
-        )
+        raise ValueError(f"export() found no tensor in the model output ({type(output).__name__}); pass outputs=")
     return found
 
 
 def batch_axis(given: tuple[Tensor, ...]) -> Any:
-    """Dynamic shapes for `Plain.forward`: the first axis of every tensor that has as many rows as most."""
+    """Return dynamic shapes: the first axis of all tensors with the most common length."""
     sizes = [t.shape[0] for t in given if t.dim()]
     batch = max(set(sizes), key=sizes.count) if sizes else 0
     if batch < 2:
@@ -145,22 +157,23 @@ def batch_axis(given: tuple[Tensor, ...]) -> Any:
 
 
 def program_of(model: nn.Module, *example: Any, **kwexample: Any) -> torch.export.ExportedProgram:
-    """The `torch.export` program of a model, its composite operations taken apart."""
+    """Return the `torch.export` program of a model."""
     with torch.no_grad():
         return torch.export.export(model, example, kwexample, strict=False)
 
 
 def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
-    """How often each operation occurs in a program, most frequent first.
+    """Count the operations of a program, most frequent first.
 
-    >>> operations_of(program_of(nn.Linear(2, 3).eval(), torch.zeros(1, 2)))
-    {'aten.linear': 1}
+    Example:
+        >>> operations_of(program_of(nn.Linear(2, 3).eval(), torch.zeros(1, 2)))
+        {'aten.linear': 1}
     """
     names = [".".join(str(n.target).split(".")[:2]) for n in program.graph.nodes if n.op == "call_function"]
     return {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
 
 
-def _program(model: Plain, path: Path, shapes: Any) -> tuple[dict[str, int], str, Any]:
+def _program(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int], str, Any]:
     with torch.no_grad():
         program = torch.export.export(model, model.given, dynamic_shapes=shapes, strict=False)
         torch.export.save(program, path)
@@ -168,7 +181,7 @@ def _program(model: Plain, path: Path, shapes: Any) -> tuple[dict[str, int], str
         return operations_of(program), "torch.export", again.module()(*model.given)
 
 
-def _onnx(model: Plain, path: Path, shapes: Any) -> tuple[dict[str, int], str, Any]:
+def _onnx(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int], str, Any]:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
@@ -184,19 +197,19 @@ def _onnx(model: Plain, path: Path, shapes: Any) -> tuple[dict[str, int], str, A
     operations = {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feed = dict(zip(model.names, (t.numpy() for t in model.given), strict=True))
-    known = {slot.name for slot in session.get_inputs()}  # an input that the model does not read is left out
+    known = {slot.name for slot in session.get_inputs()}  # inputs that the model does not use are left out
     out = session.run(None, {name: array for name, array in feed.items() if name in known})
     return operations, "onnxruntime", [torch.from_numpy(array) for array in out]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The exporter's progress lines and warnings about its own internals, held back."""
-    heard = logging.root.manager.disable
+    """Hold back the exporters' progress lines and warnings."""
+    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(heard)
+        logging.disable(disabled)

@@ -1,4 +1,4 @@
-"""PyTorch's fused encoder layer computes a LayerNorm whatever norm it finds; here it is switched off."""
+"""Switch off PyTorch's fused encoder layer, which computes LayerNorm whatever the norm is."""
 
 from typing import Any
 
@@ -6,20 +6,20 @@ from torch import nn
 
 
 def leave_fast_path(model: nn.Module) -> None:
-    """Make `nn.TransformerEncoder(Layer)` call its modules at inference too, once a norm of it is no `nn.LayerNorm`.
+    """Make encoder layers call their modules at inference where a norm is no `nn.LayerNorm`.
 
-    At inference PyTorch hands `norm1.weight`, `norm1.bias` and `norm1.eps` to one fused kernel, which would silently
-    bypass a new norm. The layer's own condition for that, a flag that its activation is relu or gelu, is lowered.
+    At inference `nn.TransformerEncoderLayer` passes `norm1.weight`, `norm1.bias` and `norm1.eps` to one fused kernel,
+    which would bypass a new norm. One of its conditions, a flag for the activation, is cleared.
     """
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and not _plain(module):
+        if isinstance(module, nn.TransformerEncoderLayer) and not _has_layer_norms(module):
             module.activation_relu_or_gelu = 0
     for module in model.modules():
         layers = getattr(module, "layers", ())
-        if isinstance(module, nn.TransformerEncoder) and not all(_plain(layer) for layer in layers):
+        if isinstance(module, nn.TransformerEncoder) and not all(_has_layer_norms(layer) for layer in layers):
             module.use_nested_tensor = False
 
 
-def _plain(layer: nn.Module) -> bool:
+def _has_layer_norms(layer: nn.Module) -> bool:
     norms: list[Any] = [getattr(layer, "norm1", None), getattr(layer, "norm2", None)]
     return all(type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None for norm in norms)

@@ -1,4 +1,4 @@
-"""Move the state of norms when the optimizer steps, whatever the number of batches between two steps."""
+"""Move the state of norms once per optimizer step, for any number of batches."""
 
 import weakref
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class OptimizerLink:
         self._norms, self._handle = norms, handle
 
     def remove(self) -> None:
-        """Let the norms move their state in each training forward again; what is pending is dropped."""
+        """Move the state in each training forward again; drop pending statistics."""
         self._handle.remove()
         for norm in self._norms:
             _stop(norm)

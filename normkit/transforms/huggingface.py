@@ -1,4 +1,4 @@
-"""Save and load models of Hugging Face with their norms; audit and fold the model in a folder.
+"""Save, load, audit and fold models of Hugging Face in folders.
 
 Weights are read from safetensors only, and code in a folder is not run.
 """
@@ -61,14 +61,14 @@ def model():
 
 
 class Example(NamedTuple):
-    """Keyword arguments for a model, and the function that picks the output that its users need."""
+    """Keyword arguments for a model, and a function that picks the relevant output."""
 
     kwargs: dict[str, Any]
     outputs: Callable[[Any], Any] | None
 
 
 def save_pretrained(model: Any, folder: Path | str) -> None:
-    """Save a model of Hugging Face with its norms: configuration, weights as safetensors, generation settings.
+    """Save a model of Hugging Face with its norms, as configuration and safetensors.
 
     The specs of the norms go into `config.json`, statistics are among the weights. `load_pretrained` restores both.
     `from_pretrained` of transformers would build the original norms; so that it fails instead, the weight files of a
@@ -157,9 +157,10 @@ def load_pretrained(folder: Path | str) -> Any:
 
 
 def example_for(model: Any) -> Example:
-    """A small random example for a model of Hugging Face, by its configuration and the arguments of its forward.
+    """Make a small random example for a model of Hugging Face from its configuration.
 
-    ValueError where it takes neither tokens nor an image.
+    Raises:
+        ValueError: If the model takes neither tokens nor an image.
     """
     config, parameters = model.config, inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
@@ -203,7 +204,7 @@ def fold_dir(path: Path | str, out: Path | str, untie: bool = True) -> Report:
 
 
 def is_pretrained_dir(path: Path) -> bool:
-    """Whether a folder holds a model of Hugging Face: a config.json that names an architecture."""
+    """Return True if a folder has a config.json that names an architecture."""
     config = path / "config.json"
     return config.is_file() and "architectures" in config.read_text(encoding="utf8")
 
@@ -236,7 +237,7 @@ def _variant(file: Path) -> str | None:
 
 
 def _only_variant(path: Path) -> str | None:
-    """Which of transformers' variants the weight files of a folder are."""
+    """Return the variant, in the sense of transformers, of the weight files of a folder."""
     variants = {_variant(file) for file in _safetensors(path)}
     if len(variants) > 1:
         names = ", ".join(file.name for file in _safetensors(path))
@@ -274,7 +275,7 @@ def _refuse_misfit(path: Path, found: Mapping[str, Any], recorded: bool) -> None
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Hold back progress bars, and warnings about tensors that do not fit, which are errors here."""
+    """Hold back progress bars, and warnings about misfits, which are errors here."""
     library = transformers.utils.logging
     level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
     library.set_verbosity_error()
@@ -288,7 +289,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _transformers() -> Any:
-    """Import transformers, which fails where torchvision is installed for another build of PyTorch."""
+    """Import transformers, also where torchvision was built for another PyTorch and fails."""
     if "torchvision" not in sys.modules:
         try:
             importlib.import_module("torchvision")

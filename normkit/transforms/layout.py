@@ -1,4 +1,4 @@
-"""Norms are channels-last; these two hooks let one stand where a model has its channels in front."""
+"""Hooks that let a norm, which is channels-last, stand where channels come first."""
 
 from typing import Any, TypeVar
 
@@ -8,12 +8,13 @@ T = TypeVar("T", bound=nn.Module)
 
 
 def channels_first(norm: T) -> T:
-    """Make a norm take and return `x[batch, channel, ...]`; the names of its parameters stay.
+    """Make a norm take and return `[batch, channels, ...]`; the names of its parameters stay.
 
-    >>> import torch
-    >>> from normkit.norms import LayerNorm
-    >>> channels_first(LayerNorm(3))(torch.zeros(2, 3, 5, 7)).shape
-    torch.Size([2, 3, 5, 7])
+    Example:
+        >>> import torch
+        >>> from normkit.norms import LayerNorm
+        >>> channels_first(LayerNorm(3))(torch.zeros(2, 3, 5, 7)).shape
+        torch.Size([2, 3, 5, 7])
     """
     norm.channel_dim = 1  # type: ignore[assignment]
     norm.register_forward_pre_hook(_channels_to_the_end)  # after, and before, hooks that it may have already
@@ -22,7 +23,7 @@ def channels_first(norm: T) -> T:
 
 
 def is_layout_hook(hook: object) -> bool:
-    """Whether a hook is one of these two."""
+    """Return True for one of these two hooks."""
     return hook in (_channels_to_the_end, _channels_to_the_front)
 
 

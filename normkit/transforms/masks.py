@@ -1,4 +1,4 @@
-"""Tell every norm which tokens are real, in models whose blocks call `self.norm(x)` and know no mask."""
+"""Pass masks to the norms of models whose blocks call `self.norm(x)` without one."""
 
 import fnmatch
 import inspect
@@ -15,20 +15,26 @@ MaskFrom = str | Mapping[str, str] | None
 
 
 def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
-    """Hand an argument of the model's forward to its norms as their mask, in place.
+    """Pass an argument of the model's forward to its norms as their mask, in place.
 
-    `mask_from` is the argument's name, or rules from norm-name pattern to argument name (first match wins). A single
-    name serves both halves of an encoder-decoder: where the forward also takes `decoder_<name>`, norms under a module
-    called "decoder" get that one. What an argument's values mean follows its shape and name:
+    A single name serves both halves of an encoder-decoder: if the forward also takes `decoder_<name>`, norms under a
+    module called "decoder" get that one. The meaning of an argument follows from its shape and name:
 
     - `[batch, tokens]`, bool or number: True or above 0.5 is real; in an argument named `...padding_mask` (PyTorch's)
       True, or a number below -1, is padding;
-    - `[batch, (heads,) queries, keys]`: bool says who may be looked at, numbers are added to the scores; a token that
-      any query may look at is real.
+    - `[batch, (heads,) queries, keys]`: True marks keys that a query attends to, numbers are added to the scores; a
+      token to which any query attends is real.
 
-    The mask is that of one forward: parts of the model that are called by themselves get none, but what a backward pass
-    recomputes (activation checkpointing) gets that of the last forward. A norm whose input is laid out otherwise than
-    the mask, a pooled token say, gets none.
+    A mask belongs to one forward: parts of the model that are called by themselves get none. What a backward pass
+    recomputes (activation checkpointing) gets the mask of the last forward. A norm whose input has another layout than
+    the mask, such as a pooled token, gets none.
+
+    Args:
+        model: Model whose norms are normkit's.
+        mask_from: Name of an argument, or rules from patterns of norm names to arguments; the first match applies.
+
+    Raises:
+        ValueError: If the forward has no such argument, or no norm takes a mask from it.
     """
     parameters = inspect.signature(model.forward).parameters
     names = list(parameters)
@@ -65,7 +71,7 @@ def mask_arguments(model: nn.Module) -> dict[str, str]:
 
 
 def remove_routes(model: nn.Module) -> None:
-    """Take away what `route_mask` put in."""
+    """Remove the hooks of `route_mask`."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, Route | GiveMask | Forget)]:
@@ -75,15 +81,15 @@ def remove_routes(model: nn.Module) -> None:
 
 
 class Route:
-    """Forward pre-hook of a model: keeps the masks of this call where its norms find them."""
+    """Forward pre-hook of a model that keeps the masks of the current call for its norms."""
 
     def __init__(self, arguments: dict[str, int | None], time_first: bool):
         self.arguments, self.time_first = arguments, time_first
         self.masks: dict[str, Tensor | None] = {}
-        self.over = True  # no forward is under way
+        self.over = True  # False while a forward runs
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Read the masks of this call."""
+        """Keep the masks of this call."""
         self.over = False
         for name, index in self.arguments.items():
             given = kwargs.get(name)
@@ -96,18 +102,18 @@ class Route:
 
 
 class Forget:
-    """Forward hook of a model: its masks are for nobody but what its backward pass recomputes."""
+    """Forward hook of a model: from here on, only recomputed forwards get its masks."""
 
     def __init__(self, route: Route):
         self.route = route
 
     def __call__(self, model: nn.Module, args: tuple, output: object) -> None:
-        """The forward is over."""
+        """Mark the end of the forward."""
         self.route.over = True
 
 
 class GiveMask:
-    """Forward pre-hook of a norm: passes on the mask of this call, unless the caller gave one."""
+    """Forward pre-hook of a norm that passes the mask of this call, unless it has one."""
 
     def __init__(self, route: Route, argument: str):
         self.route, self.argument = route, argument
@@ -118,16 +124,17 @@ class GiveMask:
         if mask is None or len(args) > 1 or kwargs.get("mask") is not None:
             return None
         if self.route.over and not torch.compiler.is_compiling() and not inside_backward():
-            return None  # compiled parts cannot ask whether they are recomputed
+            return None  # a compiled part cannot detect recomputation
         x = args[0] if args else kwargs["x"]
         return args, {**kwargs, "mask": fit(mask, x.shape[:-1], self.route.time_first)}
 
 
 def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
-    """A model's mask as `[batch, tokens]`, True where a token is real.
+    """Convert a model's mask to `[batch, tokens]`, True for real tokens.
 
-    >>> real_tokens(torch.tensor([[1, 1, 0]])).tolist()
-    [[True, True, False]]
+    Example:
+        >>> real_tokens(torch.tensor([[1, 1, 0]])).tolist()
+        [[True, True, False]]
     """
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} must be a tensor for normkit to read a mask from it; got {type(given).__name__}")
@@ -144,7 +151,7 @@ def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
 
 
 def fit(mask: Tensor, shape: torch.Size, time_first: bool) -> Tensor | None:
-    """The mask `[batch, tokens]` for an input `x` with `x.shape[:-1] == shape`; None where it does not fit."""
+    """Fit a mask `[batch, tokens]` to an input with `x.shape[:-1] == shape`, or return None."""
     if len(shape) == 2 and time_first:
         mask = mask.T
     if mask.shape == shape:

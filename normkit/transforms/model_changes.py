@@ -1,7 +1,7 @@
-"""Record in a Hugging Face model's configuration how the model differs from its architecture, and rebuild it.
+"""Record in a model's configuration how it differs from its architecture, and rebuild it.
 
-`config.json` is the one file that every writer of a checkpoint saves, `Trainer` and `save_pretrained` included. So the
-specs of the norms travel in its key "normkit".
+For models of Hugging Face. Every writer of a checkpoint saves `config.json`, `Trainer` included, so the specs of the
+norms are kept there, in the key "normkit".
 """
 
 import copy
@@ -22,7 +22,7 @@ IDENTITY = {"is": "identity"}
 
 
 def record_changes(model: nn.Module) -> None:
-    """Write the changes of a Hugging Face model into `model.config`; leave any other model alone.
+    """Write the changes of a Hugging Face model into `model.config`; ignore other models.
 
     A model that holds modules of other libraries in changed places (adapters, say) is recorded by
     `save_pretrained` alone, which names them.
@@ -36,7 +36,7 @@ def record_changes(model: nn.Module) -> None:
 
 
 def write_changes(model: Any) -> dict[str, Any]:
-    """Write the changes of a model into its configuration, and return them; empty where there are none.
+    """Write the changes of a model into its configuration, and return them.
 
     Raises:
         ValueError: If a module was replaced by one that normkit cannot rebuild.
@@ -50,7 +50,7 @@ def write_changes(model: Any) -> dict[str, Any]:
 
 
 def find_changes(model: Any) -> dict[str, Any]:
-    """Compare a model with its architecture: norms, additional biases, output layers that are no longer tied."""
+    """Find replaced norms, additional biases, and output layers that are no longer tied."""
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config))
     norms: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def find_changes(model: Any) -> dict[str, Any]:
 
 
 def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
-    """Rebuild the changes of a checkpoint in a model of its architecture, in place, without weights.
+    """Rebuild recorded changes in a model of the architecture, in place, without weights.
 
     Raises:
         ValueError: If the record is damaged, or names a module that the architecture does not have.
@@ -97,7 +97,7 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
 
 
 def _full_name(model: Any, name: str) -> str:
-    """The module's name in the model, where the model inside it was converted by itself (`convert(model.bert)`)."""
+    """Return a module's full name; `convert(model.bert)` records names inside `model.bert`."""
     inner = f"{getattr(model, 'base_model_prefix', '')}.{name}"
     names = {each for each, _ in model.named_modules()}
     return inner if name not in names and inner in names else name
@@ -148,7 +148,7 @@ def _ties(model: nn.Module) -> list[set[str]]:
 
 
 def _untied(model: Any, fresh: nn.Module) -> list[str]:
-    """Modules whose weight the architecture ties to another's, and this model does not."""
+    """Return modules whose weight is tied in the architecture, but not in this model."""
     mine = _ties(model)
     apart = {name for group in _ties(fresh) for name in group if not any(name in other for other in mine)}
     embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}

@@ -1,4 +1,4 @@
-"""The same for two more runtimes, both extras: OpenVINO (`.xml`) and ExecuTorch with XNNPACK (`.pte`)."""
+"""Export to OpenVINO (`.xml`) and to ExecuTorch with XNNPACK (`.pte`)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runtime, what it put out
+Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runtime, its outputs
 
 
 def write_openvino(model: nn.Module, given: Sequence[Tensor], path: Path, shapes: Any) -> Ran:
-    """Write an OpenVINO model and run it: operations, runtime, outputs.
-
-    OpenVINO computes in bfloat16 by default where the processor can; it is told to use float32.
-    """
+    """Write an OpenVINO model and run it in float32 (bfloat16 is the default on some CPUs)."""
     try:
         import openvino  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
@@ -32,10 +29,10 @@ def write_openvino(model: nn.Module, given: Sequence[Tensor], path: Path, shapes
 
 
 def write_executorch(model: nn.Module, given: Sequence[Tensor], path: Path) -> Ran:
-    """Write an ExecuTorch program for XNNPACK and run it: operations, runtime, outputs. Shapes are fixed.
+    """Write an ExecuTorch program for XNNPACK, and run it.
 
-    The operations are those that XNNPACK left outside, and the number of pieces that it took
-    (`executorch_call_delegate`). It takes no LayerNorm, so each one cuts the model in two.
+    Shapes are fixed. The operations are those that XNNPACK does not take, and `executorch_call_delegate`, the number of
+    pieces that it takes. XNNPACK has no LayerNorm, so each one splits the model.
     """
     try:
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import (  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,7 @@
-"""How to read norms that other libraries wrote: by class name, importing none of them, and checked by running them."""
+"""Read norms of third-party models by class name, and verify each reading by running it.
+
+No third-party library is imported.
+"""
 
 import copy
 import fnmatch
@@ -12,15 +15,21 @@ from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm, make, options, parse
 
-WRITTEN_OUT = (1e-5, 1e-6, 1e-12, 1e-8)  # values of eps that are found in a forward's text
+COMMON_EPS = (1e-5, 1e-6, 1e-12, 1e-8)  # tried if a class has eps in its forward, not in an attribute
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A norm of somebody's model: `kind` is the spec of the norm of ours that computes the same.
+    """Reading of a norm of a third-party model.
 
-    `weight` and `bias` are those that act, `[dim]` or None (Gemma stores `weight - 1`); `running` are the frozen
-    statistics of a norm that has some; `channel_dim` is 1 where the channels do not come last.
+    Attributes:
+        dim: Number of channels.
+        eps: Number added to the variance or mean square.
+        weight: Effective gain, `[dim]` or None. Gemma stores `weight - 1`.
+        bias: Effective bias, `[dim]` or None.
+        kind: Spec of the norm in normkit that computes the same.
+        channel_dim: 1 if the channels come second, -1 if they come last.
+        running: Frozen statistics, `[k, dim]`, or None.
     """
 
     dim: int
@@ -33,14 +42,18 @@ class Found:
 
 
 class CannotRead(Exception):
-    """A module whose name looks like a norm's, and which is none that can be read; the text says why."""
+    """Module that is no norm, or a norm that cannot be read; the message has the reason."""
 
 
 def read(module: nn.Module) -> Found:
-    """What a norm computes. CannotRead for anything that is no norm, or that does not compute what its name says.
+    """Read what a norm computes.
 
-    >>> read(nn.LayerNorm(8, eps=1e-6)).kind
-    'layer'
+    Raises:
+        CannotRead: If the module is no norm, or computes something else than its class name suggests.
+
+    Example:
+        >>> read(nn.LayerNorm(8, eps=1e-6)).kind
+        'layer'
     """
     if isinstance(module, Norm):
         return _ours(module)
@@ -53,24 +66,25 @@ def read(module: nn.Module) -> Found:
     raise CannotRead(f"no reader for the class name {name}")
 
 
-def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether a class name says "norm" and the module is more than a holder of one: it is named where none is read."""
+def is_named_norm(module: nn.Module) -> bool:
+    """Return True if "norm" is in the class name and the module is no container of one."""
     if "norm" not in type(module).__name__.lower():
         return False
     kept = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     return not any(module.children()) or any(not nn.parameter.is_lazy(t) and t.dim() == 1 for t in kept)
 
 
-def computes_a_weight(name: str) -> bool:
-    """Whether the module of this name is a parametrization, FixNorm or weight norm say: no activations pass it."""
+def is_parametrization(name: str) -> bool:
+    """Return True for the name of a parametrization (weight norm): it sees no activations."""
     return "parametrizations" in name.split(".")
 
 
 def equivalent(found: Found) -> Norm:
-    """A norm of ours that computes what was found, in evaluation mode; it shares no memory with the model.
+    """Build the equivalent norm of normkit, in evaluation mode, without shared memory.
 
-    >>> equivalent(read(nn.RMSNorm(4, eps=1e-6))).spec
-    'rms(eps=1e-06)'
+    Example:
+        >>> equivalent(read(nn.RMSNorm(4, eps=1e-6))).spec
+        'rms(eps=1e-06)'
     """
     name, given = parse(found.kind)
     affine = found.weight is not None or found.bias is not None
@@ -92,10 +106,10 @@ def equivalent(found: Found) -> Norm:
 
 
 def statistics(running: Tensor, center: bool) -> Tensor:
-    """Frozen statistics `[k, dim]` for a norm that removes the mean (`center`, k = 2), or does not (k = 1).
+    """Convert statistics `[k, dim]` for norms with (k = 2) or without (k = 1) a mean.
 
-    Mean and variance give the quadratic mean exactly; the other way about, the quadratic mean stands as a variance
-    about zero, which divides by the same number.
+    Mean and variance give the quadratic mean exactly. Conversely, the quadratic mean becomes a variance about zero,
+    which divides by the same number.
     """
     if len(running) == 1 + center:
         return running
@@ -105,10 +119,11 @@ def statistics(running: Tensor, center: bool) -> Tensor:
 
 
 def write(name: str, given: dict[str, object]) -> str:
-    """The spec of a norm with these options.
+    """Write the spec of a norm with these options.
 
-    >>> write("un", {"window": 2})
-    'un(window=2)'
+    Example:
+        >>> write("un", {"window": 2})
+        'un(window=2)'
     """
     given = {key: value for key, value in given.items() if key in options(name) and options(name)[key] != value}
     return name + (f"({', '.join(f'{key}={value!r}' for key, value in given.items())})" if given else "")
@@ -133,13 +148,13 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
     raise CannotRead(
-        f"{type(module).__name__} does not compute what its name says ({'; '.join(dict.fromkeys(reasons))})"
+        f"{type(module).__name__} computes something else than its name suggests ({'; '.join(dict.fromkeys(reasons))})"
     )
 
 
 @torch.no_grad()
 def _runnable(module: nn.Module) -> nn.Module:
-    """The module itself; where it has only shapes (meta), a copy on the CPU with random numbers above 0."""
+    """Return the module, or for one on meta a copy on the CPU with random positive values."""
     if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
         return module
     probe = copy.deepcopy(module).to_empty(device="cpu")
@@ -150,20 +165,20 @@ def _runnable(module: nn.Module) -> nn.Module:
 
 
 def _check(module: nn.Module, found: Found) -> float:
-    """The eps with which our reading computes what the module does; the usual ones are tried where it keeps none."""
-    tried = WRITTEN_OUT if math.isnan(found.eps) else (found.eps,)
+    """Return the eps with which the reading agrees; try common ones if it has none."""
+    tried = COMMON_EPS if math.isnan(found.eps) else (found.eps,)
     for eps in tried:
         if _agrees(module, replace(found, eps=eps)):
             if _takes_any_size(module, found):
                 raise CannotRead(f"it takes inputs of any size, whatever its own size of {found.dim} says")
             return eps
-    without = f" with any eps of {', '.join(map(str, tried))}, and it keeps none" if len(tried) > 1 else ""
+    without = f" with any eps of {', '.join(map(str, tried))}, and it has no attribute eps" if len(tried) > 1 else ""
     raise CannotRead(f"read as {found.kind}, its output differs{without}")
 
 
 @torch.no_grad()
 def _agrees(module: nn.Module, found: Found) -> bool:
-    """Run the module beside our reading of it, on rows of ordinary and of tiny size (these tell eps apart)."""
+    """Compare module and reading on inputs of ordinary and tiny size, where eps matters."""
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     theirs: Any
@@ -192,7 +207,7 @@ def _takes_any_size(module: nn.Module, found: Found) -> bool:
         return False
 
 
-# -- one function a formula; each says where the numbers are kept ----------------------------------------------------
+# -- one function per formula and place of its numbers ---------------------------------------------------------------
 
 
 def _eps(module: Any) -> float:
@@ -201,7 +216,7 @@ def _eps(module: Any) -> float:
             eps = getattr(module, name)
             weight = getattr(module, "weight", None)
             return torch.finfo(torch.float32 if weight is None else weight.dtype).eps if eps is None else float(eps)
-    return math.nan  # written out in its forward
+    return math.nan  # a constant in its forward
 
 
 def _dim(module: Any) -> int:
@@ -255,7 +270,7 @@ def _group(module: Any) -> Found:
     return Found(module.num_channels, module.eps, module.weight, module.bias, kind, channel_dim=1)
 
 
-READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the first reading that proves right
+READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the first reading that agrees is used
     "LayerNorm": (_layer, _layer_channels_first),  # torch, timm
     "LayerNormFp32": (_layer,),  # timm
     "LayerNorm2d": (_layer_channels_first,),  # timm, torchvision

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm
 from normkit.transforms.masks import fit, real_tokens
-from normkit.transforms.third_party import CannotRead, computes_a_weight, looks_like_a_norm, read
+from normkit.transforms.third_party import CannotRead, is_named_norm, is_parametrization, read
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
@@ -67,9 +67,9 @@ def sites(model: nn.Module) -> list[Site]:
             found.append(
                 Site(_unwrapped_name(name, model), module.spec, module, -1)
             )  # hooks that move channels are outside
-        elif computes_a_weight(name):
+        elif is_parametrization(name):
             continue
-        elif looks_like_a_norm(module) or isinstance(getattr(module, "running_var", None), Tensor):
+        elif is_named_norm(module) or isinstance(getattr(module, "running_var", None), Tensor):
             found.append(Site(_unwrapped_name(name, model), type(module).__name__, module, _axis(module)))
     return found
 
