@@ -125,7 +125,7 @@ def test_bad_input_is_named_and_leaves_the_model_alone():
         calibrate(nn.Sequential(nn.LayerNorm(3)), rows(3))
     with pytest.raises(ValueError, match="no batches"):
         calibrate(chain("un"), [])
-    with pytest.raises(ValueError, match="never ran: idle"):
+    with pytest.raises(ValueError, match="never ran, so they have no statistics: idle"):
         calibrate(Sometimes(), rows(3))
     with pytest.raises(ValueError, match="not a generator"):
         calibrate(chain("un"), iter(rows(3)), passes=2)
