@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def cache_folder() -> Path:
-    """Return the folder of downloads and compiled code: `NORMKIT_CACHE`, or `~/.cache/normkit`."""
+    """Return the cache folder: `NORMKIT_CACHE`, or `~/.cache/normkit`."""
     return Path(os.environ.get("NORMKIT_CACHE") or Path.home() / ".cache" / "normkit")
 
 

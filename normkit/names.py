@@ -22,7 +22,7 @@ def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
 
 
 def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> ValueError:
-    """Return the error for an unknown name: the known ones, `more`, and the nearest as a proposal.
+    """Return the error for an unknown name, with the known ones, the nearest and `more`.
 
     >>> print(unknown(["layer", "rms"], "laier", "norm"))
     there is no norm named 'laier' (did you mean 'layer'?); there are layer, rms

@@ -1,4 +1,4 @@
-"""Options of norms: declared as annotated class attributes, visible in signatures, checked by their annotations."""
+"""Options of norms: annotated class attributes, seen in signatures, checked when built."""
 
 import inspect
 from typing import ClassVar, Literal

@@ -42,7 +42,7 @@ class StatefulNorm(Norm):
                 self.register_buffer(f"micro_step{side}", torch.zeros((), dtype=torch.long))
                 self.register_buffer(f"pending{side}", torch.zeros(k * self.dim + 1))
         self.running[-1] = 1.0
-        self.next_state: dict[str, tuple[str, ...]] = {}  # names of buffers `next_*`, by the sums that they belong to
+        self.next_state: dict[str, tuple[str, ...]] = {}  # names of buffers `next_*`, by their sums
         self._records, self._steps = Records(), AsyncCounter()
 
     @property
@@ -112,7 +112,7 @@ class StatefulNorm(Norm):
         self._steps = AsyncCounter()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the records of forwards, which belong to the graphs of the original."""
+        """Leave out the records of forwards: their graphs are those of the original."""
         return {**super().__getstate__(), "_records": Records(), "_steps": AsyncCounter()}
 
 

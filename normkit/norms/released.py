@@ -345,7 +345,7 @@ class Batch(Released):
 
     Divides tokens by their root mean square, then applies torch's BatchNorm. Padded rows are replaced by the mean of
     the real ones and then counted, so the variance comes out too small and padded outputs are `bias`. Nothing is
-    synchronized, whatever the name says. `alpha` is 1 - their `momentum`.
+    synchronized, despite the name. `alpha` is 1 - their `momentum`.
     """
 
     exact_grad = True

@@ -151,7 +151,7 @@ class TaperNorm(Norm):
         return self._match() * (self.anchor if self.drift is None else self.anchor + self.drift)
 
     def split(self) -> Split:
-        """Return `Split(identity, c * gain, bias)` once the gate is 0, else `Split(norm, 1, bias)`."""
+        """Return `Split(identity, c * gain, bias)` if the gate is 0, else `Split(norm, 1, bias)`."""
         shift = torch.zeros_like(self.anchor) if self.bias is None else self.bias
         if self.offline:
             return Split(nn.Identity(), self._fixed(), shift)
