@@ -1,7 +1,7 @@
 """Fold the norms of a model into the layers beside them, and verify the result."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ def fold(
     outputs: Callable[[Any], Any] | None = None,
     untie: bool = False,
     other_shapes: bool = True,
+    spread: float | None = None,
+    balance: Iterable[Any] | None = None,
     **kwexample: Any,
 ) -> tuple[nn.Module, Report]:
     """Return an equivalent model for inference without its norms, and a report on each.
@@ -49,13 +51,20 @@ def fold(
             lets the gain of a last norm that computes statistics vanish.
         other_shapes: Also verify with other lengths and sizes. False suits a model that will never see another length
             or size (Swin at a multiple of its window, where nothing is padded).
+        spread: A limit for the largest range of a channel of a residual stream over that of the median channel, on the
+            example or the batches of `balance`; multiply-adds stay where it would be exceeded. None, no limit, is right
+            for float32 and bfloat16; float16 and integers need a small one (such as 16), for the gains of a post-norm
+            stream multiply up over its depth.
+        balance: Batches on which to measure the ranges of the channels; scales that folding leaves free are chosen such
+            that the ranges are equal, for float16 and integers. A mapping is passed as keywords, a tuple or list as
+            arguments.
         **kwexample: The keyword arguments of the call.
 
     Returns:
         The folded model, and the report: the outcome of each norm, and the errors of the comparison.
 
     Raises:
-        ValueError: If the model is in training mode, the example does not fit, or the forward is random.
+        ValueError: If `spread` is below 1, the model is in training mode, the example does not fit, or the forward is random.
         TypeError: If the model is wrapped or quantized.
         RuntimeError: If folded weights overflow in half precision.
 
@@ -69,11 +78,16 @@ def fold(
           (1): Linear(in_features=4, out_features=2, bias=True)
         )
     """
+    if spread is not None and not spread >= 1:
+        raise ValueError(f"spread is a ratio of ranges, at least 1, or None for no limit; got {spread}")
     survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "fold")
-    plan = make_plan(survey.trace, survey.model)
+    if balance is not None:
+        survey.measure(balance)
+    conditions = {"spread": spread, "balance": balance is not None}
+    plan = make_plan(survey.trace, survey.model, **conditions)
     worst = survey.verifier.worst(rewrite(survey.model, plan))
     if not worst <= TOLERANCE:
-        plan, worst = _one_by_one(survey, plan)
+        plan, worst = _one_by_one(survey, plan, conditions)
     del survey.model
     folded = rewrite(survey.copy(), plan)
     with torch.no_grad():
@@ -85,18 +99,20 @@ def fold(
             "Fold it in float32: model.float()"
         )
     record_changes(folded)
-    report = Report(tuple(plan.outcomes.values()), tuple(survey.calls), worst, native, largest_factor(plan))
+    report = Report(
+        tuple(plan.outcomes.values()), tuple(survey.calls), worst, native, largest_factor(plan), plan.spread
+    )
     return folded, report
 
 
-def _one_by_one(survey: Survey, plan: FoldPlan) -> tuple[FoldPlan, float]:
+def _one_by_one(survey: Survey, plan: FoldPlan, conditions: dict[str, Any]) -> tuple[FoldPlan, float]:
     """Should not be needed: leave out the norms whose folding is not exact."""
     survey.model = survey.double()
     refused: dict[str, str] = {}
     exact: list[str] = []
 
     def tried(only: list[str]) -> tuple[FoldPlan, float]:
-        plan = make_plan(survey.trace, survey.model, refused, only)
+        plan = make_plan(survey.trace, survey.model, refused, only, **conditions)
         return plan, survey.verifier.worst(rewrite(copy.deepcopy(survey.model), plan))
 
     for name in [name for name, outcome in plan.outcomes.items() if outcome.action != "kept"]:

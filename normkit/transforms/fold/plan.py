@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from normkit.transforms.fold.conditioning import Conditioning
 from normkit.transforms.fold.position import position
 from normkit.transforms.fold.relations import NormNode, Relations, listed, new_bias
 from normkit.transforms.fold.report import Outcome
@@ -22,6 +23,7 @@ class FoldPlan:
 
     relations: Relations
     at: Coordinates
+    spread: float = 1.0  # the largest range of a channel of a stream over that of the median channel
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     new_biases: dict[Product, tuple[Place, int]] = field(default_factory=dict)
 
@@ -33,10 +35,25 @@ class FoldPlan:
 
 
 def make_plan(
-    trace: Trace, model: nn.Module, refused: dict[str, str] | None = None, only: Collection[str] | None = None
+    trace: Trace,
+    model: nn.Module,
+    refused: dict[str, str] | None = None,
+    only: Collection[str] | None = None,
+    spread: float | None = None,
+    balance: bool = False,
 ) -> FoldPlan:
-    """Plan the fold of a traced model; `refused` norms stay as they are, and of the others only `only` may vanish."""
-    return _Planner(trace, model, refused or {}).plan(only)
+    """Plan the fold of a traced model.
+
+    Args:
+        trace: The trace.
+        model: The traced model, in float64.
+        refused: Norms that stay as they are, with the reason.
+        only: Of the other norms those that may vanish; all by default.
+        spread: The limit of the spread of a stream's channels.
+        balance: Make the ranges of a stream's channels equal where their scales are free.
+    """
+    planner = _Planner(trace, model, refused or {})
+    return planner.plan(only, Conditioning(planner.solver, spread, balance))
 
 
 class _Planner:
@@ -46,11 +63,14 @@ class _Planner:
         self.solver = Solver(self.relations)
         self.stream = _streams(trace)
 
-    def plan(self, only: Collection[str] | None) -> FoldPlan:
+    def plan(self, only: Collection[str] | None, conditioning: Conditioning) -> FoldPlan:
         """Choose the norms, solve, and describe the result."""
-        chosen = self.solver.choose(lambda name: only is None or name in only)
-        additions = self.solver.additions(chosen) if only is None else set()
-        plan = FoldPlan(self.relations, self.solver.coordinates(chosen, additions))
+        chosen = self.solver.choose(lambda name: only is None or name in only, conditioning.within)
+        free = only is None and conditioning.limit is None
+        additions = self.solver.additions(chosen) if free else set()
+        at = conditioning.coordinates(chosen, additions)
+        plan = FoldPlan(self.relations, at, conditioning.spread(at))
+        self.limit = conditioning.limit
         self._new_biases(plan)
         readers, writers = self._changed(plan)
         for name, node in self.relations.norms.items():
@@ -142,6 +162,8 @@ class _Planner:
         if node.name in self.solver.stuck:
             return self.solver.stuck[node.name]
         after, before = (self._fixed_by(self._streams_of(nodes)) for nodes in (node.outputs, node.inputs))
+        if self.limit is not None and self.solver.consistent([*chosen, node.name]):
+            return f"folded, the ranges of a stream's channels would spread by more than {self.limit:g}"
         if bool((node.inputs == 0).any()):
             before = "its input is not the output of layers alone"
         if not after or not before:

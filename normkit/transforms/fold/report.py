@@ -62,18 +62,20 @@ class Audit:
 class Report(Audit):
     """Result of `fold`: the outcomes, the largest error in float64, and that of the returned model in its own type.
 
-    `largest_factor` is the largest number that any weight was multiplied by.
+    `largest_factor` is the largest number that any weight was multiplied by. `spread` is the largest range of a channel
+    on a residual stream over that of the median channel there.
     """
 
     max_error: float = 0.0
     native_error: float = 0.0
     largest_factor: float = 1.0
+    spread: float = 1.0
 
     def __str__(self) -> str:
         return (
             f"{super().__str__()}\nlargest error {self.max_error:.1e} in float64, relative to the largest output, on "
             f"{', '.join(self.tried)}; {self.native_error:.1e} as it is; "
-            f"largest factor of a weight {self.largest_factor:.3g}"
+            f"largest factor of a weight {self.largest_factor:.3g}, spread of a stream's channels {self.spread:.3g}"
         )
 
 

@@ -113,16 +113,32 @@ class Solver:
                     mask[torch.isin(self.hard.root, self.hard.root[at[dead]])] = 0.0
         return Coordinates(scale, self.shifts.values(chosen), written)
 
+    def classes(self, norms: Iterable[str], additions: Iterable[str] = ()) -> tuple[Tensor, Tensor, Tensor]:
+        """For each node the root of its class, its exponent, and whether the scale of the class is free."""
+        roots, forest = self._forest(self._all(norms) | set(additions))
+        root, exponent = torch.arange(len(self.hard.root)), torch.ones(len(self.hard.root)).double()
+        free = root > 0
+        root[roots], exponent[roots] = roots[forest.root], forest.exponent
+        free[roots] = forest.free[forest.root]
+        hard = self.hard.root
+        return root[hard], self.hard.exponent * exponent[hard], free[hard]
+
     # -- the choice ---------------------------------------------------------------------------------------------------
 
-    def choose(self, allowed: Callable[[str], bool]) -> set[str]:
-        """A largest set of offline norms that can be folded together, then gains of online ones where these can."""
+    def choose(
+        self, allowed: Callable[[str], bool] = lambda name: True, within: Callable[[list[str]], list[str]] = list
+    ) -> set[str]:
+        """A largest set of offline norms that can be folded together, then gains of online ones where these can.
+
+        Of the offline ones those that `within` returns are left.
+        """
         names = [name for name, node in self.nodes.items() if node.offline and allowed(name)]
         chosen = set(names)
         if not self.consistent(names):
             chosen = set()
             for part in self._parts([name for name in names if self.consistent([name])]):
                 chosen |= set(part) - _fewest_out(part, self.consistent)
+        chosen = set(within([name for name in names if name in chosen]))
         for name, node in self.nodes.items():
             if not node.offline and not node.trivial and allowed(name) and self.consistent({*chosen, name}):
                 chosen.add(name)

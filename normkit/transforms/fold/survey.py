@@ -1,6 +1,7 @@
 """A float64 copy of a model, the calls that it is tried on, and their trace."""
 
 import gc
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from normkit.transforms.checks import copy_model, refuse_meta, refuse_quantized, refuse_wrapped
 from normkit.transforms.convert import find, unreadable
+from normkit.transforms.fold.float64 import in_float64, widened
 from normkit.transforms.fold.inputs import SAME_SIZES
 from normkit.transforms.fold.trace import Trace
 from normkit.transforms.fold.tracer import Tracer, tracing
@@ -54,11 +56,25 @@ class Survey:
                 choose("eager")
         return model
 
+    def measure(self, batches: Iterable[Any]) -> None:
+        """Measure the ranges of sums on batches in place of the example."""
+        for source in self.trace.sources.values():
+            source.range = None
+        self.trace.measuring = True
+        with in_float64():
+            for batch in batches:
+                batch = widened(batch)
+                if isinstance(batch, Mapping):
+                    self._follow((), dict(batch))
+                else:
+                    self._follow(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+
     def _traced(self, label: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Trace one call and return its outputs; a call that fails leaves no trace."""
         if label in SAME_SIZES:
             self.trace.resizable = any(known not in SAME_SIZES for known in self.verifier.expected)
         restore = self.trace.snapshot()
+        self.trace.measuring = label == "the example"
         try:
             return self._follow(args, kwargs)
         except Exception:

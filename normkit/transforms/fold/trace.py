@@ -74,6 +74,15 @@ class Source:
     terms: list[tuple[Tensor, float] | None] = field(default_factory=list)
     reads: dict["Product | Source | str", Tensor] = field(default_factory=dict)
     gains: Tensor | None = None
+    range: tuple[Tensor, Tensor] | None = None
+
+    def measure(self, tensor: Tensor, dim: int) -> None:
+        """Widen the range by the values of a tensor whose axis `dim` are the channels."""
+        rows = tensor.detach().movedim(dim, -1).flatten(0, -2)
+        low, high = (t.double().cpu() for t in rows.aminmax(dim=0))
+        if self.range is not None:
+            low, high = torch.minimum(low, self.range[0]), torch.maximum(high, self.range[1])
+        self.range = low, high
 
     def read(self, by: "Product | Source | str", codes: Tensor) -> None:
         """Note a reader of some of the codes."""
@@ -120,6 +129,7 @@ class Trace:
                     self.sizes[name] = tensor.numel()
         self.advice: Callable[[list[str]], str] = lambda weights: "give an example that does"  # for idle weights
         self.codes = 1  # the next free code
+        self.measuring = False  # note the ranges of sums
         self._bases: list[int] = []
         self._ordered: list[Source] = []
 

@@ -190,6 +190,8 @@ def _combine(
     if written:
         tracer._forget(parts[0])
     tracer.mark(out, source, dim)
+    if tracer.trace.measuring and source.adds:
+        source.measure(out, dim)
     return True
 
 

@@ -1,0 +1,79 @@
+"""Ranges of the channels of a stream, and the coordinates that keep them alike.
+
+Folding is exact in any coordinates, but in float16 and in integers a stream whose channels have very different ranges
+loses the small ones. The spread of a sum is the range of its largest channel over that of its median one.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from normkit.transforms.fold.solve import Coordinates, Solver
+
+
+class Conditioning:
+    """Keeps the spread of every sum of a model below `limit`; `balance` makes the ranges of free channels equal.
+
+    Args:
+        solver: The solver of the traced model.
+        limit: The largest spread, or that of the original where it is larger; None for no limit.
+        balance: Choose the scales that folding leaves free such that the channels of a stream have equal ranges.
+    """
+
+    def __init__(self, solver: Solver, limit: float | None = None, balance: bool = False):
+        self.solver, self.limit, self.balance = solver, limit, balance
+        self.ranges = [
+            (source.codes, *source.range) for source in solver.relations.trace.sources.values() if source.range
+        ]
+
+    def coordinates(self, norms: Iterable[str], additions: Iterable[str] = ()) -> Coordinates:
+        """The coordinates that fold these norms, balanced if that was asked for."""
+        at = self.solver.coordinates(norms, additions)
+        return self.solver.coordinates(norms, additions, self._balanced(at, norms, additions)) if self.balance else at
+
+    def spread(self, at: Coordinates) -> float:
+        """The largest spread of all sums in some coordinates."""
+        return max((_spread(_range(at, *each)) for each in self.ranges), default=1.0)
+
+    def within(self, norms: list[str]) -> list[str]:
+        """The norms that can be folded within the limit: all, or each in order that does not exceed it."""
+        if self.limit is None or self._fits(norms):
+            return norms
+        kept: list[str] = []
+        for name in norms:
+            if self._fits([*kept, name]):
+                kept.append(name)
+        return kept
+
+    def _fits(self, norms: list[str]) -> bool:
+        at = self.coordinates(norms)
+        for codes, low, high in self.ranges:
+            original = _spread(torch.maximum(low.abs(), high.abs()))
+            if _spread(_range(at, codes, low, high)) > max(float(self.limit or 0), original) * (1 + 1e-9):
+                return False
+        return True
+
+    def _balanced(self, at: Coordinates, norms: Iterable[str], additions: Iterable[str]) -> Tensor:
+        """Scales of the free classes: the mean range of each on all sums, over that of the other channels there."""
+        root, exponent, free = self.solver.classes(norms, additions)
+        total, count = torch.zeros(len(root)).double(), torch.zeros(len(root)).double()
+        for each in self.ranges:
+            codes, extent = each[0], _range(at, *each)
+            used = free[codes] & (extent > 0)
+            if bool(used.any()):
+                logs = extent[used].log()
+                total.index_add_(0, root[codes[used]], exponent[codes[used]] * (logs - logs.mean()))
+                count.index_add_(0, root[codes[used]], torch.ones_like(logs))
+        return (total / count.clamp(min=1)).exp()
+
+
+def _range(at: Coordinates, codes: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The largest absolute value of each channel in its coordinate."""
+    extent = torch.maximum((low - at.shift[codes]).abs(), (high - at.shift[codes]).abs())
+    return extent / at.scale[codes].abs()
+
+
+def _spread(extent: Tensor) -> float:
+    extent = extent[extent > 0]
+    return float(extent.max() / extent.median()) if len(extent) else 1.0

@@ -1,0 +1,72 @@
+"""The spread of a stream's channels: measured, limited, balanced; what overflows is refused."""
+
+import pytest
+import torch
+from test_fold_cases import Post
+from third_party_models import randomize, tokens
+from torch import nn
+
+from normkit.norms import make
+from normkit.transforms import fold
+
+IDS = tokens(4, 7, high=20)
+
+
+def deep(**options) -> nn.Module:
+    """A post-norm stack with a channel whose gains multiply up over its depth."""
+    model = randomize(Post(depth=8, **options)).eval()
+    with torch.no_grad():
+        for norm in model.norms:
+            norm.weight.copy_(torch.tensor([1.0, 1.1, 0.9, 1.0, 0.25, 1.2]) * norm.running[1].sqrt())
+    return model
+
+
+def test_the_gains_of_a_post_norm_stream_multiply_up_and_a_limit_leaves_few_multiply_adds():
+    model = deep()
+    _, free = fold(model, IDS)
+    assert free.foldable == "8 of 8"
+    assert free.spread > 100
+    left = []
+    for limit in (64.0, 4.0):
+        folded, report = fold(model, IDS, spread=limit)
+        assert report.spread <= limit
+        assert report.max_error < 1e-12
+        left.append(report.count("multiply-add"))
+        assert all("spread" in row.why for row in report if row.action == "multiply-add")
+        torch.testing.assert_close(folded(IDS), model(IDS), rtol=1e-3, atol=1e-3)
+    assert 0 < left[0] < left[1] < 8, left
+    assert "spread of a stream" in str(free)
+
+
+def test_balanced_channels_of_a_pre_norm_stream_have_equal_ranges():
+    class Pre(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.positions = nn.Embedding(20, 6), nn.Embedding(9, 6)
+            self.norm, self.head = make("batch", 6), nn.Linear(6, 4)
+
+        def forward(self, ids):
+            return self.head(self.norm(self.embedding(ids) + self.positions(torch.arange(ids.shape[1]))))
+
+    model = randomize(Pre()).eval()
+    with torch.no_grad():
+        model.embedding.weight[:, 2] *= 50
+    _, plain = fold(model, IDS)
+    folded, report = fold(model, IDS, balance=[IDS, (tokens(3, 5, high=20),)])
+    assert plain.spread > 10
+    assert report.spread == pytest.approx(1.0)
+    assert report.foldable == "1 of 1"
+    assert report.max_error < 1e-12
+    assert folded.embedding.weight[:, 2].abs().max() < model.embedding.weight[:, 2].abs().max()
+
+
+def test_balance_and_limit_together_leave_no_more_than_the_limit_alone():
+    _, alone = fold(deep(), IDS, spread=16.0)
+    _, both = fold(deep(), IDS, spread=16.0, balance=[IDS])
+    assert both.spread <= 16
+    assert both.count("multiply-add") <= alone.count("multiply-add")
+
+
+def test_a_limit_below_one_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        fold(deep(), IDS, spread=0.5)
