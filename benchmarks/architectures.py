@@ -41,7 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
     "esm": {"mask_token_id": 3},
     "xlm": {"emb_dim": 16},
     "flaubert": {"emb_dim": 16},
-    "codegen": {"n_head": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "dots1": {"n_shared_experts": 1},
     "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"]},
@@ -53,7 +52,7 @@ SKIP = {"funnel": {"num_hidden_layers"}, "prophetnet": {"num_hidden_layers"}, "g
 
 CAUSAL = (
     "afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid beam bert-generation biogpt bitnet blenderbot bloom "
-    "codegen cohere cohere2 cohere2_moe cpmant ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama "
+    "cohere cohere2 cohere2_moe cpmant ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama "
     "doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo gemma3_text "
     "gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss "
     "gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe inkling_text "
@@ -70,7 +69,7 @@ MASKED = (
 ).split()
 PAIRS = (
     "blenderbot-small fsmt led longt5 m2m_100 mbart mt5 mvp nllb-moe pegasus pegasus_x plbart prophetnet "
-    "switch_transformers t5gemma umt5"
+    "switch_transformers umt5"
 ).split()
 IMAGES = (
     "beit bit convnext convnextv2 cvt data2vec-vision deit dinov2 dinov2_with_registers donut-swin efficientnet "

@@ -95,8 +95,9 @@ def _same_sizes(given: list[Tensor], of_data: set[int]) -> list[Plan]:
 def _other_sizes(t: Tensor) -> Iterator[Plan]:
     """Plans that change one length or size; of each plan the first label that the model accepts is used.
 
-    A length shrinks by one, that of sound also by a fifth. Images grow by a half, by a quarter, and by as little as
-    the patches allow, so that windows of patches have to be padded.
+    A length shrinks by one, that of sound also by a fifth. Images grow by a quarter, or else by a half, and by as
+    little as the patches allow, so that windows of patches have to be padded. They never shrink: Swin of transformers
+    keeps the smaller windows that it then takes.
     """
     numbers = t.dtype.is_floating_point
     for axis in range(1, min(t.dim(), 2 + numbers)) if t.dim() < 4 else ():
@@ -110,8 +111,7 @@ def _other_sizes(t: Tensor) -> Iterator[Plan]:
     for axes in (range(2, t.dim()), range(1, t.dim() - 1)):  # channels first, channels last
         old = [t.shape[axis] for axis in axes]
         if min(old) > 3:
-            yield dict([_pixels(t, axes, [n + n // 2 for n in old])])
-            yield dict([_pixels(t, axes, [n + n // 4 for n in old])])
+            yield dict(_pixels(t, axes, [n + n // part for n in old]) for part in (4, 2))
             yield dict([_pixels(t, axes, [n + 1 for n in old])])
             last |= dict(_pixels(t, axes, [n + more for n in old]) for more in (4, 8, 16, 32))
     last |= {f"size {n - 1} of axis {a}": Change(t, {a: n - 1}).of for a, n in enumerate(t.shape) if a and n > 2}
