@@ -4,8 +4,8 @@
     python benchmarks/counts.py --check   # counts again and shows what differs; a test runs this
 
 x is float32 [1024, 64], without and with a mask that leaves out a quarter of the rows. Operations, bytes and FLOPs are
-those of eager mode on a CPU: ATen's and our C++ kernels (it needs a C++ compiler); `borrowed_operations` and
-`borrowed_moves` where there is no compiler, through PyTorch's own kernels. An operation counts when it computes: views
+those of eager mode on a CPU: ATen's and our C++ kernels (it needs a C++ compiler); `fused_operations` and
+`fused_moves` where there is no compiler, through PyTorch's own kernels. An operation counts when it computes: views
 and allocations do not. Bytes are those of its tensor arguments and results, so `moves` (bytes / bytes of x) is what it
 reads and writes if no cache helps; `flops` are per element of x. `launches` are those of a GPU: our kernels, counted
 under Triton's interpreter, and the operations around them, at least one launch each.
@@ -32,7 +32,7 @@ from normkit.lab.op_counter import Counter
 from normkit.norms import StatNorm
 
 RESULT = Path(__file__).parent / "results" / "counts.csv"
-FIELDS = ("norm", "mask", "pass", "operations", "moves", "flops", "borrowed_operations", "borrowed_moves", "launches")
+FIELDS = ("norm", "mask", "pass", "operations", "moves", "flops", "fused_operations", "fused_moves", "launches")
 SPECS = (*normkit.NORMS, "power(groups=0)")
 
 
@@ -83,9 +83,9 @@ def table() -> Iterator[tuple]:
             ):  # fmt: skip
                 with normkit.kernels(choice):
                     counted.append(passes(norm.train(), given, mask, counter))
-            for name, ours, borrowed, gpu in zip(("forward", "backward"), *counted, strict=True):
+            for name, ours, fused, gpu in zip(("forward", "backward"), *counted, strict=True):
                 yield (spec, "masked" if masked else "", name, ours.operations, round(ours.bytes / x.nbytes, 1),
-                       round(ours.flops / x.numel(), 1), borrowed.operations, round(borrowed.bytes / x.nbytes, 1),
+                       round(ours.flops / x.numel(), 1), fused.operations, round(fused.bytes / x.nbytes, 1),
                        gpu.operations)  # fmt: skip
 
 

@@ -54,11 +54,11 @@ def counts(rows: list[dict]) -> str:
         return " + ".join(row[what] for row in sides if row)
 
     kinds = {
-        "operations": "operations", "moves": "moves", "flops": "FLOPs of an element",
-        "borrowed_operations": "operations without a compiler", "borrowed_moves": "moves without",
+        "operations": "operations", "moves": "moves", "flops": "FLOPs per element",
+        "fused_operations": "operations without a compiler", "fused_moves": "moves without a compiler",
         "launches": "launches on a GPU",
     }  # fmt: skip
-    masked = {"moves": "moves with a mask", "borrowed_moves": "and without a compiler"}
+    masked = {"moves": "moves with a mask", "fused_moves": "moves with a mask, without a compiler"}
     body = [[f"`{n}`", *(both(n, kind) for kind in kinds), *(both(n, kind, "masked") for kind in masked)]
             for n in dict.fromkeys(row["norm"] for row in rows)]  # fmt: skip
     return table(["norm", *kinds.values(), *masked.values()], body)

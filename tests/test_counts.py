@@ -55,7 +55,7 @@ def test_norms_of_rows_and_power_move_what_layer_norm_moves_and_the_others_eight
 
 
 def test_without_a_compiler_they_move_less_than_twice_what_layer_norm_moves(rows):
-    moved = total(rows, "borrowed_moves")
+    moved = total(rows, "fused_moves")
     for name in ("rms", "scale", "batch", "pnv", "mabn", "un", "renorm", "power(groups=0)"):
         assert moved[name] <= 1.9 * moved["nn.LayerNorm"], name
 

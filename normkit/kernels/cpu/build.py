@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-from normkit.files import cache_folder
-
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 TIMEOUT = 300  # seconds; compilation takes about 3
@@ -45,6 +43,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     compiler = _compiler()
     if not compiler:
         return None, "there is no C++ compiler: install g++, or name one in CXX"
+    from normkit.files import cache_folder
+
     name = f"kernels-{_key(compiler)}.so"
     try:
         folder = _private(cache_folder() / "native")
