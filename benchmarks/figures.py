@@ -1,4 +1,4 @@
-"""Short trainings on real data whose recorded rows become the figures of docs/figures.md, and the numbers there.
+"""Short trainings on real data for the figures and numbers of docs/figures.md.
 
     NORMKIT_DATA=~/data python benchmarks/figures.py --out runs/figures     # about 20 minutes of one CPU core
     python benchmarks/figures.py --out runs/figures --numbers > docs/pictures/numbers.txt
@@ -70,7 +70,7 @@ def with_norm(run: Run, norm: str, norm_at: dict[str, str] | None = None) -> Run
 
 
 def similarity(out: Path) -> None:
-    """Add CKA with the layers of the LayerNorm model to the rows of the other models of digits (UN, Figure 6)."""
+    """Add CKA with the LayerNorm model to the rows of the other models (UN, Figure 6)."""
     batches = digits().test[0].split(48)
     layer = load(out / "digits-layer").model
     for name in ("digits-batch", "digits-un"):
@@ -79,7 +79,7 @@ def similarity(out: Path) -> None:
 
 
 def numbers(out: Path) -> str:
-    """The numbers of docs/figures.md on text and images: medians after the first fifth of training, and their origin.
+    """The numbers of docs/figures.md on text and images, and their origin.
 
     `first` is the first norm with batch statistics, `all` the median over all of them; `/ sd` in standard deviations.
     """

@@ -1,11 +1,11 @@
-"""What recording costs: a training step with a look, one between two looks, and one without recording, in turns.
+"""Cost of recording: training steps with a measurement, without one, and unrecorded.
 
     OMP_NUM_THREADS=1 python benchmarks/watch.py [--device cuda] [--every 25] [--rounds 60]     # about 2 minutes
 
 Each round times the same model two steps long, three times, in an order that changes: without `nk.record`; with it, in
-a step that looks and the next, which turns looks into numbers; with it, where nothing is due. `percent` is what `every`
-steps with one look cost more than without, `idle` what the hooks take of that: first quartile, median and third over
-rounds. On a CPU the process's own time is counted, in one thread; other work still disturbs it through caches.
+a measured step and the next, which computes its numbers; with it, in steps that are not measured. `percent` is the extra
+cost of `every` steps with one measurement, `idle` the part of the hooks: first quartile, median and third over rounds. On
+a CPU the process's own time counts, in one thread; other work still disturbs it through caches.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import nn
 import normkit as nk
 
 NEVER = 10**9
-TURNS = ("without", "look", "idle")
+TURNS = ("without", "measured", "idle")
 
 
 def encoder(width: int, depth: int, norm: str) -> nn.Module:
@@ -39,7 +39,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 def seconds(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, turn: str, quantities: str) -> float:
     """Two steps, after two to get going."""
     clock = time.perf_counter if x.is_cuda else time.process_time
-    every = 2 if turn == "look" else NEVER
+    every = 2 if turn == "measured" else NEVER
     with contextlib.nullcontext() if turn == "without" else nk.record(model, every=every, quantities=quantities):
         for _ in range(2):
             if x.is_cuda:
@@ -60,8 +60,8 @@ def measure(model: nn.Module, x: torch.Tensor, every: int, rounds: int) -> dict:
         for number in range(rounds):
             order = TURNS[number % 3 :] + TURNS[: number % 3]
             took = {turn: seconds(model, optimizer, x, turn, quantities) for turn in order}
-            look, hooks = took["look"] - took["without"], (took["idle"] - took["without"]) / 2
-            percent.append(100 * (look + (every - 2) * hooks) / (every * took["without"] / 2))
+            extra, hooks = took["measured"] - took["without"], (took["idle"] - took["without"]) / 2
+            percent.append(100 * (extra + (every - 2) * hooks) / (every * took["without"] / 2))
             idle.append(100 * hooks / (took["without"] / 2))
             plain.append(1e3 * took["without"] / 2)
         found["ms a step"] = round(statistics.median(plain), 2)

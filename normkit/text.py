@@ -1,4 +1,4 @@
-"""Text for terminals and files: aligned tables, norm specs, short lists, escaped control characters."""
+"""Text output: aligned tables, norm specs, short lists, escaped control characters."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,7 +6,7 @@ JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # several scripts ca
 
 
 def escape(text: str, keep: str = "") -> str:
-    r"""Escape the characters of a text that are not printable, such as those that control a terminal.
+    r"""Escape characters that are not printable, such as those that control a terminal.
 
     Names, symbols and messages that come from a file pass through here before they are printed.
 

@@ -1,4 +1,4 @@
-"""Write docs/results.md from the files in results/, so that no figure on that page is typed by hand.
+"""Write docs/results.md from the files in results/.
 
 python scripts/results_page.py                write the page
 python scripts/results_page.py runs/studies   first keep what these studies measured, in results/studies
@@ -21,14 +21,15 @@ PAGE = ROOT / "docs" / "results.md"
 KEPT = ROOT / "results"
 HEAD = """# Results
 
-Made by `python scripts/results_page.py` from the files in `results/`; do not edit. Every row says how often it was measured, on
-what, by which commit and by what command. Nothing here is compared across scales: `pocket` are minutes on one CPU core,
-`gpu` ten minutes on one GPU, `paper` the original setting.
+This page lists every kept measurement: the studies with the papers' numbers beside ours, then other runs, then studies that
+were not run. `python scripts/results_page.py` generates it from the files in `results/`; do not edit it. Under each table are
+the number of runs, seeds, device, commit and command. Scales are not comparable: `pocket` is minutes on one CPU core, `gpu` ten
+minutes on one GPU, `paper` the original setting.
 """
 
 
 def keep(out: Path, kept: Path) -> None:
-    """Copy the tables of studies, and the results that they are made of, to the folder that is committed."""
+    """Copy tables of studies, and the results in them, to the folder that is committed."""
     tables = sorted(out.glob("*/tables/*.json"))
     if not tables:
         sys.exit(f"{out} holds no tables: name the --out of a `normkit study`")
@@ -49,7 +50,7 @@ def _runs(made: table.Table) -> list[dict]:
 
 
 def page(kept: Path) -> str:
-    """The whole page: studies that were run, other results, and the studies that were not."""
+    """Write the page: studies that were run, other results, and studies that were not run."""
     made = [json.loads(path.read_text(encoding="utf8")) for path in sorted(kept.glob("studies/*/tables/*.json"))]
     measured = [table for table in made if _runs(table)]
     parts = [HEAD, *map(_study, measured)]
@@ -113,24 +114,27 @@ SCALES = ("pocket", "gpu", "paper")
 
 
 def _overview(measured: set[tuple[str, str]], out: Path) -> str:
-    """All studies, and at which scales each was run, or partly by runs of other studies."""
+    """All studies, and the scales at which each was run, or partly by runs of other studies."""
     lines = []
     for name, study in STUDIES.items():
-        said = [scale for scale in SCALES if (name, scale) in measured]
+        scales = [scale for scale in SCALES if (name, scale) in measured]
         for scale in SCALES:
-            if scale not in said and (share := _shared(study, scale, out)):
-                said.append(f"{scale}, partly, by runs of other studies: {share} cells")
-        lines.append([name, study.source or "our own question", study.title, "; ".join(said) or table.NOT_YET])
+            if scale not in scales and (share := _shared(study, scale, out)):
+                scales.append(f"{scale}, partly, by runs of other studies: {share} cells")
+        lines.append([name, study.source or "our own question", study.title, "; ".join(scales) or table.NOT_YET])
     head = (
         "## All studies\n\n`normkit study NAME --show --out results/studies` shows any of them, with the paper's\n"
-        "figures and ours. Many studies share runs: where none was run for a study itself, runs of others may fill\n"
+        "figures and ours. Many studies share runs: where a study has no runs, those of another one may fill\n"
         "some of its cells.\n"
     )
-    return "\n".join([head, _rows(["study", "source", "what", "run at"], lines)])
+    return "\n".join([head, _rows(["study", "source", "title", "run at"], lines)])
 
 
 def _shared(study: Study, scale: str, out: Path) -> str:
-    """How many cells of a study kept runs fill with a figure, of those that it has; nothing where there is none."""
+    """Number of cells of a study that kept runs fill, of those that it has.
+
+    Nothing where there is none.
+    """
     cells = [cell for row in table.collect(study, scale, out)["rows"] for cell in row["cells"] if cell["ours"]]
     filled = sum(bool(cell["n"]) for cell in cells)
     return f"{filled} of {len(cells)}" if filled else ""

@@ -1,4 +1,7 @@
-"""The page of results in a browser: no error, no request; mouse and keyboard reach everything."""
+"""The page of results in a browser: no error, no request.
+
+Mouse and keyboard reach everything.
+"""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Every figure of the papers from invented rows: small files for light and dark screens, clear errors."""
+"""Every figure of the papers from invented rows: small files, clear errors."""
 
 import csv
 import math
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_table_of_a_study_is_named(tmp_path, text):
     "name", [name for name, row in figures.FIGURES.items() if "_" in row.needs and " " in row.needs]
 )
 def test_a_file_that_ends_within_a_step_is_drawn_or_explained(tmp_path, name):
-    """A run in progress has some quantities of its first step and not the others, cut after any line."""
+    """A run in progress has only some quantities of its first step."""
     folder = run(tmp_path / "a", "pnv", sites=["first", "second"], samples=2)
     lines = (folder / "rows.csv").read_text().splitlines(keepends=True)
     made = results.find([folder])

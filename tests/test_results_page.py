@@ -37,7 +37,10 @@ def test_every_kept_run_is_on_the_page_with_where_it_comes_from():
 
 
 def test_kept_tables_are_what_their_results_say():
-    """No figure in a kept table that its run's own file does not have; those of rows.csv, which is not kept, aside."""
+    """No figure in a kept table that its run's own file does not have.
+
+    Those of rows.csv, which is not kept, aside.
+    """
     for path in (ROOT / "results" / "studies").glob("*/tables/*.json"):
         made = json.loads(path.read_text(encoding="utf8"))
         assert path.with_suffix(".txt").read_text(encoding="utf8") == table.text(made)
@@ -71,7 +74,10 @@ def test_what_a_study_measured_is_kept_and_shown(script, tmp_path):
 
 
 def test_a_study_that_shares_runs_with_others_says_so(script, tmp_path, monkeypatch):
-    """Kept runs that fill cells of a study without a table of its own; what only failed fills none."""
+    """Kept runs that fill cells of a study without a table of its own.
+
+    What only failed fills none.
+    """
     layer, un = expand(ONE, "pocket")
     put(layer, tmp_path / "studies", 0, scores={"running": {"accuracy": 90.0}})
     put(un, tmp_path / "studies", 0, status="diverged at step 3", scores={})

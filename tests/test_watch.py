@@ -156,7 +156,10 @@ class Moved(nn.Module):
 
 
 def test_gradient_statistics_are_what_the_backward_pass_has():
-    """PN-V: the ratio of Lemma 2 is the size of dL/dx; BatchNorm: g_mu and g_sigma2 as in Eq. 3."""
+    """PN-V: the ratio of Lemma 2 is the size of dL/dx.
+
+    BatchNorm: g_mu and g_sigma2 as in Eq. 3.
+    """
     for name in ("pnv", "batch"):
         norm = randomized(normkit.make(name, 6)).double()
         x, dy = batch(0, 30, 6).requires_grad_(), batch(1, 30, 6)

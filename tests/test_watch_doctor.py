@@ -62,7 +62,7 @@ def test_a_healthy_run_has_no_findings(norm):
 
 
 def test_batches_unlike_each_other_in_their_means():
-    """Each batch has another mean: the quadratic mean represents them, BatchNorm's statistics do not."""
+    """Each batch has another mean: only the quadratic mean represents them."""
 
     def batches():
         return [sample(step, 64, 16) * 0.3 + torch.where(sample(step + 500, 16) > 0, 1.0, -1.0) for step in range(60)]
@@ -197,7 +197,7 @@ def test_dead_channels():
 
 
 def test_nu_beyond_its_bound():
-    """psi_B^2 that grows by q = 4 a step: Gamma goes to (q - .9) / .1 = 31, above its bound of 20."""
+    """psi_B^2 grows by q = 4 a step: Gamma goes to (q - .9) / .1 = 31, above its bound."""
     norm = normkit.make("power(groups=0, warmup=2)", 16).double()
     with normkit.record(norm, every=1) as rows:
         for step in range(40):
@@ -250,7 +250,7 @@ NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power"
 
 @pytest.mark.parametrize("norm", ["un", "power", "mabn", "renorm"])
 def test_a_run_that_ends_inside_the_warm_up_of_statistics(norm):
-    """A default of thousands of steps exceeds a short run, which then never uses the norm's statistics."""
+    """The default of thousands of steps exceeds a short run."""
     for warmup, evidence in ((40, [{"0": 36.0}]), (3, [])):  # 36: as the fifth step finds it
         model = nn.Sequential(normkit.make(f"{norm}(warmup={warmup})", 8), nn.Linear(8, 8))
         found = diagnose(fit(model, [sample(step, 64, 8) for step in range(5)]))

@@ -40,7 +40,7 @@ def fit(callback, steps, folder, logger, resume=None, **options):
 
 
 def named(rows):
-    """What loggers are to be given of the rows of `fit`: by name, the global steps and the values."""
+    """Expected values of loggers, by name and global step."""
     found = {}
     for row in rows:
         if row.quantity in LOGGED:

@@ -10,7 +10,7 @@ def compare(arguments: list[str]) -> int:
     from tyro.conf import Positional
 
     def parse(runs: Positional[tuple[Path, ...]]) -> tuple[Path, ...]:
-        """Compare runs with the first: means with confidence intervals over seeds, paired bootstrap of translations.
+        """Compare runs with the first: intervals over seeds, bootstrap of translations.
 
         The intervals compare settings, such as norms; the bootstrap compares two trained models.
 

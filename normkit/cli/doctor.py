@@ -15,7 +15,7 @@ def doctor(arguments: list[str]) -> int:
     from tyro.conf import Positional
 
     def parse(path: Positional[Path]) -> dict[str, Any]:
-        """List faults that the recorded statistics of a run show: what fails, where, and the remedy; exit status 1.
+        """List faults in the recorded statistics of a run, with remedies; exit status 1.
 
         Checks for which the rows do not suffice are listed with how to record more; exit status 2 if these are all.
 
@@ -60,7 +60,10 @@ def examine(rows: Any, result: Mapping[str, Any] | None = None) -> tuple[list[st
 
 
 def _measured_advice(result: Mapping[str, Any]) -> str:
-    """The remedy for running statistics, by the scores of the run; empty if calibration was not scored."""
+    """The remedy for running statistics, by the scores of the run.
+
+    Empty if calibration was not scored.
+    """
     from normkit.lab.report.verdict import calibration_repair
 
     repair = calibration_repair(result)

@@ -40,7 +40,7 @@ def figure(arguments: list[str]) -> int:
     from tyro.conf import Positional
 
     def parse(name: Positional[str], paths: Positional[tuple[Path, ...]], out: Path | None = None) -> dict[str, Any]:
-        """Draw a figure of the papers, with its axes, from result files and the rows recorded beside them.
+        """Draw a figure of the papers, with its axes, from result files and recorded rows.
 
         Args:
             name: Such as pn.figure2; `normkit figure` lists all.
@@ -70,7 +70,7 @@ def watch(arguments: list[str]) -> int:
     from tyro.conf import Positional
 
     def parse(run: Positional[Path], port: int = 0) -> tuple[Path, int]:
-        """Serve the page of a run, or of all runs in a folder, while they train: to this machine only, until Ctrl-C.
+        """Serve a page of runs while they train, to this machine only, until Ctrl-C.
 
         Args:
             run: Folder of a run, or of runs; it may be started, stopped and started again.
@@ -90,7 +90,7 @@ def watch(arguments: list[str]) -> int:
 
 
 def sections(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = (), reader: Any = None) -> Any:
-    """The content of a page besides results: definitions of quantities, findings, tables of studies."""
+    """The content of a page besides results: definitions, findings, tables of studies."""
     from normkit.lab.report import page, study_tables
     from normkit.watch import QUANTITIES, RunReader
 
@@ -105,7 +105,10 @@ def sections(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = 
 
 
 def show(found: dict[Path, dict[str, Any]], out: Path, command: str, more: Any = None) -> None:
-    """Print the table and the conclusions from it; write them, the figures and the page to a folder."""
+    """Print the table and the conclusions from it.
+
+    Write them, the figures and the page to a folder.
+    """
     from normkit.lab.report import page, plot, summary
 
     out.mkdir(parents=True, exist_ok=True)

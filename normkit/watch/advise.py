@@ -14,7 +14,9 @@ UNKNOWN = (
 
 
 def advise(rows: Iterable[Row] | Recording) -> list[str]:
-    """Predict what batch statistics would do at the norms that keep none; one line for sites that are alike.
+    """Predict what batch statistics would do at the norms that keep none.
+
+    One line for sites that are alike.
 
     >>> rows = [Row(1, "norm", "LayerNorm", f"gap_{kind}", 0.9) for kind in ("batch", "quadratic")]
     >>> print(*advise(rows))

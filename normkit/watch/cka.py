@@ -30,7 +30,7 @@ class LayerSimilarity(NamedTuple):
 
 
 def hsic(k: Tensor, l: Tensor) -> Tensor:  # noqa: E741
-    """Unbiased Hilbert-Schmidt independence criterion of kernel matrices `[..., n, n]`, n at least 4.
+    """Unbiased Hilbert-Schmidt independence criterion of kernels `[..., n, n]`, n >= 4.
 
     `(tr(KL) + 1'K1 1'L1 / ((n-1)(n-2)) - 2 1'KL1 / (n-2)) / (n(n-3))`, the diagonals taken as zero (Song et al. 2012;
     Nguyen, Raghu & Kornblith 2021, Eq. 3).

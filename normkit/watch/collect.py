@@ -1,4 +1,4 @@
-"""Samples: the statistics gathered at a norm in one step, and their evaluation for all norms of one width at once."""
+"""Samples: statistics gathered at a norm in one step, and their evaluation."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -28,7 +28,7 @@ STATE = {"running": "running", "looks": "samples", "rings": "windows", "channels
 
 
 class Memory:
-    """State of the recorder at one norm: averages that the norm does not keep itself, and the last values.
+    """State of the recorder at one norm: averages and last values.
 
     Args:
         alpha: Weight of the old average.
@@ -45,7 +45,10 @@ class Memory:
         self.counts = {"x": 0, "g": 0}
 
     def average(self, batch: Fields) -> Fields:
-        """Update the averages with a finite batch; return those from before it, empty at the first sample."""
+        """Update the averages with a finite batch.
+
+        Return those from before it, empty at the first sample.
+        """
         if not batch:
             return {}
         new = torch.stack(list(batch.values()))
@@ -80,7 +83,10 @@ class Memory:
 
 
 def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance `[C]` of the real rows of `x[..., C]`, and their count; over all processes if `sync` is set."""
+    """Mean and variance `[C]` of the real rows of `x[..., C]`, and their count.
+
+    Over all processes if `sync` is set.
+    """
     batch, count = ops.moments(x, mask, center=True)
     if getattr(module, "sync", False):
         origin = torch.zeros_like(batch)
@@ -89,7 +95,7 @@ def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Ten
 
 
 def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Tensor | None) -> Fields:
-    """Gather statistics of an input `x[..., C]` of a norm: of this batch, running ones, and the norm's own state."""
+    """Gather statistics of an input `x[..., C]` of a norm, and the norm's own state."""
     module, own = site.module, site.running()
     if isinstance(module, StatNorm):
         x = module.rest(x)
@@ -132,7 +138,10 @@ def _state(norm: StatNorm, fields: Fields) -> Fields:
 def gather_gradient(
     site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, known: tuple[Tensor, Tensor] | None = None
 ) -> Fields:
-    """Gather statistics of the gradient `dy[..., C]` of a norm's output; `known` are mean and variance of `x`."""
+    """Gather statistics of the gradient `dy[..., C]` of a norm's output.
+
+    `known` are mean and variance of `x`.
+    """
     if isinstance(site.module, StatNorm):
         x = site.module.rest(x)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -156,7 +165,7 @@ def gather_gradient(
 
 
 def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site | None, list[str], Tensor]]:
-    """Compute the chosen quantities: step, site, names and values of each sample, one number a name.
+    """Compute the chosen quantities: step, site, names and values of each sample.
 
     Samples with the same statistics in the same shapes are stacked, so that many norms cost as much as one.
     """
@@ -181,7 +190,7 @@ def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tupl
 
 
 def _derived(fields: Fields, site: Site | None, needs: set[str]) -> Fields:
-    """Statistics derived from those of stacked norms: roots with eps inside, and products of several statistics."""
+    """Statistics derived from those of stacked norms: roots and products."""
     eps = 0.0 if site is None else site.eps
     names = {"sigma": "var", "psi": "quadratic", "running_sigma": "running_var", "running_psi": "running_quadratic"}
     found = {root: torch.sqrt(fields[square] + eps) for root, square in names.items() if square in fields}

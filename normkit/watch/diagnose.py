@@ -1,4 +1,4 @@
-"""Diagnosis of a training run: the table of checks, what each needs, and the findings of a recording."""
+"""Diagnosis of a training run: the table of checks, and the findings of a recording."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -150,7 +150,10 @@ def _judged(check: Check, recording: Recording) -> list[str]:
 
 
 def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
-    """Sites where a check cannot be made, with the quantities that are missing; none if there are too few values."""
+    """Sites where a check cannot be made, with the quantities that are missing.
+
+    None if there are too few values.
+    """
     found = {}
     for site in _judged(check, recording):
         needs = check.needs.split()

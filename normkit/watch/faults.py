@@ -1,4 +1,4 @@
-"""Rules that find faults of a training run in its recorded rows, and the thresholds that they use."""
+"""Rules that find faults of a training run in its rows, and their thresholds."""
 
 import math
 import statistics
@@ -38,6 +38,7 @@ THRESHOLDS: dict[str, Threshold] = {
 }
 
 LIMIT_OF_GAP = THRESHOLDS["gap"].value
+KEEP = "keep a per-token norm"
 CALIBRATE = "calibrate the model"
 IF_NOT = "; if that does not help, the batches differ from each other: mix them, or use a per-token norm"
 
@@ -154,7 +155,7 @@ def evaluation(recording: Recording) -> list[Finding]:
         if keeps_batch_statistics(series.norm) and not freezes_quadratic_means(series.norm) and gap > LIMIT_OF_GAP:
             holds = quadratic <= THRESHOLDS["gap_holds"].value
             unknown = "what a quadratic mean would do was not recorded (gap_quadratic)"
-            advice = "PN-V or UN will hold" if holds else "too: keep a per-token norm"
+            advice = "PN-V or UN will hold" if holds else KEEP
             groups.setdefault(unknown if math.isnan(quadratic) else advice, {})[site] = gap
     found = []
     for advice, hit in groups.items():
@@ -165,6 +166,7 @@ def evaluation(recording: Recording) -> list[Finding]:
         )
         if not advice.startswith("what"):
             message += f"; quadratic mean is {_worst(recording, 'stray_quadratic', hit, 'x')} from its own"
+            message += ", too" if advice == KEEP else ""
         found.append(Finding("evaluation", tuple(hit), message, hit, advice))
     return found
 

@@ -1,4 +1,4 @@
-"""Statistics of a whole model: singular values of embeddings, and the loss with either kind of statistics."""
+"""Statistics of a whole model: singular values of embeddings, losses by mode of norms."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ def singular_values(weight: Tensor) -> Tensor:
 
 
 def embedding_rows(model: nn.Module, step: int, points: int = 64) -> list[Row]:
-    """Singular values of each embedding as rows `singular_value[i]`, at most `points`, evenly spaced."""
+    """Singular values of each embedding as rows `singular_value[i]`, at most `points`."""
     rows = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def p_normal(x: Tensor) -> Tensor:
-    """The p-value of each column of `x [n, ...]` under the hypothesis that it is normally distributed.
+    """The p-value of the hypothesis that a column of `x [n, ...]` is normally distributed.
 
     The omnibus test of skewness and kurtosis (D'Agostino & Pearson 1973; D'Agostino, Belanger & D'Agostino 1990):
     `K^2 = Z(b1)^2 + Z(b2)^2`, chi-squared with two degrees of freedom, so `p = exp(-K^2 / 2)`. Equal to

@@ -1,4 +1,4 @@
-"""The table of quantities that can be recorded, each a function of statistics gathered at a norm.
+"""The table of quantities, each a function of statistics gathered at a norm.
 
 The statistics of all norms of one width are stacked: `[S, C]`, or `[S]` for one number a norm; a quantity is `[S]`.
 Only real tokens count. A sample of the input has `mean`, `var`, `quadratic` (mean of squares), their `running_...` from
@@ -24,7 +24,7 @@ DEAD = 1e-6
 
 
 class Quantity(NamedTuple):
-    """A quantity: its definition, its source, the statistics it depends on, and the function of these.
+    """A quantity: definition, source, the statistics it needs, and the function of these.
 
     Expensive ones are recorded only if they are named.
     """
@@ -67,7 +67,7 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _factor(batch: Tensor, running: Tensor) -> Tensor:
-    """Factor between batch and running value of a typical channel: `exp(rms of log(batch / running))`."""
+    """Factor between batch and running value: `exp(rms of log(batch / running))`."""
     tiny = torch.finfo(batch.dtype).tiny
     return _rms((batch.clamp(min=tiny) / running.clamp(min=tiny)).log()).exp()
 
@@ -196,7 +196,9 @@ QUANTITIES: dict[str, Quantity] = {
 
 
 def choose(names: Iterable[str] | None) -> dict[str, Quantity]:
-    """The quantities to record: those named; "default", or None, are all but the expensive ones, "all" every one.
+    """The quantities to record: those named.
+
+    "default", or None, are all but the expensive ones, "all" every one.
 
     >>> list(choose(["rms", "dead"]))
     ['rms', 'dead']

@@ -1,4 +1,4 @@
-"""Record statistics of the norms of any model while it trains, by hooks that change nothing about the training."""
+"""Record statistics of a model's norms by hooks that do not change the training."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -149,7 +149,10 @@ class Recorder:
                     self._parameter_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def end_forward(self) -> None:
-        """End the forward of a step; its backward, and the forwards that this repeats, still belong to the step."""
+        """End the forward of a step.
+
+        Its backward, and the forwards that this repeats, still belong to the step.
+        """
         self.active = False
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -171,12 +174,15 @@ class Recorder:
         return list(self.sites.values())[index]
 
     def is_due(self, module: nn.Module) -> bool:
-        """Return True if this call of a norm is measured: in a forward of a due step, or repeated by its backward."""
+        """Return True in a forward of a due step, also if the backward repeats it."""
         return self.due and module.training and (self.active or inside_backward())
 
     @torch.no_grad()
     def sample_input(self, site: Site, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Measure the input of a norm; return its mean and variance, which `sample_gradient` can use again."""
+        """Measure the input of a norm.
+
+        Return its mean and variance, which `sample_gradient` can use again.
+        """
         x, memory = site.channels_last(x), self.memory[site.name]
         real = self.padding.mask(x.shape[:-1])
         if not site.stateful and mask is None:
@@ -190,7 +196,10 @@ class Recorder:
     def sample_gradient(
         self, step: int, site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, moments: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Measure the gradient of a norm's output; `moments` are mean and variance of its input, if known."""
+        """Measure the gradient of a norm's output.
+
+        `moments` are mean and variance of its input, if known.
+        """
         x, dy = site.channels_last(x), site.channels_last(dy)
         if not site.stateful and mask is None:
             mask = self.padding.mask(x.shape[:-1])

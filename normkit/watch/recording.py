@@ -1,4 +1,4 @@
-"""Recorded numbers in memory: rows, series over the steps, and a whole recording by quantity and site."""
+"""Recorded numbers in memory: rows, series over the steps, and whole recordings."""
 
 import math
 import statistics
@@ -34,7 +34,7 @@ class Series(NamedTuple):
         return points[-1][1] if points else math.nan
 
     def late(self) -> list[float]:
-        """Finite values of the second half of the steps, when running statistics no longer depend on their start."""
+        """Finite values of the second half of the steps."""
         middle = (self.steps[0] + self.steps[-1]) / 2
         return [v for s, v in zip(self.steps, self.values, strict=True) if s >= middle and math.isfinite(v)]
 
@@ -49,7 +49,7 @@ class Series(NamedTuple):
 
 
 class Recording:
-    """What a run recorded, as series by quantity and site.
+    """Recorded values of a run, as series by quantity and site.
 
     Attributes:
         sites: The norm at each site, in the order of the model; "" for what is no norm, such as the whole model.
@@ -74,7 +74,10 @@ class Recording:
             series[row.site].values.append(row.value)
 
     def of(self, quantity: str) -> dict[str, Series]:
-        """Series of a quantity by site, in the order of the model; backward passes record in reverse order."""
+        """Series of a quantity by site, in the order of the model.
+
+        Backward passes record in reverse order.
+        """
         found = self.quantities.get(quantity, {})
         return {site: found[site] for site in self.sites if site in found}
 

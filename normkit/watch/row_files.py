@@ -1,4 +1,4 @@
-"""Files of recorded rows: one format, `step,site,norm,quantity,value`, and its only reader and writer."""
+"""Files of recorded rows: the format, its reader and its writer."""
 
 import csv
 import importlib.util
@@ -35,7 +35,10 @@ class Appender:
 
 
 def truncate_file(path: Path, size: int | None) -> None:
-    """Cut a file of rows to its first `size` bytes; write an empty one if it is missing or `size` is None."""
+    """Cut a file of rows to its first `size` bytes.
+
+    Write an empty one if it is missing or `size` is None.
+    """
     if size is None or not path.is_file():
         write(path, [])
     else:
@@ -78,7 +81,7 @@ def write(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def read(path: str | Path) -> list[Row]:
-    """Read the rows of a .csv or .parquet file, or of the rows.csv or rows.parquet in a folder.
+    """Read rows from a .csv or .parquet file, or from such a file in a run folder.
 
     A last line without its line end is still being written, and is left out.
 

@@ -7,7 +7,10 @@ from normkit.text import escape, truncate
 
 
 def norm_class(norm: str) -> tuple[type[Norm] | None, dict[str, object]]:
-    """The class and the given options of a norm that rows name; None for a norm that is not normkit's."""
+    """The class and the given options of a norm that rows name.
+
+    None for a norm that is not normkit's.
+    """
     try:
         name, given = parse(norm)
     except (ValueError, TypeError):

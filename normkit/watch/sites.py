@@ -16,7 +16,7 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 @dataclass(eq=False)
 class Site:
-    """A norm of a model: its name there, its spec or class, and the axis of channels in its input."""
+    """A norm of a model: its name there, its spec or class, and its axis of channels."""
 
     name: str
     norm: str
@@ -56,7 +56,9 @@ class Site:
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """The norms of a model, normkit's and others', in its order; norms of weights, such as FixNorm, are left out.
+    """The norms of a model, normkit's and others', in its order.
+
+    Norms of weights, such as FixNorm, are left out.
 
     >>> [(site.name, site.norm) for site in sites(nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3)))]
     [('0', 'BatchNorm2d'), ('1', 'LayerNorm')]
@@ -88,7 +90,7 @@ def _axis(module: nn.Module) -> int:
 
 
 class Padding:
-    """Finds padding by the `padding_idx` of embeddings and by masks among the arguments of a model.
+    """Finds padding by the `padding_idx` of embeddings and by masks among arguments.
 
     Embeddings come first, the one that was run last and whose shape fits; then arguments named `attention_mask` or
     `...padding_mask`.
@@ -112,7 +114,10 @@ class Padding:
                 self.real.insert(0, real_tokens(value, name))
 
     def mask(self, shape: torch.Size) -> Tensor | None:
-        """True where a token is real, for an input of this shape without its channels; None without any mask."""
+        """True where a token is real, for an input of this shape without its channels.
+
+        None without any mask.
+        """
         for real in reversed(self.real):
             for time_first in (False, True):
                 if (mask := fit(real, shape, time_first)) is not None:

@@ -78,7 +78,7 @@ def ticks(axes: "Axes") -> None:
 
 
 def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, dict[str, Any]]]) -> None:
-    """Write each line's name at its right end, apart from each other, behind a piece of the line."""
+    """Label each line at its right end, without overlap, behind a piece of the line."""
     bottom, top = (math.log(limit) for limit in axes.get_ylim())
     heights = [min(max((math.log(value) - bottom) / (top - bottom), 0), 1) if value > 0 else 0 for value, *_ in ends]
     for height, (_, name, style) in zip(spread(heights, LABEL_HEIGHT), ends, strict=True):

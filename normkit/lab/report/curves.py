@@ -10,7 +10,7 @@ SMOOTH = 50  # a curve of training losses is averaged over a fiftieth of the run
 
 
 def losses(result: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and losses of a result: training, a moving average over 2 % of the run, and validation."""
+    """Steps and losses of a result: training (averaged over 2 % of it) and validation."""
     steps, values = _points(result["curve"], "train_loss")
     return {
         "training loss": (steps, smooth(values, len(values) // SMOOTH)),
@@ -40,7 +40,7 @@ def thin(values: Sequence[Value], count: int) -> list[Value]:
 
 
 def extremes(steps: Sequence[int], values: Sequence[float], count: int) -> tuple[list[int], list[float]]:
-    """Keep at most `count` points, the lowest and the highest of each stretch, so that no outlier is lost.
+    """Keep at most `count` points, the lowest and the highest of each stretch.
 
     >>> extremes([0, 1, 2, 3, 4, 5], [1.0, 9.0, 2.0, 2.0, 0.0, 3.0], 4)
     ([0, 1, 4, 5], [1.0, 9.0, 0.0, 3.0])

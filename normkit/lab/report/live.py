@@ -26,7 +26,9 @@ WAITING = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" conte
 
 
 class Watched:
-    """The page of the runs below a path, made again only when files have changed; threads may call it at once.
+    """The page of the runs below a path, made again only when files have changed.
+
+    Threads may call it at once.
 
     Of rows that were appended only the new ones are read.
     """
@@ -147,7 +149,7 @@ def server(path: Path, port: int = 0, sections: Sections | None = None) -> Threa
                 self.answer(200, "text/html", data, version)
 
         def answer(self, status: int, kind: str, data: bytes, version: str = "") -> None:
-            """Send an answer that is not cached, and that pages of other sites can neither frame nor read."""
+            """Send an answer that is not cached, and that other sites can neither frame nor read."""
             self.send_response(status)
             given = {
                 "Content-Type": f"{kind}; charset=utf-8" if kind else "",

@@ -1,4 +1,4 @@
-"""One self-contained page of results: table, curves, statistics, the papers' figures, folding, settings, origin.
+"""One self-contained page of results, with table, charts, folding, settings and origin.
 
 The page draws its charts with its own script rather than a plotting library; docs/architecture.md gives the reasons. A
 policy in the page allows this script, by its hash, and no other, and forbids loading anything.
@@ -67,7 +67,7 @@ def write(
     command: str = "",
     sections: PageSections = NO_SECTIONS,
 ) -> Path:
-    """Write a page of results. It loads nothing, stays below 3 MB, and shows content of files only as text.
+    """Write a page that loads nothing, is below 3 MB, and shows content of files as text.
 
     Args:
         results: Results by folder.
@@ -90,7 +90,10 @@ def page(
     live: bool = False,
     reader: RunReader | None = None,
 ) -> bytes:
-    """Make the page, with as many points in a line as its size allows; a `live` page requests updates of itself."""
+    """Make the page, with as many points in a line as its size allows.
+
+    A `live` page requests updates of itself.
+    """
     if not results:
         raise ValueError("no results to show; give at least one")
     charts = panels(results, None, reader)
@@ -154,10 +157,10 @@ def _page(
 
 
 def as_script(data: Any) -> str:
-    """Format data as JSON that cannot end the script element of a page.
+    r"""Format data as JSON that cannot end the script element of a page.
 
     >>> as_script({"norm": "</script>"})
-    '{"norm":"\\\\u003c/script>"}'
+    '{"norm":"\\u003c/script>"}'
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
@@ -202,7 +205,7 @@ def _table(group: Results, names: dict[Any, str], lead: str) -> dict[str, Any]:
 def _data(
     results: Results, charts: Sequence[Panel], names: dict[Any, str], sections: PageSections, points: int
 ) -> dict[str, Any]:
-    """The data of the page's script: runs with a colour each, charts of losses, statistics by quantity."""
+    """The data of the page's script: runs, charts of losses, statistics by quantity."""
     number = {Path(folder): place for place, folder in enumerate(results)}
     found = [losses(result) for result in results.values()]
     curves = []

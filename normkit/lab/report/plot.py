@@ -1,4 +1,7 @@
-"""Figures of results, as PNG or SVG by the suffix of the path; the same files give the same bytes."""
+"""Figures of results, as PNG or SVG by the suffix of the path.
+
+The same files give the same bytes.
+"""
 
 import math
 import textwrap
@@ -20,7 +23,7 @@ SKIP = 0.05  # of a run: where the scale of its losses begins
 
 
 def curves(results: Results, path: str | Path) -> Path:
-    """Draw learning curves: loss on the training batches and, if it was measured twice, on the validation split.
+    """Draw learning curves: loss in training and, if measured twice, on the valid split.
 
     Scales begin after the first twentieth of each run; a line that ends early belongs to a run that diverged.
     """
@@ -53,7 +56,7 @@ def curves(results: Results, path: str | Path) -> Path:
 
 
 def statistics(results: Results, path: str | Path) -> Path:
-    """Draw distances of batch statistics from running ones, (1/d) ||batch - running|| (PowerNorm, Figure 2).
+    """Draw (1/d) ||batch - running|| of statistics over training (PowerNorm, Figure 2).
 
     A panel for each norm and statistic, all on one scale; a thin line for each site, a thick one for their median.
     ValueError if no run has recorded any.

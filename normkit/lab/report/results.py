@@ -59,7 +59,10 @@ def write(folder: str | Path, result: dict[str, Any]) -> Path:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read the result in a file, or in a folder's result.json; ValueError if there is no valid one."""
+    """Read the result in a file, or in a folder's result.json.
+
+    ValueError if there is no valid one.
+    """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     try:
@@ -84,7 +87,7 @@ def note(folder: str | Path, parameters: int, curve: list[dict[str, Any]], valid
 
 
 def live(folder: str | Path) -> dict[str, Any]:
-    """Read a run folder in the shape of a result: its result.json or, if that is newer, its progress.
+    """Read a run folder as a result: result.json or, if that is newer, its progress.
 
     ValueError if the folder has no settings of a run, or a file that cannot be read.
     """

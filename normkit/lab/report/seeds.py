@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed: one result with means and 95 % confidence intervals."""
+"""Runs that differ only in their seed: means and 95 % confidence intervals."""
 
 import json
 import math
@@ -12,7 +12,7 @@ CONFIDENT = 1.96  # sampling errors to each side hold a figure in 95 of 100 case
 
 
 def pool(results: Results) -> dict[Any, Result]:
-    """Replace runs that differ only in their seed by one result with the means of their scores and speeds.
+    """Replace runs that differ only in their seed by one result with their means.
 
     A pooled result has the folder of its first run, "seeds" (the number of runs) and no seed; `METRIC_error` is the
     half of the 95 % interval over seeds, divided by 1.96. Runs without scores are counted in its status.
@@ -52,7 +52,9 @@ def _means(records: Sequence[Mapping[str, Any]], errors: bool) -> dict[str, floa
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Mean of several seeds, and half the width of its confidence interval (Student's t; nan for a single value).
+    """Mean of several seeds, and half the width of its confidence interval (Student's t.
+
+    Nan for a single value).
 
     >>> mean, half = interval([31.0, 32.0, 33.0])
     >>> mean, round(half, 2)

@@ -35,7 +35,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def split(trees: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Split settings into those that all trees share and the values of those that differ; None if missing.
+    """Split settings into those that all trees share and the values of those that differ.
+
+    None if missing.
 
     >>> split([{"seed": 0, "steps": 10}, {"seed": 1, "steps": 10}])
     ({'steps': 10}, {'seed': [0, 1]})
@@ -67,7 +69,7 @@ def job(result: Result) -> tuple[str, str]:
 
 
 def labels(results: Results) -> dict[Any, str]:
-    """A short label for each result, by its folder: the norm, and the settings that differ between equal norms.
+    """Label each result by its norm, and by the settings that differ between equal norms.
 
     Options that several norms share, such as one length of warm-up, are left out: they are settings, not names.
 

@@ -1,4 +1,4 @@
-"""Timings of norms as a table and as figures: ratios to LayerNorm, and bandwidth by the number of channels."""
+"""Timings of norms as a table and as figures: ratios to LayerNorm, and bandwidth."""
 
 import csv
 from collections.abc import Sequence
@@ -52,13 +52,13 @@ def places(rows: Rows) -> list[tuple[str, str, str]]:
 
 
 def name(row: dict[str, Any]) -> str:
-    """Label of a row: the norm, and the kernel or library that computed it unless that is normkit's default."""
+    """Label of a row: the norm, and the kernel or library unless that is the default."""
     how = row.get("how") or row.get("provider", "normkit")
     return row["norm"] if how == "normkit" or row["norm"].startswith("nn.") else f"{row['norm']} ({how})"
 
 
 def table(rows: Rows) -> str:
-    """Format ratios to LayerNorm: a line for each norm, a column for each pass, shape and type.
+    """Format ratios to LayerNorm: a line a norm, a column for each pass, shape and type.
 
     >>> row = {"norm": "rms", "shape": "8x4", "dtype": "float32", "ms": 1, "low": 0.9, "ratio": 1, "high": 1.25}
     >>> print(table([row]))
@@ -79,7 +79,7 @@ def table(rows: Rows) -> str:
 
 
 def ratios(rows: Rows, path: str | Path) -> Path:
-    """Draw `table`: a panel for each pass, shape and type, a point with its spread for each norm."""
+    """Draw `table`: a panel for each pass, shape and type, a point for each norm."""
     path = canvas.figure_path(path)
     heads = places(rows)
     norms = list(dict.fromkeys(name(row) for row in rows if not row["norm"].startswith("nn.")))

@@ -1,4 +1,4 @@
-"""Tables that `normkit study` writes: the numbers that a paper prints beside those of our runs."""
+"""Tables that `normkit study` writes: printed numbers beside those of our runs."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,10 @@ SHAPE: dict[str, Any] = {
 
 
 def find(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Read the tables in folders named `tables` below these paths; ValueError names a file that is no table."""
+    """Read the tables in folders named `tables` below these paths.
+
+    ValueError names a file that is no table.
+    """
     return [read(file) for path in map(Path, paths) if path.is_dir() for file in sorted(path.rglob("tables/*.json"))]
 
 
@@ -45,7 +48,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def shown(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Format the cells of a table: the printed number, and mean, spread and number of our runs.
+    """Format the cells of a table: the printed number, and mean and spread of our runs.
 
     >>> cell = {"printed": "35.9", "n": 2, "mean": 31.22, "spread": 0.14}
     >>> shown({"columns": [{"digits": 1}], "rows": [{"label": "PN", "cells": [cell]}]})["rows"]

@@ -157,7 +157,10 @@ def best(results: Results) -> set[tuple[Any, str]]:
 
 
 def table(results: Results) -> str:
-    """Format the table as aligned text, at most 120 columns wide; one table for each task and data."""
+    """Format the table as aligned text, at most 120 columns wide.
+
+    One table for each task and data.
+    """
     kinds = groups(results)
     tables = [_table(kind, labels(results)) for kind in kinds]
     if len(kinds) == 1:
@@ -192,8 +195,8 @@ def _table(results: Results, names: dict[Any, str]) -> str:
     cells = [[_brief(column, column.cell(result)) for column in shown] for result in results.values()]
     lines = [[column.top for column in shown], [column.bottom for column in shown], *cells]
     widths = [max(len(line[place]) for line in lines) for place in range(len(shown))]
-    room = max(LEAST_LABEL, WIDTH - sum(width + 2 for width in widths))
-    heads = ["", "norm", *(_cut(names[folder], room) for folder in results)]
+    width = max(LEAST_LABEL, WIDTH - sum(w + 2 for w in widths))
+    heads = ["", "norm", *(_cut(names[folder], width) for folder in results)]
     right = [place for place, column in enumerate(shown, 1) if column.title != "status"]
     return align([[head, *line] for head, line in zip(heads, lines, strict=True)], right, heads=2)
 
@@ -203,5 +206,5 @@ def _brief(column: Column, cell: Cell) -> str:
     return cell.text.split(" at step")[0][:12] if column.title == "status" else cell.text
 
 
-def _cut(label: str, room: int) -> str:
-    return label if len(label) <= room else label[: room - 3] + "..."
+def _cut(label: str, width: int) -> str:
+    return label if len(label) <= width else label[: width - 3] + "..."

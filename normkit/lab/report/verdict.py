@@ -29,7 +29,7 @@ class Score(NamedTuple):
 
 
 def sentences(results: Results) -> list[str]:
-    """Conclude which norm is best, which are as good, which are behind, and the cost of running statistics.
+    """Compare the norms, and state the cost of their running statistics.
 
     Scores are those with running statistics, as in use. Two scores differ if they are more than two sampling errors of
     their difference apart; so do the scores of one model with different statistics. Of results that
@@ -156,7 +156,7 @@ def _statistics(metric: Metric, results: Results, names: dict[Any, str]) -> list
 
 
 def calibration_repair(result: Result) -> tuple[float, str] | None:
-    """The part of the loss by running statistics that calibration repairs, and a description of it.
+    """The part of the loss by running statistics that calibration repairs, and its scores.
 
     None if nothing was lost, or calibration was not scored.
     """

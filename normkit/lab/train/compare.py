@@ -1,4 +1,4 @@
-"""Comparison of runs: means over seeds with intervals, and translations of the same sentences."""
+"""Comparison of runs: means over seeds, and translations of the same sentences."""
 
 import json
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Difference(NamedTuple):
 def paired(
     first: Sequence[str], second: Sequence[str], references: Sequence[str], corpus: Corpus, samples: int = 1000
 ) -> Difference:
-    """Compare two systems' translations of the same sentences by paired bootstrap (Koehn 2004) with sacrebleu.
+    """Compare two systems' translations by paired bootstrap (Koehn 2004) with sacrebleu.
 
     Args:
         first: Translations by one system.

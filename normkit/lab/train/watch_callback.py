@@ -1,4 +1,4 @@
-"""Record the norms of any LightningModule: rows to a file, and to the loggers of Lightning."""
+"""Record the norms of any LightningModule: rows to a file and to loggers."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,7 +33,7 @@ def log_rows(rows: Iterable[Row], loggers: Iterable[Any], quantities: Iterable[s
 
 
 class Watch(lightning.Callback):
-    """Record statistics of norms while Lightning trains: `Trainer(callbacks=[Watch(to="rows.csv")])`.
+    """Records statistics of norms: `Trainer(callbacks=[Watch(to="rows.csv")])`.
 
     Args:
         every: Batches from one measurement to the next.

@@ -33,17 +33,17 @@ SINGULAR = re.compile(r"singular_value\[(\d+)\]")
 
 
 def figure2(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the distance of batch and running mean (left) and variance (right) in the first BatchNorm."""
+    """Draw distances of batch and running mean and variance in the first BatchNorm."""
     return _pair(runs, {"distance_mean": MEAN, "distance_var": VARIANCE})
 
 
 def figure3(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the norm of the gradient through mean (left) and variance (right) in the first BatchNorm."""
+    """Draw the norms of gradients through mean and variance in the first BatchNorm."""
     return _pair(runs, {"g_mu": G_MEAN, "g_sigma2": G_VARIANCE})
 
 
 def figure4(runs: Sequence[Recorded]) -> "Figure":
-    """Draw distances (left) and gradients (right) of variance (BatchNorm, top) and quadratic mean (PN-V)."""
+    """Draw distances and gradients of BatchNorm's variance and PN-V's quadratic mean."""
     runs = with_quantities(runs, "distance_var", "distance_quadratic", "g_sigma2", "g_psi2")
     kinds = (("BN", BATCH_NORMS, ("distance_var", "g_sigma2")), ("PN-V", ("pnv",), ("distance_quadratic", "g_psi2")))
     names = {"distance_var": VARIANCE, "distance_quadratic": QUADRATIC, "g_sigma2": G_VARIANCE, "g_psi2": G_QUADRATIC}
@@ -89,7 +89,7 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure6(runs: Sequence[Recorded]) -> "Figure":
-    """Draw singular values of the embedding at the end of training, the largest being 1, a line for each run."""
+    """Draw singular values of the embedding after training, the largest being 1."""
     found = []
     for run in runs:
         sites: dict[str, dict[int, float]] = {}
@@ -115,7 +115,7 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure7(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the distribution over channels of gamma / psi_B at the end of training, a box for each norm."""
+    """Draw the distribution over channels of gamma / psi_B after training, by norm."""
     quantities = [f"gamma_over_psi_{name}" for name in QUARTILES]
     runs = with_quantities(runs, *quantities)
     run = first_sites(runs, quantities[0], "pnv")[0][0]

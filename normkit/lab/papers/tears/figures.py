@@ -24,7 +24,7 @@ VALIDATED = (("bleu", "BLEU on the validation split"), ("loss", "Loss on the val
 
 
 def figure1(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the score on the validation split over training, a line for each run: BLEU if measured, else the loss."""
+    """Draw BLEU, or else the loss, on the validation split over training."""
     key, title = validated_by(runs)
     found = [(run, [(point["step"], point[key]) for point in run.result["valid"] if key in point]) for run in runs]
     figure = canvas.figure(4.8, 3.2)
@@ -44,7 +44,10 @@ def figure1(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure2(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the norm of the whole gradient, before clipping; a panel for each run, on one scale."""
+    """Draw the norm of the whole gradient, before clipping.
+
+    A panel for each run, on one scale.
+    """
     runs = with_quantities(runs, "gradient_norm")
     across = min(2, len(runs))
     down = -(-len(runs) // across)
@@ -103,7 +106,10 @@ def _smoothed(run: Recorded) -> str:
 
 
 def validated_by(runs: Sequence[Recorded]) -> tuple[str, str]:
-    """The score that these runs were validated by, and its title; ValueError unless one was, at least twice."""
+    """The score that these runs were validated by, and its title.
+
+    ValueError unless one was, at least twice.
+    """
     for key, title in VALIDATED:
         if any(sum(key in point for point in run.result["valid"]) > 1 for run in runs):
             return key, title

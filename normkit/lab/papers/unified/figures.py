@@ -22,7 +22,10 @@ BEGIN, END = 0.3, 0.7  # Figure 7: parts of training
 
 
 def figure1(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the score on the validation split, a panel for each task; lines of runs that keep norms are dashed."""
+    """Draw the score on the validation split, a panel for each task.
+
+    Lines of runs that keep norms are dashed.
+    """
     tasks: dict[tuple[str, str], list[Recorded]] = {}
     for run in runs:
         if len(run.result["valid"]) > 1:
@@ -56,7 +59,10 @@ def folds_away(run: Recorded) -> bool:
 
 
 def figure3(runs: Sequence[Recorded]) -> "Figure":
-    """Draw PNAC of activation and gradient statistics, averaged over layers; a panel for each run."""
+    """Draw PNAC of activation and gradient statistics, averaged over layers.
+
+    A panel for each run.
+    """
     runs = with_quantities(runs, "pnac_activation", "pnac_gradient")
     figure = canvas.figure(2.9 * len(runs) + 0.4, 2.9)
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
@@ -108,7 +114,10 @@ def figure4(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure5(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the steps that outlier filtration dropped, by layer, at three times; a panel for each run."""
+    """Draw the steps that outlier filtration dropped, by layer, at three times.
+
+    A panel for each run.
+    """
     runs = with_quantities(runs, "filtered")
     shown = [(run, run.sites("filtered")) for run in runs]
     most = max(len(sites) for _, sites in shown)
@@ -128,7 +137,10 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure6(runs: Sequence[Recorded]) -> "Figure":
-    """Draw CKA between the layers of two models as a map, a panel for each run; sites are "a|b"."""
+    """Draw CKA between the layers of two models as a map, a panel for each run.
+
+    Sites are "a|b".
+    """
     from matplotlib.ticker import MaxNLocator
 
     runs = with_quantities(runs, "cka")
@@ -152,7 +164,7 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure7(runs: Sequence[Recorded]) -> "Figure":
-    """Draw PNAC by depth at the beginning (left) and the end (right) of training, a point for each window."""
+    """Draw PNAC by depth at the beginning and the end of training, a point a window."""
     run = with_quantities(runs, "pnac_activation", "pnac_gradient")[0]
     figure = canvas.figure(6.6, 3.0)
     panels = figure.subplots(1, 2, sharey=True)
