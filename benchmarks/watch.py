@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/watch.py [--device cuda] [--every 25] [--rounds 60]     # about 2 minutes
 
 Each round times the same model two steps long, three times, in an order that changes: without `nk.record`; with it, in
-a measured step and the next, which computes its numbers; with it, in steps that are not measured. `percent` is the extra
-cost of `every` steps with one measurement, `idle` the part of the hooks: first quartile, median and third over rounds. On
-a CPU the process's own time counts, in one thread; other work still disturbs it through caches.
+a measured step and the next, which computes its numbers; with it, in steps that are not measured. `percent` is the
+extra cost of `every` steps with one measurement, `idle` the part of the hooks: first quartile, median and third over
+rounds. On a CPU the process's own time counts, in one thread; other work still disturbs it through caches.
 """
 
 import argparse

@@ -21,10 +21,10 @@ PAGE = ROOT / "docs" / "results.md"
 KEPT = ROOT / "results"
 HEAD = """# Results
 
-This page lists every kept measurement: the studies with the papers' numbers beside ours, then other runs, then studies that
-were not run. `python scripts/results_page.py` generates it from the files in `results/`; do not edit it. Under each table are
-the number of runs, seeds, device, commit and command. Scales are not comparable: `pocket` is minutes on one CPU core, `gpu` ten
-minutes on one GPU, `paper` the original setting.
+This page lists every kept measurement: studies, with the papers' numbers beside ours, then other runs, then studies
+that were not run. `python scripts/results_page.py` generates it from the files in `results/`; do not edit it. Under
+each table are the number of runs, seeds, device, commit and command. Scales are not comparable: `pocket` is minutes on
+one CPU core, `gpu` ten minutes on one GPU, `paper` the original setting.
 """
 
 
