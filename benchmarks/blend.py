@@ -1,4 +1,4 @@
-"""A trained LayerNorm model becomes one with offline norms: by a hard swap, or by a blend, with the same fine-tuning.
+"""Fine-tune a LayerNorm model into one with offline norms: by a hard swap, or by a blend.
 
     python benchmarks/blend.py --steps 5000 --tune 250 500 1000 --seeds 0 1 2 --out results/blend.json
 
@@ -7,10 +7,10 @@ fine-tuning steps: phoneme error rates (%) of greedy search on 2,000 test words
 
 - "swapped": LayerNorm replaced, statistics calibrated (precise, 4 passes), no training;
 - "hard": replaced and calibrated at the first step, fine-tuned;
-- "blend": LayerNorm fades away during the first 60 % of the same fine-tuning;
-- "layer": the LayerNorm model fine-tuned likewise, what to compare with;
+- "blend": LayerNorm is replaced gradually during the first 60 % of the same fine-tuning;
+- "layer": the LayerNorm model with the same fine-tuning, for comparison;
 
-and of the blended model folded, with the largest error of its proof.
+and of the blended model folded, with the largest error of its verification.
 """
 
 import argparse
@@ -46,12 +46,12 @@ def task_of(run: Run, model: nn.Module, data):
     return TASKS[run.task].load("module")(run, model, data)
 
 
-def first(task, count: int) -> list:
+def first_batches(task, count: int) -> list:
     return [batch for batch, _ in zip(task.batches(0), range(count), strict=False)]
 
 
 def tune(run: Run, model: nn.Module, data, steps: int, seed: int) -> nn.Module:
-    """Fine-tune: a short warm-up, then a cosine to zero; the data in another order than before."""
+    """Fine-tune with a short warm-up, then a cosine to zero, on data in a new order."""
     torch.manual_seed(1000 + seed)
     task = task_of(run, model.train(), data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=run.betas, weight_decay=0.0)
@@ -73,7 +73,7 @@ def score(run: Run, model: nn.Module, data) -> float:
 def study(folder: Path, norms: list[str], steps: list[int], seed: int) -> list[dict]:
     run, model, vocabularies = load(folder)
     data = SOURCES[run.data]()
-    batches = first(task_of(run, model, data), CALIBRATION)
+    batches = first_batches(task_of(run, model, data), CALIBRATION)
     rows = [{"seed": seed, "norm": "layer", "how": "trained", "steps": 0, "per": score(run, model, data)}]
     for n in steps:
         tuned = tune(run, copy.deepcopy(model), data, n, seed)
@@ -92,8 +92,8 @@ def study(folder: Path, norms: list[str], steps: list[int], seed: int) -> list[d
             folded, report = fold(soft.eval(), *example, untie=True)
             rows.append({"seed": seed, "norm": norm, "how": "folded", "steps": n, "per": score(run, folded, data),
                          "folded": report.foldable, "max_error": report.max_error})  # fmt: skip
-            now = [row for row in rows if (row["norm"], row["steps"]) == (norm, n)]
-            print(norm, n, *(f"{row['how']} {row['per']:.2f}" for row in now), flush=True)
+            latest = [row for row in rows if (row["norm"], row["steps"]) == (norm, n)]
+            print(norm, n, *(f"{row['how']} {row['per']:.2f}" for row in latest), flush=True)
     return rows
 
 

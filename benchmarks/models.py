@@ -1,14 +1,14 @@
-"""Inference with LayerNorm, with unfolded UN and folded, in one run: eager, compiled, onnxruntime; ratios and memory.
+"""Time and memory of inference with LayerNorm, with UN, and with UN folded.
 
     python benchmarks/models.py [--models bert vit swin decode] [--rounds 30] [--show results/inference.json]
 
-Shapes: BERT-base 1 x 128 tokens (post-norm: folding leaves a multiply-add), ViT-S/16 and Swin-T on 2 images of 224,
-GPT-2 small on one token with an empty cache. Random weights, random statistics: time does not depend on them. The
-variants take turns, round by round, so that a busy machine slows all of them; a ratio is taken within a round, and the
-median over rounds is reported with the 20th and 80th percentile. The first baseline is the honest one: LayerNorm
-compiled. Memory is the peak of a process of its own above what it held with the model loaded.
+Runtimes: eager, compiled, onnxruntime. Shapes: BERT-base 1 x 128 tokens (post-norm), ViT-S/16 and Swin-T on 2 images of
+224, GPT-2 small on one token with an empty cache. Weights and statistics are random. The variants take turns, round by
+round, so that a busy machine slows all of them; a ratio is taken within a round. The table has the median over rounds
+with the 20th and 80th percentile. The main baseline is LayerNorm compiled. Memory is the peak of a separate process
+above its memory with the model loaded.
 
-Writes results/inference.json, and from it docs/inference.md; --show writes the page alone.
+Writes results/inference.json, and from it docs/inference.md; --show writes only the page.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def make(name: str):
 
 
 def pick(out):
-    """What is read of an output: everything else would keep the norm before it."""
+    """Return the part of an output that is used; a norm whose output is used stays."""
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
@@ -150,7 +150,7 @@ def peak(name: str, norm: str, runtime: str) -> None:
         call()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = status("VmRSS")
         call()
         print(json.dumps({"loaded_mb": before, "peak_mb": status("VmHWM") - before}))
@@ -169,22 +169,30 @@ TITLES = {
     "decode": "GPT-2 small, one token",
 }
 NAMES = {"layer": "LayerNorm", "un": "UN, not folded", "folded": "UN, folded"}
-PAGE = """# Inference: folded against LayerNorm
+PAGE = """# Inference, folded
 
-Time of one forward pass on {device}, {threads} threads, as a ratio to LayerNorm compiled by `torch.compile`, which is
-the honest baseline, and to LayerNorm in the same runtime: median over {n} rounds of turns, with the 20th and 80th
-percentile. Where the range holds 1.00 there is no clear difference. Memory is the peak of a process above what it held
-with the model loaded. Made by `python benchmarks/models.py` from `results/inference.json`; normkit {commit}, torch
-{torch}. On a CPU, at these shapes, nearly all time is spent in the matrices.
+This page compares the inference time and memory of four models with LayerNorm, with `un`, and with `un` folded.
+[Remove the norms before you deploy](guides/remove-norms.md) shows how to fold a model. Measure on your device with:
 
-{verdict}
+```
+python benchmarks/models.py --models vit --rounds 30
+```
+
+{verdict} Nearly all time is spent in matrix products at these shapes.
+
+Times are ratios: to LayerNorm compiled by `torch.compile`, and to LayerNorm in the same runtime. A cell has the median
+over {n} rounds and, in brackets, the 20th and 80th percentile. A range that contains 1.00 is no clear difference.
+Memory is the peak of a process above its memory with the model loaded.
 
 {tables}
+
+Written by `python benchmarks/models.py` from `results/inference.json`: {device}, {threads} threads, normkit {commit},
+torch {torch}.
 """
 
 
 def page(result: dict) -> str:
-    """docs/inference.md, from the result file."""
+    """Format docs/inference.md from the result file."""
     parts = []
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["model"] == name]
@@ -205,24 +213,25 @@ def page(result: dict) -> str:
 
 
 def verdict(rows: list[dict]) -> str:
-    """What the tables say of UN folded: where its time differs clearly from LayerNorm's, and where its memory does."""
+    """Summarize where the folded model differs from LayerNorm in time and memory."""
     folded = [row for row in rows if row["norm"] == "folded"]
     clear = [f"{TITLES[row['model']]}, {row['runtime']}: {row['to_layer']['median']:.2f}" for row in folded
              if not row["to_layer"]["low"] <= 1 <= row["to_layer"]["high"]]  # fmt: skip
-    time = f"differs clearly in {'; '.join(clear)}" if clear else "there is no clear gain or loss in any row"
-    told = [f"**UN folded, against LayerNorm in the same runtime:** {time}."]
+    time = f"differs clearly from LayerNorm in {'; '.join(clear)}" if clear else (
+        "is neither clearly faster nor clearly slower than LayerNorm in the same runtime, in any row")  # fmt: skip
+    sentences = [f"**Result: `un` folded {time}.**"]
     layer = {(row["model"], row["runtime"]): row["memory"]["peak_mb"] for row in rows
              if row["norm"] == "layer" and row.get("memory")}  # fmt: skip
     both = [(row, row["memory"]["peak_mb"], layer[row["model"], row["runtime"]]) for row in folded if row.get("memory")]
     if both:
         row, mine, base = max(both, key=lambda found: abs(found[1] - found[2]))
         where = f"{TITLES[row['model']]}, {row['runtime']}"
-        told.append(f"Memory differs most in {where}: {mine:.0f} MB against {base:.0f} MB.")
-    return "\n".join(told)
+        sentences.append(f"Memory differs most for {where}: {mine:.0f} MB folded, {base:.0f} MB with LayerNorm.")
+    return " ".join(sentences)
 
 
 def table(rows: list[dict]) -> str:
-    """All rows, the honest baseline first."""
+    """Format all rows, the main baseline first."""
     head = f"{'model':8} {'norm':7} {'runtime':12} {'ms':>8}  {'to LayerNorm compiled':22} {'to LayerNorm likewise':22}"
     lines = [f"{head}  peak MB"]
     order = sorted(rows, key=lambda r: (r["model"], RUNTIMES.index(r["runtime"]), NORMS.index(r["norm"])))

@@ -1,10 +1,10 @@
-"""What is left of the norms in exported files: operations of normalization, and what XNNPACK leaves outside.
+"""Normalizing operations in exported files, with LayerNorm, with UN, and with UN folded.
 
-pip install -e ".[export,openvino,executorch]" && python benchmarks/runtimes.py
+    pip install -e ".[export,openvino,executorch]" && python benchmarks/runtimes.py [--show results/runtimes.json]
 
-The tiny pre-norm ViT of this project (random weights, randomised gains, biases and statistics), with LayerNorm, with
-UN and folded, is exported to each runtime, run there and compared. Counts, no clocks. Writes results/runtimes.json and
-docs/exporting.md.
+Exports the tiny pre-norm ViT of this project (random weights, gains, biases and statistics) to each runtime, runs it
+there and compares. Counts operations, measures no time. Writes results/runtimes.json and from it docs/exporting.md;
+--show writes only the page.
 """
 
 import argparse
@@ -23,19 +23,47 @@ from normkit.norms import Norm, StatNorm
 from normkit.transforms import convert, export, fold
 
 RUNTIMES = {"onnx": "onnxruntime", "pt2": "torch", "xml": "openvino", "pte": "executorch"}
-PAGE = """# Exported files
+PAGE = """# Export
 
-`nk.export(model, "model.onnx", *example)` writes a file, runs it, compares the outputs with the model's, and says what
-operations of normalization are left in it. What they are for one model, the tiny ViT of this project ({norms} norms,
-random weights, randomised gains, biases and statistics), counted by `python benchmarks/runtimes.py`, which wrote this
-page:
+This page lets you write a model as ONNX, `torch.export`, OpenVINO or ExecuTorch file, and shows which operations of
+norms are left in it.
+
+```python
+import torch
+from torch import nn
+import normkit as nk
+
+model = nk.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)), "un").eval()
+example = torch.randn(4, 8)
+folded, report = nk.fold(model, example)
+exported = nk.export(folded, "model.pt2", example)
+print(exported)  # operations, those that normalize, the largest error
+```
+
+`nk.export` writes the file, runs it in its runtime, and raises an error if the outputs differ from the model's. The
+suffix selects the format:
+
+| suffix | runtime | install |
+|---|---|---|
+| `.onnx` | onnxruntime | `pip install -e ".[export]"` |
+| `.pt2` | `torch.export` | nothing |
+| `.xml` | OpenVINO | `pip install -e ".[openvino]"` |
+| `.pte` | ExecuTorch with XNNPACK, fixed shapes | `pip install -e ".[executorch]"` |
+
+`outputs=lambda out: out.logits` exports a part of the output. The batch axis stays open; `dynamic=False` fixes it.
+
+## What is left of the norms
+
+The tiny ViT of this project with {norms} norms, random weights, gains, biases and statistics:
 
 {table}
 
-The mean (ReduceMean) is the pooling of tokens before the head, no norm's. XNNPACK has no LayerNorm: each one cuts the
-model into pieces. What stays outside of a folded one here is attention's (masks of rows that see nothing); a model of
-Linear layers and activations is taken whole, in one piece (`tests/test_export.py`). *error* is the largest difference
-to the model's own outputs, relative to the largest output. {versions}.
+*Error* is the largest difference to the model's own outputs, relative to the largest output. Counted by
+`python benchmarks/runtimes.py`, which wrote this page: {versions}.
+
+- ReduceMean is the pooling of tokens before the head, not a norm.
+- XNNPACK has no LayerNorm, so each one splits the model. A folded model of Linear layers and activations is taken as
+  one piece. What stays outside in the folded ViT belongs to attention (masks of rows without keys).
 """
 
 
@@ -53,24 +81,25 @@ def models() -> dict[str, torch.nn.Module]:
     return {"LayerNorm": layer, "UN": un, "UN folded": fold(un, torch.randn(2, 3, 16, 16))[0]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/runtimes.json"))
-    parser.add_argument("--page", type=Path, default=Path("docs/exporting.md"))
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
+def measure() -> list[dict]:
+    """Export each model to each installed runtime, and count operations."""
     example, rows = torch.randn(2, 3, 16, 16), []
-    found = {ending: name for ending, name in RUNTIMES.items() if name == "torch" or importlib.util.find_spec(name)}
     with tempfile.TemporaryDirectory() as folder:
-        for ending in found:
+        for suffix, package in RUNTIMES.items():
+            if importlib.util.find_spec(package) is None:
+                continue
             for name, model in models().items():
-                done = export(model, Path(folder) / f"model.{ending}", example)
-                rows.append({"runtime": done.runtime, "file": ending, "norms": name, "error": done.max_error,
+                done = export(model, Path(folder) / f"model.{suffix}", example)
+                rows.append({"runtime": done.runtime, "file": suffix, "norms": name, "error": done.max_error,
                              "operations": sum(done.operations.values()), "normalizing": done.normalizing,
-                             "outside": done.operations if ending == "pte" else None})  # fmt: skip
+                             "outside": done.operations if suffix == "pte" else None})  # fmt: skip
                 print(rows[-1], flush=True)
-    result = {"what": __doc__.splitlines()[0], "rows": rows, "where": environment()}
-    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
+    return rows
+
+
+def page(result: dict) -> str:
+    """Format docs/exporting.md from the result file."""
+    rows = result["rows"]
     lines = ["| file | norms | operations | of normalization | error |", "|---|---|---|---|---|"]
     for row in rows:
         left = ", ".join(f"{n} {op.removesuffix('.default')}" for op, n in row["normalizing"].items()) or "none"
@@ -79,11 +108,26 @@ def main() -> None:
             left += f"; XNNPACK took {pieces} pieces and left {row['operations'] - pieces} operations outside"
         lines.append(f"| `.{row['file']}` ({row['runtime']}) | {row['norms']} | {row['operations']} | {left} | "
                      f"{row['error']:.0e} |")  # fmt: skip
-    missing = [name for ending, name in RUNTIMES.items() if ending not in found]
+    missing = [name for suffix, name in RUNTIMES.items() if suffix not in {row["file"] for row in rows}]
     versions = f"normkit {result['where']['commit'][:7]}, torch {result['where']['torch']}"
-    versions += f"; not installed, so not run: {', '.join(missing)}" if missing else ""
+    versions += f"; not installed: {', '.join(missing)}" if missing else ""
     norms = sum(isinstance(m, Norm) for m in models()["LayerNorm"].modules())
-    given.page.write_text(PAGE.format(table="\n".join(lines), versions=versions, norms=norms), encoding="utf8")
+    return PAGE.format(table="\n".join(lines), versions=versions, norms=norms)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/runtimes.json"))
+    parser.add_argument("--page", type=Path, default=Path("docs/exporting.md"))
+    parser.add_argument("--show", type=Path, help="a result file to write the page from, without exporting")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if given.show:
+        result = json.loads(given.show.read_text(encoding="utf8"))
+    else:
+        result = {"what": __doc__.splitlines()[0], "rows": measure(), "where": environment()}
+        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
+    given.page.write_text(page(result), encoding="utf8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""LayerNorm fades into an offline norm: what a forward computes, what a checkpoint keeps, what is left at the end."""
+"""LayerNorm is replaced gradually by an offline norm: forwards, checkpoints, the result."""
 
 import copy
 
@@ -60,8 +60,8 @@ KINDS = [*(name if name != "group" else "group(groups=2)" for name in NORMS), "t
     ("old", "to"),
     [*((old, "un") for old in KINDS), *((old, "scale") for old in KINDS), *(("torch", to) for to in KINDS)],
 )
-def test_every_norm_starts_as_the_old_one_and_settles_as_it_ended(old, to):
-    """Also what has been learned besides gain and bias, and gains that only one of the two has."""
+def test_every_norm_starts_as_the_old_one_and_ends_as_the_new_one(old, to):
+    """Includes parameters besides gain and bias, and gains that only one norm has."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(DIM) if old == "torch" else make(old, DIM), nn.Linear(DIM, 2))
     tune(model, 6)

@@ -1,4 +1,4 @@
-"""What a norm hands on when another takes its place: gains, statistics and what it has learned besides."""
+"""A new norm takes over gains, statistics and further parameters of the old one."""
 
 import copy
 
@@ -30,8 +30,8 @@ def rows(n=64):
 
 @pytest.mark.parametrize("old", [*NORMS, "power(groups=0)"])
 @pytest.mark.parametrize("to", [*NORMS, "power(groups=0)"])
-def test_statistics_go_only_to_norms_that_measure_the_same(old, to):
-    """What arrives is right, as after calibration, or the start."""
+def test_statistics_carry_over_only_to_norms_that_measure_the_same(old, to):
+    """Statistics are right, as after calibration, or at their start."""
     model = nn.Sequential(make(old, DIM))
     batches = [rows()]
     model = calibrate(model, batches) if hasattr(model[0], "running") else model
@@ -50,8 +50,8 @@ def test_statistics_go_only_to_norms_that_measure_the_same(old, to):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_another_form_of_a_norm_keeps_what_it_was(spec):
-    """Options, whatever is learned, and state: only what the spec gives is new."""
+def test_another_form_of_a_norm_keeps_options_parameters_and_state(spec):
+    """Only what the spec sets is new."""
     norm = trained(spec)
     twin = copy.deepcopy(norm)
     twin.eps = 1e-6
@@ -64,7 +64,7 @@ def test_another_form_of_a_norm_keeps_what_it_was(spec):
         assert_close(train_step(new.train(training), x, dy), train_step(twin.train(training), x, dy))
 
 
-def test_what_the_spec_asks_for_is_new():
+def test_options_of_the_spec_are_new():
     model = nn.Sequential(make("dyt(alpha=1.0)", DIM))
     nn.init.constant_(model[0].a, 2.0)
     assert convert(model, "dyt(bias=False)")[0].a == 2
@@ -77,7 +77,7 @@ def test_what_the_spec_asks_for_is_new():
     assert convert(un, "un(steps_per_update=2)")[0].step == un[0].step
 
 
-def test_derf_takes_the_width_that_dyt_has_learned():
+def test_derf_takes_over_the_learned_width_of_dyt():
     model = nn.Sequential(make("dyt", DIM))
     nn.init.constant_(model[0].a, 2.0)
     new = convert(model, "derf")[0]
@@ -87,7 +87,7 @@ def test_derf_takes_the_width_that_dyt_has_learned():
     assert convert(convert(model, "derf"), "dyt")[0].a == 2
 
 
-def test_after_its_taper_a_norm_hands_on_the_gain_that_acts():
+def test_a_tapered_norm_passes_on_its_effective_gain():
     norm = trained("taper(warmup=2, until=4)", steps=6)
     new = convert(norm, "rms")
     assert_close(new.weight, (norm.anchor + norm.drift).detach(), check_dtype=False)

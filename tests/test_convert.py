@@ -1,4 +1,4 @@
-"""Swapping norms: every source library, everything that must survive, and masks that must arrive."""
+"""Swapping norms: every source library, everything that must survive, and bad input."""
 
 import copy
 import pickle
@@ -260,7 +260,7 @@ def test_a_pattern_without_a_norm_and_a_wrong_spec_are_refused():
         convert(Pair(), "un", where="encoder")
 
 
-def test_modules_that_only_sound_like_norms_are_not_believed():
+def test_modules_that_are_norms_by_name_only_are_refused():
     class LayerNorm(nn.LayerNorm):
         def forward(self, x):
             return super().forward(x) * 2

@@ -1,4 +1,4 @@
-"""Exported files run elsewhere, compute the same, and folded graphs hold no trace of a norm."""
+"""Exported files run, compute the same, and folded graphs hold no norm."""
 
 import sys
 
@@ -65,7 +65,7 @@ def test_the_file_takes_other_batch_sizes_and_names_its_inputs(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hf_vit", "bert"])
-def test_openvino_computes_the_same_and_sees_no_norm(name, tmp_path):
+def test_openvino_computes_the_same_without_a_norm(name, tmp_path):
     pytest.importorskip("openvino")
     case, _, plain = folded(name)
     exported = export(plain, tmp_path / "model.xml", outputs=case.outputs, **case.kwargs)

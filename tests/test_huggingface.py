@@ -1,4 +1,4 @@
-"""Model folders of Hugging Face: folded, saved, loaded again without normkit; whatever is unsafe is refused."""
+"""Model folders of Hugging Face: saved, loaded, folded; unsafe or damaged ones are refused."""
 
 import json
 import subprocess
@@ -125,7 +125,7 @@ def test_bad_folders_are_refused_with_the_reason(tmp_path):
         fold_dir(tmp_path, tmp_path)
 
 
-# -- folders that do not say everything, or contradict themselves ----------------------------------------------------
+# -- folders whose parts do not fit ----------------------------------------------------------------------------------
 
 
 def edit_config(folder, change):

@@ -1,4 +1,4 @@
-"""Masks reach every norm of a converted model: padding changes neither outputs nor statistics."""
+"""Masks reach every norm of a converted model, so padding changes nothing."""
 
 import copy
 

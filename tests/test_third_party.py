@@ -1,4 +1,4 @@
-"""Reading norms of other libraries where that takes more than an attribute."""
+"""Reading norms of third-party libraries where that takes more than an attribute."""
 
 import pytest
 import torch

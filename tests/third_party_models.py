@@ -1,4 +1,4 @@
-"""Tiny models of other libraries with an example each: what the tests of transforms and the table of models share.
+"""Tiny third-party models with examples, for tests and for the table of models.
 
 Nothing is downloaded. Norms get random gains and biases: an identity affine hides bugs.
 """
@@ -23,11 +23,11 @@ class Case(NamedTuple):
     args: tuple
     kwargs: dict[str, Any]
     mask_from: str | None = None
-    outputs: Callable[[Any], Any] | None = None  # what a user of the model reads; None for all of it
+    outputs: Callable[[Any], Any] | None = None  # picks the used part of the output; None for all of it
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random gains and biases for every norm, random statistics where there are some, non-zero biases everywhere."""
+    """Randomize gains, biases and statistics of all norms, and biases of layers."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(t: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def torchvision_vit() -> Case:
 
 
 def torchvision_swin() -> Case:
-    """Swin of torchvision: zero padding between a norm and its reader at sizes that are no multiple of the window."""
+    """Swin of torchvision: zero padding after a norm unless the window divides the size."""
     from torchvision.models import swin_transformer
 
     torch.manual_seed(0)
