@@ -3,6 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN = $(VENV)/bin
+# worksteal keeps the tests of a file in one process, which then makes their module fixtures once
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 # Timings on a CPU mislead without these: spinning threads fight over shared cores, and glibc would hand every large
 # tensor back to the system after each use.
@@ -10,11 +12,12 @@ export OMP_WAIT_POLICY = PASSIVE
 export MALLOC_MMAP_THRESHOLD_ = 2147483647
 export MALLOC_TRIM_THRESHOLD_ = 17179869184
 
-.PHONY: help demo test lint docs laws clean
+.PHONY: help demo test coverage lint docs laws clean
 
 help:
 	@echo "make demo   set up, train one Transformer with each of six norms, compare, fold: about six minutes"
 	@echo "make test   set up, then everything that CI runs: lint, types, docs, tests, doctests, examples"
+	@echo "make coverage  the tests alone, with the lines of normkit that they run; a third slower"
 	@echo "make lint   ruff and pyright alone"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make laws   docs/laws.md, the table of norms and laws, from a run of the tests"
@@ -26,7 +29,10 @@ demo: $(VENV)/.demo
 	$(BIN)/normkit demo $(DEMO_ARGS)
 
 test: lint docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --cov=normkit --cov-report=term $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+coverage: $(VENV)/.dev
+	$(PYTEST) --cov=normkit --cov-report=term $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The main job: the plan, the processes beside each other, what Ctrl-C keeps, and the folding at the end."""
+"""The demo: its plan, parallel processes, Ctrl-C, and folding at the end."""
 
 import multiprocessing
 import os
@@ -106,11 +106,15 @@ def test_three_norms_side_by_side_then_folded_and_timed(tmp_path):
     assert multiprocessing.active_children() == []
 
 
-def test_minutes_choose_the_steps(tmp_path):
+def test_minutes_choose_the_steps(tmp_path, monkeypatch):
     plan = entries(("layer", "pnv"), steps=400, out=tmp_path)
     steps = steps_for(60, plan, board())
     assert steps > 200
     assert list(tmp_path.iterdir()) == [], "measuring leaves nothing behind"
+    monkeypatch.setattr(Workers, "submit", lambda self, title, *_: self._jobs.update({title: title}))
+    monkeypatch.setattr(
+        Workers, "ended", lambda self: ((title, 0.01) for title in [self._jobs.popitem()[0] for _ in [*self._jobs]])
+    )
     with pytest.raises(ValueError, match=r"--minutes 0\.001 is too short for 2 norms here; needs about"):
         steps_for(0.001, plan, board())
 
@@ -207,10 +211,10 @@ def test_children_do_not_outlive_their_parent(tmp_path):
 
 
 def _wait_until_gone(children):
-    """Gone, or ended and not yet asked after; Python's resource tracker ends a little after its parent."""
+    """Wait until processes ended; Python's resource tracker ends after its parent."""
     deadline = time.monotonic() + 30
     while any(map(_runs, children)):
-        assert time.monotonic() < deadline, "a child goes on without its parent"
+        assert time.monotonic() < deadline, "a child outlived its parent"
         time.sleep(0.1)
 
 

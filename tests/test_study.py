@@ -1,4 +1,4 @@
-"""Studies: grids of runs, the figures papers printed, what is resumed, kept and refused."""
+"""Studies: grids of runs, printed figures, tables, and running with failures and interrupts."""
 
 import dataclasses
 import json
@@ -9,7 +9,6 @@ import pytest
 from made_results import result
 from rich.console import Console
 
-from normkit.cli import main
 from normkit.lab.report import results
 from normkit.lab.studies import runner, table
 from normkit.lab.studies.catalogue import RECIPES, STUDIES
@@ -63,7 +62,7 @@ def board():
 
 
 def put(cell, out, seed=0, **changed):
-    """A finished run that nobody trained."""
+    """Write the result of a finished run without training."""
     folder, run = seeded(cell, out, seed)
     made = result(per=10.0 + seed)
     results.write(folder, {**made, "run": dataclasses.asdict(run), **changed})
@@ -192,7 +191,7 @@ def test_the_papers_settings_at_paper_scale():
         assert cell.run.batch_tokens * cell.run.accumulate == pytest.approx(pn.batch_tokens, abs=4)
 
 
-def test_figures_that_the_papers_are_known_by():
+def test_well_known_figures_of_the_papers():
     """Against a slip while copying: sums over tables, counted by hand in the paper."""
     printed = {(name, row.label): row.printed for name, study in STUDIES.items() for row in study.rows if row.printed}
     assert printed["pn.table1", "Pre-Norm PN"] == ("35.9", "30.1")
@@ -223,10 +222,23 @@ def test_papers_studies_name_columns_that_are_measured():
         Study(id="x", title="", rows=(Row(label="a", settings={}, printed=("1",)),), columns=COLUMNS[:2])
 
 
+def test_un_filters_outliers_in_pictures_unless_a_row_leaves_it_out():
+    """Without, the paper's runs on pictures fail (Table 7)."""
+    pictures = 0
+    for study in (study for name, study in STUDIES.items() if name.startswith("un.")):
+        for cell in expand(study, "paper"):
+            name, given = parse(cell.run.model.norm)
+            if name == "un" and cell.run.task in ("images", "detection"):
+                pictures += 1
+                left_out = study.rows[cell.row].label == "without"
+                assert bool(given.get("outlier_filtration")) != left_out, (study.id, cell.folder)
+    assert pictures > 20
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_ours_stands_beside_the_papers(tmp_path):
+def test_our_figures_appear_beside_the_papers(tmp_path):
     ln, _, un, _ = expand(TOY, "pocket")
     for seed in range(3):
         put(ln, tmp_path, seed, command="normkit study toy --seeds 3 --only LN")
@@ -260,7 +272,7 @@ def test_ours_stands_beside_the_papers(tmp_path):
 
 
 def test_scales_are_never_mixed(tmp_path):
-    """A run of another scale, put where this scale's belongs, is refused by the table and by the plan."""
+    """Table and plan refuse a run of another scale in this scale's folder."""
     pocket, paper = expand(TOY, "pocket")[0], expand(TOY, "paper")[0]
     assert pocket.folder != paper.folder
     folder = put(pocket, tmp_path)
@@ -277,7 +289,7 @@ def test_scales_are_never_mixed(tmp_path):
 
 
 def test_the_order_of_rows_is_compared_with_the_papers(tmp_path):
-    """`per` is better when lower: ours turn the papers' order of LN and UN around; a divergence is the worst."""
+    """`per` is better if lower: ours reverse the paper's order; a divergence is worst."""
     rows = (*ROWS, Row(label="BN", settings={"model.norm": "batch"}, printed=("FAIL", "FAIL", "/")))
     study = dataclasses.replace(TOY, rows=rows)
     for cell, seed in zip(expand(study, "pocket")[::2], (5, 0, 0), strict=True):
@@ -313,7 +325,7 @@ def run_study(study, out, engine=None, **more):
 
 
 class Here:
-    """An engine that does jobs in this process, one after the other, and fails where it is told to."""
+    """An engine that runs jobs in this process, and fails for given titles."""
 
     def __init__(self, failing=()):
         self.failing, self.jobs, self.done = failing, [], []
@@ -341,7 +353,7 @@ class Here:
 
 
 def test_a_study_runs_fails_resumes_and_ends(tmp_path):
-    """End to end on the embedded data: a failed run is a row and is tried again, a finished one is kept."""
+    """A failed run is a row and is tried again; a finished run is kept."""
     wild = Row(label="wild", settings={"lr": 1e30, "clip": 0.0, "warmup": 0})
     study = dataclasses.replace(ONE, rows=(*ONE.rows, wild))
     first = Here(failing=["/un/"])
@@ -396,98 +408,3 @@ def test_runs_in_a_process_of_their_own(tmp_path):
     _, made, _ = run_study(ONE, tmp_path, Workers(1, lambda title, tick: told.append((title, tick.stage))))
     assert [row["cells"][0]["n"] for row in made["rows"]] == [0, 1, 1]
     assert {title for title, _ in told} == {"pocket/tiny/layer/seed-0", "pocket/tiny/un/seed-0"}
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_lists_and_shows(tmp_path, capsys):
-    assert main(["study", "--list"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in STUDIES)
-    assert main(["study", "un.table8", "--show", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "ImageNet TPUT" in shown
-    assert "Not yet run at scale pocket: all columns." in shown
-    assert "It can be run at scale: none" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["pn.tabel2"], "did you mean 'pn.table2'?"),
-        (["core.cmudict", "--scale", "big"], "no scale 'big'"),
-        (["core.cmudict", "--seeds", "0"], "seeds must be at least 1; got 0"),
-        (["core.cmudict", "--only", "laier"], "did you mean 'layer'"),
-        (["pn.table1", "--only", "Dynamic Conv"], "Dynamic Conv of pn.table1: only the paper's figures are shown"),
-        (["un.table8"], "un.table8 has no runs at scale pocket"),
-        (["core.cmudict", "--processes", "0"], "processes must be at least 1"),
-    ],
-)
-def test_bad_input_is_told_in_one_line(arguments, said, tmp_path, capsys):
-    assert main(["study", *arguments, "--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
-
-
-def test_runs_whose_data_is_not_here_are_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("NORMKIT_DATA", raising=False)
-    assert main(["study", "core.multi30k", "--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert "the corpus multi30k.de-en is not here" in told
-    assert told.count("\n") == 1
-    elsewhere = Column(title="BLEU", metric="bleu", base={"pocket": Base("m", RECIPES["mt_multi30k"])})
-    plan = runner.plan(dataclasses.replace(ONE, columns=(*ONE.columns, elsewhere)), "pocket", tmp_path)
-    assert {run.data for run in plan.todo.values()} == {"digits"}
-    assert "multi30k.de-en" in plan.missing[0]
-
-
-def test_a_study_writes_a_page_with_its_table(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(STUDIES, "one", ONE)
-    monkeypatch.setattr(runner, "engine", lambda *_: Here())
-    assert main(["study", "one", "--out", str(tmp_path)]) == 0
-    page = tmp_path / "pocket" / "tables" / "one.html"
-    assert f"report: {page}" in capsys.readouterr().out
-    assert "one column, trained in moments" in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "address"),
-    [
-        ([], None),
-        (["--ray"], "local"),
-        (["--ray", "--seeds", "2"], "local"),
-        (["--ray", "10.0.0.1:6379"], "10.0.0.1:6379"),
-    ],
-)
-def test_ray_takes_an_address_or_none(arguments, address, tmp_path, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setitem(STUDIES, "one", ONE)
-    monkeypatch.setattr(runner, "engine", lambda plan, processes, ray, board: asked.append(ray) or Here(["/tiny/"]))
-    assert main(["study", "one", "--out", str(tmp_path), *arguments]) == 1, "what failed is told to scripts too"
-    assert asked == [address]
-    assert "failed" in capsys.readouterr().out
-
-
-def test_a_scale_that_needs_a_gpu_says_so(tmp_path):
-    plan = runner.plan(ONE, "paper", tmp_path)
-    assert {run.device for run in plan.todo.values()} == {"cuda"}
-    import torch
-
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="needs a GPU"):
-            runner.engine(plan, 1, None, board())
-
-
-def test_un_filters_outliers_in_pictures_unless_a_row_leaves_it_out():
-    """Without, the paper's runs on pictures fail (Table 7)."""
-    pictures = 0
-    for study in (study for name, study in STUDIES.items() if name.startswith("un.")):
-        for cell in expand(study, "paper"):
-            name, given = parse(cell.run.model.norm)
-            if name == "un" and cell.run.task in ("images", "detection"):
-                pictures += 1
-                left_out = study.rows[cell.row].label == "without"
-                assert bool(given.get("outlier_filtration")) != left_out, (study.id, cell.folder)
-    assert pictures > 20

@@ -1,4 +1,4 @@
-"""Studies on a local Ray of two workers, one of which is killed: its run goes on from its checkpoint elsewhere."""
+"""Studies on a local Ray: a run of a killed worker resumes on another one."""
 
 import dataclasses
 import threading
@@ -60,6 +60,6 @@ def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
     assert results.read(un)["curve"] == straight["curve"], "it went on as if nothing had happened"
 
 
-def test_an_address_where_nobody_answers_is_told():
+def test_an_address_without_a_ray_cluster_is_an_error():
     with pytest.raises(ValueError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
         RayWorkers("127.0.0.1:1")

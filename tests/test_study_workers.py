@@ -1,4 +1,4 @@
-"""Workers of studies that are killed: what was lost is done again, and fails for good where it kills each time."""
+"""Workers of studies that are killed: lost runs start again, and fail if they kill each time."""
 
 import functools
 import multiprocessing

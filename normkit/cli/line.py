@@ -61,7 +61,7 @@ def typed(*words: str) -> str:
 
 
 def write(text: str) -> None:
-    """Write lines to standard output, with control characters escaped: some texts come from files."""
+    """Write lines to standard output, with control characters of texts from files escaped."""
     sys.stdout.write(escape(text, keep="\n") + "\n")
 
 

@@ -17,7 +17,7 @@ def list_(arguments: list[str]) -> int:
     """List norms with their options, recipes, and data."""
 
     def parse() -> None:
-        """List all norms with their options, the recipes of `normkit train`, and the data that they can train on.
+        """List norms with their options, recipes of `normkit train`, and data.
 
         For each recipe, the list shows if this machine can run it: its packages, its data, and a GPU where it needs
         one.

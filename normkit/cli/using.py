@@ -40,7 +40,9 @@ def translate(arguments: list[str]) -> int:
     from tyro.conf import Positional
 
     def parse(run: Positional[Path]) -> Path:
-        """Translate standard input line by line with a trained model; for a run of task g2p, one word a line.
+        """Translate standard input line by line with a trained model.
+
+        For a run of task g2p, a line is a word.
 
         Args:
             run: Folder of the run.
@@ -57,7 +59,7 @@ def translate(arguments: list[str]) -> int:
 
 
 def _lines(binary: Iterable[bytes]) -> Iterator[str]:
-    """Decode lines as UTF-8, independently of the terminal's encoding; ValueError names a line that is not."""
+    """Decode lines as UTF-8, whatever the terminal's encoding; ValueError names a bad line."""
     for number, line in enumerate(binary, 1):
         try:
             yield line.decode("utf8")

@@ -1,9 +1,8 @@
-"""A question that the papers' data pipelines beg: how much of BatchNorm's failure on text is bucketing by length?
+"""Study: the share of BatchNorm's failure on text that is due to bucketing by length.
 
-Batches of sentences of about one length are the rule in translation, for they waste no padding; but the statistics of
-such a batch are those of short or of long sentences, while the running ones are of all. Shuffled batches of the same
-number of tokens say how much of the gap between batch and running statistics, and of what BatchNorm loses by them, is
-of the pipeline's making.
+Translation batches usually hold sentences of similar length, because that wastes no padding. But the statistics of such
+a batch are those of short or of long sentences, while running statistics are of all sentences. Shuffled batches with
+the same number of tokens show which part of the gap, and of BatchNorm's loss, the data pipeline causes.
 """
 
 from normkit.lab.studies.recipes import CMUDICT, MULTI30K

@@ -1,4 +1,4 @@
-"""Our own question, task by task: all norms at all places of one model, on the same data."""
+"""Core studies: all norms at all places of one model, on the same data, task by task."""
 
 import dataclasses
 
@@ -18,7 +18,9 @@ CORE = (
     Row(label="un", settings={"model.norm": "un"}),
     Row(label="scale + FixNorm", settings={"model.norm": "scale", "model.fixnorm": True}),
 )
-FIXED = Row(label="layer + FixNorm", settings={"model.norm": "layer", "model.fixnorm": True})  # whose gain is it?
+FIXED = Row(
+    label="layer + FixNorm", settings={"model.norm": "layer", "model.fixnorm": True}
+)  # separates FixNorm's gain from ScaleNorm's
 OTHERS = tuple(
     Row(label=norm, settings={"model.norm": norm}) for norm in ("rms", "group", "renorm", "mabn", "nonorm", "dyt")
 )
@@ -135,7 +137,7 @@ CIFAR10_CORE = Study(
 CIFAR10_SPEED = Study(
     id="core.cifar10-224",
     title="accuracy and time to accuracy by norm, CIFAR-10 at 224 x 224: T2T-ViT-14 and Swin-T",
-    note="Minutes of training until a look at the validation split sees 80%.",
+    note="Minutes of training until validation accuracy reaches 80%.",
     rows=PICTURES,
     columns=tuple(
         Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})

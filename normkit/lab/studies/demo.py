@@ -1,4 +1,4 @@
-"""The demo: train one model with each of several norms under equal conditions, then fold one."""
+"""The demo: train one model with each of several norms alike, then fold one."""
 
 import dataclasses
 import re
@@ -119,7 +119,7 @@ class Outcome:
 
 
 def compare(plan: list[Entry], board: Board, command: str, processes: int = 2) -> Outcome:
-    """Train all norms of a plan in parallel, then fold and time them; Ctrl-C keeps what is finished."""
+    """Train all norms in parallel, then fold and time them; Ctrl-C keeps finished ones."""
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     interrupted = False
@@ -166,7 +166,7 @@ def _cost(entry: Entry) -> bool:
 
 
 def steps_for(minutes: float, plan: list[Entry], board: Board, processes: int = 2) -> int:
-    """Estimate the steps that fit into some minutes, by training each norm briefly, in as many processes as later.
+    """Estimate the steps that fit into some minutes, by training each norm briefly.
 
     Raises:
         ValueError: If the minutes do not suffice.

@@ -86,7 +86,7 @@ def _load(folder: Path) -> tuple[Run, Seq2Seq, Vocab, Vocab]:
 
 
 def _check_finite(model: Seq2Seq, folder: Path) -> None:
-    """Raise ValueError for weights or statistics that no training leaves: not finite, or negative variances."""
+    """Raise ValueError for weights that are not finite and for negative statistics."""
     tensors = dict(model.state_dict())
     norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
     tensors |= {f"{name}, its statistics": norm.split().scale for name, norm in norms.items()}  # NaN for a root of < 0

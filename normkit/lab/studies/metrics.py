@@ -1,4 +1,4 @@
-"""Metrics of studies: numbers read from a finished run's scores, losses and recorded statistics."""
+"""Metrics of studies: numbers from a run's scores, losses and recorded statistics."""
 
 import functools
 import math
@@ -70,7 +70,7 @@ def _minutes_to(name: str, target: float) -> Reader:
 
 
 def _last_step(result: Result) -> int:
-    """Last step trained, which patience or a low learning rate may put before the last one configured."""
+    """Last step trained; patience may end a run before its configured last step."""
     return max((point["step"] for point in result["curve"]), default=result["run"]["steps"])
 
 
@@ -85,7 +85,7 @@ def _train_perplexity(folder: Path, result: Result) -> float | None:
 
 
 def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: bool = False) -> Reader:
-    """Summarize a recorded quantity over the run, for the first norm that has it or for all sites."""
+    """Summarize a recorded quantity over the run: of its first norm, or of all sites."""
 
     def read(folder: Path, result: Result) -> float | None:
         series = list(_recording(folder).of(quantity).values())
@@ -98,7 +98,7 @@ def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: 
 
 
 def _singular_value(folder: Path, result: Result) -> float | None:
-    """A singular value of the first recorded embedding, a tenth of the way from the largest to the smallest."""
+    """A singular value of the first embedding, a tenth of the way down from the largest."""
     prefix, recording = "singular_value[", _recording(folder)
     indices = [int(name[len(prefix) : -1]) for name in recording.quantities if name.startswith(prefix)]
     if not indices:

@@ -12,7 +12,10 @@ from normkit.lab.train.progress import Progress
 
 
 class Board:
-    """Display of several runs: `with Board(console, titles, steps) as board: board.update(title, progress)`."""
+    """Display of several runs.
+
+    Use it as `with Board(console, titles, steps) as board: board.update(title, progress)`.
+    """
 
     def __init__(self, console: Console, titles: list[str], steps: int):
         self.console = console if is_rank_zero() else Console(quiet=True)  # only rank 0 prints
@@ -35,7 +38,7 @@ class Board:
             self._live.stop()
 
     def update(self, title: str, progress: Progress) -> None:
-        """Show the progress of a run; without a terminal, one line per tenth of the training and per later stage."""
+        """Show the progress of a run; without a terminal, a line per tenth and per later stage."""
         step, steps, training = progress.step, progress.steps, progress.stage == "training"
         state = f"{progress.stage} ..."
         if training:

@@ -14,10 +14,11 @@ LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray reserves for results; ours 
 
 
 class RayWorkers:
-    """Jobs as Ray tasks: `with RayWorkers("local") as workers: workers.submit(title, job, run, ...)`.
+    """Jobs as Ray tasks.
 
-    Each job requests the threads of its run, and its GPUs unless the run is for the CPU. If a worker is lost, Ray
-    starts the job again elsewhere; it resumes from its last checkpoint if all machines can read the run's folder.
+    Use it as `with RayWorkers("local") as workers: workers.submit(title, job, run, ...)`. Each job requests the threads
+    of its run, and its GPUs unless the run is for the CPU. If a worker is lost, Ray starts the job again elsewhere; it
+    resumes from its last checkpoint if all machines can read the run's folder.
     """
 
     def __init__(self, address: str = "local", cores: int | None = None):

@@ -1,4 +1,4 @@
-"""Run a study: keep finished runs, resume interrupted ones, record failed ones as rows of the table."""
+"""Run a study: keep finished runs, resume interrupted ones, show failed ones."""
 
 import dataclasses
 import shutil
@@ -37,7 +37,7 @@ class StudyPlan:
 
 
 def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> StudyPlan:
-    """List the runs that are left to train, seed by seed, so that the table has all rows early.
+    """List the runs that are left to train, seed by seed: all rows appear early.
 
     Raises:
         ValueError: If nothing can be run at this scale, all data is missing, or a folder holds a run with other
@@ -66,7 +66,7 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
 
 
 def _missing(run: Run, whole: bool) -> str:
-    """Explain why the data of a run cannot be read or, with `whole`, is incomplete; empty if it is fine."""
+    """Explain why the data of a run is missing or, with `whole`, incomplete; else empty."""
     from normkit.lab.train.source import source
 
     try:

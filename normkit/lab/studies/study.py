@@ -98,7 +98,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """A table or figure of a paper, or a question of our own, as a grid of runs: rows x columns x seeds.
+    """A table or figure of a paper, or our own question: a grid of rows x columns x seeds.
 
     Attributes:
         id: Name, such as `pn.table2`.
@@ -141,7 +141,7 @@ class Study:
 
 
 class Cell(NamedTuple):
-    """A place of the grid: its row and column, the run without its seed, and the folder of its seeds."""
+    """A place of the grid: row, column, the run without its seed, and the folder of its seeds."""
 
     row: int
     column: int
@@ -219,9 +219,9 @@ def with_options(spec: str, more: Settings) -> str:
 
 
 def warmed(spec: str, warmup: int) -> str:
-    """Let the statistics of a norm warm up as long as the learning rate does, unless the spec sets `warmup`.
+    """Let the statistics of a norm warm up as long as the learning rate.
 
-    Phases after the warm-up keep their length in proportion to it.
+    A `warmup` in the spec stays. Phases after the warm-up keep their length in proportion to it.
 
     >>> warmed("un(window=2)", 100), warmed("layer", 100)
     ('un(window=2, warmup=100)', 'layer')
@@ -239,7 +239,7 @@ def warmed(spec: str, warmup: int) -> str:
 
 
 def warm(run: Run) -> Run:
-    """Apply `warmed` to all norms of a run: shorter runs would never leave the default warm-up of 4,000 steps.
+    """Apply `warmed` to all norms: short runs would never leave a warm-up of 4,000 steps.
 
     >>> from normkit.lab.studies.recipes import g2p_cmudict
     >>> run = override(g2p_cmudict(), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
@@ -283,7 +283,7 @@ def seeds(folder: Path) -> dict[int, Path]:
 
 
 def differences(found: Settings, expected: Run) -> list[str]:
-    """Describe the settings in which a result's run differs from the expected one, except those in WHERE."""
+    """Describe the settings, except WHERE, in which a result differs from the expected run."""
     have, need = flat(dict(found)), flat(dataclasses.asdict(expected))
     defaults = flat(dataclasses.asdict(Run(name="", task="", data="", steps=1)))
     return [

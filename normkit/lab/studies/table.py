@@ -142,7 +142,7 @@ def cell_text(cell: Mapping[str, Any], digits: int) -> str:
 
 
 def grid(table: Table) -> tuple[list[tuple[str, str]], list[list[str]]]:
-    """Format headings (column, and "paper" or "ours") and rows. Columns that were not run show the paper alone."""
+    """Format headings (column, and "paper" or "ours") and rows."""
     heads, rows = [("", "")], [[escape(row["label"])] for row in table["rows"]]
     for place, column in enumerate(table["columns"]):
         cells = [row["cells"][place] for row in table["rows"]]
@@ -241,7 +241,7 @@ def number(printed: str | None) -> float | None:
 
 
 def agreement(table: Table, place: int) -> str | None:
-    """Count the pairs of rows that we order as the paper does; None if there is none to compare."""
+    """Count the pairs of rows that we order as the paper does; None without such pairs."""
     column = table["columns"][place]
     sign = column["better"] or 1
     theirs: dict[str, float] = {}

@@ -1,7 +1,8 @@
-"""How long must statistics warm up? Until then `un`, `mabn` and `power(groups=0)` are `pnv`, with its exact gradient.
+"""Study: length of the warm-up of statistics.
 
-Afterwards they divide by what past batches say and remove what past gradients say, which is right where both change
-slowly. At the peak of the learning rate, where its own warm-up ends, they do not.
+During their warm-up `un`, `mabn` and `power(groups=0)` are `pnv`, with its exact gradient. Afterwards they use
+statistics of past batches and past gradients, which is right if both change slowly. At the peak of the learning rate,
+where its own warm-up ends, they do not.
 """
 
 from normkit.lab.papers.powernorm.recipes import IWSLT14

@@ -36,10 +36,11 @@ _stop: Any = None
 
 
 class Workers:
-    """Processes for jobs: `with Workers(2, on_message) as workers: workers.submit(title, job, ...)`.
+    """Processes for jobs.
 
-    If a process is killed, as when memory runs out, the pool is lost: all jobs that were running start again in new
-    processes, `RETRIES` times at most, because the killed job cannot be identified.
+    Use it as `with Workers(2, on_message) as workers: workers.submit(title, job, ...)`. If a process is killed, as when
+    memory runs out, the pool is lost: all jobs that were running start again in new processes, `RETRIES` times at most,
+    because the killed job cannot be identified.
 
     Args:
         count: Number of processes.
@@ -85,9 +86,10 @@ class Workers:
             job.cancel()
 
     def ended(self) -> Iterator[tuple[str, Any]]:
-        """Yield title and outcome of each job as it ends: its return value, or the exception that ended it.
+        """Yield title and outcome of each job as it ends.
 
-        Jobs that were cancelled before they started are left out.
+        The outcome is the return value, or the exception that ended the job. Jobs that were cancelled before they
+        started are left out.
         """
         while self._jobs:
             self._read_messages()
@@ -222,7 +224,7 @@ def environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C here and in processes that start meanwhile; only the main thread receives it."""
+    """Ignore Ctrl-C, which only the main thread receives, also in processes started meanwhile."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

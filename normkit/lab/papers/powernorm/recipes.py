@@ -1,4 +1,4 @@
-"""Recipes of PowerNorm (Shen et al., ICML 2020): translation, language models, and ResNet-20 for comparison."""
+"""Recipes of PowerNorm (Shen et al., ICML 2020): translation, language models, ResNet-20."""
 
 import dataclasses
 

@@ -13,7 +13,7 @@ FIXUP = {"model.init": "fixup", "model.norm": "nonorm(affine=True)", "model.norm
 
 
 def _synchronized(norm: str) -> dict[str, Settings]:
-    """The big model's BN and PN-V have the statistics of all GPUs, PN has not (A.1); IWSLT14 is trained on one."""
+    """Synchronize BN and PN-V of the big model over GPUs, as in A.1; IWSLT14 uses one GPU."""
     return {"paper": {"model.norm": f"{norm}(sync=True)"}}
 
 
@@ -70,7 +70,7 @@ TABLE3 = Study(
     id="pn.table3",
     title="perplexity of tensorized language models on validation and test of PTB and WikiText-103",
     source="PowerNorm, Table 3",
-    claim="Validation says the same as the test of Table 2.",
+    claim="Validation agrees with the test of Table 2.",
     columns=(
         Column(title="PTB valid", metric="perplexity valid", base=PTB),
         Column(title="PTB test", metric="perplexity", base=PTB),

@@ -1,4 +1,4 @@
-"""Transformers without Tears (Nguyen and Salazar, IWSLT 2019): Tables 2 to 8 and Figures 1 to 4, as printed."""
+"""Transformers without Tears (Nguyen and Salazar, 2019): Tables 2 to 8, Figures 1 to 4."""
 
 from normkit.lab.papers.tears.recipes import IWSLT15_VI, TED, WMT14_DE
 from normkit.lab.studies.study import Column, Row, Study, Times

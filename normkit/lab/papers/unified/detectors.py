@@ -1,4 +1,4 @@
-"""Recipes of Unified Normalization's detectors. `--model.norm` sets the norms of the backbone."""
+"""Recipes of Unified Normalization's detectors; `model.norm` is that of the backbone."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Recipes of Unified Normalization (Yang et al., ACM MM 2022): translation and image classification."""
+"""Recipes of Unified Normalization (Yang et al., 2022): translation and classification."""
 
 import dataclasses
 

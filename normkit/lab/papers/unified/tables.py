@@ -1,4 +1,4 @@
-"""Unified Normalization (Yang et al., ACM MM 2022): Tables 1 to 10, Figures 1 and 3 to 6, as printed."""
+"""Unified Normalization (Yang et al., 2022): Tables 1 to 10, Figures 1 and 3 to 6."""
 
 from normkit.lab.papers.unified.detectors import FASTER_RCNN, FASTER_RCNN_12, MASK_RCNN, MASK_RCNN_12
 from normkit.lab.papers.unified.recipes import CIFAR10, IMAGENET_SWIN, IMAGENET_T2T, IWSLT14_UN, WMT14_FR
