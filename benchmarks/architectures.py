@@ -1,4 +1,4 @@
-"""Further architectures of transformers, timm and torchvision in tiny sizes, for the page of compatibility.
+"""Tiny models of transformers, timm and torchvision for the compatibility page.
 
 They have random weights, gains, biases and statistics. `CASES` maps a name to a function that builds the case.
 """
@@ -30,7 +30,8 @@ SIZES = {  # options of configurations in transformers, used where a configurati
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "image_size": 32, "patch_size": 8,
     "rotary_dim": 8, "type_vocab_size": 2,
 }  # fmt: skip
-PICTURES = {"vocab_size", "patch_size"}  # left as they are for models of images, which often have several stages
+PICTURES = {"vocab_size", "patch_size"}  # left as they are for models of images
+STAGES = ("hidden_sizes", "depths", "embed_dims", "hidden_dim", "neck_hidden_sizes")  # of models with several sizes
 
 OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
     "recurrent_gemma": {"lru_width": 16, "block_types": ["recurrent", "attention"]},
@@ -47,6 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "funnel": {"block_sizes": [1, 1]},
     "xmod": {"default_language": "en_XX"},
+    "donut-swin": {"image_size": 56, "depths": [1, 1], "num_heads": [2, 2]},
 }
 SKIP = {"funnel": {"num_hidden_layers"}, "prophetnet": {"num_hidden_layers"}, "gemma4_text": {"head_dim"}}  # fmt: skip
 
@@ -105,6 +107,8 @@ def _configuration(kind: str, skip: set[str]) -> Any:
 
     default = CONFIG_MAPPING[kind]()
     optional = ("sliding_window", "q_lora_rank")
+    if PICTURES <= skip and any(hasattr(default, key) for key in STAGES):
+        skip = set(SIZES) - {"image_size"}
     sizes = {
         key: size
         for key, size in SIZES.items()

@@ -1,4 +1,6 @@
-"""Fold many models and write docs/compatibility.md: norms found, converted and gone, errors, and what stays and why.
+"""Fold many models and write docs/compatibility.md.
+
+The page lists the norms found, converted and gone, the errors, and what stays and why.
 
     python benchmarks/compatibility.py [--rows benchmarks/results/compatibility.json] [--out docs/compatibility.md]
     python benchmarks/compatibility.py --only bert gpt2 "timm resnet18"

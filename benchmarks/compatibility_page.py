@@ -1,4 +1,4 @@
-"""The page docs/compatibility.md, from the rows of benchmarks/compatibility.py and benchmarks/minilm.py."""
+"""The page docs/compatibility.md, from the rows of compatibility.py and minilm.py."""
 
 import json
 from collections import Counter

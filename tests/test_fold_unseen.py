@@ -1,4 +1,4 @@
-"""What an example does not show and a later input does: the folded model must be right there, too."""
+"""Later inputs that take other paths than the example: the folded model is right there."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Verification in float64: the inputs that are tried, the comparison, and examples that prove nothing."""
+"""Verification in float64: inputs, comparison, and examples that prove nothing."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_grouped_products_of_experts_in_float64():
 
 
 class Experts(nn.Module):
-    """A norm, a router and two experts whose weights are one parameter, each used by some of the rows."""
+    """A norm, a router, and two experts in one parameter, each used by some rows."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Refuse models that cannot be transformed before anything is done to them, and copy the others."""
+"""Refuse models that cannot be transformed, and copy the others."""
 
 import copy
 
@@ -17,7 +17,7 @@ QUANTIZED = ("torch.ao.nn.quantized", "torchao", "bitsandbytes", "auto_gptq", "a
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
-    """Raise a TypeError for what is no model, or is wrapped, sharded or compiled, saying what to do instead."""
+    """Raise a TypeError for what is no model, or is wrapped, sharded or compiled."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{verb}() takes an nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -25,17 +25,17 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
         for kind in type(module).__mro__:
             if kind.__name__ in WRAPPERS:
                 raise TypeError(
-                    f"{verb}() cannot look into this model: {where} {kind.__name__}; {WRAPPERS[kind.__name__]}"
+                    f"{verb}() cannot transform this model: {where} {kind.__name__}; {WRAPPERS[kind.__name__]}"
                 )
         if getattr(module, "_compiled_call_impl", None) is not None:
-            raise TypeError(f"{verb}() cannot look into this model: {name or 'it'} is compiled; compile after {verb}()")
+            raise TypeError(f"{verb}() cannot transform this model: {name or 'it'} is compiled; compile after {verb}()")
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
-            raise TypeError(f"{verb}() cannot look into this model: {name} is sharded; transform it before sharding")
+            raise TypeError(f"{verb}() cannot transform this model: {name} is sharded; transform it before sharding")
 
 
 def quantized(model: nn.Module) -> str | None:
-    """What is quantized in a model, in words; None where nothing is."""
+    """Name the first part of a model that is quantized; None where nothing is."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith(QUANTIZED) or hasattr(module, "_packed_params"):
             return f"{name or 'the model'} is a quantized {type(module).__name__}"
@@ -54,7 +54,7 @@ def refuse_quantized(model: nn.Module, verb: str) -> None:
 
 
 def refuse_meta(model: nn.Module, verb: str) -> None:
-    """Raise a ValueError for a model with parameters or buffers on the meta device, which have no values."""
+    """Raise a ValueError for parameters or buffers on the meta device, without values."""
     names = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if names:
         raise ValueError(
@@ -64,7 +64,7 @@ def refuse_meta(model: nn.Module, verb: str) -> None:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model, also where pruning or `torch.nn.utils.weight_norm` keeps a computed weight as an attribute."""
+    """Copy a model, also where weight norm or pruning keeps a computed weight."""
     computed = [
         value
         for module in model.modules()

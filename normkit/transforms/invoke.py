@@ -10,10 +10,19 @@ from torch import Tensor, nn
 
 
 def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-    """`forward(model, batch)`; without one, a mapping is keywords, a tuple or list is arguments, else one argument.
+    """Call a model on a batch.
 
-    >>> call(nn.Linear(2, 3), (torch.zeros(4, 2),)).shape
-    torch.Size([4, 3])
+    Args:
+        model: The model.
+        batch: A mapping of keyword arguments, a tuple or list of positional ones, or one argument.
+        forward: Called as `forward(model, batch)` instead.
+
+    Returns:
+        The output of the model.
+
+    Example:
+        >>> call(nn.Linear(2, 3), (torch.zeros(4, 2),)).shape
+        torch.Size([4, 3])
     """
     if forward is not None:
         return forward(model, batch)
@@ -82,12 +91,22 @@ PLAIN_OPTIONS = ("past_key_values", "inputs_embeds", "position_ids", "head_mask"
 
 
 def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mapping[str, Any]) -> str:
-    """How an example could use weights that no call used, from their names and the signature of the forward.
+    """Advise on an example that would use weights which no call used.
 
-    >>> class Pair(nn.Module):
-    ...     def forward(self, input_ids, encoder_hidden_states=None): ...
-    >>> advice(Pair(), ["layer.0.crossattention.key.weight"], (), {"input_ids": 0})
-    'pass encoder_hidden_states'
+    Args:
+        model: The model.
+        weights: Names of the weights.
+        args: Positional arguments of the example.
+        kwargs: Keyword arguments of the example.
+
+    Returns:
+        The arguments to pass, from the weights' names and the signature of the forward.
+
+    Example:
+        >>> class Pair(nn.Module):
+        ...     def forward(self, input_ids, encoder_hidden_states=None): ...
+        >>> advice(Pair(), ["layer.0.crossattention.key.weight"], (), {"input_ids": 0})
+        'pass encoder_hidden_states'
     """
     signature = inspect.signature(model.forward)
     takes = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -117,10 +136,11 @@ def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mappin
 
 
 def tensors(output: Any, depth: int = 6) -> dict[str, Tensor]:
-    """All tensors in an output by their path: in tuples, mappings, dataclasses and plain objects.
+    """Find all tensors in tuples, mappings, dataclasses and plain objects, by their path.
 
-    >>> list(tensors({"logits": torch.zeros(1), "past": (torch.zeros(2), None)}))
-    ['logits', 'past.0']
+    Example:
+        >>> list(tensors({"logits": torch.zeros(1), "past": (torch.zeros(2), None)}))
+        ['logits', 'past.0']
     """
     if isinstance(output, Tensor):
         return {"": output}

@@ -15,7 +15,7 @@ NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Compute everything in float64, without the fused kernels that hide the operations of a layer."""
+    """Compute everything in float64, without fused kernels that hide the operations."""
     default, fused = torch.get_default_dtype(), torch.backends.mha.get_fastpath_enabled()
     torch.set_default_dtype(torch.float64)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -36,7 +36,7 @@ def widened(example: Any) -> Any:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
-    """`torch.nn.functional.grouped_mm` as one product per group, which unlike it exists in float64.
+    """Compute `torch.nn.functional.grouped_mm` as one product per group, in any type.
 
     Args:
         x: Rows `[rows, in]` sorted by group, or `[groups, rows, in]` without `offs`.
@@ -44,8 +44,9 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options:
         offs: `[groups]`, the row after the last one of each group.
         options: `bias` and `out_dtype` of the original, which PyTorch ignores or refuses as well.
 
-    >>> grouped_mm(torch.ones(3, 2), torch.ones(2, 2, 1), torch.tensor([1, 3])).flatten()
-    tensor([2., 2., 2.])
+    Example:
+        >>> grouped_mm(torch.ones(3, 2), torch.ones(2, 2, 1), torch.tensor([1, 3])).flatten()
+        tensor([2., 2., 2.])
     """
     if offs is None:
         return x @ weight
@@ -58,7 +59,7 @@ GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # of PyTorch, and of transform
 
 
 class Double(TorchFunctionMode):
-    """Replace narrower types by float64, which norms and softmaxes ask for, and what float64 has no kernel for."""
+    """Replace narrower types by float64, and operations without a kernel for float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call with float64 in place of narrower types."""

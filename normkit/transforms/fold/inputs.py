@@ -1,4 +1,4 @@
-"""Inputs made after an example: random numbers in the same and in other shapes, and masks that mask."""
+"""Make inputs after an example: random numbers in the same and in other shapes."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ class Change:
     sizes: dict[int, int]  # axis: its new size
 
     def of(self, t: Tensor, is_data: bool) -> Tensor:
-        """Resize a tensor: data with as many axes in the same ones, a mask in each axis as long but the batch's."""
+        """Resize data in the same axes, and masks in each axis of that length but the batch's."""
         if is_data and t.dim() == self.like.dim():
             changes = [(axis, self.like.shape[axis], new) for axis, new in self.sizes.items()]
         else:
@@ -44,9 +44,9 @@ def variants(
     other_shapes: bool = True,
     run: Callable[[str, tuple, dict[str, Any]], object] | None = None,
 ) -> dict[str, Call]:
-    """Random inputs made after an example, by label: same shapes, one more in the batch, masks that mask, other sizes.
+    """Make random inputs after an example.
 
-    Masks and flags keep their values, except that a mask without anything masked is also tried with a masked position.
+    They have the same shapes, one more in the batch, masks that mask something, and other sizes. Masks and flags keep their values, except that a mask without anything masked is also tried with a masked position.
     Arguments that are no tensors stay. Calls that the model refuses are left out.
 
     Args:
@@ -56,6 +56,9 @@ def variants(
         other_shapes: Vary lengths and sizes, too, not the batch alone.
         run: Runs `(label, args, kwargs)` and raises for a call to leave out; the model itself by default. Calls of
             other sizes come first.
+
+    Returns:
+        The calls by label.
     """
     run = run or (lambda label, args, kwargs: model(*args, **kwargs))
     leaves, spec = tree_flatten((args, kwargs))
@@ -93,7 +96,7 @@ def _same_sizes(given: list[Tensor], of_data: set[int]) -> list[Plan]:
 
 
 def _other_sizes(t: Tensor) -> Iterator[Plan]:
-    """Plans that change one length or size; of each plan the first label that the model accepts is used.
+    """Plans that change one length or size; the first accepted label of each is used.
 
     A length shrinks by one, that of sound also by a fifth. Images grow by a quarter, or else by a half, and by as
     little as the patches allow, so that windows of patches have to be padded. They never shrink: Swin of transformers
@@ -130,7 +133,7 @@ def _resized(t: Tensor, dim: int, old: int, new: int) -> Tensor:
 
 
 def _is_flags(t: Tensor) -> bool:
-    """True for a mask: booleans, zeros and ones, or numbers so low that they stand for minus infinity."""
+    """True for a mask: booleans, zeros and ones, or numbers that stand for minus infinity."""
     return t.dtype is torch.bool or bool(((t == 0) | (t == 1) | (t < -1e4)).all())
 
 
@@ -140,7 +143,7 @@ def _is_idle(mask: Tensor) -> bool:
 
 
 def _masking(t: Tensor) -> Tensor:
-    """An idle mask with the other value at the last position of the first row, which may take another branch."""
+    """An idle mask with the other value at the last position of the first row."""
     if not (_is_flags(t) and _is_idle(t)):
         return t
     axis = max((axis for axis in range(1, t.dim()) if t.shape[axis] > 1), default=0)
@@ -150,7 +153,7 @@ def _masking(t: Tensor) -> Tensor:
 
 
 def _tops(model: nn.Module, data: list[Tensor]) -> list[int | None]:
-    """Upper limits for integers that are constant in the example: the numbers of rows of the model's embeddings."""
+    """Upper limits for integers that are constant in the example: rows of embeddings."""
     if not any(not t.dtype.is_floating_point and bool((t == t.flatten()[0]).all()) for t in data):
         return [None]
     rows = sorted({m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)})

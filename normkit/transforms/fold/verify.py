@@ -1,4 +1,4 @@
-"""Compare two models in float64: on the given example, and on random inputs of the same and of other shapes."""
+"""Compare two models in float64, on an example and on random inputs made after it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Outputs = dict[str, Tensor]  # by path in what the model returns
 
 
 class Verifier:
-    """Calls of a model in float64 with its outputs, to which a changed copy of the model is compared.
+    """Calls of a model in float64 and its outputs, to compare a changed copy with.
 
     Args:
         model: A copy of the model in float64.
@@ -40,7 +40,7 @@ class Verifier:
     def record(
         self, model: nn.Module, run: Callable[[str, tuple, dict[str, Any]], Outputs], other_shapes: bool = True
     ) -> None:
-        """Run the example again and inputs made after it, by `run`; those that the model refuses are left out."""
+        """Run the example again, and those inputs made after it that the model accepts."""
 
         def recorded(label: str, args: tuple, kwargs: dict[str, Any]) -> None:
             out = run(label, args, kwargs)
@@ -60,7 +60,7 @@ class Verifier:
             )
 
     def worst(self, model: nn.Module) -> float:
-        """The largest error of a changed model over all calls; inf where it fails, with the reason in `failure`."""
+        """The largest error of a changed model; inf where it fails, as in `failure`."""
         worst, self.failure = 0.0, ""
         with in_float64():
             for label, (args, kwargs) in self.calls.items():
@@ -91,7 +91,7 @@ class Verifier:
         return picked
 
     def _require_numbers(self, out: Outputs) -> None:
-        """Raise a ValueError for NaN, and for outputs without any finite number; some infinite ones may be masks."""
+        """Raise a ValueError for NaN and for outputs without finite numbers; masks are infinite."""
         for path, t in out.items():
             if t.dtype.is_floating_point and (t.isnan().any() or (t.numel() and not t.isfinite().any())):
                 what = "no number is finite" if not t.isfinite().any() else "some numbers are NaN"
@@ -103,10 +103,19 @@ class Verifier:
 
 @torch.no_grad()
 def error(mine: Any, theirs: Any, outputs: Callable[[Any], Any] | None = None) -> float:
-    """The largest difference between two outputs, relative to each tensor's largest number; inf where kinds differ.
+    """Compute the largest difference between two outputs, relative to each largest number.
 
-    >>> error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0]))
-    1.0
+    Args:
+        mine: What one model returned.
+        theirs: What the other model returned, the reference.
+        outputs: Picks what is compared; everything by default.
+
+    Returns:
+        The error; inf where shapes, types of numbers or infinite numbers differ.
+
+    Example:
+        >>> error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0]))
+        1.0
     """
     mine, theirs = (tensors(outputs(out) if outputs else out) for out in (mine, theirs))
     if mine.keys() != theirs.keys() or not mine:
