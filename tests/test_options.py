@@ -68,6 +68,12 @@ def test_a_class_variable_is_no_option_and_removes_an_inherited_one():
     assert Fixed(4).kind == "b"
 
 
+@pytest.mark.parametrize(("name", "hint"), [("bias", 'with_bias: .*alias="bias"'), ("split", "name of a method")])
+def test_names_that_are_taken_raise_with_what_to_do(name, hint):
+    with pytest.raises(TypeError, match=hint):
+        type("Taken", (RowNorm,), {"__annotations__": {name: bool}, name: False})
+
+
 def test_a_constructor_of_ones_own_may_pass_options_on():
     class Own(StatNorm):
         def __init__(self, dim, *, strength=2.0, eps=1e-3):

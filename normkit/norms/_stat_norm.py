@@ -120,14 +120,10 @@ class StatNorm(StatefulNorm):
         joined = kernels is not None and kernels.SUPPORTS_GROUPS and type(self).rest is StatNorm.rest
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
-            rows_of_x = x.detach()
-            statistics, y, one_pass = (
-                self._records.find(lambda: ops.moments(rows_of_x, mask, self.center, wide, groups, self.eps)[0]),
-                None,
-                False,
-            )
+            data, y, one_pass = x.detach(), None, False
+            statistics = self._records.find(lambda: ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
             if statistics is None:
-                statistics, y, one_pass = self._train_step(rows_of_x, mask, wide, groups, kernels is not None)
+                statistics, y, one_pass = self._train_step(data, mask, wide, groups, kernels is not None)
             statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
         record = self._records.add(statistics)
         options = autograd.StandardizeOptions(self, mask, groups, one_pass, y)
