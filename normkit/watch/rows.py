@@ -1,7 +1,7 @@
 """The store of rows that a recorder fills."""
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,10 +76,6 @@ class Rows:
         self.refresh()
         if self._send is not None:
             self.take()
-
-    def extend(self, rows: Iterable[Row]) -> None:
-        """Add rows of an earlier recording, which this one continues."""
-        self._held.extend(rows)
 
     def save(self, path: str | Path) -> None:
         """Write the rows held to a .csv or .parquet file; the latter needs pyarrow."""
