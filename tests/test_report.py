@@ -174,6 +174,9 @@ def test_folding_and_timing_are_reported_as_measured():
     assert "turns): faster." in verdict(one)
     pair |= {"high": 1.01}
     assert "turns): no clear difference." in verdict(one)
+    one["timing"]["obstacle"] = "this machine is too noisy"
+    assert "Speed was not compared: this machine is too noisy." in verdict(one)
+    assert "turns)" not in verdict(one)
 
 
 def seeds(norm, *scores):

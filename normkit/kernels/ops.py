@@ -127,7 +127,7 @@ def standardize_and_moments(
         mean = stat[0] if center else None
         y, fresh = cpu.standardize(x, mean, *vectors, mask, sums=True, groups=groups, eps=eps)
     assert fresh is not None
-    return y, *fresh
+    return y, fresh[0], fresh[1]
 
 
 def select_grad(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int = 0) -> str:

@@ -194,8 +194,8 @@ def standardize_grad(
     if sums:
         out = _sums(dys, rows, mean, inv)
         if real and keep is not None:
-            real_rows = (torch.where(keep, t, 0) for t in (dys, rows))
-            out = torch.cat([out, _sums(*real_rows, mean, inv)])
+            dy_real, x_real = torch.where(keep, dys, 0), torch.where(keep, rows, 0)
+            out = torch.cat([out, _sums(dy_real, x_real, mean, inv)])
     if dy_coefficient is not None and taken is not None:
         slope = taken[-1] * inv
         dx = torch.addcmul(torch.zeros_like(slope) if mean is None else taken[0] - slope * mean, rows, slope)

@@ -46,6 +46,7 @@ SHAPE: dict[str, Any] = {  # "*" stands for any name
             "what": Maybe(str),
             "pairs": [{"a": str, "b": str, "ratio": NUMBER, "low": NUMBER, "high": NUMBER, "n": int}],
             "noise": Maybe(NUMBER),  # ratio of a variant to itself
+            "obstacle": Maybe(str),  # reason why the timings allow no verdict
         }
     ),
     "seconds": {"train": Maybe(NUMBER), "score": Maybe(NUMBER)},

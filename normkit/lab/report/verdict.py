@@ -191,7 +191,7 @@ def _ending(result: Result, name: str) -> list[str]:
 
 
 def _folding(metric: Metric | None, result: Result, name: str) -> list[str]:
-    fold, pairs = result.get("fold") or {}, (result.get("timing") or {}).get("pairs") or []
+    fold, timing = result.get("fold") or {}, result.get("timing") or {}
     sentences = []
     if fold.get("max_error") is not None:
         text = (
@@ -203,7 +203,9 @@ def _folding(metric: Metric | None, result: Result, name: str) -> list[str]:
             same = "unchanged" if abs(after.value - before.value) < HUNDREDTH else f"before {before.text()}"
             text += f", {metric.name} {after.text()} ({same})"
         sentences.append(text + ".")
-    for pair in pairs:
+    if timing.get("obstacle"):
+        return [*sentences, f"Speed was not compared: {timing['obstacle']}."]
+    for pair in timing.get("pairs") or []:
         sentences.append(f"{pair['a']} takes {pair['ratio']:.2f} of the time of {pair['b']}{_speed(pair)}.")
     return sentences
 

@@ -59,6 +59,7 @@ def finish_job(title: str, folders: dict[str, Path], to_fold: str | None, baseli
             "what": f"seconds to decode {WORDS} words step by step, along the right answers",
             "pairs": [{"a": a, "b": b, **_ratio(timings, a, b)} for a, b in pairs],
             "noise": timings.noise,
+            "obstacle": timings.obstacle or None,
         }
     for name, result in found.items():
         results.write(folders[name], result)
