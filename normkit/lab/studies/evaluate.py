@@ -69,7 +69,7 @@ def _scores(folded: Loaded) -> dict[str, float]:
     from normkit.lab.data.embedded import SOURCES
     from normkit.lab.train.translation import Translation
 
-    return Translation(folded.run, folded.model, SOURCES[folded.run.data]()).score_greedy()
+    return Translation(folded.run, folded.model, SOURCES[folded.run.data]()).score_test()
 
 
 def _timings(models: Mapping[str, Loaded]) -> Timings:

@@ -48,9 +48,9 @@ def calibrate_run(loaded: Loaded, batches: int | None = None) -> tuple[Loaded, C
     if batches is not None and batches < 1:
         raise ValueError(f"batches must be at least 1; got {batches}")
     task = TASKS[run.task].load("module")(run, model, source(run, lambda stage: None)())
-    batches = batches or task.calibration_batches
+    number: int = batches or task.calibration_batches
     before = task.validate()["loss"]
-    with task.calibrated(itertools.islice(task.batches(0), batches)):
+    with task.calibrated(itertools.islice(task.batches(0), number)):
         calibrated = task.model.eval()
         after = task.validate()["loss"]
-    return Loaded(run, calibrated, vocabularies), Calibration(count, batches, before, after)
+    return Loaded(run, calibrated, vocabularies), Calibration(count, number, before, after)
