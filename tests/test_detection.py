@@ -165,7 +165,7 @@ def test_a_picture_that_does_not_decode_is_replaced_counted_or_refused(tmp_path)
     assert train(run, tmp_path / "run")["data"]["broken"] == {"count": 1, "first": said}, (
         "once, however often it is met"
     )
-    with pytest.raises(ValueError, match=r"002.png cannot be read.*; mend or remove it, or --broken skip"):
+    with pytest.raises(ValueError, match=r"002.png cannot be read.*; repair or remove it, or use --broken skip"):
         train(dataclasses.replace(run, broken="refuse", workers=0), tmp_path / "other")
     for path in (folder / "images").iterdir():
         path.write_bytes(path.read_bytes()[:200] + bytes(40) + path.read_bytes()[240:])
@@ -228,7 +228,7 @@ def test_every_recipe_runs_two_steps(name, tmp_path, monkeypatch):
         assert score["n"] == 6
         assert {"box_ap", "loss_objectness"} <= set(score)
         assert ("mask_ap" in score) == own.masks
-    assert result["data"]["train"] == {"pictures": 6, "boxes": result["data"]["train"]["boxes"]}
+    assert result["data"]["train"] == {"images": 6, "boxes": result["data"]["train"]["boxes"]}
     assert "broken" not in result["data"]
     assert result["data"]["operators"]
 
@@ -272,5 +272,5 @@ def test_masks_need_outlines(tmp_path):
     for name in ("train", "valid"):
         scene_files.write(tmp_path, given, files, name)
     data = find_scenes(str(tmp_path))()
-    with pytest.raises(ValueError, match="has things without outlines, which tiny cannot learn from"):
+    with pytest.raises(ValueError, match="has objects without outlines, and tiny trains masks"):
         Detection(RUN, build_model("detection", RUN.model, data.vocabularies), data)
