@@ -303,9 +303,9 @@ def test_pick_names_what_there_is():
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is no folder of a run: there is no such folder"):
+    with pytest.raises(ValueError, match="is not a run folder: there is no such folder"):
         load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"is no folder of a run: it has no run\.json"):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no run\.json"):
         load(tmp_path)
     (tmp_path / "run.json").write_text('{"name": "x"}')
     with pytest.raises(ValueError, match="not the settings of a run"):
