@@ -290,3 +290,34 @@ def test_pytorchs_own_encoder_keeps_one_of_its_norms():
     assert report.foldable == "3 of 4"
     assert sum(isinstance(module, Affine) for module in folded.modules()) == 1
     assert "all but one can be folded" in next(row.why for row in report if row.action == "multiply-add")
+
+
+def test_a_slow_fold_has_a_bar_on_a_terminal_only(monkeypatch):
+    from normkit.transforms.fold import progress
+
+    steps = progress.Steps("fold")
+    assert not steps.possible, "stderr of a test is no terminal"
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    with progress.Steps("fold") as step:
+        step("verify")
+        assert step.bar.tasks[0].description == "fold: verify"
+    assert step.bar.finished or not step.bar.live.is_started
+
+
+def test_positions_that_a_subclass_of_embedding_slices_are_a_table():
+    class Positions(nn.Embedding):
+        def forward(self, length: int) -> Tensor:
+            return self.weight[:length]
+
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.positions, self.norm = nn.Embedding(20, DIM), Positions(9, DIM), make("batch", DIM)
+            self.head = nn.Linear(DIM, 20, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.norm(self.embedding(ids) + self.positions(ids.shape[1])))
+
+    check(Sliced(), tokens(2, 5, high=20), actions="folded")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from normkit.transforms.fold.plan import FoldPlan, make_plan
+from normkit.transforms.fold.progress import Steps
 from normkit.transforms.fold.report import Report
 from normkit.transforms.fold.rewrite import largest_factor, rewrite
 from normkit.transforms.fold.survey import Survey
@@ -80,18 +81,22 @@ def fold(
     """
     if spread is not None and not spread >= 1:
         raise ValueError(f"spread is a ratio of ranges, at least 1, or None for no limit; got {spread}")
-    survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "fold")
-    if balance is not None:
-        survey.measure(balance)
-    conditions = {"spread": spread, "balance": balance is not None}
-    plan = make_plan(survey.trace, survey.model, **conditions)
-    worst = survey.verifier.worst(rewrite(survey.model, plan))
-    if not worst <= TOLERANCE:
-        plan, worst = _one_by_one(survey, plan, conditions)
-    del survey.model
-    folded = rewrite(survey.copy(), plan)
-    with torch.no_grad():
-        native = error(folded(*example, **kwexample), model(*example, **kwexample), outputs)
+    with Steps("fold") as step:
+        survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "fold", step)
+        if balance is not None:
+            survey.measure(balance)
+        conditions = {"spread": spread, "balance": balance is not None}
+        step("solve")
+        plan = make_plan(survey.trace, survey.model, **conditions)
+        step("verify")
+        worst = survey.verifier.worst(rewrite(survey.model, plan))
+        if not worst <= TOLERANCE:
+            plan, worst = _one_by_one(survey, plan, conditions)
+        del survey.model
+        step("rewrite")
+        folded = rewrite(survey.copy(), plan)
+        with torch.no_grad():
+            native = error(folded(*example, **kwexample), model(*example, **kwexample), outputs)
     if not native < float("inf"):
         raise RuntimeError(
             f"fold() verified the result in float64 (error {worst:.1e}), but in the model's own type the folded model "

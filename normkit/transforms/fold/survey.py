@@ -1,7 +1,7 @@
 """A float64 copy of a model, the calls that it is tried on, and their trace."""
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,15 @@ class Survey:
     """A float64 copy of a model, the calls that it was tried on, and the trace of them."""
 
     def __init__(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any, untie: bool, other: bool, verb: str
+        self,
+        model: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        outputs: Any,
+        untie: bool,
+        other: bool,
+        verb: str,
+        step: Callable[[str], None] = lambda label: None,
     ):
         refuse_wrapped(model, verb)
         refuse_quantized(model, verb)
@@ -31,7 +39,7 @@ class Survey:
         if not names:
             seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
             raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
-        self.original, self.untie = model, untie
+        self.original, self.untie, self.step = model, untie, step
         self.model = self.double()
         own_storage(self.model)
         self.verifier = Verifier(self.model, args, kwargs, outputs, verb)
@@ -71,6 +79,7 @@ class Survey:
 
     def _traced(self, label: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Trace one call and return its outputs; a call that fails leaves no trace."""
+        self.step(f"trace {label}")
         if label in SAME_SIZES:
             self.trace.resizable = any(known not in SAME_SIZES for known in self.verifier.expected)
         restore = self.trace.snapshot()

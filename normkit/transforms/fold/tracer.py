@@ -219,7 +219,8 @@ class Tracer(TorchDispatchMode):
         """Parameters and buffers that may be used as numbers by themselves, not as the weight of a layer."""
         tables = set()
         for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd | nn.MultiheadAttention):
+            looked_up = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+            if looked_up or isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.MultiheadAttention):
                 continue
             for tensor in [*module._parameters.values(), *module._buffers.values()]:
                 if tensor is not None and tensor.dtype.is_floating_point and 1 < tensor.numel() <= 1 << 20:
