@@ -46,7 +46,7 @@ ALLOWED = {  # third party -> where it may be imported
     "executorch": {"transforms"},
     "transformers": {"transforms", "lab"},
     "tyro": {"cli"},
-    "rich": {"cli", "lab"},
+    "rich": {"cli", "lab", "transforms"},
     **dict.fromkeys(
         ("lightning", "tokenizers", "sacrebleu", "jiwer", "sklearn", "scipy", "numpy", "matplotlib", "jinja2",
          "markupsafe", "ray", "timm", "torchmetrics", "PIL", "pycocotools", "torchvision"),
