@@ -6,11 +6,11 @@ from normkit.cli.line import parse_arguments, write
 
 
 def audit(arguments: list[str]) -> int:
-    """Say for each norm of a saved model what folding can make of it."""
+    """Report for each norm of a saved model what folding can make of it."""
     from tyro.conf import Positional
 
     def parse(model: Positional[Path]) -> Path:
-        """Say for each norm of a saved model who reads it, and what folding can make of it. Nothing is changed.
+        """Report for each norm of a saved model what folding can make of it. Nothing changes.
 
         Args:
             model: Folder of a run, or of a Hugging Face model with safetensors.
@@ -31,11 +31,11 @@ def audit(arguments: list[str]) -> int:
 
 
 def fold(arguments: list[str]) -> int:
-    """Fold the norms of a saved model away, and prove that nothing changed."""
+    """Fold the norms of a saved model away, and verify that nothing changed."""
     from tyro.conf import Positional
 
     def parse(model: Positional[Path], out: Path) -> tuple[Path, Path]:
-        """Fold the norms of a saved model into the layers beside them, and prove in float64 that nothing changed.
+        """Fold the norms of a saved model into the layers beside them, verified in float64.
 
         Args:
             model: Folder of a run, or of a Hugging Face model with safetensors.

@@ -1,4 +1,4 @@
-"""Turn LayerNorm into RMSNorm, exactly: its centring moves into the layers that write its input."""
+"""Turn LayerNorm into RMSNorm: its centring moves into the layers that write its input."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from normkit.transforms.model_changes import record_changes
 def to_rms(
     model: nn.Module, *example: Any, outputs: Callable[[Any], Any] | None = None, untie: bool = False, **kwexample: Any
 ) -> tuple[nn.Module, Report]:
-    """Return an equivalent model in which LayerNorms are RMSNorms where that is exact, and a report on each.
+    """Return an equivalent model with RMSNorms in place of LayerNorms, and a report on each.
 
     A LayerNorm subtracts the mean of its input, so the layers that write a residual stream which only LayerNorms read
     need not write a mean: `W - mean over outputs of W`, `b - mean(b)`, likewise embeddings and positions. The rest of

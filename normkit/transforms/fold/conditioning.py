@@ -13,7 +13,7 @@ from normkit.transforms.fold.solve import Coordinates, Solver
 
 
 class Conditioning:
-    """Keeps the spread of every sum of a model below `limit`; `balance` makes the ranges of free channels equal.
+    """Limits the spread of every sum of a model, and balances the ranges of its channels.
 
     Args:
         solver: The solver of the traced model.
@@ -37,7 +37,7 @@ class Conditioning:
         return max((_spread(_range(at, *each)) for each in self.ranges), default=1.0)
 
     def within(self, norms: list[str]) -> list[str]:
-        """The norms that can be folded within the limit: all, or each in order that does not exceed it."""
+        """The norms that can be folded within the limit: all, or each in order that fits."""
         if self.limit is None or self._fits(norms):
             return norms
         kept: list[str] = []
@@ -55,7 +55,7 @@ class Conditioning:
         return True
 
     def _balanced(self, at: Coordinates, norms: Iterable[str], additions: Iterable[str]) -> Tensor:
-        """Scales of the free classes: the mean range of each on all sums, over that of the other channels there."""
+        """Scales of the free classes: their mean range on all sums, relative to other channels."""
         root, exponent, free = self.solver.classes(norms, additions)
         total, count = torch.zeros(len(root)).double(), torch.zeros(len(root)).double()
         for each in self.ranges:

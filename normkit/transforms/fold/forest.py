@@ -1,4 +1,4 @@
-"""A union-find over all nodes at once: which numbers are multiples or inverses of one another."""
+"""A union-find, vectorized, of numbers that are multiples or inverses of one another."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Forest(NamedTuple):
-    """For each node: `s[node] = ratio * s[root] ** exponent`. `value` is s of the roots, 1 where it is `free`.
+    """For each node: `s[node] = ratio * s[root] ** exponent`.
 
-    `broken` marks the given edges that no values satisfy together with the rest.
+    `value` is s of the roots, 1 where it is `free`. `broken` marks the given edges that no values satisfy together with the rest.
     """
 
     root: Tensor
@@ -26,9 +26,9 @@ class Forest(NamedTuple):
 
 
 def unite(size: int, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor) -> Forest:
-    """Unite nodes by edges `s[a] = ratio * s[b] ** exponent`, exponents 1 and -1; node 0 has the value 1.
+    """Unite nodes by edges `s[a] = ratio * s[b] ** exponent`.
 
-    The root of a class is its node with the lowest number. A class that meets itself with the opposite exponent has
+    Exponents are 1 and -1, and node 0 has the value 1. The root of a class is its node with the lowest number. A class that meets itself with the opposite exponent has
     `s ** 2` given, which has to be positive.
 
     >>> one = torch.ones(1, dtype=torch.float64)
@@ -63,7 +63,7 @@ def unite(size: int, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor) -> F
 def _close(
     root: Tensor, power: Tensor, factor: Tensor, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The values of the roots, those that are free, and the edges that close a cycle without meeting."""
+    """Values of the roots, a mask of free ones, and a mask of edges that contradict a cycle."""
     value = torch.ones(len(root), dtype=torch.float64)
     other = ratio * factor[b] ** exponent
     same = power[a] == power[b] * exponent

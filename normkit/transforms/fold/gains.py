@@ -1,4 +1,4 @@
-"""Gains that are zero, or nearly so: where they can pass without a division, and where they keep their norm."""
+"""Gains that are zero, or nearly so: they pass only where nothing divides by them."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ SMALL = 1e-6  # a gain below this part of the largest counts as zero
 
 
 def mark_small_gains(relations: Relations) -> dict[str, str]:
-    """Set `dead_reads` and `dead_writes` of every norm with a gain of zero; return norms that small gains keep.
+    """Mark the channels of every norm whose gain is zero; return the norms that these keep.
 
     A channel with a small gain passes in two places: where only products read it (they multiply by the gain), and where
     nothing but this norm reads what some layers write (they write it times the gain).
@@ -70,13 +70,13 @@ class _Channels:
         return mask
 
     def only_products_read(self, node: NormNode) -> Tensor:
-        """The channels of a norm that go into products, as they are or times a number, and nowhere else."""
+        """The channels of a norm that only products read, as they are or times a number."""
         at = self.root[node.outputs]
         others = self.kinds["writer"] | self.kinds["sum"] | self.kinds["other"] | self.pinned
         return ~others[at] & (self.norm_writes[at] == 1) & (self.norm_reads[at] == 0) & (at > 0)
 
     def only_it_reads(self, node: NormNode) -> Tensor:
-        """The channels that layers write for this norm alone, all of whose gains there are zero or none is."""
+        """The channels that layers write for this norm alone, with all gains zero or none."""
         at = self.root[node.inputs]
         others = self.kinds["norm"] | self.kinds["other"] | self.pinned | self.by_product
         zero = torch.zeros(len(self.root), dtype=torch.long)

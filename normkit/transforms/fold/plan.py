@@ -1,4 +1,4 @@
-"""The plan of a fold: the coordinates, the outcome of each norm, and the reason for each that stays."""
+"""The plan of a fold: coordinates, the outcome of each norm, reasons for those that stay."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -19,7 +19,7 @@ ONLINE = "statistics of each token are computed at inference"
 
 @dataclass
 class FoldPlan:
-    """Coordinates of all nodes, the outcome of every norm, and the biases that have to be made."""
+    """Coordinates of all nodes, the outcome of every norm, and the biases to be made."""
 
     relations: Relations
     at: Coordinates
@@ -87,7 +87,7 @@ class _Planner:
                 plan.new_biases[product] = new_bias(self.model, self.trace, product)
 
     def _changed(self, plan: FoldPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-        """By stream the names of layers that read it, and of layers that write it, in another coordinate."""
+        """By stream the layers that read it, and that write it, in another coordinate."""
         readers: dict[int, list[str]] = defaultdict(list)
         writers: dict[int, list[str]] = defaultdict(list)
         at = plan.at
@@ -150,7 +150,7 @@ class _Planner:
             plan.outcomes[name] = replace(plan.outcomes[name], saved=plan.outcomes[name].saved - cost)
 
     def _second_bias(self, place: Place) -> int:
-        """The length of the bias that `nn.MultiheadAttention` has to have along with that of its input."""
+        """The length of the second bias that `nn.MultiheadAttention` then has to have."""
         owner = self.model.get_submodule(place.parameter.rpartition(".")[0])
         missing = isinstance(owner, nn.MultiheadAttention) and owner.out_proj.bias is None
         return owner.embed_dim if missing else 0
@@ -205,7 +205,7 @@ def listed_once(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _streams(trace: Trace) -> dict[int, int]:
-    """The stream of each source, by their first codes: sources that are added up belong to one stream."""
+    """The stream of each source, by first codes: sources that are added are one stream."""
     stream = {source.base: source.base for source in trace.sources.values()}
 
     def find(base: int) -> int:

@@ -4,7 +4,7 @@ from normkit.transforms.fold.trace import ZERO, Source, Trace
 
 
 def position(trace: Trace, name: str) -> str:
-    """The position of a norm: "pre", "post", "final", "embedding", "inner" to a block, or "unused"."""
+    """The position of a norm: "pre", "post", "final", "embedding", "inner" or "unused"."""
     source, pairs = trace.sources.get(("norm", name)), trace.inputs.get(name)
     if source is None or pairs is None:
         return "unused"

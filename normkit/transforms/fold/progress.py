@@ -10,7 +10,7 @@ PATIENCE = 3.0  # seconds before a bar appears
 
 
 class Steps:
-    """Names the step that is being worked on, on stderr if that is a terminal and rich is installed.
+    """Shows the current step on stderr, if that is a terminal and rich is installed.
 
     Example:
         >>> with Steps("fold") as step:

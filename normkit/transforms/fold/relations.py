@@ -28,9 +28,9 @@ class Blocked(Exception):
 
 @dataclass(eq=False)
 class NormNode:
-    """A norm at inference, `y = scale * rest(x) + shift`; `rest` is the identity for an offline norm.
+    """A norm at inference, `y = scale * rest(x) + shift`.
 
-    `inputs` and `outputs` are nodes, `[channels]`. Channels with a gain of zero are cut off: in `dead_reads` by what
+    `rest` is the identity for an offline norm. `inputs` and `outputs` are nodes, `[channels]`. Channels with a gain of zero are cut off: in `dead_reads` by what
     reads the norm, in `dead_writes` by what writes its input.
     """
 
@@ -53,7 +53,7 @@ class NormNode:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """`s[a] = s[b] ** exponent` if `scale`, and `t[a] = t[b]` if `shift`; `why` is the reason, for the report."""
+    """`s[a] = s[b] ** exponent` if `scale`, `t[a] = t[b]` if `shift`; `why` for the report."""
 
     a: Tensor
     b: Tensor
@@ -65,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """`sum over k of factors[:, k] * t[nodes[:, k]] = constant`, for the norm of that name if it is folded."""
+    """`sum over k of factors[:, k] * t[nodes[:, k]] = constant`, if that norm is folded."""
 
     nodes: Tensor
     factors: Tensor
@@ -74,7 +74,7 @@ class Row:
 
 
 class Relations:
-    """All links and rows of a trace, and the nodes that every product reads and every norm reads and writes."""
+    """All links and rows of a trace, and the nodes that products and norms read and write."""
 
     def __init__(self, trace: Trace, model: nn.Module, refused: dict[str, str]):
         self.trace, self.model = trace, model
@@ -255,7 +255,7 @@ class Relations:
         self.links.append(Link(a, b, exponent, shift=shift, why=why))
 
     def _overlap(self, one: Product, other: Product, why: str) -> None:
-        """Uses that share some elements, in any way: what reads or writes an element of both is equal in both."""
+        """Link uses that share some elements: both read and write those in equal coordinates."""
         maps = [self._element_nodes(use) for use in (one, other)]
         shared = (maps[0][0] >= 0) & (maps[1][0] >= 0)
         if not bool(shared.any()):
@@ -265,7 +265,7 @@ class Relations:
             self.links.append(Link(pairs[:, 0], pairs[:, 1], shift=shift, why=why))
 
     def _element_nodes(self, use: Product) -> tuple[Tensor, Tensor]:
-        """For each element of a use's parameter the node that it reads and the one that it writes; -1: none."""
+        """For each element of a parameter the nodes that it reads and writes in a use; -1: none."""
         groups, inputs, _, outputs = use.view.size
         found = []
         for nodes, shape in ((self.inputs[use], (groups, inputs, 1, 1)), (self.outputs[use], (groups, 1, 1, outputs))):
@@ -321,7 +321,7 @@ class Relations:
 
 
 def unused_weights(trace: Trace, model: nn.Module) -> dict[int, str]:
-    """By number of channels, the reason to leave as many channels alone: a weight that no call used may read them."""
+    """By number of channels, a weight that no call used and that may read as many."""
     used = {source.product.view.parameter for source in trace.sources.values() if source.product}
     used |= set(trace.weight_readers)
     own = tuple(f"{norm}." for norm in trace.norms)
@@ -346,7 +346,7 @@ def united(size: int, links: list[Link]) -> Forest:
 
 
 def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[Place, int]:
-    """The place of a bias that can be made for a product without one, and the length of the whole parameter.
+    """The place of a bias to be made for a product, and the length of the parameter.
 
     Raises:
         Blocked: If the layer's own forward did not run, so that nothing would read the bias.

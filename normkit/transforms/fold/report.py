@@ -29,7 +29,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Audit:
-    """Outcome of every norm; iterates over its rows, prints as a table. `tried` are labels of the calls."""
+    """Outcome of every norm: iterates over its rows, prints as a table.
+
+    `tried` are labels of the calls.
+    """
 
     rows: tuple[Outcome, ...]
     tried: tuple[str, ...]
@@ -60,8 +63,9 @@ class Audit:
 
 @dataclass(frozen=True)
 class Report(Audit):
-    """Result of `fold`: the outcomes, the largest error in float64, and that of the returned model in its own type.
+    """Result of `fold`: the outcomes, and the errors of the comparison.
 
+    `max_error` is the largest error in float64, `native_error` that of the returned model in its own type.
     `largest_factor` is the largest number that any weight was multiplied by. `spread` is the largest range of a channel
     on a residual stream over that of the median channel there.
     """

@@ -1,4 +1,4 @@
-"""Rewrite a model in new coordinates: weights, biases, tables, and what is left of each norm."""
+"""Rewrite a model in new coordinates: weights, biases, tables, the rest of each norm."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from normkit.transforms.masks import remove_routes
 
 @torch.no_grad()
 def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
-    """Carry out a plan on a model, in place; the arithmetic is in float64 whatever the model's type."""
+    """Carry out a plan on a model in place, with arithmetic in float64."""
     edit = Edit(model)
     _weights(plan, edit)
     _biases(plan, edit)
@@ -46,7 +46,7 @@ def largest_factor(plan: FoldPlan) -> float:
 
 
 def _factors(plan: FoldPlan, product: Product) -> tuple[Tensor, Tensor]:
-    """The factors of a weight by what it reads, and by what it writes; they multiply as `[groups, in, 1, out]`."""
+    """The factors of a weight by input and by output; their product is `[groups, in, 1, out]`."""
     groups, inputs, _, outputs = product.view.size
     writes = plan.relations.outputs[product]
     read = plan.at.scale[plan.relations.inputs[product]].view(groups, inputs, 1, 1)
@@ -69,7 +69,7 @@ def _weights(plan: FoldPlan, edit: "Edit") -> None:
 
 
 def _multiply(weight: Tensor, parts: list[tuple[View, Tensor, Tensor]]) -> None:
-    """Multiply parts of a weight, and subtract from them; an element of several parts is changed once."""
+    """Multiply parts of a weight and subtract from them, each element once."""
     if len(parts) == 1:
         ((view, factor, shift),) = parts
         view.of(weight).mul_(factor).sub_(shift)
@@ -115,7 +115,7 @@ def _gains(source: Source, plan: FoldPlan, edit: "Edit") -> None:
 
 
 class Edit:
-    """Changes to parameters, collected and then carried out one parameter at a time, in float64."""
+    """Changes to parameters, collected and then carried out in float64."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -128,7 +128,7 @@ class Edit:
         return getattr(self.model.get_submodule(owner), key).detach().double().cpu().contiguous()
 
     def change(self, name: str, how: Callable[[Tensor], object], length: int = 0) -> None:
-        """Remember to change a parameter in place by `how`; `length` is that of a bias that is not there yet."""
+        """Note a change of a parameter in place; `length` is that of a bias to be made."""
         self.changes.setdefault(name, []).append(how)
         self.lengths[name] = max(length, self.lengths.get(name, 0))
 

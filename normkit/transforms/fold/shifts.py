@@ -1,4 +1,4 @@
-"""The linear half of the coordinates: shifts `t` that satisfy the rows of all norms that are folded.
+"""The shifts of the coordinates: `t` that satisfy the rows of all norms that are folded.
 
 Channels that are connected by rows form a system of their own. Most systems of a model have the same structure (one for
 each channel of its stream): they are solved together, with one number per system, a *lane*, in place of every number.
@@ -21,7 +21,10 @@ PIVOT = 1e-6  # a factor below this part of the largest is no pivot
 
 @dataclass(eq=False)
 class System:
-    """Systems of equal structure, a lane each: `nodes` are the variables `[lanes, variables]`, rank is their cost."""
+    """Systems of equal structure, a lane each.
+
+    `nodes` are the variables, `[lanes, variables]`; `rank` is the cost of moving each.
+    """
 
     nodes: Tensor
     rank: list[int]
@@ -36,7 +39,7 @@ class System:
         return {row[0] for row in self.rows} - {"", OPTIONAL}
 
     def solve(self, norms: frozenset[str]) -> dict[int, Expression] | None:
-        """Every variable that is not free in terms of those that are; None where the rows contradict each other."""
+        """The variables in terms of the free ones; None if the rows contradict each other."""
         norms = norms & self.norms
         if norms not in self.solved:
             self.solved[norms] = self._eliminate(norms)
@@ -106,7 +109,7 @@ class Shifts:
         return values[self.forest.root]
 
     def _ranks(self, relations: Relations) -> Tensor:
-        """The cost of a shift: 0 where nothing pays, 1 an existing bias, 2 a bias to be made, 3 a table."""
+        """The cost of a shift: 0 nothing, 1 an existing bias, 2 a bias to be made, 3 a table."""
         ranks = torch.zeros(relations.trace.codes, dtype=torch.long)
         for source in relations.trace.sources.values():
             ranks[source.base : source.base + source.size] = _rank(source, relations)

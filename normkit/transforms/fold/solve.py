@@ -21,9 +21,9 @@ MOST_TRIALS = 300  # sets of norms that are tried for each connected part of a m
 
 @dataclass(eq=False)
 class Coordinates:
-    """The original computes `x = scale * v + shift` where the folded model computes `v`, by node.
+    """The `scale` and `shift` of every node.
 
-    `written` is 0 for channels that only a norm with gain zero reads: nothing writes them any more.
+    The original computes `x = scale * v + shift` where the folded model computes `v`. `written` is 0 for channels that only a norm with gain zero reads: nothing writes them any more.
     """
 
     scale: Tensor
@@ -94,7 +94,10 @@ class Solver:
     def coordinates(
         self, norms: Iterable[str], additions: Iterable[str] = (), start: Tensor | None = None
     ) -> Coordinates:
-        """The coordinates that fold these norms, and of `additions` the gain; `start` are scales of free channels."""
+        """The coordinates that fold these norms, and the gain of `additions`.
+
+        `start` are the scales of free classes, by their first node.
+        """
         norms = set(norms)
         chosen = self._all(norms)
         roots, forest = self._forest(chosen | set(additions))
@@ -114,7 +117,7 @@ class Solver:
         return Coordinates(scale, self.shifts.values(chosen), written)
 
     def classes(self, norms: Iterable[str], additions: Iterable[str] = ()) -> tuple[Tensor, Tensor, Tensor]:
-        """For each node the root of its class, its exponent, and whether the scale of the class is free."""
+        """For each node the root of its class, its exponent, and a mask of free classes."""
         roots, forest = self._forest(self._all(norms) | set(additions))
         root, exponent = torch.arange(len(self.hard.root)), torch.ones(len(self.hard.root)).double()
         free = root > 0
@@ -128,9 +131,9 @@ class Solver:
     def choose(
         self, allowed: Callable[[str], bool] = lambda name: True, within: Callable[[list[str]], list[str]] = list
     ) -> set[str]:
-        """A largest set of offline norms that can be folded together, then gains of online ones where these can.
+        """A largest set of offline norms that can be folded together, then gains of online ones.
 
-        Of the offline ones those that `within` returns are left.
+        `within` selects from the offline ones.
         """
         names = [name for name, node in self.nodes.items() if node.offline and allowed(name)]
         chosen = set(names)
@@ -182,7 +185,7 @@ class Solver:
 
 
 def _fewest_out(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> set[str]:
-    """A smallest set of norms without which the others are consistent; the last ones where there is a choice."""
+    """A smallest set of norms without which the others are consistent, the last if in doubt."""
     trials = 0
 
     def without(out: frozenset[str], more: int) -> frozenset[str] | None:
@@ -208,7 +211,7 @@ def _fewest_out(names: list[str], consistent: Callable[[Iterable[str]], bool]) -
 
 
 def _clash(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> list[str]:
-    """A smallest inconsistent part of the names, the last first; empty where they are consistent."""
+    """A smallest inconsistent part of the names, the last first; empty if consistent."""
     found: list[str] = []
     if consistent(names):
         return found
@@ -223,7 +226,7 @@ def _clash(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> lis
 
 
 def _row(node: NormNode) -> Row:
-    """`t_y - a * t_x = b`; where nothing writes x any more, x is zero in any coordinate and `t_y - t_x = b`."""
+    """The row `t_y - a * t_x = b`; where nothing writes x any more, x is 0: `t_y - t_x = b`."""
     gain = node.scale if node.dead_writes is None else torch.where(node.dead_writes, 1.0, node.scale)
     nodes = torch.stack([node.outputs, node.inputs], 1)
     return Row(nodes, torch.stack([torch.ones_like(gain), -gain], 1), node.shift, node.name)

@@ -50,7 +50,7 @@ class Survey:
         self.calls = self.verifier.calls
 
     def copy(self) -> nn.Module:
-        """A copy of the original in its own type, its output layer untied where that was asked for."""
+        """A copy of the original in its own type, its output layer untied if requested."""
         model = copy_model(self.original)
         if self.untie:
             untie_embeddings(model)
@@ -127,7 +127,7 @@ def refuse_training(model: nn.Module, verb: str) -> None:
 
 
 def untie_embeddings(model: nn.Module) -> list[str]:
-    """Give each layer that shares its weight with an embedding a copy of its own, in place; their names."""
+    """Give layers that are tied to an embedding a weight of their own; return their names."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     copies: dict[int, nn.Parameter] = {}
     untied = []
@@ -155,7 +155,7 @@ def shared_memory(model: nn.Module) -> dict[str, str]:
 
 
 def own_storage(model: nn.Module) -> None:
-    """Each parameter and buffer contiguous in memory of its own, in place; ties between modules stay."""
+    """Make each parameter and buffer contiguous in its own memory; ties stay."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

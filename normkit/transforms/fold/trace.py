@@ -14,7 +14,7 @@ ZERO, FOREIGN = 0.0, -1.0  # codes of padding, and of anything that is not follo
 
 
 class View(NamedTuple):
-    """Part of a parameter seen as `[groups, in, positions, out]`; size and stride are those of its own storage."""
+    """Part of a parameter as `[groups, in, positions, out]`, by size and stride."""
 
     parameter: str
     size: tuple[int, int, int, int]
@@ -27,12 +27,12 @@ class View(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """How many output channels it has."""
+        """The number of output channels."""
         return self.size[0] * self.size[3]
 
 
 class Place(NamedTuple):
-    """A stretch of a parameter: where a bias is."""
+    """A stretch of a parameter that holds a bias."""
 
     parameter: str
     offset: int
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A use of a weight: `out[g, n] = sum over k, r of in[g, k, r] * weight[g, k, r, n] + bias[g, n]`."""
+    """A use of a weight, `out[g, n] = sum of in[g, k, r] * weight[g, k, r, n] + bias[g, n]`."""
 
     view: View
     owner: str  # the module whose forward ran
@@ -59,7 +59,7 @@ class Product:
 
 @dataclass(eq=False)
 class Source:
-    """Channels that are followed: the output of a norm or product, a table, a sum of those, an input.
+    """Channels that are followed: the output of a norm or product, a table, a sum, an input.
 
     `terms` of a sum: for each summand the pairs (its code, channel of the sum) and a factor; None where the summand is
     not followed. `reads`: the sorted codes that each reader reads. A reader is a Product, a Source made of this one, or
@@ -104,9 +104,9 @@ class Source:
 
 
 class Trace:
-    """Record of one or several forwards; `norms` are names of norms with their axis of channels.
+    """Record of one or several forwards.
 
-    `resizable`: the model takes inputs of other sizes, so that padding of width zero may become wider.
+    `norms` are names of norms with their axis of channels. `resizable`: the model takes inputs of other sizes, so that padding of width zero may become wider.
     """
 
     def __init__(self, model: nn.Module, norms: dict[str, int], resizable: bool = False):
@@ -134,7 +134,7 @@ class Trace:
         self._ordered: list[Source] = []
 
     def source(self, key: Any, kind: str, name: str, size: int, product: Product | None = None) -> Source:
-        """The source with that key, created on first use; codes stay the same over several forwards."""
+        """The source with that key, created on first use; its codes stay the same."""
         if key not in self.sources:
             self.sources[key] = Source(kind, name, self.codes, size, product)
             self._bases.append(self.codes)

@@ -1,4 +1,4 @@
-"""Rules of the linear operations: products with a weight, sums, multiples, averages over positions.
+"""Rules of linear operations: products with a weight, sums, multiples, averages.
 
 Each rule returns True where it applies to a call; elsewhere the operation is a reader like any other.
 """
@@ -65,7 +65,7 @@ def _embedding(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
 
 
 def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """Sums and differences; a bias added in an operation of its own belongs to the product before it."""
+    """Sums and differences; a bias that is added separately belongs to its product."""
     a, b = args[0], args[1]
     if kwargs.get("alpha", 1) != 1 or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
@@ -122,7 +122,7 @@ def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool
 
 
 def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """Averages and sums over positions, pooling, and resizing: they pass a gain, and averages pass a shift too."""
+    """Averages and sums over positions, pooling, resizing: all pass a gain, averages a shift."""
     x = args[0]
     shadow = tracer.shadow(x)
     if shadow is None or out.dim() < 2 or kwargs.get("dtype") not in (None, x.dtype):
@@ -147,14 +147,14 @@ def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any],
 
 
 def _counts_padding(args: tuple) -> bool:
-    """True if a pooling divides sums that contain zeros of its padding, or divides by another number."""
+    """True if a pooling counts the zeros of its padding, or divides by another number."""
     padding, include, divisor = ([*args[3:4], 0][0], [*args[5:6], True][0], [*args[6:7], None][0])
     padded = any(padding) if isinstance(padding, list | tuple) else bool(padding)
     return (padded and include) or divisor is not None
 
 
 def _restride(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """New strides for axes of length one, as pooling writes them; every element stays where it is."""
+    """New strides for axes of length one, as pooling writes them; no element moves."""
     x, size, stride = args[:3]
     shadow = tracer.shadow(x)
     if shadow is None or len(args) > 3 or tuple(size) != tuple(shadow.shape):
@@ -171,7 +171,10 @@ def _combine(
     written: bool,
     gains: Tensor | None = None,
 ) -> bool:
-    """Make `out` a source of its own, the sum of `terms`: pairs (code, channel) and a factor; None for unknown ones."""
+    """Make `out` a source of its own, a sum of `terms`.
+
+    A term is pairs (code, channel) and a factor, or None if it is not followed.
+    """
     where, kind = tracer.stack[-1] if tracer.stack else "", "sum" if gains is None else "scaled"
     parents = tuple(tuple(s.base for s, _ in tracer.trace.by_code(t[0][:, 0])) if t else None for t in terms)
     key = (
@@ -202,7 +205,7 @@ def _joined(old: tuple[Tensor, float] | None, new: tuple[Tensor, float] | None) 
 
 
 def _add_bias(tracer: "Tracer", x: Tensor, bias: Tensor, out: Tensor) -> bool:
-    """`x + bias`, where `x` is what a product without bias put out and `bias` is the bias of its layer."""
+    """Note `x + bias`, where `x` is the output of a product and `bias` the bias of its layer."""
     shadow, parameter = tracer.shadow(x), tracer._parameter(bias)
     if shadow is None or parameter is None or bias.dim() != 1 or shadow.shape != out.shape:
         return False
@@ -221,7 +224,7 @@ def _add_bias(tracer: "Tracer", x: Tensor, bias: Tensor, out: Tensor) -> bool:
 
 
 def is_channel_axis(shadow: Tensor, dim: int) -> bool:
-    """Whether every channel that is followed stands at one index of an axis, be it in some rows only."""
+    """True if every channel that is followed is at one index of an axis."""
     if _only_along(shadow, dim):
         return True
     pairs = channel_pairs(shadow, dim)

@@ -1,4 +1,4 @@
-"""Trace a model: run it, and follow every channel from where it is written to everything that reads it.
+"""Trace a model: follow every channel from where it is written to all that reads it.
 
 Each followed tensor has a *shadow* of the same shape that holds the origin of every element: a code for "channel 5 of
 norm 3", ZERO for padding, FOREIGN for anything else. Operations that only move data (views, transposes, slices, rolls,
@@ -65,7 +65,7 @@ class Tracer(TorchDispatchMode):
         return None
 
     def mark(self, tensor: Tensor, source: Source, dim: int) -> None:
-        """Let axis `dim` of a tensor be the channels of a source."""
+        """Let axis `dim` of a tensor hold the channels of a source."""
         shape = [1] * tensor.dim()
         shape[dim] = source.size
         self.shadows[tensor] = source.codes.double().view(shape).expand(tensor.shape)
@@ -164,7 +164,7 @@ class Tracer(TorchDispatchMode):
                 self.trace.weight_readers[parameter].add(f"aten.{packet.__name__}")
 
     def _other(self, func: Any, given: list[Tensor]) -> None:
-        """An operation without a rule: a reader of all that it is given; what it writes is followed no longer."""
+        """Note an operation without a rule: it reads its arguments; its result is not followed."""
         name = func.overloadpacket.__name__
         for tensor in given:
             self.read(tensor, f"aten.{name}")
@@ -192,14 +192,17 @@ class Tracer(TorchDispatchMode):
         return None if whole is None else self.trace.names[id(whole)]
 
     def place(self, bias: Any, length: int) -> Place | None:
-        """Where a bias is kept."""
+        """The place of a bias in its parameter."""
         parameter = self._parameter(bias)
         if parameter is None or bias.dim() != 1 or bias.stride(0) != 1 or bias.numel() != length:
             return None
         return Place(parameter, bias.storage_offset(), length)
 
     def product(self, kind: str, view: View, bias: Any, x: Tensor | None, out: Tensor, dim: int) -> bool:
-        """Note a product with a weight: `x` is `[rows, groups, in]` of the shadow; `out` has its channels at `dim`."""
+        """Note a product with a weight.
+
+        `x` is the shadow of what it reads, `[rows, groups, in]`; `out` has its channels at `dim`.
+        """
         place = None if bias is None else self.place(bias, view.outputs)
         if bias is not None and place is None:
             return False
@@ -216,7 +219,7 @@ class Tracer(TorchDispatchMode):
         return True
 
     def _tables(self, model: nn.Module) -> set[int]:
-        """Parameters and buffers that may be used as numbers by themselves, not as the weight of a layer."""
+        """Parameters and buffers that may be summands or factors, not the weight of a layer."""
         tables = set()
         for module in model.modules():
             looked_up = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
@@ -233,7 +236,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _padded_somewhere(shadow: Tensor, axes: int) -> Tensor:
-    """A shadow padded by nothing along its last axes, as if by zeros: at another size there will be some."""
+    """A shadow padded by width zero, as if by some zeros: at another size there will be."""
     order = sorted(range(shadow.dim()), key=lambda axis: (axis != shadow.dim() - 1, axis != 1))
     channels = next((axis for axis in order if is_channel_axis(shadow, axis)), None)
     places = [n for axis, n in enumerate(shadow.shape) if axis != channels]
@@ -246,7 +249,7 @@ def _padded_somewhere(shadow: Tensor, axes: int) -> Tensor:
 
 
 def _both_ways(mask: Tensor) -> Tensor:
-    """A mask with both of its values in it: what this call leaves alone, another one may replace."""
+    """A mask with both values in it: another call may replace what this one keeps."""
     mask = mask.clone(memory_format=torch.contiguous_format)
     if bool(mask.all()) or not bool(mask.any()):
         mask.view(-1)[-1:].logical_not_()
@@ -260,7 +263,7 @@ def _changes_type(func: Any, kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def tracing(trace: Trace, model: nn.Module) -> Iterator[Tracer]:
-    """Follow the forwards of `model` made inside. It must be a copy, each of its parameters in its own storage."""
+    """Follow the forwards of `model`, a copy with each parameter in its own storage."""
     tracer = Tracer(trace, model)
     handles = []
     for name, module in model.named_modules():
