@@ -125,9 +125,9 @@ REASONS = {  # part of a reason: how the page puts it
 
 def reason(why: str) -> str:
     """A reason without the names of a particular layer."""
-    first = why.partition(";")[0]
+    first, _, rest = why.partition(";")
     if first.startswith("no call that was tried used"):
-        return "weights that no call used may read it"
+        return f"weights that no call used may read it ({rest.partition(';')[0].strip()})"
     if first.startswith("read by aten"):
         return first.replace("aten.", "")
     return next((text for part, text in REASONS.items() if part in first), first)

@@ -36,8 +36,8 @@ print(nk.audit(model, input_ids=ids, attention_mask=mask))
 
 Every model below is tiny and random, with random gains, biases and statistics. Its norms are converted, the model is
 folded, and the folded model is compared with the original in float64: on an example, and on random inputs of other
-shapes. `error` is the largest difference, relative to the largest output. A model with a wrong result would stand here
-with its error; there is none.
+shapes. `error` is the largest difference, relative to the largest output. No result is wrong: the largest error on this
+page is {worst:.0e}.
 
 ## Norms with frozen statistics
 
@@ -68,7 +68,7 @@ def page(rows: dict) -> str:
     specs = [key for key in next(iter(zoo.values())) if key not in ("as it is", "power(groups=2)", "untied", "rms")]
     order = [spec for spec in ("un", "batch", "renorm", "mabn", "pnv", "repbn", "power(groups=0)") if spec in specs]
     parts = [
-        HEAD,
+        HEAD.replace("{worst:.0e}", f"{_worst(rows):.0e}"),
         _table(["model", "norms", "0.1.0", *order, "error", "what stays, why"], _offline(zoo, order), 2 + len(order)),
         command,
         GAINS,
@@ -85,6 +85,11 @@ def page(rows: dict) -> str:
                 for name, r in zoo.items() if "rms" in r], 2),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
+
+
+def _worst(rows: dict) -> float:
+    counted = [part for row in rows["zoo"].values() for part in row.values()]
+    return max(part["error"] for part in [*counted, *rows["further"].values()] if "error" in part)
 
 
 def _table(head: list[str], rows: list[list], numbers: int) -> str:
@@ -144,7 +149,8 @@ def _summary(rows: dict) -> str:
 
 
 def _why(reasons: dict[str, int]) -> str:
-    return "; ".join(f"{count} {why}" for why, count in sorted(reasons.items(), key=lambda each: -each[1]))
+    ordered = sorted(reasons.items(), key=lambda each: -each[1])
+    return "; ".join(why if count == 1 else f"{why} ({count})" for why, count in ordered).replace("|", "/")
 
 
 def _minilm() -> list[str]:

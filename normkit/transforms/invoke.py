@@ -79,7 +79,7 @@ USED_BY = {  # part of a weight's name: arguments that make a model of transform
     "cross_attn": ("encoder_hidden_states", "cross_attention_states"),
     "cross_attention": ("encoder_hidden_states", "cross_attention_states"),
     "token_type": ("token_type_ids",),
-    "decoder": ("decoder_input_ids", "labels"),
+    "decoder": ("decoder_input_ids",),
     "vision": ("pixel_values",),
     "visual": ("pixel_values",),
     "image": ("pixel_values",),
