@@ -67,7 +67,7 @@ def tune(run: Run, model: nn.Module, data, steps: int, seed: int) -> nn.Module:
 
 
 def score(run: Run, model: nn.Module, data) -> float:
-    return task_of(run, model, data).score_greedy()["per"]
+    return task_of(run, model, data).score_test()["per"]
 
 
 def study(folder: Path, norms: list[str], steps: list[int], seed: int) -> list[dict]:
