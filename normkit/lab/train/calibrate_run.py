@@ -49,7 +49,6 @@ def calibrate_run(loaded: Loaded, batches: int | None = None) -> tuple[Loaded, C
         raise ValueError(f"batches must be at least 1; got {batches}")
     task = TASKS[run.task].load("module")(run, model, source(run, lambda stage: None)())
     number: int = batches or task.calibration_batches
-    number: int = batches or task.calibration_batches
     before = task.validate()["loss"]
     with task.calibrated(itertools.islice(task.batches(0), number)):
         calibrated = task.model.eval()
