@@ -19,7 +19,7 @@ FOLDED = {
     "gpt2": "5 of 5",
     "hf_vit": "5 of 5",
     "t5": "12 of 12",
-    "bert": "3 of 6",
+    "bert": "6 of 6",
     "gemma": "5 of 5",
 }
 
