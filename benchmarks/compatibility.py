@@ -157,7 +157,9 @@ def main() -> None:
 
 
 def _versions() -> dict[str, str]:
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
     packages = ("normkit", "torch", "transformers", "timm", "torchvision")
     return {"commit": commit.stdout.strip(), **{package: version(package) for package in packages}}
 

@@ -56,7 +56,8 @@ A model without a number could not be folded, and the last column has the error.
 
 RMS = """## LayerNorm to RMSNorm, exactly
 
-`to_rms(model, *example, untie=True)` moves the centring of a LayerNorm into the layers that write the residual stream."""
+`to_rms(model, *example, untie=True)` moves the centring of a LayerNorm into the layers that write the residual
+stream."""
 
 
 def page(rows: dict) -> str:

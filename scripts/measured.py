@@ -51,11 +51,12 @@ def demo() -> str:
         left = int(total) - int(gone)
         lines.append(f"| `{name}` | {scores['running']['per']:.1f} % | {folded} | {left} of {total} | {time} |")
     run, where = results[0]["run"], results[0]["where"]
+    device = where["device"].replace("(R)", "")
     lines += [
         "",
         *textwrap.wrap(
             f"Spelling to sound (CMUdict), a Transformer with 0.4 M parameters, {run['steps']:,} steps, 2,000 "
-            f"test words, one seed, one thread of an {where['device'].replace('(R)', '')}, commit {where['commit'][:7]}. "
+            f"test words, one seed, one thread of an {device}, commit {where['commit'][:7]}. "
             "`make demo` reproduces it in about six minutes. Times: median ratio, 20th to 80th percentile.",
             120,
         ),

@@ -1,6 +1,7 @@
 """The formulas of the papers in NumPy, the reference of the tests.
 
-They are written from the papers and not from the library. A new norm gets a class here and a row of `MODELS` at the end. Every model has `step(x, dy, keep, weight=, bias=, ...)
+They are written from the papers and not from the library. A new norm gets a class here and a row of `MODELS` at the
+end. Every model has `step(x, dy, keep, weight=, bias=, ...)
 -> dict`: one training step of rows `x [batch, positions, C]` with upstream gradient `dy`, `keep [batch, positions]`
 True where a row is real. It returns the output `y`, the gradient `dx`, one entry a parameter (its gradient) and one a
 buffer (its value after the step). g = weight * dy throughout.

@@ -81,7 +81,8 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 class Standardize(torch.autograd.Function):
     """Standardize with given statistics, then scale and shift.
 
-    `y = weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`. The backward pass removes the gradient statistics that the norm chooses (`s0` of `g`, `s1` of `g * z`):
+    `y = weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`. The backward pass
+    removes the gradient statistics that the norm chooses (`s0` of `g`, `s1` of `g * z`):
     `dx = dx_scale * (g - s0 - z * s1) / sqrt(var + eps)` with `g = grad_scale * output_scale * weight * dy`. Rows of
     padding take part in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
     """
@@ -180,7 +181,8 @@ def _(tensors: list[Tensor]) -> list[Tensor]:
 def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Keep the decisions of norms when `torch.compile` recomputes activations.
 
-    They are a few numbers for each norm. Pass it as `context_fn`. Without it, compiled norms with statistics raise a RuntimeError in the backward pass.
+    They are a few numbers for each norm. Pass it as `context_fn`. Without it, compiled norms with statistics raise a
+    RuntimeError in the backward pass.
     Eager norms do not need it.
 
     Returns:

@@ -81,7 +81,7 @@ def standardize_grad(
         dx = normalize(rows, mean, stat[-1], taken[-1], taken[0] if center else None, eps)
         if mask is not None:
             dx = dx.index_fill_(0, _where(~mask), 0)
-        if dx.dtype is wide:
+        if dx.dtype is wide:  # noqa: SIM108
             dx = dx.addcmul_(dys, dy_coefficient)
         else:  # halves on a CPU: two products rounded, then their sum, for a third of the time
             dx = multiply_add(dys, dy_coefficient, None).add_(dx)
@@ -191,7 +191,8 @@ def divide(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *,
 class Divide(torch.autograd.Function):
     """`weight * x * r(x)` with an analytic gradient.
 
-    `r = 1 / sqrt(mean(x^2) + eps)`, or `1 / max(||x||, eps)` with `length`. `weight` is None, one number, or `[C]` (not where `length`). Computed in float32 or wider, rounded once to the type
+    `r = 1 / sqrt(mean(x^2) + eps)`, or `1 / max(||x||, eps)` with `length`. `weight` is None, one number, or `[C]`
+    (not where `length`). Computed in float32 or wider, rounded once to the type
     of `x`. Backward, with `g = weight * dy`: `dx = r g - x r^2 sum(g x r) / C`; for a length not divided by C, and
     without the second term where it was clamped. Differentiated twice, it uses plain operations.
     """

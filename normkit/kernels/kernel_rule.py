@@ -10,7 +10,8 @@ from torch import Tensor
 class KernelRule(NamedTuple):
     """Names and numbers of a method's rules.
 
-    `triton/rule_kernels.py` and `cpu/rules.h` implement them. `train_stat` and `grad_stat` in PyTorch stay the reference.
+    `triton/rule_kernels.py` and `cpu/rules.h` implement them. `train_stat` and `grad_stat` in PyTorch stay the
+    reference.
 
     Attributes:
         forward: Statistics to standardize with: "batch"; "running", those from before this batch; "geometric" or

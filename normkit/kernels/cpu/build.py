@@ -90,7 +90,8 @@ def _private(folder: Path) -> Path:
 def _compile(compiler: list[str], path: Path) -> None:
     """Compile into a temporary folder and move the result.
 
-    Other processes never find half a file. The library is linked with the OpenMP that came with PyTorch, so that both use the same threads.
+    Other processes never find half a file. The library is linked with the OpenMP that came with PyTorch, so that both
+    use the same threads.
     """
     threads = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
     with tempfile.TemporaryDirectory(dir=path.parent) as place:

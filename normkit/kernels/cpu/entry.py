@@ -92,7 +92,7 @@ class Divide(torch.autograd.Function):
     """As `fused.Divide`, in one pass each way. Differentiated twice, it uses plain operations."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, length):  # noqa: D102
+    def forward(ctx, x, weight, bias, eps, length):
         x = _plain(x)
         (n, channels), y = _sizes(x), torch.empty_like(x)
         factor, constant = _expanded(weight, channels), _expanded(bias, channels)
@@ -105,7 +105,7 @@ class Divide(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+    def backward(ctx, dy):  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():
             dx, dweight = reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy)

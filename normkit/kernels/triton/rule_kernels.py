@@ -1,6 +1,7 @@
 """Rules of methods in Triton, in the launch that adds up the programs' shares.
 
-`train_rule` is `StatNorm.train_stat`, `grad_rule` is `grad_stat`. Each program owns a block of channels and writes the buffers of these; program 0 alone reads and writes counters.
+`train_rule` is `StatNorm.train_stat`, `grad_rule` is `grad_stat`. Each program owns a block of channels and writes
+the buffers of these; program 0 alone reads and writes counters.
 Whether the batch is usable depends on all channels: each program reads FINITE, which the column pass wrote for every
 share, a few KB. Shares are summed in a fixed order, as everywhere.
 """
@@ -52,7 +53,8 @@ def train_rule(
 ):  # fmt: skip
     """Apply a method's rule to the statistics of a batch.
 
-    Updates RUNNING, STEP, SKIPPED and WINDOW. Writes the statistics to standardize with (VALUE, OUTPUT_SCALE, OUTPUT_SHIFT), those of the batch, usable or not
+    Updates RUNNING, STEP, SKIPPED and WINDOW. Writes the statistics to standardize with (VALUE, OUTPUT_SCALE,
+    OUTPUT_SHIFT), those of the batch, usable or not
     (BATCH), and what the backward pass needs (SAVED_GRAD, SAVED_GAMMA).
     """
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
