@@ -104,7 +104,7 @@ def _configuration(kind: str, skip: set[str]) -> Any:
 
     default = CONFIG_MAPPING[kind]()
     optional = ("sliding_window", "q_lora_rank")
-    if PICTURES <= skip and any(hasattr(default, key) for key in STAGES):
+    if skip >= PICTURES and any(hasattr(default, key) for key in STAGES):
         skip = set(SIZES) - {"image_size"}
     sizes = {
         key: size

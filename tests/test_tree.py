@@ -55,7 +55,7 @@ ALLOWED = {  # third party -> where it may be imported
 SHARED = {"names", "files", "text"}  # files that all packages may import, and that import nothing of ours
 LONGEST = 450  # lines of a file
 TYPICAL = 120  # median length of the package's files
-LIBRARY = 14_600  # lines of the library, C++ included; the aim is 11,000
+LIBRARY_LINES = 14_600  # lines of the library, C++ included; the aim is 11,000
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERYWHERE = sorted(
     path for folder in ("normkit", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
@@ -168,7 +168,7 @@ def test_the_library_is_small():
     assert statistics.median(lengths) <= TYPICAL
     library = [p for name in ("norms", "kernels", "transforms", "watch") for p in (PACKAGE / name).rglob("*")]
     sources = [path for path in library if path.suffix in (".py", ".h", ".cpp")]
-    assert sum(len(path.read_text(encoding="utf8").splitlines()) for path in sources) < LIBRARY
+    assert sum(len(path.read_text(encoding="utf8").splitlines()) for path in sources) < LIBRARY_LINES
 
 
 def test_importing_normkit_takes_torch_alone():

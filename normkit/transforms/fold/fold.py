@@ -65,7 +65,8 @@ def fold(
         The folded model, and the report: the outcome of each norm, and the errors of the comparison.
 
     Raises:
-        ValueError: If `spread` is below 1, the model is in training mode, the example does not fit, or the forward is random.
+        ValueError: If `spread` is below 1, the model is in training mode, the example does not fit, or the forward is
+        random.
         TypeError: If the model is wrapped or quantized.
         RuntimeError: If folded weights overflow in half precision.
 

@@ -9,7 +9,8 @@ from torch import Tensor
 class Forest(NamedTuple):
     """For each node: `s[node] = ratio * s[root] ** exponent`.
 
-    `value` is s of the roots, 1 where it is `free`. `broken` marks the given edges that no values satisfy together with the rest.
+    `value` is s of the roots, 1 where it is `free`. `broken` marks the given edges that no values satisfy together
+    with the rest.
     """
 
     root: Tensor
@@ -28,7 +29,8 @@ class Forest(NamedTuple):
 def unite(size: int, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor) -> Forest:
     """Unite nodes by edges `s[a] = ratio * s[b] ** exponent`.
 
-    Exponents are 1 and -1, and node 0 has the value 1. The root of a class is its node with the lowest number. A class that meets itself with the opposite exponent has
+    Exponents are 1 and -1, and node 0 has the value 1. The root of a class is its node with the lowest number. A
+    class that meets itself with the opposite exponent has
     `s ** 2` given, which has to be positive.
 
     >>> one = torch.ones(1, dtype=torch.float64)

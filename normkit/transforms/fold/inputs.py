@@ -46,7 +46,8 @@ def variants(
 ) -> dict[str, Call]:
     """Make random inputs after an example.
 
-    They have the same shapes, one more in the batch, masks that mask something, and other sizes. Masks and flags keep their values, except that a mask without anything masked is also tried with a masked position.
+    They have the same shapes, one more in the batch, masks that mask something, and other sizes. Masks and flags keep
+    their values, except that a mask without anything masked is also tried with a masked position.
     Arguments that are no tensors stay. Calls that the model refuses are left out.
 
     Args:

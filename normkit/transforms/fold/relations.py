@@ -30,7 +30,8 @@ class Blocked(Exception):
 class NormNode:
     """A norm at inference, `y = scale * rest(x) + shift`.
 
-    `rest` is the identity for an offline norm. `inputs` and `outputs` are nodes, `[channels]`. Channels with a gain of zero are cut off: in `dead_reads` by what
+    `rest` is the identity for an offline norm. `inputs` and `outputs` are nodes, `[channels]`. Channels with a gain
+    of zero are cut off: in `dead_reads` by what
     reads the norm, in `dead_writes` by what writes its input.
     """
 

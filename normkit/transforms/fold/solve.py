@@ -1,6 +1,7 @@
 """Find coordinates in which as many norms as possible are the identity.
 
-A frozen norm `y = a * x + b` vanishes where `s_y = a * s_x` and `t_y = a * t_x + b`. Scales are products and inverses of
+A frozen norm `y = a * x + b` vanishes where `s_y = a * s_x` and `t_y = a * t_x + b`. Scales are products and inverses
+of
 one another: a union-find with a ratio for every edge. Shifts are linear. Norms whose relations contradict the others
 stay: as few as possible, and the same ones in every run.
 """
@@ -23,7 +24,8 @@ MOST_TRIALS = 300  # sets of norms that are tried for each connected part of a m
 class Coordinates:
     """The `scale` and `shift` of every node.
 
-    The original computes `x = scale * v + shift` where the folded model computes `v`. `written` is 0 for channels that only a norm with gain zero reads: nothing writes them any more.
+    The original computes `x = scale * v + shift` where the folded model computes `v`. `written` is 0 for channels
+    that only a norm with gain zero reads: nothing writes them any more.
     """
 
     scale: Tensor

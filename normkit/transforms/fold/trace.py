@@ -106,7 +106,8 @@ class Source:
 class Trace:
     """Record of one or several forwards.
 
-    `norms` are names of norms with their axis of channels. `resizable`: the model takes inputs of other sizes, so that padding of width zero may become wider.
+    `norms` are names of norms with their axis of channels. `resizable`: the model takes inputs of other sizes, so
+    that padding of width zero may become wider.
     """
 
     def __init__(self, model: nn.Module, norms: dict[str, int], resizable: bool = False):
