@@ -1,4 +1,7 @@
-"""Entry point of the command `normkit`: a module of its own, so that Ctrl-C works while PyTorch is being imported."""
+"""Entry point of the command `normkit`.
+
+It is a module of its own, so that Ctrl-C works while PyTorch is being imported.
+"""
 
 import os
 import signal
@@ -7,7 +10,10 @@ from types import FrameType
 
 
 def main() -> int:
-    """Import normkit and run the command line; Ctrl-C during the import ends it in one line, with status 130."""
+    """Import normkit and run the command line.
+
+    Ctrl-C during the import ends it in one line, with status 130.
+    """
     default = signal.getsignal(signal.SIGINT)
     if default is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -18,7 +24,7 @@ def main() -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End at once: an exception might be caught, or be shown with a traceback, by the modules being imported."""
+    """End at once: the modules being imported might catch an exception."""
     sys.stderr.write("normkit: interrupted\n")
     sys.stderr.flush()
     os._exit(130)

@@ -1,4 +1,4 @@
-"""Detectors that were trained: what folding leaves of their scores, and a picture of what they find.
+"""Fold trained detectors, compare their scores, and draw what they detect.
 
     NORMKIT_DATA=FOLDER python benchmarks/detection.py fold RUN RUN ... --out results/detection/folded.json
     NORMKIT_DATA=FOLDER python benchmarks/detection.py picture RUN --out docs/pictures/detection.png
@@ -46,7 +46,7 @@ def folded(folders: list[Path]) -> dict[str, object]:
                 "norm": loaded.run.model.norm,
                 "parameters": sum(p.numel() for p in loaded.model.parameters()),
                 "norms": len(report),
-                "fates": {action: report.count(action) for action in sorted({row.action for row in report})},
+                "outcomes": {action: report.count(action) for action in sorted({row.action for row in report})},
                 "max_error": report.max_error,
                 "before": task_of(loaded).score_test(),
                 "after": task_of(after).score_test(),
@@ -61,8 +61,8 @@ def table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         scores = [f"{row[when][key]:.2f}" for key in ("box_ap", "mask_ap") for when in ("before", "after")]
-        fates = ", ".join(f"{count} {action}" for action, count in row["fates"].items())
-        lines.append(f"| {row['norm']} | {' | '.join(scores)} | {fates} | {row['max_error']:.0e} |")
+        outcomes = ", ".join(f"{count} {action}" for action, count in row.get("outcomes", row.get("fates", {})).items())
+        lines.append(f"| {row['norm']} | {' | '.join(scores)} | {outcomes} | {row['max_error']:.0e} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,6 @@
-"""Swin-T at inference, LayerNorm against UN folded away: Unified Normalization's Table 8, in one run.
+"""Swin-T at inference, LayerNorm against UN folded away.
+
+Unified Normalization's Table 8, in one run.
 
     python benchmarks/swin.py                                      512 pictures of 224 on a GPU, 4 on a CPU
     python benchmarks/swin.py --models swin_t mask_rcnn --precisions fp32 tf32 amp --batch 512 --rounds 20
@@ -45,7 +47,10 @@ PAPER = {  # images a second and MB on an RTX 3090: LN, UN folded
 
 
 class Subject(NamedTuple):
-    """A model with `nn.LayerNorm`, the name of its part that has norms, and how many pictures of what size it takes."""
+    """A model with `nn.LayerNorm`, the name of its part that has norms.
+
+    And how many pictures of what size it takes.
+    """
 
     model: nn.Module
     part: str
@@ -99,7 +104,10 @@ MODELS: dict[str, Callable[[int, bool], Subject]] = {
 
 
 def variants(subject: Subject) -> tuple[dict[str, nn.Module], str]:
-    """The model by NORMS, on the CPU, and what was folded; statistics are those of pictures like those to come."""
+    """The model by NORMS, on the CPU, and what was folded.
+
+    Statistics are those of pictures like those to come.
+    """
     model, part = subject.model.eval(), subject.part
     for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
         nn.init.uniform_(norm.weight, 0.8, 1.2)
@@ -107,8 +115,8 @@ def variants(subject: Subject) -> tuple[dict[str, nn.Module], str]:
     noise = torch.rand(2, 3, *subject.size)
     un = calibrate(convert(model, "un").eval(), [noise], forward=lambda m, x: m(list(x)) if part else m(x))
     folded, report = fold(un.get_submodule(part), noise[:1, :, :64, :64] if part else noise[:1], other_shapes=False)
-    fates = ", ".join(f"{report.count(action)} {action}" for action in sorted({row.action for row in report.rows}))
-    note = f"norms {fates}; largest error {report.max_error:.0e}"
+    outcomes = ", ".join(f"{report.count(action)} {action}" for action in sorted({row.action for row in report.rows}))
+    note = f"norms {outcomes}; largest error {report.max_error:.0e}"
     if part:
         note += f"; nms and roi_align: {torchvision_operators()}"
         whole = copy.deepcopy(un)
@@ -137,7 +145,7 @@ def compare(name: str, subject: Subject, precision: str, runtimes: list[str], la
     form = torch.channels_last if layout == "last" else torch.contiguous_format
     images = torch.rand(subject.batch, 3, *subject.size).to(device, memory_format=form)
     models, note = variants(subject)
-    runtimes = ["eager"] if subject.part else runtimes  # of a detector nobody compiles the boxes
+    runtimes = ["eager"] if subject.part else runtimes  # boxes of a detector are not compiled
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     boxes: set[tuple[int, ...]] = set()
     for norm, model in models.items():
@@ -178,7 +186,10 @@ def compare(name: str, subject: Subject, precision: str, runtimes: list[str], la
 
 
 def peak(call: Callable[[], object], own: int) -> float:
-    """MB allocated at most during a call, with the bytes that the variant and its input hold, and no other's."""
+    """MB allocated at most during a call.
+
+    With the bytes that the variant and its input hold, and no other's.
+    """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -204,7 +215,10 @@ def cells(row: dict) -> list[str]:
 
 
 def claims(rows: list[dict]) -> list[str]:
-    """Folded UN against LayerNorm as the paper counts, beside what it prints; the compiled pair first."""
+    """Folded UN against LayerNorm as the paper counts, beside what it prints.
+
+    The compiled pair first.
+    """
     lines = []
     for new in sorted((row for row in rows if row["norm"] == "folded"), key=lambda row: RUNTIMES.index(row["runtime"])):
         same = ("model", "precision", "runtime", "layout")

@@ -1,4 +1,6 @@
-"""Remove the norms of a third-party Vision Transformer, verify the result, run it in onnxruntime.
+"""Remove the norms of a third-party Vision Transformer, verify the result.
+
+Run it in onnxruntime.
 
     pip install -e ".[export]" transformers scikit-learn && python examples/slim_a_vit.py
 

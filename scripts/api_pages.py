@@ -1,4 +1,6 @@
-"""Write the reference pages in docs/api/ from the docstrings, as Markdown that needs no build to be read.
+"""Write the reference pages in docs/api/ from the docstrings.
+
+As Markdown that needs no build to be read.
 
 python scripts/api_pages.py            # write the pages
 python scripts/api_pages.py --check    # exit with status 1 if a page is out of date
@@ -33,7 +35,10 @@ def modules(package: griffe.Module) -> Iterator[griffe.Module]:
 
 
 def signature(item: griffe.Class | griffe.Function) -> str:
-    """Format name and parameters as one line of code; keyword-only options with their defaults."""
+    """Format name and parameters as one line of code.
+
+    Keyword-only options with their defaults.
+    """
     if isinstance(item, griffe.Class) and item.path.startswith("normkit.norms."):  # options are class attributes there
         shown = inspect.signature(pydoc.locate(item.path))  # type: ignore[arg-type]
         plain = [p.replace(annotation=p.empty) for p in shown.parameters.values()]
@@ -90,7 +95,10 @@ def fenced(prose: str) -> str:
 
 
 def described(module: griffe.Module, brief: bool) -> str:
-    """Format one module: its summary, then every public class and function; `brief` keeps their summary lines."""
+    """Format one module: its summary, then every public class and function.
+
+    `brief` keeps their summary lines.
+    """
     out = [f"## {module.path}", text(module)]
     for item in module.members.values():
         if item.is_alias or item.name.startswith("_") or not isinstance(item, griffe.Class | griffe.Function):

@@ -1,4 +1,7 @@
-"""Hook of the site: formulas become MathML when a page is built, so that pages need no script to show them."""
+"""Hook of the site: formulas become MathML when a page is built.
+
+Pages then need no script to show them.
+"""
 
 import html
 import re

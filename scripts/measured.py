@@ -1,4 +1,6 @@
-"""Fill the measured tables of README.md from the files in results/, so that no figure in it is typed by hand.
+"""Fill the measured tables of README.md from the files in results/.
+
+So that no figure in it is typed by hand.
 
 python scripts/measured.py             # fill the marks `<!-- measured: NAME -->` ... `<!-- /measured -->`
 python scripts/measured.py runs/demo   # copy the results of this demo to results/demo first
@@ -33,7 +35,10 @@ def keep(run: Path, folder: Path) -> None:
 
 
 def demo() -> str:
-    """Format the demo as a table: error rates, norms left after folding, time against LayerNorm."""
+    """Format the demo as a table.
+
+    Error rates, norms left after folding, time against LayerNorm.
+    """
     results = [json.loads(path.read_text(encoding="utf8")) for path in DEMO.glob("*/result.json")]
     lines = [
         "| norm | phonemes wrong | after folding | norms left | time of inference, folded / LayerNorm |",
@@ -65,7 +70,7 @@ def demo() -> str:
 
 
 def multi30k() -> str:
-    """Format BLEU of the short (those of several seeds) and of the long runs on Multi30k side by side."""
+    """Format BLEU of short runs (of several seeds) and of long runs on Multi30k."""
     short, long = (
         json.loads((TABLES / f"core.multi30k{end}.json").read_text(encoding="utf8")) for end in ("", "-hour")
     )

@@ -1,4 +1,7 @@
-"""Hook of the site: the navigation lists the page of every norm, in the order of the table NORMS."""
+"""Hook of the site: the navigation lists the page of every norm.
+
+In the order of the table NORMS.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""One thread and fixed seeds; memory that nobody wrote to is NaN, so that reading it shows."""
+"""One thread and fixed seeds.
+
+Uninitialized memory is NaN, so that tests fail if it is read.
+"""
 
 import pathlib
 

@@ -1,4 +1,7 @@
-"""A made parallel corpus: an invented language and its word-for-word translation, as a folder of text files."""
+"""A made parallel corpus: an invented language and its word-for-word translation.
+
+As a folder of text files.
+"""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What the tests of folding share: norms far from the identity, a reader for one, and the check of every fold."""
+"""Helpers of the folding tests: norms far from the identity, readers, checks of a fold."""
 
 import torch
 from third_party_models import randomize
@@ -16,7 +16,10 @@ def norm(spec: str = "batch", dim: int = DIM) -> Norm:
 
 
 def check(model: nn.Module, *example, actions: str | None = None, **options):
-    """Fold; the outputs stay, in float32 too; the original is untouched. Returns the folded model and the report."""
+    """Fold; the outputs stay, in float32 too.
+
+    The original is untouched. Returns the folded model and the report.
+    """
     model = randomize(model).eval()
     before = {key: t.clone() for key, t in model.state_dict().items()}
     structure = str(model)

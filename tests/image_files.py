@@ -1,4 +1,7 @@
-"""Tiny data sets of pictures, made: each class has a colour of its own, on noise; in all forms that are read."""
+"""Tiny data sets of pictures, made: each class has a colour of its own, on noise.
+
+In all forms that are read.
+"""
 
 import io
 import json

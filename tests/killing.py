@@ -1,4 +1,4 @@
-"""What the tests of lost workers share: a job that can be killed in the middle, and who kills it."""
+"""Jobs that the tests of lost workers kill in the middle."""
 
 import os
 import signal
@@ -8,7 +8,10 @@ from normkit.lab.train.run import train
 
 
 def noted_job(title, run, folder, command):
-    """A study's job that says which process did it, and slowly enough to be killed in the middle."""
+    """A study's job that says which process did it.
+
+    And slowly enough to be killed in the middle.
+    """
     with (folder / "pids").open("a", encoding="utf8") as file:
         file.write(f"{os.getpid()}\n")
     return train(run, folder, resume=True, on_progress=lambda tick: time.sleep(0.05), command=command)

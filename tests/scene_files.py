@@ -1,4 +1,7 @@
-"""A tiny data set in COCO's form: coloured rectangles, discs cut out of polygons, on noise."""
+"""A tiny data set in COCO's form.
+
+Coloured rectangles, discs cut out of polygons, on noise.
+"""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What becomes of each norm, said before anything is done."""
+"""Outcomes of norms, reported without changing the model."""
 
 import pytest
 import torch

@@ -70,7 +70,9 @@ def test_a_wider_beam_finds_what_is_more_likely_on_the_whole():  # always only w
     for seed in range(6):
         model = seq2seq(seed=seed)
         with torch.no_grad():
-            model.output.linear.bias[EOS] = 1.0  # so that all end: what runs out of room was not chosen
+            model.output.linear.bias[EOS] = (
+                1.0  # so that all end: a hypothesis cut off by the length limit was not chosen
+            )
         greedily, widely = greedy(model, MANY, 30), beam(model, MANY, 8, 0.0, 30)
         gains += [wide - one for wide, one in zip(widely.scores, greedily.scores, strict=True)]
     assert sum(gains) > 10

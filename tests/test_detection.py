@@ -1,4 +1,7 @@
-"""Detectors: norms that see pictures and not their padding, folding, training, average precision."""
+"""Detectors: norms that see pictures and not their padding, folding, training.
+
+Average precision.
+"""
 
 import dataclasses
 import json
@@ -78,7 +81,7 @@ def test_norms_are_placed_by_rule_and_only_the_backbone_has_some():
 
 
 def test_statistics_are_of_pictures_and_not_of_what_fills_the_batch_up():
-    """Each norm is told which of its tokens a picture covers; the first one's statistics are those of these."""
+    """Masks reach every norm; the first one's statistics are those of the covered tokens."""
     model = detector(Model(arch="tiny", norm="pnv"), classes=2).train()
     images, targets = pictures()
     seen = {}
@@ -112,8 +115,8 @@ def test_weights_of_a_classifier_start_the_backbone(tmp_path):
     features = {f"features.{k}": v for k, v in donor.backbone.body.features.state_dict().items()}
     safetensors.torch.save_file({**features, "head.weight": torch.zeros(3, 64)}, tmp_path / "swin.safetensors")
     model = detector(Model(arch="tiny", norm="un"), classes=5)
-    anew = start_backbone(str(tmp_path / "swin.safetensors"), model)
-    assert anew == [name for name in model.backbone.body.state_dict() if name.startswith("norms.")]
+    reset = start_backbone(str(tmp_path / "swin.safetensors"), model)
+    assert reset == [name for name in model.backbone.body.state_dict() if name.startswith("norms.")]
     for name, tensor in model.backbone.body.features.state_dict().items():
         same = torch.equal(tensor, features[f"features.{name}"])
         assert same or name.endswith((".step", ".window", ".psi", ".window_grad", "_grad")), name
@@ -249,10 +252,10 @@ def test_a_run_learns_resumes_to_the_same_weights_and_folds_to_the_same_answers(
     loaded = Loaded(loaded.run, randomize(loaded.model), loaded.vocabularies)  # gains and biases that show
     folded, report = fold_run(loaded)
     assert report.max_error < 1e-9
-    fates = {row.name: row.action for row in report}
-    attention = [name for name in fates if name.endswith("norm1")]
-    assert {fates[name] for name in attention} == {"add"}, "Swin pads behind them"
-    assert {fate for name, fate in fates.items() if name not in attention} == {"folded", "folded back"}
+    outcomes = {row.name: row.action for row in report}
+    attention = [name for name in outcomes if name.endswith("norm1")]
+    assert {outcomes[name] for name in attention} == {"add"}, "Swin pads behind them"
+    assert {outcome for name, outcome in outcomes.items() if name not in attention} == {"folded", "folded back"}
     save(tmp_path / "folded", folded)
     back = load(tmp_path / "folded")
     with torch.no_grad():

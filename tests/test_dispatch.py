@@ -1,4 +1,7 @@
-"""The choice of kernels: environment, threads, backward passes; and no import circles in `normkit/kernels`."""
+"""The choice of kernels: environment, threads, backward passes.
+
+And no import circles in `normkit/kernels`.
+"""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Several processes and hosts: who speaks for them, what is refused, the same result however they were started."""
+"""Several processes and hosts: the writing rank, refusals, equal results."""
 
 import dataclasses
 import os
@@ -80,7 +80,7 @@ def test_a_run_is_for_as_many_processes_as_were_started(variables, fits, given, 
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     if "SLURM_NTASKS" in variables:
-        check_launched(1, 1)  # a worker of a study is nobody's task
+        check_launched(1, 1)  # a worker of a study is no task of a launcher
         assert is_rank_zero()
 
 
@@ -115,7 +115,7 @@ def free_port():
 
 
 def hosts(launcher):
-    """What two hosts of one process each find in their environment."""
+    """Environment variables of two hosts of one process each."""
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     if launcher == "slurm":
         return [{**SLURM, **master, "SLURM_PROCID": host, "SLURM_NODEID": host} for host in "01"]
@@ -124,7 +124,10 @@ def hosts(launcher):
 
 @pytest.mark.slow
 def test_hosts_train_one_model_and_the_first_writes(tmp_path):
-    """Two hosts that see one folder; where each has its own, one that lacks the checkpoint cannot go on."""
+    """Two hosts that see one folder.
+
+    Where each has its own, one that lacks the checkpoint cannot go on.
+    """
     run, curves = tiny(nodes=2), []
     for launcher in ("lightning", "slurm"):
         folder = tmp_path / launcher

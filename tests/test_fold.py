@@ -1,4 +1,7 @@
-"""Norms fold away and nothing changes: on models of four libraries, with every kind of reader, and on traps."""
+"""Norms fold away and nothing changes.
+
+On models of four libraries, with every kind of reader, and on traps.
+"""
 
 import pytest
 import torch

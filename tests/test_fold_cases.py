@@ -1,4 +1,7 @@
-"""Folding as a change of coordinates: each kind of model and each trap once, exact or refused with its reason."""
+"""Folding as a change of coordinates.
+
+Each kind of model and each trap once, exact or refused with its reason.
+"""
 
 import pytest
 import torch
@@ -15,7 +18,10 @@ from normkit.transforms.affine import Affine
 
 
 class Post(nn.Module):
-    """A post-norm stack between an embedding and a head, tied or not; `also` is something else that reads the stream."""
+    """A post-norm stack between an embedding and a head, tied or not.
+
+    `also` is something else that reads it.
+    """
 
     def __init__(self, depth: int = 3, tie: bool = False, spec: str = "batch", also=None, shared: bool = False):
         super().__init__()
@@ -143,7 +149,10 @@ def test_a_stream_that_something_nonlinear_reads_keeps_one_norm_between_two_read
 
 
 class LayerScale(nn.Module):
-    """A post-norm stream with a parameter per channel in its branch; used once, or in two places."""
+    """A post-norm stream with a parameter per channel in its branch.
+
+    Used once, or in two places.
+    """
 
     def __init__(self, twice: bool = False):
         super().__init__()

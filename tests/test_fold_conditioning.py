@@ -1,4 +1,7 @@
-"""The spread of a stream's channels: measured, limited, balanced; what overflows is refused."""
+"""The spread of a stream's channels: measured, limited, balanced.
+
+What overflows is refused.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Random graphs of products, sums, ties and norms: folding is exact, and no larger set of norms could vanish."""
+"""Random graphs of products, sums, ties and norms.
+
+Folding is exact, and no larger set of norms could vanish.
+"""
 
 from itertools import combinations
 
@@ -48,8 +51,9 @@ class Graph(nn.Module):
                 given.append(layer(x))
                 continue
             if kind == "again":  # an earlier layer once more
-                layer = self.layers[b % len(self.layers)]
-                layer = layer if isinstance(layer, nn.Linear) and layer.out_features == WIDTH else nn.Identity()
+                earlier = self.layers[b % len(self.layers)]
+                fits = isinstance(earlier, nn.Linear) and earlier.out_features == WIDTH
+                layer = earlier if fits else nn.Identity()  # noqa: PLW2901
             operations = {"sum": lambda: x + y, "scaled": lambda: x * 0.5, "flipped": lambda: x.flip(-1),
                           "tanh": lambda: torch.tanh(x)}  # fmt: skip
             values.append(operations.get(kind, lambda: layer(x))())

@@ -1,4 +1,7 @@
-"""The result of folding: an ordinary model, a report, and errors for what cannot be folded."""
+"""The result of folding: an ordinary model, a report.
+
+And errors for what cannot be folded.
+"""
 
 import copy
 import subprocess
@@ -166,7 +169,10 @@ def test_a_norm_that_never_runs_is_kept_and_said():
 
 
 def test_folding_does_not_depend_on_identity_affines():
-    """The helper really randomises: a fold that ignored gains, biases or statistics would fail these tests."""
+    """The helper really randomises.
+
+    A fold that ignored gains, biases or statistics would fail these tests.
+    """
     model = randomize(nn.Sequential(make("batch", DIM)))
     for t in (model[0].weight, model[0].bias, *model[0].running):
         assert t.std() > 0.05

@@ -14,7 +14,10 @@ from normkit.transforms.fold.verify import error
 
 
 class Two(nn.Module):
-    """A norm and two layers; what is done with them is `how(norm's output, a, b, the rest of the arguments)`."""
+    """A norm and two layers; what is done with them is `how(norm's output, a, b.
+
+    The rest of the arguments)`.
+    """
 
     def __init__(self, how, spec: str = "batch"):
         super().__init__()
@@ -116,7 +119,10 @@ def test_padding_of_pictures_that_are_not_square():
 
 
 def test_padding_that_only_sizes_not_tried_show():
-    """Swin's call of `pad` is made where nothing is padded, too; none of the sizes tried needs any in every stage."""
+    """Swin's call of `pad` is made where nothing is padded, too.
+
+    None of the sizes tried needs any in every stage.
+    """
     from normkit.lab.models.torchvision_ops import load_torchvision
 
     swin = load_torchvision().models.SwinTransformer([4, 4], 6, [1, 1], [1, 1], [7, 7], num_classes=5)
@@ -127,7 +133,10 @@ def test_padding_that_only_sizes_not_tried_show():
 
 
 class Rows(nn.Module):
-    """A norm, then zeros that fill an axis up to a multiple of four where it is not one, then a layer."""
+    """A norm, then zeros that fill an axis up to a multiple of four where it is not one.
+
+    Then a layer.
+    """
 
     def __init__(self, axis: int, channels: int):
         super().__init__()

@@ -113,7 +113,7 @@ def test_a_norm_folds_into_grouped_products_and_into_raw_weights_without_shift()
     model = Experts()
     nn.init.zeros_(model.norm.bias)
     model.norm.running[0] = 0
-    folded, report = fold(model.eval(), torch.randn(3, 9, 8))
+    _, report = fold(model.eval(), torch.randn(3, 9, 8))
     assert report.foldable == "1 of 1", str(report)
 
 

@@ -1,4 +1,7 @@
-"""Model folders of Hugging Face: saved, loaded, folded; unsafe or damaged ones are refused."""
+"""Model folders of Hugging Face: saved, loaded, folded.
+
+Unsafe or damaged ones are refused.
+"""
 
 import json
 import subprocess

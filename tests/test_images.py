@@ -1,4 +1,7 @@
-"""Readers of pictures in every form, what is wrong with them, and the order in which they are shown."""
+"""Readers of pictures in every form, what is wrong with them.
+
+And the order in which they are shown.
+"""
 
 import hashlib
 import itertools

@@ -1,4 +1,7 @@
-"""LayerNorm to RMSNorm: exact where only LayerNorms read a residual stream, refused where a mean would be noticed."""
+"""LayerNorm to RMSNorm: exact where only LayerNorms read a residual stream.
+
+Refused where a mean would be noticed.
+"""
 
 import pytest
 import torch

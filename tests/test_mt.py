@@ -1,4 +1,7 @@
-"""Translation of text: BLEU, runs on made corpora, stopping rules, static batches, several processes."""
+"""Translation of text: BLEU, runs on made corpora, stopping rules, static batches.
+
+Several processes.
+"""
 
 import dataclasses
 import functools
@@ -113,7 +116,8 @@ def test_runs_are_compared_over_seeds_and_on_the_same_sentences(corpus, tmp_path
             results.write(folder, {**made, "run": run, "scores": scores})
     one, two = tmp_path / "a", tmp_path / "b"
     assert main(["compare", str(one), str(two), str(two / "seed-0")]) == 0
-    assert (lines := capsys.readouterr().out.splitlines())[:5] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
         f"{one}: bleu by beam search 31.00 (± 2.48, 95 % interval of 3 seeds)",
         f"{two}: bleu by beam search 32.00 (± 2.48, 95 % interval of 3 seeds)",
         f"{two / 'seed-0'}: bleu by beam search 31.00 (one seed)",
@@ -411,7 +415,10 @@ def test_a_search_that_needs_too_much_memory_takes_fewer_sentences(corpus, tmp_p
 
 
 def by_torchrun(run, folder):
-    """Train in two processes what is left of a run; its result, and its weights as they are written."""
+    """Train in two processes what is left of a run.
+
+    Its result, and its weights as they are written.
+    """
     program = (
         "from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
@@ -428,7 +435,10 @@ def by_torchrun(run, folder):
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(corpus, tmp_path):
-    """With synchronised statistics; the model whole in each, or in parts; interrupted, to the same weights."""
+    """With synchronised statistics; the model whole in each, or in parts.
+
+    Interrupted, to the same weights.
+    """
     losses = {}
     for strategy in ("ddp", "fsdp2"):
         folder = tmp_path / strategy

@@ -56,7 +56,10 @@ def count(model: nn.Module) -> int:
 
 
 def test_resnet20_is_that_of_the_paper():
-    """He et al.: 0.27 M; three times six convolutions behind the first, at 32, 16 and 8 pixels a side."""
+    """He et al.: 0.27 M; three times six convolutions behind the first, at 32.
+
+    16 and 8 pixels a side.
+    """
     model = ResNet20(Model(norm="batch"), classes=10)
     assert count(model) == 269_722
     assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == 19
@@ -68,7 +71,10 @@ def test_resnet20_is_that_of_the_paper():
 
 
 def test_t2t_vit_14_is_that_of_the_paper():
-    """Yuan et al.: 21.5 M parameters; 224 pixels to 56, 28 and 14 tokens a side, 64 channels, then 384."""
+    """Yuan et al.: 21.5 M parameters.
+
+    224 pixels to 56, 28 and 14 tokens a side, 64 channels, then 384.
+    """
     model = classifier(Model(arch="t2t_vit_14", image_size=224), 1000)
     assert round(count(model) / 1e6, 1) == 21.5
     shapes = []
@@ -119,7 +125,10 @@ def test_names_that_there_are_not_and_sizes_that_do_not_fit():
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("spec", [*map(short, NORMS), *ISSUE])
 def test_every_norm_by_rule(name, spec):
-    """At the places that a rule names, with gradients for every parameter and the same scores when trained twice."""
+    """At the places that a rule names.
+
+    With gradients for every parameter and the same scores when trained twice.
+    """
     place = "blocks.[0-3].*" if name == "resnet20" else "layers.*"
 
     def trained() -> nn.Module:
@@ -157,7 +166,9 @@ def test_channels_last_changes_nothing():
      ("resnet20", "batch", "folded back", 19)],
 )  # fmt: skip
 def test_all_norms_fold(name, spec, action, norms):
-    """ResNet-20's go back into the convolution before, since a ReLU or a sum follows; T2T-ViT's into what reads them.
+    """ResNet-20's go back into the convolution before, since a ReLU or a sum follows.
+
+    T2T-ViT's into what reads them.
 
     Into the convolution behind the ReLU none can go.
     """
@@ -193,7 +204,10 @@ def test_a_folded_run_is_saved_with_the_biases_that_folding_made(tmp_path):
 
 
 def test_a_performer_is_attention_with_the_kernel_of_its_features():
-    """Against the sum over all pairs of tokens, with weights exp(W q - |q|^2 / 2) . exp(W k - |k|^2 / 2)."""
+    """Against the sum over all pairs of tokens.
+
+    With weights exp(W q - |q|^2 / 2) . exp(W k - |k|^2 / 2).
+    """
     torch.manual_seed(0)
     performer = Performer(10, 6).double().eval()
     key, query, value = torch.randn(3, 2, 7, 6, dtype=torch.float64)
@@ -230,7 +244,10 @@ def test_drop_path_leaves_blocks_out_by_picture():
 
 
 def test_the_final_norm_sees_all_tokens():
-    """Statistics of the last norm are of all tokens and not of the class token alone, as in the authors' code."""
+    """Statistics of the last norm are of all tokens and not of the class token alone.
+
+    As in the authors' code.
+    """
     model = small_t2t(norm="batch")
     seen = []
     model.final_norm.register_forward_hook(lambda module, args, out: seen.append(args[0].shape))

@@ -205,11 +205,11 @@ def test_something_else_is_no_checkpoint(tmp_path):
 
 
 def test_no_space_left_while_saving_keeps_the_checkpoint_before(whole, tmp_path, monkeypatch):
-    room = [9]  # files that still fit
+    free = [9]  # files that still fit
 
     def full(descriptor):
-        room[0] -= 1
-        if room[0] < 0:
+        free[0] -= 1
+        if free[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:

@@ -1,4 +1,7 @@
-"""Studies: grids of runs, printed figures, tables, and running with failures and interrupts."""
+"""Studies: grids of runs, printed figures, tables.
+
+And running with failures and interrupts.
+"""
 
 import dataclasses
 import json

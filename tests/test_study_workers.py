@@ -1,4 +1,7 @@
-"""Workers of studies that are killed: lost runs start again, and fail if they kill each time."""
+"""Workers of studies that are killed.
+
+Lost runs start again, and fail if they kill each time.
+"""
 
 import functools
 import multiprocessing

@@ -1,4 +1,7 @@
-"""benchmarks/swin.py from end to end on tiny models: every variant, the files, the section of the page."""
+"""benchmarks/swin.py from end to end on tiny models.
+
+Every variant, the files, the section of the page.
+"""
 
 import csv
 import importlib.util

@@ -1,4 +1,7 @@
-"""Multi-linear attention and adaptive embeddings against their formulas, and against looking ahead."""
+"""Multi-linear attention and adaptive embeddings against their formulas.
+
+And against looking ahead.
+"""
 
 import numpy as np
 import pytest

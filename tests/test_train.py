@@ -115,7 +115,10 @@ def test_scoring_leaves_the_model_as_it_is():
 
 
 def test_batch_statistics_are_those_of_the_batch_itself():
-    """With one batch of everything, its own statistics are what calibration on that batch gives."""
+    """With one batch of everything.
+
+    Its own statistics are what calibration on that batch gives.
+    """
     torch.manual_seed(0)
     run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="batch"), batch_tokens=1000, bucketing=False)
     data = SOURCES["cmudict"]()
@@ -202,7 +205,7 @@ def test_of_the_run_before_a_new_one_keeps_nothing_even_when_it_is_killed(tmp_pa
     train(dataclasses.replace(SMALL, checkpoint_every=4), tmp_path)
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "beam.txt").write_text("what the run before said\n")
-    (tmp_path / "mine.txt").write_text("nobody else's")
+    (tmp_path / "mine.txt").write_text("another user's")
 
     def die(progress):
         if progress.stage == "training":

@@ -1,4 +1,4 @@
-"""Training on pictures: what is shown, what is averaged, what is fine-tuned, every recipe for two steps."""
+"""Training on images: augmentation, averaging, fine-tuning, every recipe for two steps."""
 
 import copy
 import dataclasses
@@ -229,7 +229,7 @@ def test_settings_of_pictures_are_refused_elsewhere():
 # -- fine-tuning -----------------------------------------------------------------------------------------------------
 
 
-def test_fine_tuning_starts_the_head_and_the_warm_up_anew(tmp_path):
+def test_fine_tuning_starts_the_head_and_the_warm_up_reset(tmp_path):
     config = dataclasses.replace(TINY, norm="un(warmup=2)")
     torch.manual_seed(1)
     old = classifier(config, 5)
@@ -237,8 +237,8 @@ def test_fine_tuning_starts_the_head_and_the_warm_up_anew(tmp_path):
         old(torch.randn(4, 3, 16, 16)).square().mean().backward()
     save_weights(old, tmp_path / "model.safetensors")
     new = classifier(config, 3)
-    anew = start_from(str(tmp_path), new, 3)
-    assert sorted(anew) == ["head.bias", "head.weight"]
+    reset = start_from(str(tmp_path), new, 3)
+    assert sorted(reset) == ["head.bias", "head.weight"]
     before, after = old.state_dict(), new.state_dict()
     steps = [name for name in after if name.endswith("step")]
     assert all(int(before[name]) == 4 and int(after[name]) == 0 for name in steps)

@@ -1,4 +1,7 @@
-"""The layout that docs/architecture.md describes, read from the import statements and the sizes of files."""
+"""The layout that docs/architecture.md describes.
+
+Read from the import statements and the sizes of files.
+"""
 
 import ast
 import importlib.metadata
@@ -68,7 +71,7 @@ def package(path: pathlib.Path) -> str:
 
 
 def imports(path: pathlib.Path, on_import: bool = False) -> list[str]:
-    """Names of the modules that a file imports: all, or those that importing the file imports at once."""
+    """Names of the modules that a file imports, late ones included unless `on_import`."""
     tree = ast.parse(path.read_text(encoding="utf8"))
     found = []
     for node in tree.body if on_import else ast.walk(tree):
@@ -125,7 +128,10 @@ def test_third_parties_are_imported_only_where_listed():
 
 
 def test_imports_are_declared_dependencies():
-    """An undeclared dependency works here because another package installs it, and fails elsewhere."""
+    """An undeclared dependency works here because another package installs it.
+
+    And fails elsewhere.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
     extras = project["optional-dependencies"]
     users = [line for extra, lines in extras.items() for line in lines if extra != "dev"]
@@ -172,7 +178,10 @@ def test_the_library_is_small():
 
 
 def test_importing_normkit_takes_torch_alone():
-    """No third party, no part of torch that `import torch` leaves out, no package that norms do not need."""
+    """No third party, no part of torch that `import torch` leaves out.
+
+    No package that norms do not need.
+    """
     code = "import sys, torch; before = set(sys.modules); import normkit; print(*sorted(set(sys.modules) - before))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     new = [name for name in out.split() if name.split(".")[0] not in sys.stdlib_module_names]

@@ -1,4 +1,7 @@
-"""Plain words: the private vocabulary of earlier versions does not come back, and docstrings begin with a summary."""
+"""Plain words: the private vocabulary of earlier versions does not come back.
+
+And docstrings begin with a summary.
+"""
 
 import ast
 import pathlib

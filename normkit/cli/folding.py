@@ -1,4 +1,7 @@
-"""Commands on the norms of a saved model, a run's or a Hugging Face folder: `audit` and `fold`."""
+"""Commands on the norms of a saved model, a run's or a Hugging Face folder.
+
+`audit` and `fold`.
+"""
 
 from pathlib import Path
 
@@ -61,7 +64,10 @@ def fold(arguments: list[str]) -> int:
 
 
 def check_out(model: Path, out: Path, action: str) -> None:
-    """Raise ValueError if `out` is the model itself, a run that was trained, or a Hugging Face model."""
+    """Raise ValueError if `out` is the model itself, a run that was trained.
+
+    Or a Hugging Face model.
+    """
     from normkit.lab.report import results
     from normkit.transforms.huggingface import is_pretrained_dir
 

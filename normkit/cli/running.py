@@ -13,7 +13,10 @@ from normkit.cli.reporting import show
 
 
 def demo(arguments: list[str]) -> int:
-    """Train a Transformer with each of several norms, compare them, fold one; a few minutes on two CPU cores."""
+    """Train a Transformer with each of several norms, compare them, fold one.
+
+    A few minutes on two CPU cores.
+    """
     from normkit.lab.studies.demo import COMPARED, STEPS
 
     def parse(
@@ -25,7 +28,9 @@ def demo(arguments: list[str]) -> int:
         out: Path = Path("runs/demo"),
         processes: int = 2,
     ) -> dict[str, Any]:
-        """Train a Transformer with each of several norms on the CMU Pronouncing Dictionary, compare them, fold one.
+        """Train a Transformer with each of several norms on the CMU Pronouncing Dictionary.
+
+        Compare them, fold one.
 
         Args:
             norms: Norm specs to compare, e.g. layer 'un(window=8)' rms; `normkit list` lists all.
@@ -115,7 +120,7 @@ def train(arguments: list[str]) -> int:
 
 
 def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
-    """Train runs one after the other; an interrupt ends them, with a checkpoint if the run keeps some."""
+    """Train runs one after the other; an interrupt ends them."""
     from rich.console import Console
 
     from normkit.lab.report import results
@@ -149,7 +154,10 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in the list that is returned; a second one raises KeyboardInterrupt."""
+    """Collect SIGINT and SIGTERM in the list that is returned.
+
+    A second one raises KeyboardInterrupt.
+    """
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:

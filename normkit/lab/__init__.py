@@ -1,1 +1,4 @@
-"""Everything that trains: models, data, runs, reports, the papers' studies. Needs extras of pyproject.toml."""
+"""Everything that trains: models, data, runs, reports.
+
+The papers' studies. Needs extras of pyproject.toml.
+"""

@@ -197,7 +197,7 @@ def _agrees(module: nn.Module, found: Found) -> bool:
 
 @torch.no_grad()
 def _takes_any_size(module: nn.Module, found: Found) -> bool:
-    """True where a module also normalizes more channels than it has weights for: its weights are not used."""
+    """True where a module ignores its own size, so that its weights are not used."""
     theirs = copy.deepcopy(module).double().eval()
     device = next((t.device for t in [*module.parameters(), *module.buffers()]), None)
     x = torch.ones(2, 2, found.dim + 1, dtype=torch.float64, device=device).movedim(-1, found.channel_dim)

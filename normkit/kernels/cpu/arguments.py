@@ -63,6 +63,6 @@ def call(kernel: str, **given: Any) -> None:
                     f"{kernel} of {dtype}: {name} is {value.dtype} on {value.device}; it must be {expected}, "
                     f"contiguous, on a CPU"
                 )
-            value = value.data_ptr()
+            value = value.data_ptr()  # noqa: PLW2901
         setattr(arguments, name, value)
     _function(kernel, dtype)(arguments, torch.get_num_threads())

@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
     annotations: str
     images: str
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,8 @@ def average_precision(truth: dict[str, Any], rows: list[dict[str, Any]], masks: 
             if not rows:
                 out |= {f"{prefix}_{name}": 0.0 for name in NAMES}
                 continue
-            found = reference.loadRes([{key: row[key] for key in row if key in KEYS[kind]} for row in rows])
+            boxes = [{key: row[key] for key in row if key in KEYS[kind]} for row in rows]
+            found = reference.loadRes(boxes)  # type: ignore[arg-type]
             evaluation = COCOeval(reference, found, kind)  # type: ignore[arg-type]
             evaluation.evaluate()
             evaluation.accumulate()

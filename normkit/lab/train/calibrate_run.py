@@ -1,4 +1,7 @@
-"""Calibrate a saved run: replace running statistics by those of training batches; the result is a run folder."""
+"""Calibrate a saved run: replace running statistics by those of training batches.
+
+The result is a run folder.
+"""
 
 import itertools
 from typing import NamedTuple

@@ -143,7 +143,7 @@ class Task(lightning.LightningModule):
     def describe_data(self) -> dict[str, object]:
         """Return what the result file has about the data."""
         counts = {"count": len(self.broken), "first": sorted(self.broken)[:5]}
-        return {"name": self.data.name} | ({"broken": counts} if self.broken else {})
+        return {"name": self.data.name, **({"broken": counts} if self.broken else {})}
 
     # -- validation and scores ----------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def variants(
     same = _same_sizes(given, of_data)
     plans = [*same, *(plan for t in data for plan in _other_sizes(t) if other_shapes)]
     found: dict[str, Call] = {}
-    for seed, plan in [*enumerate(plans)][len(same) :] + [*enumerate(same)]:
+    for seed, plan in (*[*enumerate(plans)][len(same) :], *enumerate(same)):
         for (label, change), top in itertools.product(plan.items(), _tops(model, data)):
             if label in found:
                 break

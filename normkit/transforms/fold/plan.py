@@ -101,6 +101,7 @@ class _Planner:
                 writers[stream].append(name)
         for source, inputs in self.relations.scaled.items():
             if not torch.equal(at.scale[inputs], at.scale[source.codes]):
+                assert source.gains is not None
                 table, _ = next(self.trace.by_code(source.gains))
                 for stream in self._streams_of(inputs):
                     readers[stream].append(table.name)
@@ -129,7 +130,7 @@ class _Planner:
         why = self._reason(node, chosen)
         if not node.offline:
             return replace(outcome, why=why)
-        gain, shift = plan.affine(node)
+        _, shift = plan.affine(node)
         kept = len(shift) * (int(bool((shift != 0).any())) + int(name not in additions))
         if name in additions:
             why = why.split("; nor into")[0] + ": the gain is folded, one addition stays"
@@ -152,8 +153,9 @@ class _Planner:
     def _second_bias(self, place: Place) -> int:
         """The length of the second bias that `nn.MultiheadAttention` then has to have."""
         owner = self.model.get_submodule(place.parameter.rpartition(".")[0])
-        missing = isinstance(owner, nn.MultiheadAttention) and owner.out_proj.bias is None
-        return owner.embed_dim if missing else 0
+        if isinstance(owner, nn.MultiheadAttention) and owner.out_proj.bias is None:
+            return owner.embed_dim
+        return 0
 
     # -- reasons ------------------------------------------------------------------------------------------------------
 

@@ -193,7 +193,8 @@ class Relations:
         return zeros
 
     def _gain(self, source: Source) -> Tensor:
-        table, codes = next(self.trace.by_code(source.gains))
+        assert source.gains is not None
+        table, _ = next(self.trace.by_code(source.gains))
         return parameter(self.model, table.name).view(-1)[(source.gains - table.base).long()]
 
     # -- weights and biases -------------------------------------------------------------------------------------------
@@ -206,13 +207,13 @@ class Relations:
         for source in self.trace.sources.values():
             if source.gains is not None:
                 table, _ = next(self.trace.by_code(source.gains))
-                others = [s for s in self.trace.sources.values() if s is not source and s.gains is not None]
-                shared = any(bool(torch.isin(source.gains, other.gains).any()) for other in others)
+                others = [s.gains for s in self.trace.sources.values() if s is not source and s.gains is not None]
+                shared = any(bool(torch.isin(source.gains, other).any()) for other in others)
                 if shared or table.reads.keys() - {source}:
                     self.links.append(Link(source.codes, self.scaled[source], shift=False))
                     self.pin(source.gains, f"{table.name} is used in several places that differ")
         for name, products in uses.items():
-            why = None
+            why = ""
             if name in self.trace.entangled:
                 why = f"{name} shares memory with {self.trace.entangled[name]}"
             elif readers := self.trace.weight_readers.get(name):

@@ -107,6 +107,7 @@ def _biases(plan: FoldPlan, edit: "Edit") -> None:
 def _gains(source: Source, plan: FoldPlan, edit: "Edit") -> None:
     """A parameter per channel: `gain <- gain * s_in / s_out`."""
     relations, scale = plan.relations, plan.at.scale
+    assert source.gains is not None
     table, _ = next(relations.trace.by_code(source.gains.double()))
     factor = scale[relations.scaled[source]] / scale[source.codes]
     index = (source.gains - table.base).long()

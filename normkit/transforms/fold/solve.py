@@ -51,8 +51,10 @@ class Solver:
         if len(given):
             self.hard = united(relations.trace.codes, [*links, Link(given, torch.zeros_like(given))])
         self.units = {f"{name}, unchanged": node for name, node in self.nodes.items() if not node.offline}
-        ones = [Row(node.outputs[:, None], torch.ones(len(node.outputs), 1).double(), torch.zeros(len(node.outputs)).double(), name)
-                for name, node in self.units.items()]  # fmt: skip
+        ones = []
+        for name, node in self.units.items():
+            one, zero = torch.ones(len(node.outputs), 1).double(), torch.zeros(len(node.outputs)).double()
+            ones.append(Row(node.outputs[:, None], one, zero, name))
         self.shifts = Shifts(relations, [*relations.rows, *map(_row, self.nodes.values()), *ones])
         self._agree: dict[frozenset[str], bool] = {}
 
@@ -154,9 +156,9 @@ class Solver:
         found: set[str] = set()
         for name, node in self.nodes.items():
             whole = name not in self.stuck and not bool((node.scale == 0).any())
-            if node.offline and name not in chosen and whole and bool((node.scale != 1).any()):
-                if self.scales_agree(self._all({*chosen, *found, name})):
-                    found.add(name)
+            useful = node.offline and name not in chosen and whole and bool((node.scale != 1).any())
+            if useful and self.scales_agree(self._all({*chosen, *found, name})):
+                found.add(name)
         return found
 
     def clash(self, norms: list[str]) -> list[str]:

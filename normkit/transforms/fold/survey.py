@@ -57,7 +57,7 @@ class Survey:
         return model
 
     def double(self) -> nn.Module:
-        """A copy in float64; experts of Hugging Face models one by one, for grouped products know no float64."""
+        """A copy in float64, with experts of Hugging Face models one by one."""
         model = self.copy().double()
         for module in model.modules():
             if callable(choose := getattr(module, "set_experts_implementation", None)):
@@ -70,8 +70,7 @@ class Survey:
             source.range = None
         self.trace.measuring = True
         with in_float64():
-            for batch in batches:
-                batch = widened(batch)
+            for batch in map(widened, batches):
                 if isinstance(batch, Mapping):
                     self._follow((), dict(batch))
                 else:
