@@ -49,7 +49,7 @@ PAPER = {  # images a second and MB on an RTX 3090: LN, UN folded
 class Subject(NamedTuple):
     """A model with `nn.LayerNorm`, the name of its part that has norms.
 
-    And how many pictures of what size it takes.
+    Also the number and size of the images that it takes.
     """
 
     model: nn.Module
@@ -188,7 +188,7 @@ def compare(name: str, subject: Subject, precision: str, runtimes: list[str], la
 def peak(call: Callable[[], object], own: int) -> float:
     """MB allocated at most during a call.
 
-    With the bytes that the variant and its input hold, and no other's.
+    The bytes that the variant and its input hold are included.
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

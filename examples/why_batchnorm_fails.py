@@ -1,6 +1,6 @@
 """Measure how far batch statistics on text are from the running statistics.
 
-With and without bucketing by length.
+It compares batches with and without bucketing by length.
 
 There is no training: an encoder makes one pass over real words in two kinds of batches. Needs `pip install -e
 ".[data]"`.

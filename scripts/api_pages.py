@@ -1,6 +1,6 @@
 """Write the reference pages in docs/api/ from the docstrings.
 
-As Markdown that needs no build to be read.
+They are Markdown that needs no build.
 
 python scripts/api_pages.py            # write the pages
 python scripts/api_pages.py --check    # exit with status 1 if a page is out of date

@@ -1,6 +1,6 @@
 """Fill the measured tables of README.md from the files in results/.
 
-So that no figure in it is typed by hand.
+No figure in it is typed by hand.
 
 python scripts/measured.py             # fill the marks `<!-- measured: NAME -->` ... `<!-- /measured -->`
 python scripts/measured.py runs/demo   # copy the results of this demo to results/demo first

@@ -1,6 +1,6 @@
 """A made parallel corpus: an invented language and its word-for-word translation.
 
-As a folder of text files.
+It is a folder of text files.
 """
 
 import random

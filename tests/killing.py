@@ -10,7 +10,7 @@ from normkit.lab.train.run import train
 def noted_job(title, run, folder, command):
     """A study's job that says which process did it.
 
-    And slowly enough to be killed in the middle.
+    It runs slowly enough to be killed in the middle.
     """
     with (folder / "pids").open("a", encoding="utf8") as file:
         file.write(f"{os.getpid()}\n")

@@ -265,7 +265,7 @@ def write_sides(folder, counts, sides=("de", "en")):
 def test_a_folder_is_a_corpus_only_where_its_lines_or_its_name_say_so(tmp_path, monkeypatch):
     """IWSLT14 de-en and WMT14 en-de have files of the same names.
 
-    And their sides the other way round.
+    Their sides are in opposite order.
     """
     counts = {"iwslt14.de-en": {"train": 40, "valid": 9, "test": 8}, "wmt14.en-de": {"valid": 7, "test": 6}}
     for name, lines in counts.items():

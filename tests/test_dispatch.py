@@ -1,6 +1,6 @@
 """The choice of kernels: environment, threads, backward passes.
 
-And no import circles in `normkit/kernels`.
+Also: no import circles in `normkit/kernels`.
 """
 
 import ast

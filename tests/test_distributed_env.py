@@ -126,7 +126,7 @@ def hosts(launcher):
 def test_hosts_train_one_model_and_the_first_writes(tmp_path):
     """Two hosts that see one folder.
 
-    Where each has its own, one that lacks the checkpoint cannot go on.
+    With separate folders, a host that lacks the checkpoint cannot resume.
     """
     run, curves = tiny(nodes=2), []
     for launcher in ("lightning", "slurm"):

@@ -1,6 +1,6 @@
 """Norms fold away and nothing changes.
 
-On models of four libraries, with every kind of reader, and on traps.
+Tested on models of four libraries, every kind of reader, and difficult cases.
 """
 
 import pytest

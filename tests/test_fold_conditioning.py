@@ -1,6 +1,6 @@
 """The spread of a stream's channels: measured, limited, balanced.
 
-What overflows is refused.
+Overflow is refused.
 """
 
 import pytest

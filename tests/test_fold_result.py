@@ -1,6 +1,6 @@
 """The result of folding: an ordinary model, a report.
 
-And errors for what cannot be folded.
+Models that cannot be folded raise errors.
 """
 
 import copy

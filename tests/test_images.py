@@ -1,6 +1,6 @@
 """Readers of pictures in every form, what is wrong with them.
 
-And the order in which they are shown.
+The order of images is tested, too.
 """
 
 import hashlib

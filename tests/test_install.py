@@ -1,6 +1,6 @@
 """The release: sdist and wheel are built, installed into a clean environment.
 
-And run there.
+The environment holds only declared dependencies.
 
 The environment holds normkit and links to the distributions that the wheel requires, directly or indirectly, so that no
 test downloads torch. An undeclared dependency is therefore missing there, as it would be for a user.
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 def requirements(name: str, extras: tuple[str, ...] = ()) -> set[tuple[str, tuple[str, ...]]]:
     """Return the distributions that a distribution requires, directly or indirectly.
 
-    With their extras.
+    Extras are included.
     """
     found: set[tuple[str, tuple[str, ...]]] = set()
     waiting = [(name, extras)]

@@ -127,7 +127,7 @@ def test_names_that_there_are_not_and_sizes_that_do_not_fit():
 def test_every_norm_by_rule(name, spec):
     """At the places that a rule names.
 
-    With gradients for every parameter and the same scores when trained twice.
+    Every parameter has a gradient, and two trainings give the same scores.
     """
     place = "blocks.[0-3].*" if name == "resnet20" else "layers.*"
 
@@ -206,7 +206,7 @@ def test_a_folded_run_is_saved_with_the_biases_that_folding_made(tmp_path):
 def test_a_performer_is_attention_with_the_kernel_of_its_features():
     """Against the sum over all pairs of tokens.
 
-    With weights exp(W q - |q|^2 / 2) . exp(W k - |k|^2 / 2).
+    The weights are exp(W q - |q|^2 / 2) . exp(W k - |k|^2 / 2).
     """
     torch.manual_seed(0)
     performer = Performer(10, 6).double().eval()
@@ -246,7 +246,7 @@ def test_drop_path_leaves_blocks_out_by_picture():
 def test_the_final_norm_sees_all_tokens():
     """Statistics of the last norm are of all tokens and not of the class token alone.
 
-    As in the authors' code.
+    The authors' code does the same.
     """
     model = small_t2t(norm="batch")
     seen = []

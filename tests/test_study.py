@@ -1,6 +1,6 @@
 """Studies: grids of runs, printed figures, tables.
 
-And running with failures and interrupts.
+Runs may fail or be interrupted.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Multi-linear attention and adaptive embeddings against their formulas.
 
-And against looking ahead.
+No position depends on later ones.
 """
 
 import numpy as np

@@ -130,7 +130,7 @@ def test_third_parties_are_imported_only_where_listed():
 def test_imports_are_declared_dependencies():
     """An undeclared dependency works here because another package installs it.
 
-    And fails elsewhere.
+    Elsewhere the import fails.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
     extras = project["optional-dependencies"]

@@ -1,6 +1,6 @@
 """Plain words: the private vocabulary of earlier versions does not come back.
 
-And docstrings begin with a summary.
+Docstrings begin with a summary.
 """
 
 import ast
