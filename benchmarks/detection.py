@@ -61,7 +61,7 @@ def table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         scores = [f"{row[when][key]:.2f}" for key in ("box_ap", "mask_ap") for when in ("before", "after")]
-        outcomes = ", ".join(f"{count} {action}" for action, count in row.get("outcomes", row.get("fates", {})).items())
+        outcomes = ", ".join(f"{count} {action}" for action, count in row["outcomes"].items())
         lines.append(f"| {row['norm']} | {' | '.join(scores)} | {outcomes} | {row['max_error']:.0e} |")
     return "\n".join(lines)
 
