@@ -27,11 +27,16 @@ MINILM = Path(__file__).parent / "results" / "minilm.json"
 HEAD = """# Models and norms
 
 Look up here which norms of a model normkit can convert and fold away, before you try it on your own weights. The same
-answer for your model takes two lines:
+answer for your own model takes a few lines:
 
 ```python
-model = nk.convert(model, "un").eval()
-print(nk.audit(model, input_ids=ids, attention_mask=mask))
+import torch
+import transformers
+import normkit as nk
+
+config = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+model = nk.convert(transformers.BertForMaskedLM(config), "un").eval()
+print(nk.audit(model, input_ids=torch.randint(5, 1000, (2, 9))))
 ```
 
 Every model below is tiny and random, with random gains, biases and statistics. Its norms are converted, the model is

@@ -107,7 +107,7 @@ def described(module: griffe.Module, brief: bool) -> str:
             summary = item.docstring.value.splitlines()[0] if item.docstring else ""
             out.append(f"- `{signature(item)}`: {summary}")
             continue
-        out += [f"### {item.name} {{#{item.path}}}", f"```python\n{signature(item)}\n```", text(item)]
+        out += [f"### {item.name} {{#{item.path}}}", f"```\n{signature(item)}\n```", text(item)]
         if isinstance(item, griffe.Class):
             for method in item.members.values():
                 if isinstance(method, griffe.Function) and not method.name.startswith("_") and method.docstring:

@@ -172,7 +172,7 @@ def test_a_picture_that_does_not_decode_is_replaced_counted_or_refused(tmp_path)
         train(dataclasses.replace(run, broken="refuse", workers=0), tmp_path / "other")
     for path in (folder / "images").iterdir():
         path.write_bytes(path.read_bytes()[:200] + bytes(40) + path.read_bytes()[240:])
-    with pytest.raises(ValueError, match="none of a batch's pictures can be read"):
+    with pytest.raises(ValueError, match="none of a batch's images can be read"):
         train(run, tmp_path / "none")
 
 
@@ -253,9 +253,7 @@ def test_a_run_learns_resumes_to_the_same_weights_and_folds_to_the_same_answers(
     folded, report = fold_run(loaded)
     assert report.max_error < 1e-9
     outcomes = {row.name: row.action for row in report}
-    attention = [name for name in outcomes if name.endswith("norm1")]
-    assert {outcomes[name] for name in attention} == {"add"}, "Swin pads behind them"
-    assert {outcome for name, outcome in outcomes.items() if name not in attention} == {"folded", "folded back"}
+    assert set(outcomes.values()) <= {"folded", "folded back"}, "also where Swin pads: earlier layers take the shift"
     save(tmp_path / "folded", folded)
     back = load(tmp_path / "folded")
     with torch.no_grad():

@@ -238,7 +238,7 @@ def test_a_resumed_run_must_have_the_same_vocabulary(tmp_path, corpus, monkeypat
 
 def test_training_stops_after_looks_that_are_no_better(corpus, tmp_path, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.4, 2.3, 9.0])
-    monkeypatch.setattr(MachineTranslation, "look", lambda task: {"loss": next(losses)})
+    monkeypatch.setattr(MachineTranslation, "validate", lambda task: {"loss": next(losses)})
     run = changed(corpus, steps=50, valid_every=4, checkpoint_every=4, patience=3, average=2, average_of="best", keep=2)
     result = train(dataclasses.replace(run, test_items=5), tmp_path)
     assert result["status"] == "done"
@@ -304,7 +304,7 @@ def test_validation_is_in_batches_no_larger_than_training_s_and_is_the_loss_of_e
     torch.manual_seed(0)
     task = MachineTranslation(changed(corpus, batch_tokens=90), Seq2Seq(TINY, 60, 60), data)
     table = PairTable(*data.valid)
-    batches = task.validation()
+    batches = task.validation_batches()
     assert len(batches) > 2
     assert all(sum(int((t != PAD).sum()) for t in (b.tensors[0], b.tensors[2])) <= 90 or b.words == 1 for b in batches)
     one_by_one = [table.batch([item]) for item in range(len(table))]
@@ -317,7 +317,7 @@ def test_validation_is_of_as_many_items_as_the_run_says_and_bleu_of_all(corpus, 
     torch.manual_seed(0)
     for said, items in ((500, 20), (0, 20), (7, 7)):
         task = MachineTranslation(changed(corpus, valid_items=said, valid_bleu=True), Seq2Seq(TINY, 60, 60), data)
-        assert sum(len(batch.tensors[0]) for batch in task.validation()) == items
+        assert sum(len(batch.tensors[0]) for batch in task.validation_batches()) == items
         seen = []
         monkeypatch.setattr("normkit.lab.train.mt.bleu", lambda found, *_, **__: seen.extend(found) or {"bleu": 1.0})
         assert task.validate()["bleu"] == 1
@@ -398,7 +398,7 @@ def test_too_small_a_gpu_gets_advice(corpus, tmp_path, monkeypatch):
 
 def test_a_search_that_needs_too_much_memory_takes_fewer_sentences(corpus, tmp_path, monkeypatch):
     whole = train(changed(corpus, steps=5), tmp_path / "whole")
-    search, sizes = MachineTranslation.search, []
+    search, sizes = MachineTranslation.decode, []
 
     def small(task, find, items, table=None):
         if len(items) > 8:
@@ -406,11 +406,11 @@ def test_a_search_that_needs_too_much_memory_takes_fewer_sentences(corpus, tmp_p
         sizes.append(len(items))
         return search(task, find, items, table)
 
-    monkeypatch.setattr(MachineTranslation, "search", small)
+    monkeypatch.setattr(MachineTranslation, "decode", small)
     assert train(changed(corpus, steps=5), tmp_path / "halves")["scores"] == whole["scores"]
     assert sizes == [7, 8, 7, 8] * 2
     monkeypatch.setattr(MachineTranslation, "score", full)
-    with pytest.raises(ValueError, match=r"memory is too small.*--resume goes on"):
+    with pytest.raises(ValueError, match=r"memory is too small.*resume from its last checkpoint"):
         train(changed(corpus, steps=5), tmp_path / "full")
 
 

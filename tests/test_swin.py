@@ -38,7 +38,7 @@ def test_every_variant_is_measured_and_written(swin, tmp_path, capsys):
     assert all(row["likewise_low"] <= row["likewise_ratio"] <= row["likewise_high"] for row in rows)
     assert {row["likewise_ratio"] for row in rows if row["norm"] == "layer"} == {1.0}
     notes = [row["note"].split("; ") for row in rows if row["norm"] == "folded"]
-    assert [note[0] for note in notes] == ["norms 8 folded, 1 folded back", "norms 5 add, 12 folded, 1 folded back"]
+    assert [note[0] for note in notes] == ["norms 9 folded", "norms 17 folded, 1 folded back"]
     assert notes[1][2].removeprefix("nms and roi_align: ") in ("compiled, torchvision's", "plain PyTorch, normkit's")
     with path.with_suffix(".csv").open(encoding="utf8", newline="") as file:
         assert len(list(csv.DictReader(file))) == len(rows)
