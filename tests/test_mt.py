@@ -1,7 +1,4 @@
-"""Translation of text: BLEU, runs on made corpora, stopping rules, static batches.
-
-Several processes.
-"""
+"""Translation of text: BLEU, runs, stopping rules, static batches, several processes."""
 
 import dataclasses
 import functools
@@ -283,7 +280,6 @@ def test_padding_up_to_a_static_length_changes_no_loss(corpus):
 
 @pytest.mark.slow
 def test_bfloat16_in_compiled_graphs_trains_the_same_model(corpus, tmp_path, monkeypatch):
-    """As a run for speed does: one graph a shape, statistics of norms in float32."""
     graphs = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")  # Inductor needs a C++ compiler
     monkeypatch.setattr(torch.nn.Module, "compile", graphs)
     model = dataclasses.replace(TINY, norm="un(warmup=2)", dropout=0.0)
@@ -415,10 +411,7 @@ def test_a_search_that_needs_too_much_memory_takes_fewer_sentences(corpus, tmp_p
 
 
 def by_torchrun(run, folder):
-    """Train in two processes what is left of a run.
-
-    Its result, and its weights as they are written.
-    """
+    """Train the rest of a run in two processes; return its result and weights."""
     program = (
         "from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
@@ -435,10 +428,7 @@ def by_torchrun(run, folder):
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(corpus, tmp_path):
-    """With synchronised statistics; the model whole in each, or in parts.
-
-    Interrupted, to the same weights.
-    """
+    """Synchronised statistics, replicated or sharded; interrupted runs reach the same weights."""
     losses = {}
     for strategy in ("ddp", "fsdp2"):
         folder = tmp_path / strategy
