@@ -31,12 +31,12 @@ answer for your own model takes a few lines:
 
 ```python
 import torch
-import transformers
+from torch import nn
 import normkit as nk
 
-config = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-model = nk.convert(transformers.BertForMaskedLM(config), "un").eval()
-print(nk.audit(model, input_ids=torch.randint(5, 1000, (2, 9))))
+layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+model = nk.convert(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "un").eval()
+print(nk.audit(model, torch.randn(2, 9, 32)))
 ```
 
 Every model below is tiny and random, with random gains, biases and statistics. Its norms are converted, the model is
