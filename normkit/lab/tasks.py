@@ -71,7 +71,7 @@ class TaskSpec:
 
 
 _TRAIN = "normkit.lab.train"
-_SEARCH = ("beam", "length_penalty", "length_offset")
+_PAIRS = ("beam", "length_penalty", "length_offset", "bucket_by")
 
 TASKS: dict[str, TaskSpec] = {
     "g2p": TaskSpec(
@@ -81,7 +81,7 @@ TASKS: dict[str, TaskSpec] = {
         data=f"{_TRAIN}.source:sequences",
         metrics=(PER,),
         decided_by="beam",
-        settings=_SEARCH,
+        settings=_PAIRS,
         bucketed=True,
     ),
     "mt": TaskSpec(
@@ -91,7 +91,7 @@ TASKS: dict[str, TaskSpec] = {
         data=f"{_TRAIN}.source:parallel_text",
         metrics=(BLEU,),
         decided_by="beam",
-        settings=(*_SEARCH, "valid_bleu", "model.mask_logits"),
+        settings=(*_PAIRS, "valid_bleu", "model.mask_logits"),
         bucketed=True,
     ),
     "lm": TaskSpec(

@@ -105,6 +105,9 @@ STUDIES: dict[str, Study] = {
         warmup.IWSLT14_WARMUP,
         bucketing.MULTI30K_BUCKETING,
         bucketing.CMUDICT_BUCKETING,
+        bucketing.CMUDICT_LENGTH,
+        bucketing.MULTI30K_LENGTH,
+        bucketing.IWSLT14_LENGTH,
     )
 }
 

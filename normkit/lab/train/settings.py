@@ -93,6 +93,8 @@ class Batching(Checked):
     """Batch size: tokens (of source and target, if there are two), or images."""
     bucketing: bool = True
     """Batches of sequences of similar length, with less padding; otherwise of any lengths."""
+    bucket_by: Literal["both", "source"] = "both"
+    """Bucketing of pairs: by the lengths of source and target, or by the source's alone."""
     accumulate: int = limited(1, at_least=1)
     """Batches per optimizer step."""
 

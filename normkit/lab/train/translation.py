@@ -146,7 +146,8 @@ class Translation(Task):
         return {"loss": loss / tokens, **self.rate(found)}
 
     def _order(self, table: PairTable, epoch: int) -> list[np.ndarray]:
-        run, by = self.settings, table.both
+        run = self.settings
+        by = table.both if run.bucket_by == "both" else table.both[:, 0]
         return batches_of(table.sizes, run.batch_tokens, bucketing=run.bucketing, by=by, seed=run.seed, epoch=epoch)
 
     def forward_norms(self, model: Any, batch: Batch) -> Tensor:
