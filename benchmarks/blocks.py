@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import normkit
-from normkit.lab.norm_speed import settle, training
+from normkit.lab.norm_speed import skip_warmup, training
 from normkit.lab.timing import measure as time_by_turns
 
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "power", "pnv", "batch", "un", "mabn", "renorm")
@@ -43,7 +43,7 @@ def measure(shape: str, kind: str, rounds: int) -> list[dict]:
     x, dy = torch.randn(n, dim).to(dtype), torch.randn(n, dim).to(dtype)
     runs = {}
     for spec in ("nn.LayerNorm", *NORMS):
-        norm = nn.LayerNorm(dim) if spec == "nn.LayerNorm" else settle(normkit.make(spec, dim))
+        norm = nn.LayerNorm(dim) if spec == "nn.LayerNorm" else skip_warmup(normkit.make(spec, dim))
         runs[spec] = training(torch.compile(Block(norm, dim).to(dtype)), x, dy)
     timings = time_by_turns(runs, rounds, threads=torch.get_num_threads())
     table = []

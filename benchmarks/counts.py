@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 import normkit
-from normkit.lab.norm_speed import settle
+from normkit.lab.norm_speed import skip_warmup
 from normkit.lab.op_counter import Counter
 from normkit.norms import StatNorm
 
@@ -74,7 +74,7 @@ def table() -> Iterator[tuple]:
     torch.manual_seed(0)
     x, small = (torch.randn(rows, 64, requires_grad=True) for rows in (1024, 8))
     for spec in ("nn.LayerNorm", *SPECS):
-        norm = nn.LayerNorm(64) if spec == "nn.LayerNorm" else settle(normkit.make(spec, 64))
+        norm = nn.LayerNorm(64) if spec == "nn.LayerNorm" else skip_warmup(normkit.make(spec, 64))
         for masked in (False, True) if isinstance(norm, StatNorm) else (False,):
             masks = [torch.arange(len(t)) % 4 > 0 if masked else None for t in (x, small)]
             counted = []

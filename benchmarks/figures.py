@@ -17,9 +17,9 @@ import torch
 
 from normkit.lab.data.embedded import digits
 from normkit.lab.papers.powernorm.recipes import cifar10_resnet20
+from normkit.lab.recipes import g2p_cmudict, mt_multi30k, vit_digits
 from normkit.lab.report import results
 from normkit.lab.report.recorded import BATCH_NORMS, first_sites, recorded
-from normkit.lab.studies.recipes import g2p_cmudict, mt_multi30k, vit_digits
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import load, train
 from normkit.text import align

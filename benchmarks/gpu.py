@@ -42,7 +42,7 @@ from normkit.kernels.triton import rows as row_ops
 from normkit.kernels.triton.launch import column_launch, row_launch, tune
 from normkit.lab.models.config import Model
 from normkit.lab.models.mt import Seq2Seq
-from normkit.lab.norm_speed import settle
+from normkit.lab.norm_speed import skip_warmup
 from normkit.lab.timing import measure
 
 DEVICE = "cpu" if DRY else "cuda"
@@ -245,7 +245,7 @@ def launches() -> Iterator[dict]:
     activity = torch.profiler.ProfilerActivity
     for choice in ("reference", "triton"):
         for spec in normkit.NORMS:
-            norm = settle(normkit.make(spec, 16 if DRY else 512)).to(DEVICE).train()
+            norm = skip_warmup(normkit.make(spec, 16 if DRY else 512)).to(DEVICE).train()
             x, dy = draw(*SHAPES[0]), draw(*SHAPES[0])
             x, dy = (draw(8, 4, norm.dim).requires_grad_(), draw(8, 4, norm.dim)) if DRY else (x.requires_grad_(), dy)
             row = {"norm": spec, "kernels": choice, "launches": "", "syncs": "", "ran": ""}
@@ -279,7 +279,7 @@ def steps() -> Iterator[dict]:
                 torch.manual_seed(0)
                 model = Seq2Seq(Model(norm=spec, share=True, **size), vocabulary, vocabulary).to(DEVICE).train()
                 for module in model.modules():
-                    settle(module)
+                    skip_warmup(module)
                 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not DRY)
 
                 def step(model=model, optimizer=optimizer, choice=choice, precision=precision):

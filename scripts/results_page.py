@@ -14,7 +14,7 @@ from pathlib import Path
 from normkit.lab.report import results, settings, summary
 from normkit.lab.studies import table
 from normkit.lab.studies.catalogue import STUDIES
-from normkit.lab.studies.study import Study
+from normkit.lab.study import Study
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"

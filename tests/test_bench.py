@@ -11,7 +11,7 @@ import torch
 
 from normkit.cli import main
 from normkit.lab import timing
-from normkit.lab.norm_speed import explain, measure, moves, settle
+from normkit.lab.norm_speed import explain, measure, moves, skip_warmup
 from normkit.lab.op_counter import Counter
 from normkit.lab.report import speed
 from normkit.norms import make
@@ -106,7 +106,7 @@ def test_rows_of_a_measurement():
 
 
 def test_a_norm_is_measured_after_its_warm_up():
-    norm = settle(make("power(groups=0)", 4))
+    norm = skip_warmup(make("power(groups=0)", 4))
     before = norm.running.clone()
     x = torch.full((6, 4), 3.0)
     assert torch.allclose(norm(x), x * torch.rsqrt(before + norm.eps))  # by the past, not by the batch

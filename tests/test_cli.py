@@ -243,7 +243,10 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
             ["train", "vit_digits", "--model.norm", "un(windw=2)"],
             ["no option of un named 'windw' (did you mean"],
         ),
-        (["train", "vit_digits", "--model.norm", "un(window=0)"], ["window must be a whole number >= 1; got 0"]),
+        (
+            ["train", "vit_digits", "--model.norm", "un(window=0)"],
+            ["window must be a whole number from 1 to 65536; got 0"],
+        ),
         (["train", "vit_digits", "--data", "digit"], ["no data named 'digit' (did you mean 'digits'?)"]),
         (["demo", "--norms", "layer", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
         (["demo", "--norms", "layer", "layer"], ["'layer' is given twice"]),

@@ -11,8 +11,8 @@ import pytest
 from normkit.lab.report import results
 from normkit.lab.studies import runner
 from normkit.lab.studies.catalogue import RECIPES
-from normkit.lab.studies.study import Base, Column, Row, Study
 from normkit.lab.studies.workers import ENVIRONMENT, Workers
+from normkit.lab.study import Base, Column, Row, Study
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.run import train
 

@@ -11,6 +11,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 from torch.testing import assert_close
 
 import normkit as nk
+from normkit.lab.train.lightning import lightning
 from normkit.norms import make
 
 
@@ -44,12 +45,15 @@ def tiny(spec="un(warmup=2, window=2)"):
     return nn.Sequential(make(spec, 4), nn.Linear(4, 4), make(spec, 4), nn.Linear(4, 1))
 
 
+def draw(seed):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+
+
 def run_epochs(model, optimizer, epochs=2, batches=7, every=3):
     """A loop as `Trainer` runs it: the last group of an epoch is shorter."""
     for epoch in range(epochs):
         for i in range(batches):
-            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * epoch + i))
-            model(x).square().mean().backward()
+            model(draw(100 * epoch + i)).square().mean().backward()
             if (i + 1) % every == 0 or i + 1 == batches:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -71,6 +75,35 @@ def test_an_optimizer_created_later_is_followed_through_short_groups():
     assert model[0].step == 7, "two optimizers of one model move the state once"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on loaders
+def test_lightning_with_accumulation_moves_state_as_a_plain_loop(tmp_path):
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny()
+
+        def training_step(self, x, index):
+            return self.inner(x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    module, plain = Module(), tiny()
+    nk.follow_optimizer(module)
+    trainer = lightning.Trainer(
+        max_epochs=1, accumulate_grad_batches=3, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader([draw(i) for i in range(7)], batch_size=None))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+    nk.follow_optimizer(plain, optimizer)
+    run_epochs(plain, optimizer, epochs=1)
+    assert module.inner[0].step == 3
+    for (name, mine), theirs in zip(buffers(plain).items(), buffers(module.inner).values(), strict=True):
+        if not name.endswith(("window_g", "psi")):  # Lightning divides the loss by 3
+            assert_close(theirs, mine, msg=name)
+
+
 def test_remove_restores_the_default_and_a_model_is_not_kept_alive():
     model = tiny()
     link = nk.follow_optimizer(model)
@@ -78,6 +111,7 @@ def test_remove_restores_the_default_and_a_model_is_not_kept_alive():
     run_epochs(model, torch.optim.SGD(model.parameters(), lr=0.0), epochs=1)
     assert model[0].step == 7
     assert not any("next_" in name or "pending" in name for name, _ in model.named_buffers())
+    gc.collect()
     before = len(hooks)
     nk.follow_optimizer(model)
     assert len(hooks) == before + 1

@@ -55,6 +55,13 @@ def test_the_annotation_is_the_check(given, message):
     assert str(caught.value) == message
 
 
+def test_a_window_beyond_memory_raises_with_the_largest():
+    with pytest.raises(
+        ValueError, match=r"^'un\(window=999999999\)' .*: window must be a whole number from 1 to 65536"
+    ):
+        nk.norms.make("un(window=999999999)", 4)
+
+
 def test_an_unknown_option_names_the_nearest():
     with pytest.raises(TypeError, match=r"no option of UN named 'windw' \(did you mean 'window'\?\)"):
         nk.UN(4, windw=2)

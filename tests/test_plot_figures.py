@@ -10,8 +10,9 @@ import made_results
 import pytest
 from made_results import result
 
+from normkit.lab.papers import figures
 from normkit.lab.papers.unified.figures import folds_away
-from normkit.lab.report import curves, figures, results, study_tables
+from normkit.lab.report import curves, results, study_tables
 from normkit.lab.report.recorded import Recorded, first_sites, recorded
 from normkit.watch import Recording, Row, read_run
 

@@ -9,7 +9,7 @@ from test_study import ONE, put
 
 from normkit.lab.report import results
 from normkit.lab.studies import table
-from normkit.lab.studies.study import expand
+from normkit.lab.study import expand
 
 ROOT = pathlib.Path(__file__).parents[1]
 

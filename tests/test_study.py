@@ -12,12 +12,13 @@ import pytest
 from made_results import result
 from rich.console import Console
 
+from normkit.lab.metrics import METRICS
 from normkit.lab.report import results
 from normkit.lab.studies import runner, table
 from normkit.lab.studies.catalogue import RECIPES, STUDIES
-from normkit.lab.studies.metrics import METRICS
 from normkit.lab.studies.progress import Board
-from normkit.lab.studies.study import (
+from normkit.lab.studies.workers import Workers
+from normkit.lab.study import (
     SCALES,
     Base,
     Column,
@@ -30,7 +31,6 @@ from normkit.lab.studies.study import (
     unique,
     warmed,
 )
-from normkit.lab.studies.workers import Workers
 from normkit.norms import make, parse
 
 TINY = {"steps": 6, "batch_tokens": 120, "test_items": 8, "valid_every": 3, "checkpoint_every": 2, "warmup": 2}

@@ -8,7 +8,7 @@ from test_study import ONE, Here, board
 from normkit.cli import main
 from normkit.lab.studies import runner
 from normkit.lab.studies.catalogue import RECIPES, STUDIES
-from normkit.lab.studies.study import Base, Column
+from normkit.lab.study import Base, Column
 
 
 def test_the_command_lists_and_shows(tmp_path, capsys):

@@ -13,7 +13,7 @@ from normkit.lab.studies import runner
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.ray_workers import RayWorkers
-from normkit.lab.studies.study import Base, Column, Row, Study
+from normkit.lab.study import Base, Column, Row, Study
 from normkit.lab.train.run import train
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'normkit[ray]'")

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from test_study import TOY, put
 
+from normkit.lab.metrics import METRICS
 from normkit.lab.studies import runner, table
 from normkit.lab.studies.catalogue import STUDIES
-from normkit.lab.studies.metrics import METRICS
-from normkit.lab.studies.study import expand
+from normkit.lab.study import expand
 
 
 def test_a_copy_beside_the_seeds_is_no_seed(tmp_path):

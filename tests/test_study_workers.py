@@ -20,8 +20,8 @@ from normkit.lab.report import results
 from normkit.lab.studies import runner, table, workers
 from normkit.lab.studies.catalogue import RECIPES, STUDIES
 from normkit.lab.studies.progress import Board
-from normkit.lab.studies.study import Base, Column, Row, Study, expand
 from normkit.lab.studies.workers import Workers
+from normkit.lab.study import Base, Column, Row, Study, expand
 from normkit.lab.train.run import train
 
 TINY = {"steps": 60, "batch_tokens": 16, "model.depth": 1, "checkpoint_every": 5, "keep": 2, "warmup": 2}

@@ -32,10 +32,13 @@ LAB = {  # the same inside lab/
     "norm_speed": {"timing", "op_counter"},
     "data": set(),
     "models": {"fields"},
-    "report": {"tasks", "fields", "papers"},  # the table of the papers' figures
+    "report": {"tasks", "fields"},
     "train": {"models", "data", "report", "tasks", "fields", "timing"},
-    "papers": {"models", "data", "train", "report", "studies", "tasks"},
-    "studies": {"models", "data", "train", "report", "papers", "tasks", "timing"},
+    "metrics": {"tasks"},
+    "study": {"metrics", "report", "train"},
+    "recipes": {"study", "models", "train"},
+    "papers": {"study", "recipes", "models", "train", "report", "tasks"},
+    "studies": {"study", "recipes", "metrics", "papers", "models", "data", "train", "report", "timing"},
 }
 ALLOWED = {  # third party -> where it may be imported
     "torch": set(PACKAGES),

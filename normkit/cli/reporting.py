@@ -49,7 +49,8 @@ def figure(arguments: list[str]) -> int:
         """
         return locals()
 
-    from normkit.lab.report import figures, results
+    from normkit.lab.papers import figures
+    from normkit.lab.report import results
     from normkit.names import pick
 
     if not arguments:

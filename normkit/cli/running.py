@@ -86,7 +86,7 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
 def train(arguments: list[str]) -> int:
     """Train a recipe; every setting of a run is a flag."""
     from normkit.lab.studies.catalogue import RECIPES
-    from normkit.lab.studies.study import warm
+    from normkit.lab.study import warm
     from normkit.lab.train.config import Run
     from normkit.names import pick
 

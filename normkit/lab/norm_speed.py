@@ -20,20 +20,20 @@ FIELDS = ("device", "threads", "torch", "provider", "norm", "pass", "shape", "dt
 
 def providers(spec: str, dim: int, compiled: bool = False) -> dict[str, nn.Module]:
     """Implementations of a norm: normkit's, PyTorch's, and with `compiled` Inductor's."""
-    found: dict[str, nn.Module] = {"normkit": settle(make(spec, dim))}
+    found: dict[str, nn.Module] = {"normkit": skip_warmup(make(spec, dim))}
     if spec == "rms":
         found["torch"] = nn.RMSNorm(dim, eps=1e-5)
     if spec == "batch":
         found["torch"] = nn.BatchNorm1d(dim)
     if compiled:
-        found["compiled"] = torch.compile(settle(make(spec, dim)))  # type: ignore[assignment]
+        found["compiled"] = torch.compile(skip_warmup(make(spec, dim)))  # type: ignore[assignment]
     return found
 
 
-def settle(norm: Norm) -> Norm:
+def skip_warmup(norm: Norm) -> Norm:
     """Put a norm into its state after any warm-up.
 
-    >>> int(settle(make("un", 8)).step) > 4000
+    >>> int(skip_warmup(make("un", 8)).step) > 4000
     True
     """
     if isinstance(norm, StatNorm):
@@ -147,7 +147,7 @@ def explain(spec: str, rows: int, dim: int, dtype: str = "float32", device: str 
     kind, table = DTYPES[dtype], []
     for phase in ("warming up", "after") if options(spec.partition("(")[0]).get("warmup") else ("any",):
         norm = make(spec, dim).to(device, kind).train()
-        norm = settle(norm) if phase == "after" else norm
+        norm = skip_warmup(norm) if phase == "after" else norm
         x = torch.randn(rows, dim, device=device).to(kind).requires_grad_()
         dy, inputs = torch.randn_like(x), [x, *norm.parameters()]
         torch.autograd.grad(norm(x), inputs, dy, allow_unused=True)

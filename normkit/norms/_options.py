@@ -35,8 +35,10 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# Types of options. Whole numbers must fit a counter on the device, factors must be far from the limit of float32.
+# Types of options. Whole numbers must fit a counter on the device, windows its
+# memory; factors must be far from the limit of float32.
 Count = Annotated[int, Allowed("a whole number >= 1", lambda v: is_int(v) and 1 <= v < 2**62)]
+Window = Annotated[int, Allowed("a whole number from 1 to 65536", lambda v: is_int(v) and 1 <= v <= 65536)]
 Steps = Annotated[int, Allowed("a whole number >= 0", lambda v: is_int(v) and 0 <= v < 2**62)]
 Epsilon = Annotated[float, Allowed("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)]
 OldShare = Annotated[float, Allowed("a number >= 0 and < 1", lambda v: is_number(v) and 0 <= v < 1)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels.kernel_rule import KernelRule
-from normkit.norms._options import Bound, Count, OldShare, Steps
+from normkit.norms._options import Bound, OldShare, Steps, Window
 from normkit.norms._stat_norm import Stat, StatNorm
 from normkit.norms._state import push
 
@@ -37,7 +37,7 @@ class MABN(StatNorm):
     exact_grad = False
     pad_grad = "real"
 
-    window: Count = 16
+    window: Window = 16
     alpha: OldShare = 0.98
     warmup: Steps = 100
     form: Literal["megvii", "unp"] = "megvii"

@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from normkit.kernels import ops
 from normkit.norms import mabn, power, un
 from normkit.norms._base import Norm, Split
-from normkit.norms._options import Count, OldShare, Steps, is_int, option_defaults, require
+from normkit.norms._options import Count, OldShare, Steps, Window, is_int, option_defaults, require
 from normkit.norms._stat_norm import StatNorm
 
 Gradients = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -190,7 +190,7 @@ class PowerNorm(Released):
 class MABN(Released):
     """MABN2d of `MABN.py`; `window` is their `real_B // B`, `alpha` their `momentum`."""
 
-    window: Count = 16
+    window: Window = 16
     alpha: OldShare = 0.98
     warmup: Steps = 100
 
@@ -236,7 +236,7 @@ class MABNPairs(Released):
     is no mask.
     """
 
-    window: Count = 16
+    window: Window = 16
     alpha: OldShare = 0.98
 
     def build(self) -> None:  # noqa: D102

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels.kernel_rule import KernelRule
-from normkit.norms._options import Count, OldShare, Steps
+from normkit.norms._options import OldShare, Steps, Window
 from normkit.norms._stat_norm import Stat, StatNorm
 from normkit.norms._state import push
 
@@ -49,11 +49,11 @@ class UN(StatNorm):
     exact_grad = False
     pad_grad = "real"
 
-    window: Count = 4
+    window: Window = 4
     alpha: OldShare = 0.9
     warmup: Steps = 4000
     outlier_filtration: bool = False
-    window_bkw: Count | None = None
+    window_bkw: Window | None = None
     threshold: Literal["scalar", "channel"] = "scalar"
     hold: bool = False
     warmup_grad: Literal["exact", "ema"] = "exact"

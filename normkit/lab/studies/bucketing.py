@@ -6,8 +6,8 @@ the same number of tokens show which part of the gap, and of BatchNorm's loss, t
 """
 
 from normkit.lab.papers.powernorm.recipes import mt_iwslt14_pocket
-from normkit.lab.studies.recipes import CMUDICT, MULTI30K, mt_multi30k
-from normkit.lab.studies.study import Base, Bases, Column, Row, Settings, Study
+from normkit.lab.recipes import CMUDICT, MULTI30K, mt_multi30k
+from normkit.lab.study import Base, Bases, Column, Row, Settings, Study
 
 NORMS = ("batch", "pnv", "mabn", "power(groups=1)", "un", "layer")
 DISTANCES = {"mean": "distance_mean", "variance": "distance_var", "quadratic mean": "distance_quadratic"}

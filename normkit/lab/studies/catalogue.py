@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from normkit.lab import recipes
 from normkit.lab.papers.powernorm import recipes as power_recipes
 from normkit.lab.papers.powernorm import tables as power
 from normkit.lab.papers.tears import recipes as tears_recipes
@@ -9,8 +10,8 @@ from normkit.lab.papers.tears import tables as tears
 from normkit.lab.papers.unified import detectors
 from normkit.lab.papers.unified import recipes as unified_recipes
 from normkit.lab.papers.unified import tables as unified
-from normkit.lab.studies import bucketing, core, recipes, warmup
-from normkit.lab.studies.study import Study
+from normkit.lab.studies import bucketing, core, warmup
+from normkit.lab.study import Study
 from normkit.lab.train.config import Run
 from normkit.text import align
 

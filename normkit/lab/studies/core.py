@@ -6,8 +6,8 @@ from normkit.lab.papers.powernorm.recipes import PTB, RESNET20
 from normkit.lab.papers.tears.recipes import TED
 from normkit.lab.papers.tears.tables import DECAY
 from normkit.lab.papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
-from normkit.lab.studies.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
-from normkit.lab.studies.study import Column, Row, Settings, Study, Times
+from normkit.lab.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
+from normkit.lab.study import Column, Row, Settings, Study, Times
 
 CORE = (
     Row(label="layer", settings={"model.norm": "layer"}),

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from normkit.lab.recipes import g2p_cmudict
 from normkit.lab.report import results
 from normkit.lab.studies.evaluate import finish_job
 from normkit.lab.studies.progress import Board
-from normkit.lab.studies.recipes import g2p_cmudict
-from normkit.lab.studies.study import warmed
 from normkit.lab.studies.workers import Workers, send, train_job
+from normkit.lab.study import warmed
 from normkit.lab.train.config import Run
 from normkit.lab.train.progress import Progress
 from normkit.norms import NORMS, StatNorm, parse

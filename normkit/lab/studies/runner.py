@@ -10,9 +10,9 @@ from normkit.files import write_whole
 from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.report import results
 from normkit.lab.studies.progress import Board
-from normkit.lab.studies.study import Study, expand, seeded, unique
 from normkit.lab.studies.table import FAILURE, Table, check, collect, write
 from normkit.lab.studies.workers import Workers, on_devices, train_job
+from normkit.lab.study import Study, expand, seeded, unique
 from normkit.lab.train.config import Run
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from normkit.files import write_whole
+from normkit.lab.metrics import METRICS
 from normkit.lab.report import results
-from normkit.lab.studies.metrics import METRICS
-from normkit.lab.studies.study import Cell, Column, Study, differences, expand, seeded, seeds
+from normkit.lab.study import Cell, Column, Study, differences, expand, seeded, seeds
 from normkit.lab.train.config import Run
 from normkit.text import align, escape
 

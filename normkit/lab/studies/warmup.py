@@ -6,9 +6,9 @@ where its own warm-up ends, they do not.
 """
 
 from normkit.lab.papers.powernorm.recipes import IWSLT14
+from normkit.lab.recipes import MULTI30K
 from normkit.lab.studies.core import IWSLT14_CORE, MULTI30K_CORE
-from normkit.lab.studies.recipes import MULTI30K
-from normkit.lab.studies.study import Bases, Column, Row, Study
+from normkit.lab.study import Bases, Column, Row, Study
 
 LONGER = ("un", "un(warmup=600)", "power(groups=0)", "power(groups=0, warmup=600)")
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from normkit.lab.models.config import Model
-from normkit.lab.studies.recipes import cifar10_tiny_vit, mt_multi30k
-from normkit.lab.studies.study import Base, Bases
+from normkit.lab.recipes import cifar10_tiny_vit, mt_multi30k
+from normkit.lab.study import Base, Bases
 from normkit.lab.train.config import Images, Run
 
 

@@ -1,7 +1,7 @@
 """PowerNorm (Shen et al., ICML 2020): Tables 1 to 4 and Figures 2 to 7, as printed."""
 
 from normkit.lab.papers.powernorm.recipes import IWSLT14, PTB, RESNET20, WIKITEXT103, WMT14_DE_BIG
-from normkit.lab.studies.study import Column, Row, Settings, Study, Times
+from normkit.lab.study import Column, Row, Settings, Study, Times
 
 ENCODER = {"model.norm_at": {"decoder.*": "layer"}}
 NOTE = "In translation the decoder keeps LayerNorm (A.1); PN's layer-scale is before PN alone, in one group."

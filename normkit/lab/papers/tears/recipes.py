@@ -5,8 +5,8 @@ from typing import Any
 
 from normkit.lab.models.config import Model
 from normkit.lab.papers.powernorm.recipes import mt_wmt14_de
-from normkit.lab.studies.recipes import mt_multi30k
-from normkit.lab.studies.study import Base, Bases, Times
+from normkit.lab.recipes import mt_multi30k
+from normkit.lab.study import Base, Bases, Times
 from normkit.lab.train.config import Run
 
 

@@ -1,7 +1,7 @@
 """Transformers without Tears (Nguyen and Salazar, 2019): Tables 2 to 8, Figures 1 to 4."""
 
 from normkit.lab.papers.tears.recipes import IWSLT15_VI, TED, WMT14_DE
-from normkit.lab.studies.study import Column, Row, Study, Times
+from normkit.lab.study import Column, Row, Study, Times
 
 POST, PRE = {"model.placement": "post"}, {"model.placement": "pre"}
 XAVIER, SMALL = {"model.init": "xavier"}, {"model.init": "small"}

@@ -3,7 +3,7 @@
 import dataclasses
 
 from normkit.lab.models.config import Model
-from normkit.lab.studies.study import Base, Bases
+from normkit.lab.study import Base, Bases
 from normkit.lab.train.config import Run
 
 EPOCH = 117_266 // 16  # steps: COCO's training images that have boxes

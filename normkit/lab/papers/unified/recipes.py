@@ -4,8 +4,8 @@ import dataclasses
 
 from normkit.lab.models.config import Model
 from normkit.lab.papers.powernorm.recipes import IWSLT14, mt_iwslt14, mt_iwslt14_gpu, mt_wmt14_de
-from normkit.lab.studies.recipes import cifar10_tiny_vit
-from normkit.lab.studies.study import Base, Bases
+from normkit.lab.recipes import cifar10_tiny_vit
+from normkit.lab.study import Base, Bases
 from normkit.lab.train.config import Images, Run
 
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"

@@ -2,7 +2,7 @@
 
 from normkit.lab.papers.unified.detectors import FASTER_RCNN, FASTER_RCNN_12, MASK_RCNN, MASK_RCNN_12
 from normkit.lab.papers.unified.recipes import CIFAR10, IMAGENET_SWIN, IMAGENET_T2T, IWSLT14_UN, WMT14_FR
-from normkit.lab.studies.study import Bases, Column, Row, Settings, Study, with_options
+from normkit.lab.study import Bases, Column, Row, Settings, Study, with_options
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
 

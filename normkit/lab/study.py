@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from normkit.lab.metrics import METRICS
 from normkit.lab.report.settings import flat
-from normkit.lab.studies.metrics import METRICS
 from normkit.lab.train.config import Run
 from normkit.names import pick
 from normkit.norms import options, parse
@@ -109,7 +109,7 @@ class Study:
         claim: The paper's conclusion. Figures print no numbers, so this is compared with our results.
         note: Differences between our runs and the paper's at every scale.
 
-    >>> from normkit.lab.studies.recipes import g2p_cmudict
+    >>> from normkit.lab.recipes import g2p_cmudict
     >>> base = {"pocket": Base("toy", g2p_cmudict, {"steps": 10})}
     >>> rows = (Row(label="LN", settings={}), Row(label="UN", settings={"model.norm": "un"}))
     >>> study = Study(id="toy", title="Toy", columns=(Column(title="PER", metric="per", base=base),), rows=rows)
@@ -187,7 +187,7 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
 def override(run: Run, settings: Settings) -> Run:
     """Replace some settings of a run.
 
-    >>> from normkit.lab.studies.recipes import g2p_cmudict
+    >>> from normkit.lab.recipes import g2p_cmudict
     >>> run = override(g2p_cmudict(), {"model.norm": "un", "warmup": Times(2)})
     >>> run.model.norm, run.warmup
     ('un', 1000)
@@ -241,7 +241,7 @@ def warmed(spec: str, warmup: int) -> str:
 def warm(run: Run) -> Run:
     """Apply `warmed` to all norms: short runs would never leave a warm-up of 4,000 steps.
 
-    >>> from normkit.lab.studies.recipes import g2p_cmudict
+    >>> from normkit.lab.recipes import g2p_cmudict
     >>> run = override(g2p_cmudict(), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
     >>> warm(run).model.norm, warm(run).model.norm_at
     ('un(warmup=500)', {'*.final': 'mabn(warmup=9)'})
@@ -253,7 +253,7 @@ def warm(run: Run) -> Run:
 def folder_name(base: Run, run: Run) -> str:
     """Name a run's folder by its norm and the other settings that differ from its base.
 
-    >>> from normkit.lab.studies.recipes import g2p_cmudict
+    >>> from normkit.lab.recipes import g2p_cmudict
     >>> base = g2p_cmudict()
     >>> folder_name(base, override(base, {"model.norm": "power(groups=0)", "model.placement": "post"}))
     'power-groups=0,placement=post'

@@ -6,7 +6,7 @@ A recipe is a function that returns a `Run`. Its docstring gives the command, th
 import dataclasses
 
 from normkit.lab.models.config import Model
-from normkit.lab.studies.study import Base, Bases
+from normkit.lab.study import Base, Bases
 from normkit.lab.train.config import Images, Run
 
 
