@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from normkit.lab.cka import cka
 from normkit.lab.data.embedded import digits
 from normkit.lab.papers.powernorm.recipes import cifar10_resnet20
 from normkit.lab.recipes import g2p_cmudict, mt_multi30k, vit_digits
@@ -23,7 +24,7 @@ from normkit.lab.report.recorded import BATCH_NORMS, first_sites, recorded
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import load, train
 from normkit.text import align
-from normkit.watch import Appender, Series, cka
+from normkit.watch import Appender, Series
 
 UN = "un(outlier_filtration=True, warmup=%d)"
 ENCODER = "encoder.*"  # where the papers' PowerNorm and BatchNorm stand in a translation model; LayerNorm elsewhere

@@ -39,7 +39,7 @@ import normkit
 from normkit.kernels import ops
 from normkit.kernels.triton import entry as kernels
 from normkit.kernels.triton import rows as row_ops
-from normkit.kernels.triton.launch import column_launch, row_launch, tune
+from normkit.kernels.triton.launch import Launch, cdiv, column_launch, row_launch
 from normkit.lab.models.config import Model
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.norm_speed import skip_warmup
@@ -331,6 +331,33 @@ def tuning() -> Iterator[dict]:
             mine = next(ms for ms, at in found if at == guess)
             yield {"rows": n, "channels": c, "op": name, "heuristic": str(tuple(guess)), "ms": mine,
                    "best": str(tuple(found[0][1])), "best_ms": found[0][0], "gap": mine / found[0][0]}  # fmt: skip
+
+
+def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Launch]:
+    """Launches around a guess: tile, warps and programs halved and doubled.
+
+    With `wide`, for kernels of columns, the block is doubled too.
+    """
+    for tile in {max(1, guess.tile // 2), guess.tile, guess.tile * 2}:
+        for warps in {max(1, guess.warps // 2), guess.warps, min(32, guess.warps * 2)}:
+            for programs in {max(1, guess.programs // 2), guess.programs, guess.programs * 2}:
+                for block in {guess.block, guess.block * 2} if wide else {guess.block}:
+                    yield Launch(tile, block, warps, max(1, min(programs, cdiv(rows, tile))))
+
+
+def tune(op: Callable[[Launch], object], guess: Launch, rows: int, *, wide: bool = False) -> list[tuple[float, Launch]]:
+    """Median time in ms of every candidate, the fastest first. Needs a GPU.
+
+    `op` runs the kernel as launched. `triton.autotune` does not fit: the number of programs decides the size of
+    buffers too, and the result serves to correct the heuristic, not to change the bits at run time.
+    """
+    import triton
+
+    times = []
+    for launch in {guess, *candidates(guess, rows, wide=wide)}:
+        median = triton.testing.do_bench(lambda launch=launch: op(launch), warmup=5, rep=30, return_mode="median")
+        times.append((float(median), launch))  # type: ignore[arg-type]
+    return sorted(times)
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------

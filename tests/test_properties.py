@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from norm_cases import short
 from torch.testing import assert_close
 
+from normkit.lab.released import RELEASED
 from normkit.norms import NORMS, StatNorm, fix_embedding, make, option_defaults, parse
-from normkit.norms.released import RELEASED
 
 some = settings(
     max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None

@@ -8,7 +8,7 @@ from norm_cases import DIM, batch, train_step
 from test_formulas import STEPS, batches, fifty_steps
 from torch.testing import assert_close
 
-from normkit.norms.released import RELEASED, Released
+from normkit.lab.released import RELEASED, Released
 
 SETTINGS = [
     ("power", {"warmup": 20}),

@@ -29,11 +29,14 @@ LAB = {  # the same inside lab/
     "tasks": set(),
     "timing": set(),
     "op_counter": set(),
+    "released": set(),
+    "cka": set(),
+    "singular_values": set(),
     "norm_speed": {"timing", "op_counter"},
     "data": set(),
     "models": {"fields"},
     "report": {"tasks", "fields"},
-    "train": {"models", "data", "report", "tasks", "fields", "timing"},
+    "train": {"models", "data", "report", "tasks", "fields", "timing", "singular_values"},
     "metrics": {"tasks"},
     "study": {"metrics", "report", "train"},
     "recipes": {"study", "models", "train"},
@@ -61,7 +64,7 @@ ALLOWED = {  # third party -> where it may be imported
 SHARED = {"names", "files", "text"}  # files that all packages may import, and that import nothing of ours
 LONGEST = 450  # lines of a file
 TYPICAL = 120  # median length of the package's files
-LIBRARY_LINES = 14_600  # lines of the library, C++ included; the aim is 11,000
+LIBRARY_LINES = 13_700  # lines of the library, C++ included; the aim is 11,000
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERYWHERE = sorted(
     path for folder in ("normkit", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")

@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import normkit
 from normkit import watch
+from normkit.lab.cka import cka
+from normkit.lab.singular_values import embedding_rows
 from normkit.watch import Row
 from normkit.watch.normality import p_normal
 
@@ -83,7 +85,7 @@ def test_cka_is_the_unbiased_one_of_minibatches():
     torch.manual_seed(0)
     model, batches = Layers().double(), [torch.randn(9, 5).double() + 1 for _ in range(3)]
     nn.init.orthogonal_(model.b.weight, 3.0)
-    found = watch.cka(model, batches, layers=["a", "b", "c"])
+    found = cka(model, batches, layers=["a", "b", "c"])
     assert found.layers == ("a", "b", "c")
     torch.testing.assert_close(found.values.diagonal(), torch.ones(3).double())
     assert found.values[0, 1] == pytest.approx(1), "rotations and sizes do not matter"
@@ -110,9 +112,9 @@ def test_cka_of_two_models():
     torch.manual_seed(0)
     one, two = Layers(), Layers()
     batches = [{"x": torch.randn(40, 5)} for _ in range(4)]
-    found = watch.cka(one, batches, copy.deepcopy(one), layers="c")
+    found = cka(one, batches, copy.deepcopy(one), layers="c")
     assert found.values.item() == pytest.approx(1)
-    assert watch.cka(one, batches, two, layers=["b"], other_layers=["b", "c"]).values.shape == (1, 2)
+    assert cka(one, batches, two, layers=["b"], other_layers=["b", "c"]).values.shape == (1, 2)
     assert found.rows(7) == [Row(7, "c|c", "", "cka", pytest.approx(1))]
     assert one.training
     for options, words in (
@@ -122,13 +124,13 @@ def test_cka_of_two_models():
         ({"layers": "c", "batches": [torch.zeros(3, 5)]}, "at least 4 examples; got 3"),
     ):
         with pytest.raises(ValueError, match=words):
-            watch.cka(one, **{"batches": batches, **options})
+            cka(one, **{"batches": batches, **options})
 
 
 def test_singular_values_of_embeddings():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(30, 8))
-    rows = watch.embedding_rows(model, 5, points=4)
+    rows = embedding_rows(model, 5, points=4)
     assert [row.quantity for row in rows] == [f"singular_value[{i}]" for i in (0, 2, 5, 7)]
     values = torch.linalg.svdvals(model[0].weight.detach())
     assert [row.value for row in rows] == pytest.approx((values / values[0])[[0, 2, 5, 7]].tolist())

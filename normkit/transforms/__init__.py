@@ -15,23 +15,7 @@ from normkit.transforms.huggingface import load_pretrained, save_pretrained
 from normkit.transforms.layernorm_to_rmsnorm import to_rms
 
 __all__ = [
-    "Audit",
-    "Blend",
-    "Exported",
-    "OptimizerLink",
-    "Outcome",
-    "Report",
-    "audit",
-    "blend",
-    "calibrate",
-    "convert",
-    "export",
-    "find",
-    "fold",
-    "follow_optimizer",
-    "load_pretrained",
-    "save_pretrained",
-    "settle",
-    "to_rms",
+    "Audit", "Blend", "Exported", "OptimizerLink", "Outcome", "Report", "audit", "blend", "calibrate", "convert",
+    "export", "find", "fold", "follow_optimizer", "load_pretrained", "save_pretrained", "settle", "to_rms",
     "unreadable",
-]
+]  # fmt: skip

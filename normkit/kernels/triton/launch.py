@@ -4,7 +4,6 @@ A launch decides the order of every sum, so it follows from the shape alone: the
 every run and every device.
 """
 
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 LONGEST = 8192  # channels of a row that one program holds in registers (16384 spill); longer rows go by blocks
@@ -50,33 +49,6 @@ def sum_launch(programs: int, channels: int) -> dict[str, int]:
 def sum_grid(channels: int) -> tuple[int]:
     """Programs of that kernel: at most 32 channels each."""
     return (cdiv(channels, min(power_of_2(channels), 32)),)
-
-
-def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Launch]:
-    """Launches around a guess: tile, warps and programs halved and doubled.
-
-    With `wide`, for kernels of columns, the block is doubled too.
-    """
-    for tile in {max(1, guess.tile // 2), guess.tile, guess.tile * 2}:
-        for warps in {max(1, guess.warps // 2), guess.warps, min(32, guess.warps * 2)}:
-            for programs in {max(1, guess.programs // 2), guess.programs, guess.programs * 2}:
-                for block in {guess.block, guess.block * 2} if wide else {guess.block}:
-                    yield Launch(tile, block, warps, max(1, min(programs, cdiv(rows, tile))))
-
-
-def tune(op: Callable[[Launch], object], guess: Launch, rows: int, *, wide: bool = False) -> list[tuple[float, Launch]]:
-    """Median time in ms of every candidate, the fastest first. Needs a GPU.
-
-    `op` runs the kernel as launched. `triton.autotune` does not fit: the number of programs decides the size of
-    buffers too, and the result serves to correct the heuristic, not to change the bits at run time.
-    """
-    import triton
-
-    times = []
-    for launch in {guess, *candidates(guess, rows, wide=wide)}:
-        median = triton.testing.do_bench(lambda launch=launch: op(launch), warmup=5, rep=30, return_mode="median")
-        times.append((float(median), launch))  # type: ignore[arg-type]
-    return sorted(times)
 
 
 def cdiv(a: int, b: int) -> int:

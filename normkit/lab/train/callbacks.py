@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from normkit.lab.report import results
+from normkit.lab.singular_values import embedding_rows
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints
 from normkit.lab.train.config import Run
@@ -21,7 +22,7 @@ from normkit.lab.train.lightning import lightning
 from normkit.lab.train.parallel import all_gather
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.schedules import ValidationDecay
-from normkit.watch import Recorder, Row, embedding_rows
+from normkit.watch import Recorder, Row
 from normkit.watch.row_files import Appender, truncate_file
 
 
