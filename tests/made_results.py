@@ -43,7 +43,7 @@ def score(per, error=0.35, **more):
 
 
 def result(norm="layer", per=10.0, *, seed=0, status="done", statistics=None, **run):
-    """A result; `statistics` = (batch, calibrated) for a norm with batch statistics."""
+    """A result; `statistics` = (donors, calibrated) for a norm with batch statistics."""
     chance = random.Random(f"{norm} {seed}")
     steps = 5000
     curve = [
@@ -55,7 +55,7 @@ def result(norm="layer", per=10.0, *, seed=0, status="done", statistics=None, **
     if status == "done":
         scores = {"running": score(per), "beam": score(per - 0.4)}
         if statistics:
-            scores |= {"batch": score(statistics[0]), "calibrated": score(statistics[1])}
+            scores |= {"donors": score(statistics[0]), "calibrated": score(statistics[1])}
     else:
         curve, valid = curve[:60], valid[:2]
     model = {"width": 96, "depth": 2, "heads": 4, "norm": norm, "norm_at": {}, "fixnorm": norm == "scale"}

@@ -45,7 +45,7 @@ def test_the_figures_of_the_table_are_those_of_the_results(tmp_path):
         assert row["norm"].text == labels(made)[folder]
         assert row["parameters"].value == one["parameters"]
         assert row["loss"].value == one["scores"]["running"]["loss"]
-        for kind in ("running", "batch", "calibrated", "beam"):
+        for kind in ("running", "donors", "calibrated", "beam"):
             found = row[f"PER {kind}"]
             if kind in one["scores"]:
                 assert found == (f"{one['scores'][kind]['per']:.1f}", one["scores"][kind]["per"], 0.35)
@@ -128,7 +128,9 @@ def test_the_verdict_turns_when_the_figures_turn():
     assert "calibration repairs 90% of that (10.2)" in verdict(one, two)
     one, two = result("layer", 13.9), result("pnv", 9.9, statistics=(9.8, 10.2))
     assert "Best with running statistics is pnv, PER 9.9; behind: layer 13.9." in verdict(one, two)
-    assert "pnv does as well with running statistics as with those of each batch" in verdict(one, two)
+    assert "pnv does as well with running statistics as with those of other items of the same lengths" in verdict(
+        one, two
+    )
     assert "loses" not in verdict(one, two)
 
 
@@ -147,7 +149,7 @@ def test_calibration_is_not_praised_for_nothing():
     assert "repairs 5% of that (17.6, within sampling error)" in verdict(result("batch", 18.0, statistics=(10.0, 17.6)))
     without = result("batch", 18.0, statistics=(10.0, 11.0))
     del without["scores"]["calibrated"]
-    assert verdict(without).endswith("against 10.0 with those of each batch.")
+    assert verdict(without).endswith("against 10.0 with those of other items of the same lengths.")
 
 
 def test_more_is_better_for_accuracy_and_less_for_perplexity():

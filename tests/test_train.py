@@ -70,7 +70,7 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
     assert [told[0].step, told[0].stage] == [1, "training"]
     assert all(math.isfinite(figure) for score in result["scores"].values() for figure in score.values())
     assert set(result["scores"]) >= ({"running", "calibrated"} if norm != "layer" else {"running"})
-    assert ("batch" in result["scores"]) == (run.task == "g2p" and norm != "layer")
+    assert ("donors" in result["scores"]) == (run.task == "g2p" and norm != "layer")
     assert result["speed"]["train_words_per_s"] > 0
     rows = (tmp_path / "rows.csv").read_text().splitlines()
     assert rows[0] == "step,site,norm,quantity,value"
@@ -108,27 +108,25 @@ def test_scoring_leaves_the_model_as_it_is():
             norm.running.uniform_(0.5, 2)
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     scores = task.score(lambda stage: None)
-    assert set(scores) == {"running", "batch", "calibrated", "beam"}
-    assert scores["running"]["loss"] != scores["batch"]["loss"] != scores["calibrated"]["loss"]
+    assert set(scores) == {"running", "donors", "calibrated", "beam"}
+    assert scores["running"]["loss"] != scores["donors"]["loss"] != scores["calibrated"]["loss"]
     for name, tensor in task.model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
 
 
-def test_batch_statistics_are_those_of_the_batch_itself():
-    """With one batch of everything.
-
-    Its own statistics are what calibration on that batch gives.
-    """
+def test_scores_of_donors_have_the_statistics_of_a_training_batch():
+    """With the test items as training items, and one batch of everything, these are the batch's own."""
     torch.manual_seed(0)
     run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="batch"), batch_tokens=1000, bucketing=False)
     data = SOURCES["cmudict"]()
     task = Translation(run, build_model("g2p", run.model, data.vocabularies), data)
-    scores = task.score(lambda stage: None)
+    task._train = task._test
+    found = task.score_donors("donors")
     source, given, target = task._test.batch(list(range(20))).tensors
     task.model.train()  # batch normalization in training mode: this batch's statistics, no dropout here
     logits = task.model(source, given)
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0).item()
-    assert scores["batch"]["loss"] == pytest.approx(expected, rel=1e-4)
+    assert found["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_loss_that_is_not_finite_ends_the_run_with_a_row(tmp_path):

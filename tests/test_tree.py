@@ -37,11 +37,11 @@ LAB = {  # the same inside lab/
     "models": {"fields"},
     "report": {"tasks", "fields"},
     "train": {"models", "data", "report", "tasks", "fields", "timing", "singular_values"},
-    "metrics": {"tasks"},
+    "metrics": {"tasks", "train"},
     "study": {"metrics", "report", "train"},
     "recipes": {"study", "models", "train"},
     "papers": {"study", "recipes", "models", "train", "report", "tasks"},
-    "studies": {"study", "recipes", "metrics", "papers", "models", "data", "train", "report", "timing"},
+    "studies": {"tasks", "study", "recipes", "metrics", "papers", "models", "data", "train", "report", "timing"},
 }
 ALLOWED = {  # third party -> where it may be imported
     "torch": set(PACKAGES),

@@ -299,7 +299,7 @@ def test_too_little_to_judge_by():
         "the running ones are old enough"
     )
     [told] = unchecked(row for row in healthy() if row.step == 1)
-    assert told.startswith("evaluation, nu, exploding, gradient spikes: too few steps or samples")
+    assert told.startswith("evaluation, batch length, nu, exploding, gradient spikes: too few steps or samples")
 
 
 def test_optional_quantities_are_left_out_of_the_message():
@@ -361,11 +361,12 @@ def test_findings_that_are_not_faults_are_marked_when_they_are_printed():
 @pytest.mark.parametrize(
     ("calibrated", "bucketing", "advice"),
     [(12.0, True, ": calibrate the model, which repaired 80 % of the loss here (PER 21.3, 12.0 calibrated, 9.7"),
-     (21.1, True, ("calibration repaired only 2 % of the loss here (PER 21.3, 21.1 calibrated, 9.7 with batch "
-                   "statistics): the batches differ from each other; train with --no-bucketing, or use a per-token"
-                   " norm")),
-     (21.4, False, ("calibration did not help here (PER 21.3, 21.4 calibrated, 9.7 with batch statistics)"
-                    ": the batches differ from each other; mix them, or use a per-token norm")),
+     (21.1, True, ("calibration repaired only 2 % of the loss here (PER 21.3, 21.1 calibrated, 9.7 with those "
+                   "of other items of the same lengths): the batches differ from each other; train with "
+                   "--no-bucketing, or use a per-token norm")),
+     (21.4, False, ("calibration did not help here (PER 21.3, 21.4 calibrated, 9.7 with those "
+                    "of other items of the same lengths): the batches differ from each other; mix them, or use a "
+                    "per-token norm")),
      (None, True, ": calibrate the model; if that does not help, the batches differ from each other: mix them")],
 )  # fmt: skip
 def test_advice_to_calibrate_follows_the_scores_of_the_run(calibrated, bucketing, advice, tmp_path, capsys):

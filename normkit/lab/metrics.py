@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from normkit.lab.tasks import ACCURACY, BLEU, PER, PERPLEXITY
+from normkit.lab.tasks import ACCURACY, BLEU, LOSS, PER, PERPLEXITY
+from normkit.lab.train.donors import DONORS
 from normkit.watch import QUANTITIES, Recording, read_run
 from normkit.watch.row_files import FILE
 
@@ -25,6 +26,7 @@ class Metric(NamedTuple):
         better: 1 if higher is better, -1 if lower is better, 0 if neither.
         digits: Digits shown after the decimal point.
         error: Sampling error of one run's number, read the same way.
+        kind: Kind of test scores, if it is one of these.
     """
 
     about: str
@@ -32,12 +34,14 @@ class Metric(NamedTuple):
     better: int = 0
     digits: int = 1
     error: Reader = lambda folder, result: None
+    kind: str = ""
 
 
 def score(name: str, *kinds: str) -> Reader:
     """Read a test score, of the first kind that exists.
 
-    The last resort is kind "running": a norm without batch statistics has the same score for all kinds.
+    Kind "running" stands in for beam search where a task has none, and for all kinds of statistics where the norm has
+    none.
 
     >>> result = {"scores": {"running": {"per": 11.0}, "beam": {"per": 10.5}}}
     >>> score("per", "beam")(Path(), result), score("per", "calibrated")(Path(), result)
@@ -46,13 +50,15 @@ def score(name: str, *kinds: str) -> Reader:
 
     def read(folder: Path, result: Result) -> float | None:
         scores = result["scores"]
-        return next((scores[kind][name] for kind in (*kinds, "running") if name in (scores.get(kind) or {})), None)
+        same = "calibrated" not in scores or not kinds or "beam" in kinds
+        allowed = (*kinds, "running") if same else kinds
+        return next((scores[kind][name] for kind in allowed if name in (scores.get(kind) or {})), None)
 
     return read
 
 
 def _score(about: str, name: str, *kinds: str, better: int, digits: int = 1) -> Metric:
-    return Metric(about, score(name, *kinds), better, digits, score(f"{name}_error", *kinds))
+    return Metric(about, score(name, *kinds), better, digits, score(f"{name}_error", *kinds), *kinds[:1])
 
 
 def _best_valid(name: str) -> Reader:
@@ -137,7 +143,8 @@ KINDS = {  # kinds of test scores: the suffix of the metric's name, and its desc
     "": ("beam", "by beam search where the task has one"),
     " running": ("running", "without beam search, running statistics"),
     " calibrated": ("calibrated", "without beam search, statistics recalibrated after training"),
-    " batch": ("batch", "without beam search, statistics of each test batch"),
+    **{f" {kind}": (kind, f"without beam search, statistics {donor.about}") for kind, donor in DONORS.items()},
+    " batch": ("batch", "without beam search, statistics of each test batch itself, by its right answers"),
 }
 AVERAGE_PRECISION = {  # suffix in COCO's tables: suffix in result files, and the description
     "": ("", ""),
@@ -150,12 +157,13 @@ AVERAGE_PRECISION = {  # suffix in COCO's tables: suffix in result files, and th
 METRICS: dict[str, Metric] = {
     **{
         f"{metric.key}{suffix}": _score(f"{metric.about}, {about}", metric.key, kind, better=metric.better)
-        for metric in (BLEU, PER, PERPLEXITY, ACCURACY)
+        for metric in (BLEU, PER, PERPLEXITY, ACCURACY, LOSS)
         for suffix, (kind, about) in KINDS.items()
     },
     "bleu valid": Metric("best BLEU on the validation split", _best_valid("bleu"), 1),
     "perplexity valid": Metric("perplexity on the validation split at the end", _valid_perplexity, -1),
     "perplexity train": Metric("perplexity with label smoothing, last 5% of training", _train_perplexity, -1, 3),
+    **{f"symbols {kind}": _score("symbols of an output", "symbols", kind, better=0) for kind in DONORS},
     "perplexity smoothed": _score("perplexity with label smoothing, test", "smoothed_perplexity", better=-1, digits=3),
     "minutes to 80%": Metric("minutes of training to 80% validation accuracy", _minutes_to("accuracy", 80.0), -1),
     **{

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from normkit.lab.metrics import METRICS
 from normkit.lab.report.settings import flat
 from normkit.lab.train.config import Run
+from normkit.lab.train.donors import DONORS
 from normkit.names import pick
 from normkit.norms import options, parse
 from normkit.text import format_spec
@@ -138,6 +139,12 @@ class Study:
     def scales(self) -> tuple[str, ...]:
         """Scales at which some of the study can be run."""
         return tuple(scale for scale in SCALES if expand(self, scale))
+
+    @property
+    def donors(self) -> tuple[str, ...]:
+        """Kinds of donors that columns show beyond those that each run is scored with."""
+        shown = {METRICS[column.metric].kind for column in self.columns}
+        return tuple(kind for kind in DONORS if kind in shown)
 
 
 class Cell(NamedTuple):

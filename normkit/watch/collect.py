@@ -9,6 +9,7 @@ from torch import Tensor
 from normkit.kernels import ops, sync
 from normkit.norms import PowerNorm, StatNorm
 from normkit.norms.un import UN
+from normkit.watch.length import LengthShare, batch_length
 from normkit.watch.quantities import QUARTILES, Quantity
 from normkit.watch.sites import Site
 
@@ -43,6 +44,7 @@ class Memory:
         self.windows: dict[str, Tensor] = {}  # side -> [window, C], where windows are recorded
         self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of one channel
         self.counts = {"x": 0, "g": 0}
+        self.share = LengthShare()
 
     def average(self, batch: Fields) -> Fields:
         """Update the averages with a finite batch.
@@ -74,12 +76,13 @@ class Memory:
 
     def state(self) -> dict[str, object]:
         """The state for a checkpoint."""
-        return {name: getattr(self, attribute) for name, attribute in STATE.items()}
+        return {**{name: getattr(self, attribute) for name, attribute in STATE.items()}, "share": vars(self.share)}
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore from a checkpoint."""
         for name, attribute in STATE.items():
             setattr(self, attribute, state[name])
+        vars(self.share).update(state.get("share", {}))  # type: ignore[call-overload]
 
 
 def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,6 +106,11 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     mean, var, count = moments(x, mask, module)
     batch = {"mean": mean, "var": var, "quadratic": var + mean.square()}
     fields = {**batch, **memory.average({k: v for k, v in batch.items() if f"running_{k}" not in own}), **own}
+    length = batch_length(mask if real is None else real, x.shape[:-1], mean)
+    sigma = (var + site.eps).sqrt()
+    moved = torch.cat([mean / sigma, sigma.log()]), (batch["quadratic"] + site.eps).log() / 2
+    if (share := memory.share.add(length, *moved)) is not None:
+        fields["share_batch"], fields["share_quadratic"] = share.unbind()
     kept = x if mask is None else torch.where(mask[..., None], x, 0)
     low, high = torch.aminmax(kept)
     fields["largest"] = torch.maximum(-low, high)

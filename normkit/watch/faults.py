@@ -23,6 +23,7 @@ class Threshold(NamedTuple):
 THRESHOLDS: dict[str, Threshold] = {
     "gap": Threshold(0.25, "gap at evaluation, of the output's own size, above which frozen batch statistics fail"),
     "gap_holds": Threshold(0.15, "gap up to which a norm by quadratic means holds"),
+    "length_share": Threshold(0.2, "share of the variance between batches that batch length explains"),
     "steps": Threshold(20, "steps before which running statistics still show their initial values: no gap is judged"),
     "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
     "tokens": Threshold(32, "rows of a batch below which its statistics are mostly chance"),

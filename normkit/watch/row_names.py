@@ -38,6 +38,15 @@ def freezes_quadratic_means(norm: str) -> bool:
     return kind is not None and issubclass(kind, StatNorm) and not kind.center
 
 
+def relies_on_batch(norm: str) -> bool:
+    """Return True if a norm divides by the statistics of each batch until the end of training.
+
+    >>> [relies_on_batch(norm) for norm in ("batch", "pnv", "BatchNorm2d", "un", "layer")]
+    [True, True, True, False, False]
+    """
+    return keeps_batch_statistics(norm) and not warms_up(norm)
+
+
 def warms_up(norm: str) -> bool:
     """Return True if a norm starts with the statistics of each batch, for `warmup` steps."""
     kind, _ = norm_class(norm)

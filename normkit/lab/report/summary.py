@@ -15,7 +15,7 @@ WIDTH = 120
 LEAST_LABEL = 8
 SAME = "="  # the norm has no batch statistics, so that all scores are the one with running statistics
 NONE = "-"
-STATISTICS = ("batch", "calibrated")
+STATISTICS = ("donors", "batch", "calibrated")
 MEANS = "means over seeds, with 95 % intervals:"
 
 
@@ -92,7 +92,8 @@ def _foldable(result: Result) -> Cell:
 
 KINDS = {
     "running": "with the running statistics of the end of training, as in use",
-    "batch": "with the statistics of each test batch, as in training",
+    "donors": "with the statistics of other training items of the same lengths",
+    "batch": "with the statistics of each test batch itself, by its right answers (until 0.2)",
     "calibrated": "with running statistics computed again after training",
     "beam": "by beam search, running statistics",
     "folded": "after the norms were folded away",

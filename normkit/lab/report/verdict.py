@@ -12,6 +12,7 @@ BUCKETED = [name for name, task in TASKS.items() if task.bucketed]
 ERRORS = 2  # sampling errors from which on a difference counts
 EXPECTED = {"name", "command", "model.norm", "model.norm_at", "model.fixnorm"}
 HUNDREDTH = 0.01
+SAME_LENGTHS = "other items of the same lengths"
 
 
 class Score(NamedTuple):
@@ -132,16 +133,16 @@ def _ranking(metric: Metric, scores: dict[Any, Score], names: dict[Any, str]) ->
 def _statistics(metric: Metric, results: Results, names: dict[Any, str]) -> list[str]:
     sentences, holding = [], []
     for folder, result in results.items():
-        running, batch = _score(result, "running", metric), _score(result, "batch", metric)
-        if running is None or batch is None:
+        running, donors = _score(result, "running", metric), _score(result, "donors", metric)
+        if running is None or donors is None:
             continue
-        cost = _loss(running, batch, metric)
+        cost = _loss(running, donors, metric)
         if not cost:
             holding.append(names[folder])
             continue
         text = (
             f"{names[folder]} loses by its running statistics: {metric.name} {running.text()}, "
-            f"against {batch.text()} with those of each batch"
+            f"against {donors.text()} with those of {SAME_LENGTHS}"
         )
         calibrated = _score(result, "calibrated", metric)
         if calibrated is not None:
@@ -151,7 +152,7 @@ def _statistics(metric: Metric, results: Results, names: dict[Any, str]) -> list
         as_well = (
             "does as well with running statistics as" if len(holding) == 1 else "do as well with running statistics as"
         )
-        sentences.append(f"{_and(holding)} {as_well} with those of each batch, within sampling error.")
+        sentences.append(f"{_and(holding)} {as_well} with those of {SAME_LENGTHS}, within sampling error.")
     return sentences
 
 
@@ -163,11 +164,13 @@ def calibration_repair(result: Result) -> tuple[float, str] | None:
     metric = _metric({"": result})
     if metric is None:
         return None
-    running, batch, calibrated = (_score(result, kind, metric) for kind in ("running", "batch", "calibrated"))
-    if running is None or batch is None or calibrated is None or not (cost := _loss(running, batch, metric)):
+    running, donors, calibrated = (_score(result, kind, metric) for kind in ("running", "donors", "calibrated"))
+    if running is None or donors is None or calibrated is None or not (cost := _loss(running, donors, metric)):
         return None
     gained = (calibrated.value - running.value) * metric.better
-    text = f"{metric.name} {running.text()}, {calibrated.text()} calibrated, {batch.text()} with batch statistics"
+    text = (
+        f"{metric.name} {running.text()}, {calibrated.text()} calibrated, {donors.text()} with those of {SAME_LENGTHS}"
+    )
     return gained / cost, text
 
 

@@ -139,7 +139,7 @@ def compare(plan: list[Entry], board: Board, command: str, processes: int = 2) -
             collect()
             scored = {entry.title: entry.folder for entry in plan if found.get(entry.title, {}).get("scores")}
             if scored:
-                offline = [title for title in scored if "batch" in found[title]["scores"]]
+                offline = [title for title in scored if "donors" in found[title]["scores"]]
                 to_fold = "un" if "un" in offline else next(iter(offline), None)
                 workers.submit(FINISH, finish_job, scored, to_fold, "layer" if "layer" in scored else None)
                 collect()

@@ -13,7 +13,10 @@ from normkit.lab.studies.progress import Board
 from normkit.lab.studies.table import FAILURE, Table, check, collect, write
 from normkit.lab.studies.workers import Workers, on_devices, train_job
 from normkit.lab.study import Study, expand, seeded, unique
+from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
+from normkit.lab.train.folder import load
+from normkit.lab.train.source import source
 
 if TYPE_CHECKING:
     from normkit.lab.studies.ray_workers import RayWorkers
@@ -29,11 +32,13 @@ class StudyPlan:
         todo: Runs by folder, in the order of training.
         finished: Number of runs that are finished already.
         missing: A line for each data set that is missing (at scale paper: incomplete), whose runs are left out.
+        kinds: Kinds of donors that the study's columns show; a run without these scores is not finished.
     """
 
     todo: dict[Path, Run]
     finished: int
     missing: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
 
 
 def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> StudyPlan:
@@ -56,19 +61,17 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
         available = ", ".join(study.scales) or "none: it shows only the paper's figures"
         raise ValueError(f"{study.id} has no runs at scale {scale} here; scales with runs: {available}")
     runs = dict(seeded(cell, out, seed) for seed in range(seeds) for cell in cells)
-    todo = {folder: run for folder, run in runs.items() if not finished(folder, run)}
+    todo = {folder: run for folder, run in runs.items() if not finished(folder, run, study.donors)}
     one_each = {run.data: run for run in todo.values()}
     missing = {data: reason for data, run in one_each.items() if (reason := _missing(run, whole=scale == "paper"))}
     if missing and len(missing) == len({run.data for run in runs.values()}):
         raise ValueError("; ".join(missing.values()))
     kept = {folder: run for folder, run in todo.items() if run.data not in missing}
-    return StudyPlan(kept, len(runs) - len(todo), tuple(missing.values()))
+    return StudyPlan(kept, len(runs) - len(todo), tuple(missing.values()), study.donors)
 
 
 def _missing(run: Run, whole: bool) -> str:
     """Explain why the data of a run is missing or, with `whole`, incomplete; else empty."""
-    from normkit.lab.train.source import source
-
     try:
         source(run, lambda _: None)
     except ValueError as error:
@@ -81,8 +84,8 @@ def _missing(run: Run, whole: bool) -> str:
     return ""
 
 
-def finished(folder: Path, run: Run) -> bool:
-    """Check whether a folder holds this run's result: scores, or a divergence.
+def finished(folder: Path, run: Run, kinds: Sequence[str] = ()) -> bool:
+    """Check whether a folder holds this run's result: scores, those of `kinds` of donors too, or a divergence.
 
     Raises:
         ValueError: If the result is of another run.
@@ -91,7 +94,12 @@ def finished(folder: Path, run: Run) -> bool:
         return False
     result = results.read(folder)
     check(folder, result["run"], run)
-    return not result["status"].startswith("interrupted")
+    return not result["status"].startswith("interrupted") and not _lacking(result, kinds)
+
+
+def _lacking(result: dict[str, Any], kinds: Sequence[str]) -> list[str]:
+    """Kinds of donors that a result has no scores of; none if its norms have no statistics."""
+    return [kind for kind in kinds if kind not in result["scores"]] if "calibrated" in result["scores"] else []
 
 
 def engine(plan: StudyPlan, processes: int, ray: str | None, board: Board) -> "Engine":
@@ -139,7 +147,7 @@ def run_study(
             write(collect(study, scale, out), out)
 
     for folder, run in plan.todo.items():
-        engine.submit(run.name, study_job, run, folder, command)
+        engine.submit(run.name, study_job, run, folder, command, plan.kinds)
     interrupted = False
     try:
         collect_ended()
@@ -153,10 +161,16 @@ def run_study(
     return table, interrupted
 
 
-def study_job(title: str, run: Run, folder: Path, command: str) -> dict[str, Any]:
-    """Train or resume a run in a worker; remove its checkpoints when it is finished."""
-    on_devices(run.devices, train_job, title, run, folder, command, True)
+def study_job(title: str, run: Run, folder: Path, command: str, kinds: Sequence[str] = ()) -> dict[str, Any]:
+    """Train or resume a run in a worker, unless it is trained; remove its checkpoints; add scores by donors."""
+    if not finished(folder, run):
+        on_devices(run.devices, train_job, title, run, folder, command, True)
     result = results.read(folder)
     if not result["status"].startswith("interrupted"):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if lacking := _lacking(result, kinds):
+        run, model, _ = load(folder)
+        task = TASKS[run.task].load("module")(run, model, source(run, lambda _: None)())
+        result["scores"] |= {kind: task.score_donors(kind) for kind in lacking}
+        results.write(folder, result)
     return result

@@ -242,11 +242,11 @@ class RunCallback(lightning.Callback):
 
         That is singular values of embeddings, and losses with both kinds of statistics.
         """
-        modes = {"batch": "loss_train_mode", "running": "loss_eval_mode"}
+        modes = {"donors": "loss_train_mode", "running": "loss_eval_mode"}
         losses = [
             Row(self.step, "", "", name, scores[mode]["loss"])
             for mode, name in modes.items()
-            if "loss" in scores.get(mode, {}) and "batch" in scores
+            if "loss" in scores.get(mode, {}) and "donors" in scores
         ]
         if self.run.record_every:
             Appender(self.folder / "rows.csv")([*embedding_rows(model, self.step), *losses])

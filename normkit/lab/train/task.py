@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -173,10 +174,13 @@ class Task(lightning.LightningModule):
         return scores
 
     @contextlib.contextmanager
-    def calibrated(self, batches: Iterable[Batch]) -> Iterator[None]:
-        """Use, inside the block, a copy of the model with the statistics of these batches."""
+    def calibrated(self, batches: Iterable[Batch], sites: str = "*") -> Iterator[None]:
+        """Use, inside the block, a copy of the model with the statistics of these batches, at norms of some names."""
         trained = self.model
         self.model = calibrate(trained, batches, forward=self.forward_norms)
+        for name, norm in trained.named_modules():
+            if isinstance(norm, StatNorm) and not fnmatchcase(name, sites):
+                self.model.get_submodule(name).load_state_dict(norm.state_dict())
         try:
             yield
         finally:

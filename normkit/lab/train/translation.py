@@ -14,6 +14,7 @@ from torch import Tensor
 from normkit.lab.data.batches import Batches, batches_of, static_batches
 from normkit.lab.data.vocab import PAD, Vocab
 from normkit.lab.train.decode import beam, greedy
+from normkit.lab.train.donors import DONORS, Donors
 from normkit.lab.train.error_rates import error_rates
 from normkit.lab.train.pairs import PairTable, spread
 from normkit.lab.train.task import Batch, Task
@@ -82,17 +83,16 @@ class Translation(Task):
         """Score the test split; the model is unchanged afterwards.
 
         Returns:
-            Scores of greedy search with "running" statistics; with those of each test "batch", from one pass with the
-            reference targets; "calibrated" on training batches; and of "beam" search with running statistics.
+            Scores of greedy search with "running" statistics; with those of "donors", other training items of the same
+            lengths; "calibrated" on training batches; and of "beam" search with running statistics.
         """
         self.model.eval()
         scores, self.kind = {}, "running"
         on_stage("decoding")
         scores[self.kind] = self.score_test()
         if self.has_statistics():
-            on_stage("decoding with batch statistics")
-            self.kind = "batch"
-            scores[self.kind] = self._score_by_batch()
+            on_stage("decoding with statistics of donors")
+            scores["donors"] = self.score_donors("donors")
             on_stage("calibrating")
             batches = [batch for batch, _ in zip(self.batches(0), range(self.calibration_batches), strict=False)]
             self.kind = "calibrated"
@@ -136,14 +136,25 @@ class Translation(Task):
                 waiting[:0] = items[: len(items) // 2], items[len(items) // 2 :]  # same result for each sentence
         return found
 
-    def _score_by_batch(self) -> dict[str, float]:
-        found, loss, tokens = {}, 0.0, 0
-        for items in map(np.ndarray.tolist, self._order(self._test, epoch=0)):
-            batch = self.on_device(self._test.batch(items))
-            with self.calibrated([batch]):
+    def score_donors(self, kind: str) -> dict[str, float]:
+        """Return loss, scores of greedy search, and symbols of an output, with statistics of donor batches.
+
+        Test items are in batches of similar lengths, and each has its donor in a batch of training items.
+
+        Args:
+            kind: A row of `DONORS`.
+        """
+        self.model.eval()
+        self.kind, found, loss, tokens = kind, {}, 0.0, 0
+        test, donors = self._test, Donors(self._train.both)
+        for items in batches_of(test.sizes, self.settings.batch_tokens, bucketing=True, by=test.both):
+            others = self._train.batch(donors.choose(test.both[items], DONORS[kind]))
+            batch = self.on_device(test.batch(items))
+            with self.calibrated([others], DONORS[kind].sites):
                 loss, tokens = loss + self.mean_loss([batch]) * batch.tokens, tokens + batch.tokens
-                found.update(zip(items, self.decode(greedy, items), strict=True))
-        return {"loss": loss / tokens, **self.rate(found)}
+                found.update(zip(items.tolist(), self.decode(greedy, items.tolist()), strict=True))
+        symbols = sum(map(len, found.values())) / len(found)
+        return {"loss": loss / tokens, "symbols": symbols, **self.rate(found)}
 
     def _order(self, table: PairTable, epoch: int) -> list[np.ndarray]:
         run = self.settings
