@@ -106,10 +106,10 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     mean, var, count = moments(x, mask, module)
     batch = {"mean": mean, "var": var, "quadratic": var + mean.square()}
     fields = {**batch, **memory.average({k: v for k, v in batch.items() if f"running_{k}" not in own}), **own}
-    length = batch_length(mask if real is None else real, x.shape[:-1], mean)
+    fields["length"] = batch_length(mask if real is None else real, x.shape[:-1], mean)
     sigma = (var + site.eps).sqrt()
     moved = torch.cat([mean / sigma, sigma.log()]), (batch["quadratic"] + site.eps).log() / 2
-    if (share := memory.share.add(length, *moved)) is not None:
+    if (share := memory.share.add(fields["length"], *moved)) is not None:
         fields["share_batch"], fields["share_quadratic"] = share.unbind()
     kept = x if mask is None else torch.where(mask[..., None], x, 0)
     low, high = torch.aminmax(kept)

@@ -21,12 +21,6 @@ MASK = (
     "record padding: give the model a norm with a mask, an embedding with padding_idx, or an argument named"
     " attention_mask or ..._padding_mask; a model without padding does not need this check"
 )
-CARRY = "statistics carry the length of the batch, which explains {percent:.0f} % of their variance between batches"
-UNLEARN = (
-    "a model can read the length from them, and running statistics have none. Shuffle the batches, or use a norm by"
-    " past batches (un, power); calibration cannot repair it"
-)
-TEN = "record length_share at ten steps at least: with the default quantities, more often or longer"
 TWO_LOSSES = (
     "normkit train measures it where its task scores both ways; after a loop of your own add rows of"
     " normkit.watch.train_eval_gap(model, loss), quantities loss_train_mode and loss_eval_mode"
@@ -63,14 +57,6 @@ def _centred(norm: str) -> bool:
     return keeps_batch_statistics(norm) and not freezes_quadratic_means(norm)
 
 
-def _own_mean(norm: str) -> bool:
-    return relies_on_batch(norm) and not freezes_quadratic_means(norm)
-
-
-def _own_quadratic(norm: str) -> bool:
-    return relies_on_batch(norm) and freezes_quadratic_means(norm)
-
-
 def _power(norm: str) -> bool:
     kind, _ = norm_class(norm)
     return kind is not None and kind.__name__ == "PowerNorm"
@@ -101,14 +87,8 @@ CHECKS = (
              "larger batches, steps_per_update=k, sync=True over processes, or a per-token norm", below=True),
     Check("evaluation", faults.evaluation, "gap_batch", _centred, steps=LIMITS["steps"]),
     Check("evaluation", faults.evaluation_quadratic, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
-    *(
-        Check(
-            "batch length",
-            by_site("batch length", quantity, LIMITS["length_share"], CARRY, UNLEARN, applies=judges),
-            quantity, judges, steps=LIMITS["steps"], how=TEN,
-        )
-        for quantity, judges in (("length_share", _own_mean), ("length_share_quadratic", _own_quadratic))
-    ),
+    Check("batch length", faults.batch_length, "length_share length_share_quadratic", relies_on_batch, 6,
+          LIMITS["steps"]),
     Check("train-to-eval gap", faults.train_eval, "loss_train_mode loss_eval_mode", None, how=TWO_LOSSES),
     Check("nu", faults.nu, "nu Gamma Gamma_bound", _power, 2),
     _by_site("filtered", "filtered_rate", LIMITS["filtered_rate"], _filters,

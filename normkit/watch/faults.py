@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from normkit.watch.recording import Recording, Series
-from normkit.watch.row_names import format_sites, freezes_quadratic_means, keeps_batch_statistics
+from normkit.watch.row_names import format_sites, freezes_quadratic_means, keeps_batch_statistics, relies_on_batch
 
 NOT_CHECKED = "not checked"
 """Kind of a finding that names checks for which the rows do not suffice."""
@@ -184,6 +184,24 @@ def evaluation_quadratic(recording: Recording) -> list[Finding]:
         f" value: the norm will fail at evaluation (off by {100 * max(hit.values()):.0f} %)"
     )
     return [Finding("evaluation", tuple(hit), message, hit, f"{CALIBRATE}{IF_NOT}")]
+
+
+def batch_length(recording: Recording) -> list[Finding]:
+    """Find statistics of each batch that tell the model how long its input is."""
+    hit = {}
+    for site, norm in recording.norms().items():
+        kind = "length_share_quadratic" if freezes_quadratic_means(norm) else "length_share"
+        if relies_on_batch(norm) and (share := recording.middle(kind, site)) > THRESHOLDS["length_share"].value:
+            hit[site] = share
+    if not hit:
+        return []
+    message = (
+        f"{format_sites(hit)}: statistics carry the length of the batch, which explains up to"
+        f" {100 * max(hit.values()):.0f} % of their variance between batches; a model can learn to read it there, and"
+        " running statistics do not have it"
+    )
+    advice = "shuffle the batches, or use a norm by past batches (un, power); calibration does not repair it"
+    return [Finding("batch length", tuple(hit), message, hit, advice)]
 
 
 def train_eval(recording: Recording) -> list[Finding]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 FORGET = 0.98  # weight of the past: about the last 50 samples count
-LEAST = 10  # samples from which on there is a share
+LEAST = 3  # samples from which on there is a share
 
 
 class LengthShare:

@@ -8,6 +8,7 @@ from normkit.lab.papers.powernorm import figures as figures_power
 from normkit.lab.papers.tears import figures as figures_tears
 from normkit.lab.papers.unified import figures as figures_unified
 from normkit.lab.report import canvas
+from normkit.lab.report.length import draw_length
 from normkit.lab.report.recorded import Recorded, recorded
 from normkit.lab.report.settings import Results
 from normkit.names import pick
@@ -75,6 +76,9 @@ FIGURES: dict[str, Drawing] = {
     "un.figure7": Drawing(
         figures_unified.figure7, "pnac_activation pnac_gradient",
         "PNAC in each layer, at the beginning and at the end of training"),
+    "length": Drawing(
+        draw_length, "stray_mean length",
+        "Distance of batch means from the running ones in the first norm by batch length, coloured by target length"),
 }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Study: the share of BatchNorm's failure on text that is due to bucketing by length.
+"""Studies: the share of BatchNorm's failure on text that is due to bucketing by length, and how length causes it.
 
 Translation batches usually hold sentences of similar length, because that wastes no padding. But the statistics of such
 a batch are those of short or of long sentences, while running statistics are of all sentences. Shuffled batches with
-the same number of tokens show which part of the gap, and of BatchNorm's loss, the data pipeline causes.
+the same number of tokens show which part of the gap, and of BatchNorm's loss, the data pipeline causes. Donor batches,
+other training items chosen by length, show what a model reads from the statistics of its batch.
 """
 
 from normkit.lab.papers.powernorm.recipes import mt_iwslt14_pocket
@@ -10,23 +11,34 @@ from normkit.lab.recipes import CMUDICT, MULTI30K, mt_multi30k
 from normkit.lab.study import Base, Bases, Column, Row, Settings, Study
 
 NORMS = ("batch", "pnv", "mabn", "power(groups=1)", "un", "layer")
+WAYS: dict[str, Settings] = {
+    "bucketed": {},
+    "bucketed by source": {"bucket_by": "source"},
+    "shuffled": {"bucketing": False},
+}
 DISTANCES = {"mean": "distance_mean", "variance": "distance_var", "quadratic mean": "distance_quadratic"}
+OLD = "of each test batch itself (until 0.2)"
+
+
+def _rows(norms: tuple[str, ...], ways: tuple[str, ...]) -> tuple[Row, ...]:
+    return tuple(Row(label=f"{norm}, {way}", settings={"model.norm": norm, **WAYS[way]})
+                 for norm in norms for way in ways)  # fmt: skip
+
+
+def _columns(metric: str, base: Bases, kinds: dict[str, str]) -> tuple[Column, ...]:
+    return tuple(Column(title=title, metric=f"{metric} {kind}", base=base) for title, kind in kinds.items())
 
 
 def _study(id: str, data: str, metric: str, base: Bases) -> Study:
-    scores = ("running", "calibrated", "batch")
+    kinds = {"running": "running", "calibrated": "calibrated", "donors of the same lengths": "donors", OLD: "batch"}
     return Study(
         id=id,
         title=f"batches bucketed by length or shuffled, {data}",
         note="The same number of symbols a batch. Distances are PowerNorm's Figure 2: batch against running statistics"
-        " of the first norm, median over the run.",
-        rows=tuple(
-            Row(label=f"{norm}, {how}", settings={"model.norm": norm, "bucketing": how == "bucketed"})
-            for norm in NORMS
-            for how in ("bucketed", "shuffled")
-        ),
+        " of the first norm, median over the run. The statistics of a test batch itself depend on its right answers.",
+        rows=_rows(NORMS, ("bucketed", "shuffled")),
         columns=(
-            *(Column(title=f"{metric.upper()} {kind}", metric=f"{metric} {kind}", base=base) for kind in scores),
+            *_columns(metric, base, {f"{metric.upper()} {title}": kind for title, kind in kinds.items()}),
             *(Column(title=f"distance, {title}", metric=name, base=base) for title, name in DISTANCES.items()),
         ),
     )
@@ -35,10 +47,16 @@ def _study(id: str, data: str, metric: str, base: Bases) -> Study:
 MULTI30K_BUCKETING = _study("bucketing.multi30k", "Multi30k De-En", "bleu", MULTI30K)
 CMUDICT_BUCKETING = _study("bucketing.cmudict", "CMU Pronouncing Dictionary", "per", CMUDICT)
 
-BY: dict[str, Settings] = {
-    "by both lengths": {},
-    "by source length": {"bucket_by": "source"},
-    "any lengths": {"bucketing": False},
+STATISTICS = {
+    "running": "running",
+    "same lengths": "donors",
+    "same source length": "donors source",
+    "target two longer": "donors longer",
+    "target two shorter": "donors shorter",
+    "any lengths": "donors any",
+    "same lengths, encoder only": "donors encoder",
+    "same lengths, decoder only": "donors decoder",
+    "same lengths, first layers only": "donors first",
 }
 SHORT: Settings = {"steps": 600, "warmup": 75, "valid_every": 300, "test_items": 500}
 
@@ -46,22 +64,24 @@ SHORT: Settings = {"steps": 600, "warmup": 75, "valid_every": 300, "test_items":
 def _length(id: str, data: str, metric: str, base: Bases, norms: tuple[str, ...], ways: tuple[str, ...]) -> Study:
     return Study(
         id=id,
-        title=f"statistics of batches of other lengths, {data}",
-        rows=tuple(
-            Row(label=f"{norm}, {way}", settings={"model.norm": norm, **BY[way]}) for norm in norms for way in ways
+        title=f"test batches with the statistics of other training items, chosen by length, {data}",
+        note="Greedy search. Symbols: mean length of an output.",
+        rows=_rows(norms, ways),
+        columns=(
+            *_columns(metric, base, {f"{metric.upper()}, {title}": kind for title, kind in STATISTICS.items()}),
+            *_columns("symbols", base, {f"symbols, {title}": STATISTICS[title] for title in list(STATISTICS)[1:5]}),
         ),
-        columns=(Column(title=f"{metric.upper()} running", metric=f"{metric} running", base=base),),
     )
 
 
 CMUDICT_LENGTH = _length(
     "length.cmudict", "CMU Pronouncing Dictionary", "per", CMUDICT,
-    ("batch", "pnv", "renorm", "un", "power(groups=0)", "layer"), tuple(BY),
+    ("batch", "pnv", "renorm", "un", "power(groups=0)", "layer"), tuple(WAYS),
 )  # fmt: skip
 MULTI30K_LENGTH, IWSLT14_LENGTH = (
     _length(
         f"length.{name}", data, "bleu", {"pocket": Base(f"{name}.de-en.short", recipe, SHORT)},
-        ("batch", "pnv", "un"), ("by both lengths", "any lengths"),
+        ("batch", "pnv", "un"), ("bucketed", "shuffled"),
     )
     for name, data, recipe in (
         ("multi30k", "Multi30k De-En, 600 steps", mt_multi30k),

@@ -32,7 +32,8 @@ MULTI30K_CORE = Study(
     columns=(
         Column(title="BLEU", metric="bleu", base=MULTI30K),
         Column(title="BLEU greedy", metric="bleu running", base=MULTI30K),
-        Column(title="greedy, batch statistics", metric="bleu batch", base=MULTI30K),
+        Column(title="greedy, statistics of donors of the same lengths", metric="bleu donors", base=MULTI30K),
+        Column(title="greedy, of each test batch itself (until 0.2)", metric="bleu batch", base=MULTI30K),
         Column(title="greedy, calibrated", metric="bleu calibrated", base=MULTI30K),
     ),
 )
@@ -65,7 +66,8 @@ CMUDICT_CORE = Study(
     columns=(
         Column(title="PER", metric="per", base=CMUDICT),
         Column(title="PER greedy", metric="per running", base=CMUDICT),
-        Column(title="greedy, batch statistics", metric="per batch", base=CMUDICT),
+        Column(title="greedy, statistics of donors of the same lengths", metric="per donors", base=CMUDICT),
+        Column(title="greedy, of each test batch itself (until 0.2)", metric="per batch", base=CMUDICT),
         Column(title="greedy, calibrated", metric="per calibrated", base=CMUDICT),
     ),
 )

@@ -1,0 +1,40 @@
+"""Figure of batch length: how far the means of short and of long batches are from the running ones."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from normkit.lab.report import canvas
+from normkit.lab.report.recorded import SKIP, Recorded, titled, with_quantities
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw_length(runs: Sequence[Recorded]) -> "Figure":
+    """Draw the distance of each batch's mean by the batch's length, a panel a run.
+
+    The distance is that of the first norm, in standard deviations. Colours are lengths at the last norm, which are
+    those of targets where an encoder comes first.
+    """
+    runs = with_quantities(runs, "stray_mean", "length")[:4]
+    tables = [_points(run) for run in runs]
+    colours = [colour for table in tables for *_, colour in table] or [0.0]
+    figure = canvas.figure(2.2 * len(runs) + 1.0, 2.8)
+    panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, run, table in zip(panels, runs, tables, strict=True):
+        x, y, c = zip(*table, strict=True) if table else ((), (), ())
+        drawn = axes.scatter(x, y, s=7, c=c, cmap="cividis", vmin=min(colours), vmax=max(colours))
+        axes.set_xlabel("Length at the first norm")
+        titled(axes, run.label)
+    panels[0].set_ylabel(r"rms of $(\mu_B - \mu) / \sigma$")
+    panels[0].set_ylim(0)
+    figure.colorbar(drawn, ax=list(panels), label="Length at the last norm")
+    return figure
+
+
+def _points(run: Recorded) -> list[tuple[float, float, float]]:
+    """Length and distance at the first norm, and length at the last, of each batch after the start of training."""
+    lengths = [dict(series.points()) for series in run.recording.of("length").values()]
+    distances = dict(next(iter(run.recording.of("stray_mean").values())).points())
+    steps = [step for step in distances if step > SKIP * run.steps and all(step in each for each in lengths)]
+    return [(lengths[0][step], distances[step], lengths[-1][step]) for step in steps]
