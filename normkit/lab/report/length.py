@@ -1,4 +1,4 @@
-"""Figure of batch length: how far the means of short and of long batches are from the running ones."""
+"""Figure: distance of batch means from the running ones, by batch length."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ def draw_length(runs: Sequence[Recorded]) -> "Figure":
 
 
 def _points(run: Recorded) -> list[tuple[float, float, float]]:
-    """Length and distance at the first norm, and length at the last, of each batch after the start of training."""
+    """Length and distance at the first norm, and length at the last, of each batch."""
     lengths = [dict(series.points()) for series in run.recording.of("length").values()]
     distances = dict(next(iter(run.recording.of("stray_mean").values())).points())
     steps = [step for step in distances if step > SKIP * run.steps and all(step in each for each in lengths)]

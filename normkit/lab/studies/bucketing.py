@@ -1,4 +1,4 @@
-"""Studies: the share of BatchNorm's failure on text that is due to bucketing by length, and how length causes it.
+"""Studies: the share of BatchNorm's failure on text that is due to bucketing by length.
 
 Translation batches usually hold sentences of similar length, because that wastes no padding. But the statistics of such
 a batch are those of short or of long sentences, while running statistics are of all sentences. Shuffled batches with

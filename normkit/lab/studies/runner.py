@@ -85,7 +85,7 @@ def _missing(run: Run, whole: bool) -> str:
 
 
 def finished(folder: Path, run: Run, kinds: Sequence[str] = ()) -> bool:
-    """Check whether a folder holds this run's result: scores, those of `kinds` of donors too, or a divergence.
+    """Check whether a folder holds this run's result: all scores, or a divergence.
 
     Raises:
         ValueError: If the result is of another run.
@@ -162,7 +162,7 @@ def run_study(
 
 
 def study_job(title: str, run: Run, folder: Path, command: str, kinds: Sequence[str] = ()) -> dict[str, Any]:
-    """Train or resume a run in a worker, unless it is trained; remove its checkpoints; add scores by donors."""
+    """Train or resume a run in a worker, unless it is trained; add scores by donors."""
     if not finished(folder, run):
         on_devices(run.devices, train_job, title, run, folder, command, True)
     result = results.read(folder)

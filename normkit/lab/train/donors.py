@@ -1,4 +1,4 @@
-"""Donor batches: other training items, chosen by length, whose statistics a test batch is decoded with.
+"""Donor batches: training items, chosen by length, that lend their statistics.
 
 A test batch's own statistics depend on its right answers, which are input of the decoder. Donors show what the
 statistics of *such* a batch are worth, and which of its lengths matter.
@@ -54,7 +54,7 @@ DONORS: dict[str, DonorKind] = {
 
 
 class Donors:
-    """Finds donors in a table of training pairs; the choice depends on the order of calls only.
+    """Finds donors in a table of training pairs, always the same ones.
 
     >>> donors = Donors(np.array([[5, 3], [5, 4], [9, 9]]))
     >>> donors.choose(np.array([[5, 4], [8, 8]]), DONORS["donors"]).tolist()
@@ -66,7 +66,7 @@ class Donors:
         self._groups: dict[str, tuple[np.ndarray, list[np.ndarray]]] = {}
 
     def choose(self, sizes: np.ndarray, kind: DonorKind) -> np.ndarray:
-        """Return a training item for each row of `sizes`: at random among those of the nearest lengths."""
+        """Return a training item for each row of `sizes`, of the nearest lengths."""
         keys, items = self._grouped(kind)
         wanted, place = np.unique(kind.key(sizes + np.array([0, kind.longer])), axis=0, return_inverse=True)
         found = np.empty(len(sizes), dtype=np.int64)

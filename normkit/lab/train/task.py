@@ -175,7 +175,10 @@ class Task(lightning.LightningModule):
 
     @contextlib.contextmanager
     def calibrated(self, batches: Iterable[Batch], sites: str = "*") -> Iterator[None]:
-        """Use, inside the block, a copy of the model with the statistics of these batches, at norms of some names."""
+        """Use, inside the block, a copy of the model with the statistics of these batches.
+
+        Norms outside of the name pattern `sites` keep theirs.
+        """
         trained = self.model
         self.model = calibrate(trained, batches, forward=self.forward_norms)
         for name, norm in trained.named_modules():
