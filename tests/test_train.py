@@ -115,7 +115,7 @@ def test_scoring_leaves_the_model_as_it_is():
 
 
 def test_scores_of_donors_have_the_statistics_of_a_training_batch():
-    """With the test items as training items, and one batch of everything, these are the batch's own."""
+    """With the test items as donors in one batch, these are the batch's own."""
     torch.manual_seed(0)
     run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="batch"), batch_tokens=1000, bucketing=False)
     data = SOURCES["cmudict"]()

@@ -27,7 +27,7 @@ class LengthShare:
         self.count = 0.0
 
     def add(self, length: Tensor, *statistics: Tensor) -> Tensor | None:
-        """Add a sample; return the share of each of `statistics`, or None while there are too few samples."""
+        """Add a sample; return the share of each of `statistics`, None if there are too few."""
         new = torch.cat([length.reshape(1).to(statistics[0]), *statistics])
         if self.last is None:
             self.last, self.sums = new, new.new_zeros(2, len(new))
@@ -48,6 +48,6 @@ class LengthShare:
 
 
 def batch_length(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
-    """Return real tokens per sequence of a batch `[batch, time, ...]`; 1 for an input `[batch]` without time."""
+    """Return real tokens per sequence of `[batch, time, ...]`; 1 without time."""
     count = like.new_full((), shape.numel()) if mask is None else mask.sum().to(like)
     return count / max(shape[0], 1)

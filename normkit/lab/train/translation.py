@@ -137,7 +137,7 @@ class Translation(Task):
         return found
 
     def score_donors(self, kind: str) -> dict[str, float]:
-        """Return loss, scores of greedy search, and symbols of an output, with statistics of donor batches.
+        """Return loss, scores of greedy search and symbols of an output, by donor batches.
 
         Test items are in batches of similar lengths, and each has its donor in a batch of training items.
 
