@@ -100,14 +100,14 @@ def picture(folder: Path, count: int, out: Path) -> None:
         scene, pixels = test.scenes[at], test.image(at)
         (answer,) = task.model([pixels.float() / 255])
         sure = answer["scores"] > 0.5
-        told = (scene.boxes, test.masks(at).bool(), None)
+        truth = (scene.boxes, test.masks(at).bool(), None)
         found = (
             answer["boxes"][sure],
             answer["masks"][sure, 0] > 0.5,
             [f"{score:.2f}" for score in answer["scores"][sure].tolist()],
         )
         column = []
-        for boxes, masks, labels in (told, found):
+        for boxes, masks, labels in (truth, found):
             colors = [COLORS[i % len(COLORS)] for i in range(len(boxes))]
             shown = pixels
             if len(boxes):

@@ -223,10 +223,10 @@ def claims(rows: list[dict]) -> list[str]:
     for new in sorted((row for row in rows if row["norm"] == "folded"), key=lambda row: RUNTIMES.index(row["runtime"])):
         same = ("model", "precision", "runtime", "layout")
         old = next(row for row in rows if row["norm"] == "layer" and all(row[key] == new[key] for key in same))
-        told = f"{100 * (new['likewise_ratio'] - 1):+.1f}% images a second"
+        gains = f"{100 * (new['likewise_ratio'] - 1):+.1f}% images a second"
         if new["peak_mb"]:
-            told += f", {100 * (new['peak_mb'] / old['peak_mb'] - 1):+.1f}% memory"
-        line = f"{new['model']}, {new['runtime']}, {new['precision']}: {told}"
+            gains += f", {100 * (new['peak_mb'] / old['peak_mb'] - 1):+.1f}% memory"
+        line = f"{new['model']}, {new['runtime']}, {new['precision']}: {gains}"
         if new["model"] in PAPER and new["runtime"] == "eager":
             (slow, fast), (much, less) = PAPER[new["model"]]
             line += f" (the paper, RTX 3090: {100 * (fast / slow - 1):+.1f}% and {100 * (less / much - 1):+.1f}%)"

@@ -20,7 +20,7 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip, and say why, what this machine cannot run."""
+    """Skip what this machine cannot run, with the reason."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -47,8 +47,8 @@ def write_tar(path: pathlib.Path, samples: list[tuple[str, bytes, int]], kind: s
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for key, content, label in samples:
-            said = str(label) if kind == "cls" else json.dumps({"label": label})
-            for name, data in ((f"{key}.png", content), (f"{key}.{kind}", said.encode())):
+            text = str(label) if kind == "cls" else json.dumps({"label": label})
+            for name, data in ((f"{key}.png", content), (f"{key}.{kind}", text.encode())):
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))

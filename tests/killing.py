@@ -8,7 +8,7 @@ from normkit.lab.train.run import train
 
 
 def noted_job(title, run, folder, command):
-    """A study's job that says which process did it.
+    """A study's job that records its process.
 
     It runs slowly enough to be killed in the middle.
     """

@@ -101,11 +101,11 @@ def test_a_converted_bert_becomes_the_function_of_its_batch():
 
 
 def test_progress_is_told_and_modes_come_back():
-    told = []
+    calls = []
     model = chain("un").train()
     model[1].eval()
-    done = calibrate(model, rows(3, 4), passes=2, on_progress=lambda batch, index: told.append((batch, index)))
-    assert told == [(1, 1), (2, 1), (1, 2), (2, 2)]
+    done = calibrate(model, rows(3, 4), passes=2, on_progress=lambda batch, index: calls.append((batch, index)))
+    assert calls == [(1, 1), (2, 1), (1, 2), (2, 2)]
     assert done.training
     assert not done[1].training
     assert calibrate(model, rows(3), inplace=True) is model

@@ -168,7 +168,7 @@ def test_translate_names_the_line_that_it_cannot_take(typed, runs, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("hello\nhällo\n".encode()), **ascii_))
     status, out, err = typed("translate", runs / "un")
     assert (status, out.count("\n")) == (2, 1)
-    assert "line 2: the model does not know 'ä'" in err
+    assert "line 2: 'ä'" in err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("hello\nhällo\n".encode("latin1")), **ascii_))
     status, out, err = typed("translate", runs / "un")
     assert (status, out.count("\n")) == (2, 1), "the line before it is translated"
@@ -286,7 +286,7 @@ def test_a_full_disk_names_the_file_and_says_what_to_do(typed, tmp_path, monkeyp
 
 
 def test_words_that_the_model_cannot_read(typed, runs):
-    assert refused(typed("pronounce", "straße", "--run", runs / "un"), "does not know 'ß' in 'straße'")
+    assert refused(typed("pronounce", "straße", "--run", runs / "un"), "'ß' in 'straße' is not in the vocabulary")
     assert refused(typed("pronounce", "a" * 70, "--run", runs / "un"), "longer than the model's max_length=64")
     assert refused(typed("pronounce", "", "--run", runs / "un"), "an empty word")
 

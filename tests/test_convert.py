@@ -305,7 +305,7 @@ def test_wrapped_compiled_and_quantized_models_are_refused_with_advice():
     quantized[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(TypeError, match=r"stored as torch.int8.*then quantize"):
         convert(quantized, "un")
-    foreign = copy.deepcopy(model)  # a weight as torchao makes it: a subclass, floating to ask
+    foreign = copy.deepcopy(model)  # a weight as torchao makes it: a subclass whose `is_floating_point` is True
     kind = type("AffineQuantizedTensor", (nn.Parameter,), {"__module__": "torchao.dtypes"})
     foreign[0]._parameters["weight"] = kind(torch.zeros(4, 4))
     with pytest.raises(TypeError, match=r"0\.weight is a quantized AffineQuantizedTensor.*then quantize"):

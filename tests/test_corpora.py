@@ -111,7 +111,7 @@ def test_a_folder_of_text_becomes_arrays(tmp_path, share, cache):
             bitext = getattr(data, split)
             assert bitext.source[place][-1] == bitext.target[place][-1] == EOS
             assert (source.text(bitext.source[place]), target.text(bitext.target[place])) == (one, two)
-    assert isinstance(data.train.source.flat, np.memmap), "it is read where it is asked for"
+    assert isinstance(data.train.source.flat, np.memmap), "it is read on access"
     padded = data.train.source.padded([3, 4])
     assert padded[0, : len(data.train.source[3])].tolist() == data.train.source[3]
 
@@ -130,17 +130,17 @@ def test_two_columns_of_a_file_are_two_sides(tmp_path):
 
 def test_text_is_prepared_once_and_anew_when_it_changes(tmp_path, cache, monkeypatch):
     folder = write_corpus(tmp_path / "mine")
-    told = []
-    prepare(locate(str(folder)), subwords=60, on_stage=told.append)
-    assert "learning subwords" in told
-    told.clear()
-    prepare(locate(str(folder)), subwords=60, on_stage=told.append)
-    assert told == []
+    stages = []
+    prepare(locate(str(folder)), subwords=60, on_stage=stages.append)
+    assert "learning subwords" in stages
+    stages.clear()
+    prepare(locate(str(folder)), subwords=60, on_stage=stages.append)
+    assert stages == []
     with (folder / "train.source").open("a") as source, (folder / "train.target").open("a") as target:
         source.write("ka\n")
         target.write("one\n")
-    assert len(prepare(locate(str(folder)), subwords=60, on_stage=told.append).train) == 301
-    assert "learning subwords" in told
+    assert len(prepare(locate(str(folder)), subwords=60, on_stage=stages.append).train) == 301
+    assert "learning subwords" in stages
 
 
 def test_interrupted_work_goes_on_to_the_same_arrays(tmp_path, monkeypatch):
@@ -159,10 +159,10 @@ def test_interrupted_work_goes_on_to_the_same_arrays(tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "_append", full_disk)
     with pytest.raises(OSError, match=r"no space left in .*other; finished work is kept"):
         prepare(locate(str(folder)), subwords=60)
-    told = []
-    resumed = prepare(locate(str(folder)), subwords=60, on_stage=told.append)
-    assert "encoding train, line 70" in told
-    assert "encoding train, line 0" not in told
+    stages = []
+    resumed = prepare(locate(str(folder)), subwords=60, on_stage=stages.append)
+    assert "encoding train, line 70" in stages
+    assert "encoding train, line 0" not in stages
     for split in ("train", "valid", "test"):
         for one, two in zip(getattr(whole, split), getattr(resumed, split), strict=True):
             assert np.array_equal(one.flat, two.flat)

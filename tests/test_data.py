@@ -113,15 +113,15 @@ def test_plain_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "message"),
     [({"test_target": None, "valid_source": None}, r"lacks valid\.source, test\.target; needs"),
      ({"train_target": "x\n"}, r"train\.\* is misaligned: 2 source lines, 1 target lines"),
      ({"valid_source": "", "valid_target": ""}, r"valid\.\* is empty"),
      ({"valid_source": "\n"}, r"empty side in 1 lines, the first of them line 1"),
      ({"test_source": b"\xff\n"}, r"test\.source is not UTF-8")],
 )  # fmt: skip
-def test_bad_plain_files_are_refused(tmp_path, files, says):
-    with pytest.raises(ValueError, match=says):
+def test_bad_plain_files_are_refused(tmp_path, files, message):
+    with pytest.raises(ValueError, match=message):
         folder(corpus(tmp_path, **files))
 
 

@@ -83,8 +83,8 @@ def test_hypotheses_share_the_memory_of_their_sentence():
     model = seq2seq(seed=3)
     target = torch.randint(4, 10, (10, 3))
     memory, real = model.encode(MANY)
-    want = model.decode(target, memory.repeat_interleave(2, 0), real.repeat_interleave(2, 0))
-    assert_close(model.decode(target, memory, real), want)
+    expected = model.decode(target, memory.repeat_interleave(2, 0), real.repeat_interleave(2, 0))
+    assert_close(model.decode(target, memory, real), expected)
 
 
 def test_an_empty_batch_finds_nothing():

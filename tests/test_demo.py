@@ -70,14 +70,14 @@ def test_three_norms_side_by_side_then_folded_and_timed(tmp_path):
         title="batch", folder=plan[2].folder,
         run=type(plan[2].run)(**{**vars(plan[2].run), "model": broken, "lr": 1e30, "clip": 0.0, "warmup": 0}),
     )  # fmt: skip
-    told = []
+    reports = []
 
     class Ears(Board):
         def update(self, title, tick):
-            told.append((title, tick.stage))
+            reports.append((title, tick.stage))
 
         def end(self, title, outcome):
-            told.append((title, outcome))
+            reports.append((title, outcome))
 
     outcome = compare(plan, Ears(Console(quiet=True), [], 8), "as typed")
     assert not outcome.failed
@@ -99,8 +99,8 @@ def test_three_norms_side_by_side_then_folded_and_timed(tmp_path):
     ]  # fmt: skip
     assert all(result["speed"]["inference_words_per_s"] > 0 for result in (layer, un))
     assert all(result["where"]["threads"] == 1 for result in (layer, un))
-    assert {title for title, _ in told} == {"layer", "un", "batch", FINISH}
-    assert ("batch", batch["status"]) in told
+    assert {title for title, _ in reports} == {"layer", "un", "batch", FINISH}
+    assert ("batch", batch["status"]) in reports
     assert results.read(plan[1].folder)["timing"] == un["timing"]
     load(plan[1].folder / "folded")
     assert multiprocessing.active_children() == []
@@ -138,23 +138,23 @@ def wait_to_be_stopped(title):
 
 
 def test_workers_tell_return_and_fail():
-    heard = []
-    with Workers(2, lambda title, tick: heard.append((title, tick.stage))) as workers:
+    ticks = []
+    with Workers(2, lambda title, tick: ticks.append((title, tick.stage))) as workers:
         workers.submit("a", answer, "yes")
         workers.submit("b", fail)
         ended = dict(workers.ended())
     assert ended["a"] == "YES"
     assert isinstance(ended["b"], ValueError)
     assert str(ended["b"]) == "b cannot be"
-    assert heard == [("a", "yes")]
+    assert ticks == [("a", "yes")]
     assert multiprocessing.active_children() == []
 
 
 def test_stopped_workers_end_and_the_rest_never_starts():
-    def heard(title, tick):
+    def ticks(title, tick):
         workers.stop()
 
-    with Workers(1, heard) as workers:
+    with Workers(1, ticks) as workers:
         for title in ("a", "b", "c", "d"):
             workers.submit(title, wait_to_be_stopped)
         ended = dict(workers.ended())

@@ -159,13 +159,13 @@ def test_a_picture_that_does_not_decode_is_replaced_counted_or_refused(tmp_path)
     broken = (folder / "images" / "002.png").read_bytes()
     (folder / "images" / "002.png").write_bytes(broken[:200] + bytes(40) + broken[240:])
     samples = Samples(data.train, masks=False, augment=Augmentation(TINY))
-    (_, target), said = samples[Item(0, 1)]
+    (_, target), problems = samples[Item(0, 1)]
     assert torch.equal(target["labels"], data.train.scenes[2].labels)
-    assert len(said) == 1
-    assert "002.png cannot be read" in said[0]
-    assert Samples(data.train, masks=False, augment=None)[Item(0, 1)] == (None, said)
+    assert len(problems) == 1
+    assert "002.png cannot be read" in problems[0]
+    assert Samples(data.train, masks=False, augment=None)[Item(0, 1)] == (None, problems)
     run = dataclasses.replace(RUN, data=str(folder), valid_every=0, workers=1)
-    assert train(run, tmp_path / "run")["data"]["broken"] == {"count": 1, "first": said}, (
+    assert train(run, tmp_path / "run")["data"]["broken"] == {"count": 1, "first": problems}, (
         "once, however often it is met"
     )
     with pytest.raises(ValueError, match=r"002.png cannot be read.*; repair or remove it, or use --broken skip"):
@@ -242,7 +242,7 @@ def test_a_run_learns_resumes_to_the_same_weights_and_folds_to_the_same_answers(
     whole = train(run, tmp_path / "whole")
     assert whole["curve"][-1]["train_loss"] < whole["curve"][0]["train_loss"]
     assert [look["step"] for look in whole["valid"]] == [4, 8]
-    stop = lambda told: told.step >= 5  # noqa: E731
+    stop = lambda progress: progress.step >= 5  # noqa: E731
     assert train(run, tmp_path / "parts", on_progress=stop)["status"] == "interrupted at step 5"
     train(run, tmp_path / "parts", resume=True)
     loaded, again = load(tmp_path / "whole"), load(tmp_path / "parts")

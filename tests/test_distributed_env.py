@@ -88,11 +88,11 @@ def test_a_run_on_one_device_is_not_one_of_several(monkeypatch, tmp_path):
     monkeypatch.setenv("NODE_RANK", "1")
     with pytest.raises(ValueError, match=r"NODE_RANK=1 means .* one of several, but the run is for 1 on"):
         train(tiny(), tmp_path / "run")
-    assert not (tmp_path / "run").exists(), "else it would train, say nothing and write nothing"
+    assert not (tmp_path / "run").exists(), "else it would train, print nothing and write nothing"
 
 
 def start(run, folder, variables, *more):
-    """A process that trains into `folder`, and what it says of itself."""
+    """A process that trains into `folder`, and its output."""
     script = (
         "import sys; from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume='resume' in sys.argv)\n"
@@ -104,8 +104,8 @@ def start(run, folder, variables, *more):
 
 
 def ended(processes):
-    said = [process.communicate(timeout=300) for process in processes]
-    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    return [(process.returncode, *each) for process, each in zip(processes, outputs, strict=True)]
 
 
 def free_port():
@@ -133,7 +133,7 @@ def test_hosts_train_one_model_and_the_first_writes(tmp_path):
         folder = tmp_path / launcher
         outcomes = ended([start(run, folder, variables) for variables in hosts(launcher)])
         assert [code for code, _, _ in outcomes] == [0, 0], outcomes
-        assert [said.split() for _, said, _ in outcomes] == [["this", "one", "wrote"], []]
+        assert [outputs.split() for _, outputs, _ in outcomes] == [["this", "one", "wrote"], []]
         result = results.read(folder)
         assert result["status"] == "done"
         curves.append((result["curve"], result["scores"]["running"]))
@@ -153,9 +153,9 @@ def test_a_run_of_a_study_may_have_several_devices(tmp_path):
     column = Column(title="accuracy", metric="accuracy", base=base)
     wild = {"lr": 1e30, "clip": 0.0, "warmup": 0, "model.norm": "layer"}
     rows = (Row(label="UN", settings={}), Row(label="wild", settings=wild))
-    study, told = Study(id="two", title="on two devices", rows=rows, columns=(column,)), []
+    study, ticks = Study(id="two", title="on two devices", rows=rows, columns=(column,)), []
     plan = runner.plan(study, "pocket", tmp_path)
-    with Workers(1, lambda title, tick: told.append((title, tick.step))) as workers:
+    with Workers(1, lambda title, tick: ticks.append((title, tick.step))) as workers:
         from rich.console import Console
 
         from normkit.lab.studies.progress import Board
@@ -164,5 +164,5 @@ def test_a_run_of_a_study_may_have_several_devices(tmp_path):
     (ours,), (diverged,) = [row["cells"][0]["runs"] for row in table["rows"]]
     assert ours["status"] == "done"
     assert diverged["status"].startswith("diverged at step ")
-    assert told.count((ours["folder"], 3)) == 1, "the first process speaks"
+    assert ticks.count((ours["folder"], 3)) == 1, "the first process alone reports"
     assert ours["device"].startswith("2 x ")

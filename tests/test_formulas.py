@@ -63,10 +63,12 @@ def batches(padded: bool, seed: int = 0):
         yield x, dy, keep
 
 
-def agree(name: str, t: int, got: torch.Tensor | np.ndarray, want: np.ndarray) -> None:
-    want = np.asarray(want, float)
-    size = max(1.0, float(np.abs(want).max()))
-    np.testing.assert_allclose(np.asarray(got, float), want, rtol=1e-10, atol=1e-10 * size, err_msg=f"{name}, step {t}")
+def agree(name: str, t: int, got: torch.Tensor | np.ndarray, expected: np.ndarray) -> None:
+    expected = np.asarray(expected, float)
+    size = max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(
+        np.asarray(got, float), expected, rtol=1e-10, atol=1e-10 * size, err_msg=f"{name}, step {t}"
+    )
 
 
 def fifty_steps(norm, model, padded: bool) -> list[dict]:
@@ -82,13 +84,13 @@ def fifty_steps(norm, model, padded: bool) -> list[dict]:
         leaf = torch.from_numpy(x).requires_grad_()
         y = norm(leaf, torch.from_numpy(keep) if padded else None)
         y.backward(torch.from_numpy(dy))
-        want = model.step(x, dy, keep, **given)
+        expected = model.step(x, dy, keep, **given)
         got = {"y": y.detach(), "dx": leaf.grad, **dict(norm.named_buffers())}
         got |= {name: p.grad for name, p in norm.named_parameters() if p.requires_grad}
-        assert got.keys() == want.keys()
-        for name in want:
-            agree(name, t, got[name], want[name])
-        history.append(want)
+        assert got.keys() == expected.keys()
+        for name in expected:
+            agree(name, t, got[name], expected[name])
+        history.append(expected)
     return history
 
 
@@ -140,9 +142,9 @@ def test_scalenorm_of_a_row_shorter_than_eps():
     leaf = torch.from_numpy(x).requires_grad_()
     y = norm(leaf)
     y.backward(torch.from_numpy(dy))
-    want = model.step(x, dy, None, norm.weight.detach().numpy())
+    expected = model.step(x, dy, None, norm.weight.detach().numpy())
     for name, got in {"y": y.detach(), "dx": leaf.grad, "weight": norm.weight.grad}.items():
-        agree(name, 0, got, want[name])
+        agree(name, 0, got, expected[name])
 
 
 def test_fixnorm_at_the_input_and_at_a_tied_output():
@@ -159,7 +161,7 @@ def test_fixnorm_at_the_input_and_at_a_tied_output():
         logits = linear(leaf, embedding.weight)
         matrix.grad = None
         torch.autograd.backward([x, logits], [torch.from_numpy(dy_in), torch.from_numpy(dy_out)])
-        want = formulas.fixnorm(matrix.detach().numpy(), tokens, dy_in, h, dy_out)
+        expected = formulas.fixnorm(matrix.detach().numpy(), tokens, dy_in, h, dy_out)
         got = {"x": x.detach(), "logits": logits.detach(), "matrix": matrix.grad, "h": leaf.grad}
-        for name in want:
-            agree(name, t, got[name], want[name])
+        for name in expected:
+            agree(name, t, got[name], expected[name])

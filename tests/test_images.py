@@ -150,10 +150,10 @@ def test_a_test_split_without_classes_is_not_scored(tmp_path):
     made.write_parquet(tmp_path / "train-0.parquet", made.files(9))
     made.write_parquet(tmp_path / "validation-0.parquet", made.files(6))
     made.write_parquet(tmp_path / "test-0.parquet", [(key, content, -1) for key, content, _ in made.files(5)])
-    said: list[str] = []
-    album = read_images(str(tmp_path), refuse=True, on_stage=said.append)
+    stages: list[str] = []
+    album = read_images(str(tmp_path), refuse=True, on_stage=stages.append)
     assert len(album.test.labels) == len(album.valid.labels) == 6
-    assert said[0].endswith("has no classes; the validation split is scored")
+    assert stages[0].endswith("has no classes; the validation split is scored")
     made.write_parquet(tmp_path / "test-0.parquet", [("a", b"", -1), ("b", b"", 0)])
     with pytest.raises(ValueError, match=r"the test split of .* has a class -1; classes are numbered from 0"):
         read_images(str(tmp_path))

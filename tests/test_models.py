@@ -203,12 +203,12 @@ def test_the_vision_model_learns_a_step_with_every_norm(spec):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "message"),
     [("heads", 3, "divisor of width=16"), ("depth", 0, "at least 1"), ("placement", "mid", "one of pre, post"),
      ("width", 10**9, "at most"), ("depth", 10**8, "at most"), ("max_length", 10**10, "at most"),
      ("rank", "7", "whole number"),
      ("dropout", 1.0, "below 1"), ("init", "big", "one of xavier, small, ds")],
 )  # fmt: skip
-def test_bad_sizes_are_refused(field, value, says):
-    with pytest.raises(ValueError, match=f"{field}.*{says}.*got"):
+def test_bad_sizes_are_refused(field, value, message):
+    with pytest.raises(ValueError, match=f"{field}.*{message}.*got"):
         dataclasses.replace(SMALL, **{field: value})

@@ -118,7 +118,7 @@ def test_runs_are_compared_over_seeds_and_on_the_same_sentences(corpus, tmp_path
         f"{one}: bleu by beam search 31.00 (± 2.48, 95 % interval of 3 seeds)",
         f"{two}: bleu by beam search 32.00 (± 2.48, 95 % interval of 3 seeds)",
         f"{two / 'seed-0'}: bleu by beam search 31.00 (one seed)",
-        f"{two} less {one}: 1.00 (95 % interval -1.27 to 3.27): cannot be told apart",
+        f"{two} less {one}: 1.00 (95 % interval -1.27 to 3.27): not distinguishable",
         f"{two / 'seed-0'} less {one}: 0.00; two seeds of each show whether this may be chance (--seed)",
     ]
     assert len(lines) == 10
@@ -156,9 +156,9 @@ def test_a_small_model_learns_the_made_language(corpus, tmp_path):
     translated = list(translate_lines(tmp_path, [*lines, ""]))
     assert bleu(translated[:-1], [two for _, two in sentences(20, 9)], PARALLEL, samples=0)["bleu"] > 60
     assert translated[-1] == ""
-    told: list[str] = []
-    assert len(list(translate_lines(tmp_path, ["ka lo", "ЖЖЖ ЩЩЩ"], told.append))) == 2
-    assert told == ["line 2 is mostly unknown to the model; is it in its language and script?"]
+    messages: list[str] = []
+    assert len(list(translate_lines(tmp_path, ["ka lo", "ЖЖЖ ЩЩЩ"], messages.append))) == 2
+    assert messages == ["line 2 is mostly unknown to the model; is it in its language and script?"]
     assert read_outputs(tmp_path)[0].split()[0] in {"one", "two", "three", "four", "five", "six", "seven", "eight"}
 
 
@@ -169,17 +169,17 @@ def test_only_words_of_the_targets_can_be_said(corpus):
     model = Seq2Seq(config, 60, 60)
     run = changed(corpus, model=config, label_smoothing=0.1)
     task = MachineTranslation(run, model, data)
-    said = set(data.train.target.flat.tolist())
+    known = set(data.train.target.flat.tolist())
     scores = model(torch.tensor([[5, 2]]), torch.tensor([[1]]))[0, 0]
     for word, score in enumerate(scores.tolist()):
-        assert (score > -1e8) == (word in said)
+        assert (score > -1e8) == (word in known)
     batch = next(task.batches(0))
     source, given, target = batch.tensors
     log_p = model(source, given).log_softmax(-1)[target != PAD]
     exact = torch.stack([row[word] for row, word in zip(log_p, target[target != PAD], strict=True)]).mean()
-    even = log_p[:, sorted(said)].mean()
+    even = log_p[:, sorted(known)].mean()
     torch.testing.assert_close(task.loss(batch, 0.1), -(0.9 * exact + 0.1 * even))
-    never = next(word for word in range(4, 60) if word not in said)
+    never = next(word for word in range(4, 60) if word not in known)
     odd = target.clone()
     odd[0, 0] = never  # as a word of the validation split may be
     for smoothing in (0.0, 0.1):
@@ -311,8 +311,8 @@ def test_validation_is_in_batches_no_larger_than_training_s_and_is_the_loss_of_e
 def test_validation_is_of_as_many_items_as_the_run_says_and_bleu_of_all(corpus, monkeypatch):
     data = prepare(locate(str(corpus)), subwords=60, share=True)
     torch.manual_seed(0)
-    for said, items in ((500, 20), (0, 20), (7, 7)):
-        task = MachineTranslation(changed(corpus, valid_items=said, valid_bleu=True), Seq2Seq(TINY, 60, 60), data)
+    for limit, items in ((500, 20), (0, 20), (7, 7)):
+        task = MachineTranslation(changed(corpus, valid_items=limit, valid_bleu=True), Seq2Seq(TINY, 60, 60), data)
         assert sum(len(batch.tensors[0]) for batch in task.validation_batches()) == items
         seen = []
         monkeypatch.setattr("normkit.lab.train.mt.bleu", lambda found, *_, **__: seen.extend(found) or {"bleu": 1.0})

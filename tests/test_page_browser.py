@@ -182,10 +182,10 @@ def test_menus_choose_the_quantity_and_what_has_a_chart(visit):
 
 def test_rows_are_filtered_by_words(visit):
     tab = visit()
-    field, told = tab.locator("input[type=search]"), tab.locator("#table [role=status]")
+    field, status = tab.locator("input[type=search]"), tab.locator("#table [role=status]")
     field.fill("power 10.7")
     assert tab.locator("table.sortable tbody tr >> visible=true").count() == 1
-    assert told.inner_text() == "1 of 6 rows"
+    assert status.inner_text() == "1 of 6 rows"
     field.fill("")
     assert tab.locator("table.sortable tbody tr >> visible=true").count() == 6
 

@@ -42,7 +42,7 @@ def running(folder, steps=3, norm="un"):
     return made
 
 
-def ask(address, path="/", method="GET", **headers):
+def request(address, path="/", method="GET", **headers):
     connection = http.client.HTTPConnection(*address, timeout=20)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, value in ({"Host": f"127.0.0.1:{address[1]}"} | headers).items():
@@ -67,10 +67,10 @@ def test_other_names_of_this_machine_are_rejected(serve, tmp_path):
     port = address[1]
     wrong = ["evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}", "", f"127.0.0.1:{port}.evil"]
     for host in (*wrong, [f"127.0.0.1:{port}", "evil.example"]):
-        status, _, body = ask(address, Host=host)
+        status, _, body = request(address, Host=host)
         assert status == 421
         assert b"<" not in body
-    assert ask(address, Host=f"LOCALHOST:{port}")[0] == 200
+    assert request(address, Host=f"LOCALHOST:{port}")[0] == 200
 
 
 OTHERS = [
@@ -87,14 +87,14 @@ OTHERS = [
 @pytest.mark.parametrize("path", [*OTHERS, "/model.safetensors", "http://evil.example/"])
 def test_there_is_one_page_and_no_other_path(serve, tmp_path, path):
     running(tmp_path / "run")
-    status, _, body = ask(serve(tmp_path / "run"), path)
+    status, _, body = request(serve(tmp_path / "run"), path)
     assert (status, body) == (404, b"there is one page, at /\n")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
 def test_nothing_can_be_sent(serve, tmp_path, method):
     running(tmp_path)
-    assert ask(serve(tmp_path), method=method, Content_Length="0")[0] == 501
+    assert request(serve(tmp_path), method=method, Content_Length="0")[0] == 501
 
 
 def test_links_to_elsewhere_are_not_followed(serve, tmp_path):
@@ -103,7 +103,7 @@ def test_links_to_elsewhere_are_not_followed(serve, tmp_path):
     secret.write_text("secret words")
     (tmp_path / "runs" / "a" / "rows.csv").unlink()
     (tmp_path / "runs" / "a" / "rows.csv").symlink_to(secret)
-    status, _, body = ask(serve(tmp_path / "runs"))
+    status, _, body = request(serve(tmp_path / "runs"))
     assert status == 503
     assert b"secret words" not in body
     assert body.startswith(b"no run in")
@@ -119,10 +119,10 @@ def test_a_named_pipe_in_a_run_folder_does_not_stop_the_server(serve, tmp_path, 
     os.mkfifo(tmp_path / "b" / name)
     address = serve(tmp_path)
     for _ in range(2):
-        status, _, body = ask(address)
+        status, _, body = request(address)
         assert (status, body.count(b"in training, step 50")) == (200, 2)
     (tmp_path / "a" / "run.json").unlink()
-    assert ask(address)[0] == 503
+    assert request(address)[0] == 503
     with pytest.raises(ValueError, match="is not a regular file"):
         (RunReader().read if name == "rows.csv" else results.live)(tmp_path / "b")
 
@@ -133,7 +133,7 @@ def test_links_that_lead_to_themselves_are_left_out(serve, tmp_path):
     (tmp_path / "b" / "rows.csv").unlink()
     (tmp_path / "b" / "rows.csv").symlink_to(tmp_path / "b" / "rows.csv")
     (tmp_path / "c").symlink_to(tmp_path / "c")
-    status, _, body = ask(serve(tmp_path))
+    status, _, body = request(serve(tmp_path))
     assert (status, body.count(b"in training, step 50")) == (200, 2)
 
 
@@ -148,22 +148,22 @@ def test_a_slow_page_does_not_block_other_requests(serve, tmp_path):
         return page.NO_SECTIONS
 
     address = serve(tmp_path, sections)
-    version = ask(address)[1]["ETag"]
+    version = request(address)[1]["ETag"]
     results.note(tmp_path, 7, made["curve"][:5], [])
     begun.set()
-    slow = threading.Thread(target=ask, args=(address,))
+    slow = threading.Thread(target=request, args=(address,))
     slow.start()
     while begun.is_set():
         time.sleep(0.01)
-    assert ask(address)[1]["ETag"] == version
+    assert request(address)[1]["ETag"] == version
     go_on.set()
     slow.join()
-    assert ask(address)[1]["ETag"] != version
+    assert request(address)[1]["ETag"] != version
 
 
 def test_headers_forbid_caching_and_framing(serve, tmp_path):
     running(tmp_path)
-    status, headers, body = ask(serve(tmp_path))
+    status, headers, body = request(serve(tmp_path))
     assert status == 200
     assert headers["Cache-Control"] == "no-store"
     assert headers["X-Content-Type-Options"] == "nosniff"
@@ -176,10 +176,10 @@ def test_headers_forbid_caching_and_framing(serve, tmp_path):
 def test_an_unchanged_run_is_not_sent_again(serve, tmp_path):
     made = running(tmp_path)
     address = serve(tmp_path)
-    version = ask(address)[1]["ETag"]
-    assert ask(address, If_None_Match=version)[::2] == (304, b"")
+    version = request(address)[1]["ETag"]
+    assert request(address, If_None_Match=version)[::2] == (304, b"")
     results.note(tmp_path, 7, made["curve"][:5], [])
-    status, headers, body = ask(address, If_None_Match=version)
+    status, headers, body = request(address, If_None_Match=version)
     assert status == 200
     assert headers["ETag"] != version
     assert b"in training, step 100" in body
@@ -187,20 +187,20 @@ def test_an_unchanged_run_is_not_sent_again(serve, tmp_path):
 
 def test_a_run_may_end_and_start_again(serve, tmp_path):
     address = serve(tmp_path)
-    assert ask(address)[0] == 503
-    assert b"refresh" in ask(address, Accept="text/html")[2]
+    assert request(address)[0] == 503
+    assert b"refresh" in request(address, Accept="text/html")[2]
     made = running(tmp_path / "a")
-    assert b"in training" in ask(address)[2]
+    assert b"in training" in request(address)[2]
     results.write(tmp_path / "a", made)
-    assert b"in training" not in ask(address)[2]
+    assert b"in training" not in request(address)[2]
     running(tmp_path / "a", steps=2)  # again from the start
-    assert b"in training, step 25" in ask(address)[2]
+    assert b"in training, step 25" in request(address)[2]
     (tmp_path / "a" / "rows.csv").write_text("step,site,norm,quantity,value\n1,a,un,rms,1.0\n25,a,un,rm")  # half a line
-    assert b'"x":[1],"sites":{"a":[1.0]}' in ask(address)[2]
+    assert b'"x":[1],"sites":{"a":[1.0]}' in request(address)[2]
     (tmp_path / "a" / "progress.json").write_text('{"curve": [')
-    assert ask(address)[0] == 503
+    assert request(address)[0] == 503
     running(tmp_path / "a")
-    assert ask(address)[0] == 200
+    assert request(address)[0] == 200
 
 
 def same(one, two):
@@ -241,13 +241,13 @@ def test_hostile_files_are_shown_as_text(serve, tmp_path):
     made = running(tmp_path / "a")
     made["run"]["model"]["norm"] = EVIL
     (tmp_path / "a" / "run.json").write_text(json.dumps(made["run"]))
-    body = ask(serve(tmp_path))[2]
+    body = request(serve(tmp_path))[2]
     assert body.count(b"<script") == 3  # data, the page's, what keeps it up to date
     assert b"<img" not in body
     bad = tmp_path / "<img src=x onerror=alert(1)>"
     bad.mkdir()
     (bad / "run.json").write_text("{")
-    status, headers, body = ask(serve(bad), Accept="text/html")
+    status, headers, body = request(serve(bad), Accept="text/html")
     assert (status, body.count(b"<img")) == (503, 0)
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
 
@@ -267,11 +267,11 @@ def test_an_open_page_follows_the_run(browser, serve, tmp_path):  # noqa: F811
     made = running(tmp_path, steps=20)
     address = serve(tmp_path, lambda found, reader: page.PageSections(findings={tmp_path: [EVIL]}))
     site = f"http://{address[0]}:{address[1]}/"
-    troubles, asked = [], []
+    troubles, requested = [], []
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.on("console", lambda message: troubles.append(message.text))
     tab.on("pageerror", lambda error: troubles.append(str(error)))
-    tab.on("request", lambda request: asked.append(request.url))
+    tab.on("request", lambda request: requested.append(request.url))
     tab.goto(site)
     assert "in training, step 475" in tab.locator("table.sortable").inner_text()
     each = tab.locator("#statistics select").nth(1)
@@ -285,5 +285,5 @@ def test_an_open_page_follows_the_run(browser, serve, tmp_path):  # noqa: F811
     assert "up to date at" in tab.locator("#live").inner_text()
     assert EVIL in tab.locator("#findings").inner_text()
     tab.close()
-    assert set(asked) == {site}
+    assert set(requested) == {site}
     assert not troubles

@@ -227,8 +227,8 @@ def test_random_features_tend_to_softmax_attention():
     performer = Performer(10, 4).double().eval()
     performer.features = torch.randn(20_000, 4, dtype=torch.float64)
     key, query, value = 0.5 * torch.randn(3, 1, 5, 4, dtype=torch.float64)
-    want = (query @ key.transpose(1, 2)).softmax(-1) @ value
-    assert float((performer._mix(key, query, value) - want).abs().max()) < 0.05
+    expected = (query @ key.transpose(1, 2)).softmax(-1) @ value
+    assert float((performer._mix(key, query, value) - expected).abs().max()) < 0.05
 
 
 def test_drop_path_leaves_blocks_out_by_picture():

@@ -55,11 +55,11 @@ def test_agrees_with_the_classification_code_past_its_hundredth_step():
         x *= np.exp(0.5 * random.normal(size=(8, 1, DIM)))
         for p in norm.parameters():
             p.data.copy_(torch.from_numpy(random.normal(size=DIM) + 0.5))
-        want = model.step(x, dy, None, norm.weight.detach().numpy().copy(), norm.bias.detach().numpy().copy())
+        expected = model.step(x, dy, None, norm.weight.detach().numpy().copy(), norm.bias.detach().numpy().copy())
         got = train_step(norm, torch.from_numpy(x), torch.from_numpy(dy))
         got["weight"], got["bias"] = got.pop("dweight"), got.pop("dbias")
-        assert got.keys() == want.keys()
-        for key, value in want.items():
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
             np.testing.assert_allclose(got[key], value, rtol=1e-10, atol=1e-10, err_msg=key)
 
 
@@ -98,8 +98,8 @@ def test_checkpoints_of_the_authors_load(name):
     mean = state.get("running_mean", torch.zeros(8))
     if name in ("power", "batch"):
         x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    want = (x - mean) / (running + 1e-5).sqrt() * state["weight"] + state["bias"]
-    assert_close(norm.eval()(batch(0, 5, 8, dtype=torch.float32)), want)
+    expected = (x - mean) / (running + 1e-5).sqrt() * state["weight"] + state["bias"]
+    assert_close(norm.eval()(batch(0, 5, 8, dtype=torch.float32)), expected)
 
 
 @pytest.mark.parametrize(
@@ -124,20 +124,20 @@ def test_modern_norms_continue_from_released_ones(name, given):
             old.iters += LATE
             new.step += LATE
         x[:] += float(t == 30)  # no channel is dead
-        want = train_step(old, torch.from_numpy(x), torch.from_numpy(dy))
+        expected = train_step(old, torch.from_numpy(x), torch.from_numpy(dy))
         if t < 8:
             continue
         for p, q in zip(new.parameters(), old.parameters(), strict=True):
             p.data.copy_(q)
         got = train_step(new, torch.from_numpy(x), torch.from_numpy(dy))
         for key in ("y", "dx", "dweight", "dbias"):
-            assert_close(got[key], want[key], msg=lambda text, key=key, t=t: f"step {t} {key}: {text}")
-        running = want["running_phi"] if name == "power" else want["running_var"]
+            assert_close(got[key], expected[key], msg=lambda text, key=key, t=t: f"step {t} {key}: {text}")
+        running = expected["running_phi"] if name == "power" else expected["running_var"]
         assert_close(got["running"].flatten(), running.flatten())
         if name == "power":  # Eq. 13 and the code's recursion are the same one, up to this factor
-            assert_close(got["nu"].flatten(), (1 - old.alpha_bkw) * want["ema_gz"].flatten())
+            assert_close(got["nu"].flatten(), (1 - old.alpha_bkw) * expected["ema_gz"].flatten())
         if "psi" in got:
-            assert_close(got["psi"].flatten(), want["ema_gz"])
+            assert_close(got["psi"].flatten(), expected["ema_gz"])
     if name == "un" and "outlier_filtration" in given:
         assert int(new.filtered) == int(old.skip_counter) > 0
 

@@ -1,4 +1,4 @@
-"""docs/results.md says what the files in results/ say."""
+"""docs/results.md agrees with the files in results/."""
 
 import importlib.util
 import json

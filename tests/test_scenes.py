@@ -30,12 +30,12 @@ def read(folder, given, files, broken="skip", **more):
 
 
 def test_what_is_right_is_read_as_it_stands(tmp_path, given):
-    told, files = given
-    found = read(tmp_path, told, files, "refuse")
-    assert found.counts == {"images": 4, "boxes": len(told["annotations"])}
+    labels, files = given
+    found = read(tmp_path, labels, files, "refuse")
+    assert found.counts == {"images": 4, "boxes": len(labels["annotations"])}
     assert found.categories == {3: "box", 7: "bar"}
     for scene in found.scenes:
-        own = [note for note in told["annotations"] if note["image_id"] == scene.number]
+        own = [note for note in labels["annotations"] if note["image_id"] == scene.number]
         assert scene.boxes.tolist() == [[x, y, x + w, y + h] for x, y, w, h in (note["bbox"] for note in own)]
         assert scene.labels.tolist() == [{3: 1, 7: 2}[note["category_id"]] for note in own]
     assert found.image(1).shape == (3, 60, 80)
@@ -44,13 +44,13 @@ def test_what_is_right_is_read_as_it_stands(tmp_path, given):
         expected = torch.zeros_like(mask)
         expected[y1:y2, x1:x2] = 1
         assert torch.equal(mask, expected)
-    assert [note["id"] for note in found.truth["annotations"]] == list(range(1, 1 + len(told["annotations"])))
+    assert [note["id"] for note in found.truth["annotations"]] == list(range(1, 1 + len(labels["annotations"])))
 
 
 def test_packed_files_are_the_same(tmp_path, given):
-    told, files = given
-    plain = read(tmp_path / "plain", told, files)
-    scene_files.write(tmp_path / "packed", told, files, "train", packed=True)
+    labels, files = given
+    plain = read(tmp_path / "plain", labels, files)
+    scene_files.write(tmp_path / "packed", labels, files, "train", packed=True)
     packed = read_scenes(tmp_path / "packed" / "train.json.xz", Files(tmp_path / "packed" / "images.tar"))
     assert packed.counts == plain.counts
     assert all(torch.equal(packed.image(n), plain.image(n)) for n in range(4))
@@ -75,70 +75,72 @@ def _second(notes, **changed):
     notes.append({**notes[0], "id": 900, **changed})
 
 
-PROBLEMS = {  # what is said: how to cause it
-    "boxes without area": lambda told, files: _second(told["annotations"], bbox=[5, 5, 0, 3]),
-    "boxes outside their image": lambda told, files: _second(told["annotations"], bbox=[500, 5, 9, 3]),
-    "boxes given twice": lambda told, files: _second(told["annotations"]),
-    "boxes cut at the edge": lambda told, files: _second(told["annotations"], bbox=[-9, 5, 20, 11]),
-    "boxes that are not four numbers": lambda told, files: _second(told["annotations"], bbox=[1, 2, float("nan"), 3]),
-    "outlines that cannot be drawn": lambda told, files: _second(
-        told["annotations"], bbox=[1, 2, 3, 3], segmentation=[[1.0, 2.0, 3.0]]
+PROBLEMS = {  # words of the message: how to cause it
+    "boxes without area": lambda labels, files: _second(labels["annotations"], bbox=[5, 5, 0, 3]),
+    "boxes outside their image": lambda labels, files: _second(labels["annotations"], bbox=[500, 5, 9, 3]),
+    "boxes given twice": lambda labels, files: _second(labels["annotations"]),
+    "boxes cut at the edge": lambda labels, files: _second(labels["annotations"], bbox=[-9, 5, 20, 11]),
+    "boxes that are not four numbers": lambda labels, files: _second(
+        labels["annotations"], bbox=[1, 2, float("nan"), 3]
     ),
-    "boxes without area ": lambda told, files: _second(told["annotations"], bbox=[40.0, 5, 1e-9, 3]),
-    "outlines that cannot be drawn ": lambda told, files: _second(
-        told["annotations"], iscrowd=1, segmentation={"size": [88, 64], "counts": "PPPPPP04"}
+    "outlines that cannot be drawn": lambda labels, files: _second(
+        labels["annotations"], bbox=[1, 2, 3, 3], segmentation=[[1.0, 2.0, 3.0]]
     ),
-    "images listed twice": lambda told, files: told["images"].append(dict(told["images"][0])),
-    "images of another size": lambda told, files: told["images"][0].update(width=81),
-    "missing images": lambda told, files: files.pop("001.png"),
-    "images that cannot be read": lambda told, files: files.update({"001.png": files["001.png"][:300]}),
+    "boxes without area ": lambda labels, files: _second(labels["annotations"], bbox=[40.0, 5, 1e-9, 3]),
+    "outlines that cannot be drawn ": lambda labels, files: _second(
+        labels["annotations"], iscrowd=1, segmentation={"size": [88, 64], "counts": "PPPPPP04"}
+    ),
+    "images listed twice": lambda labels, files: labels["images"].append(dict(labels["images"][0])),
+    "images of another size": lambda labels, files: labels["images"][0].update(width=81),
+    "missing images": lambda labels, files: files.pop("001.png"),
+    "images that cannot be read": lambda labels, files: files.update({"001.png": files["001.png"][:300]}),
 }
 
 
 @pytest.mark.parametrize("what", PROBLEMS)
 def test_what_is_wrong_is_counted_or_refused(what, tmp_path, given):
-    told, files = copy.deepcopy(given)
-    PROBLEMS[what](told, files)
+    labels, files = copy.deepcopy(given)
+    PROBLEMS[what](labels, files)
     more, what = list(PROBLEMS)[-3:], what.strip()
-    found = read(tmp_path, told, files)
+    found = read(tmp_path, labels, files)
     assert found.counts[what] == 1
     assert found.counts["images"] == (3 if what in more else 4)
     assert "nan" not in json.dumps(found.truth).lower()
     with pytest.raises(ValueError, match=what) as error:
-        read(tmp_path, told, files, "refuse")
+        read(tmp_path, labels, files, "refuse")
     assert "\n" not in str(error.value)
     assert str(tmp_path) in str(error.value)
 
 
 def test_crowds_and_pictures_without_things_are_no_mistakes(tmp_path, given):
-    told, files = given
-    told["annotations"] = [note for note in told["annotations"] if note["image_id"] != 2]
-    told["annotations"].append({**told["annotations"][0], "iscrowd": 1})
-    found = read(tmp_path, told, files, "refuse")
+    labels, files = given
+    labels["annotations"] = [note for note in labels["annotations"] if note["image_id"] != 2]
+    labels["annotations"].append({**labels["annotations"][0], "iscrowd": 1})
+    found = read(tmp_path, labels, files, "refuse")
     assert (found.counts["images"], found.counts["crowds"]) == (4, 1)
     assert found.masks(1).shape == (0, 60, 80)
     assert sum(note["iscrowd"] for note in found.truth["annotations"]) == 1
-    fewer = read(tmp_path, told, files, "refuse", empty=False)
+    fewer = read(tmp_path, labels, files, "refuse", empty=False)
     assert (fewer.counts["images"], fewer.counts["images without boxes"]) == (3, 1)
 
 
 CONTRADICTIONS = {
-    "has image_id 99, which": lambda told: _second(told["annotations"], image_id=99),
-    "has category_id 55, which": lambda told: _second(told["annotations"], category_id=55),
-    "no list 'categories'": lambda told: told.pop("categories"),
-    "a row of 'images' has no height": lambda told: told["images"][1].pop("height"),
-    r"a row of 'images' has id = \[1\]; needs a whole number": lambda told: told["images"][1].update(id=[1]),
-    "a row of 'categories' has name = None; needs text": lambda told: told["categories"][0].update(name=None),
-    "a row of 'annotations' has no bbox": lambda told: told["annotations"][0].pop("bbox"),
+    "has image_id 99, which": lambda labels: _second(labels["annotations"], image_id=99),
+    "has category_id 55, which": lambda labels: _second(labels["annotations"], category_id=55),
+    "no list 'categories'": lambda labels: labels.pop("categories"),
+    "a row of 'images' has no height": lambda labels: labels["images"][1].pop("height"),
+    r"a row of 'images' has id = \[1\]; needs a whole number": lambda labels: labels["images"][1].update(id=[1]),
+    "a row of 'categories' has name = None; needs text": lambda labels: labels["categories"][0].update(name=None),
+    "a row of 'annotations' has no bbox": lambda labels: labels["annotations"][0].pop("bbox"),
 }
 
 
-@pytest.mark.parametrize("said", CONTRADICTIONS)
-def test_a_file_that_contradicts_itself_is_refused(said, tmp_path, given):
-    told, files = given
-    CONTRADICTIONS[said](told)
-    with pytest.raises(ValueError, match=said):
-        read(tmp_path, told, files)
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_a_file_that_contradicts_itself_is_refused(message, tmp_path, given):
+    labels, files = given
+    CONTRADICTIONS[message](labels)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, labels, files)
 
 
 def test_run_lengths_as_text_are_unpacked_as_pycocotools_packs_them():
@@ -158,30 +160,30 @@ def test_run_lengths_as_text_are_unpacked_as_pycocotools_packs_them():
 
 def test_whatever_is_given_can_be_scored_against(tmp_path, given):
     """pycocotools raises an error, or ends the process, on outlines that are missing or wrong."""
-    told, files = given
-    first = told["annotations"][0]
-    told["annotations"] += [
+    labels, files = given
+    first = labels["annotations"][0]
+    labels["annotations"] += [
         {**first, "segmentation": [[1.0, 2.0, 3.0]]},
         {**first, "segmentation": [[0, 0, 1e12, 0, 1e12, 1e12]]},
         {**first, "segmentation": {"size": [60, 80], "counts": "abc"}},
         {key: first[key] for key in first if key not in ("segmentation", "area")}
         | {"iscrowd": 1, "bbox": [5, 5, 1e300, 9]},
     ]
-    found = read(tmp_path, told, files)
+    found = read(tmp_path, labels, files)
     assert (found.counts["outlines that cannot be drawn"], found.counts["crowds"]) == (3, 1)
     answers = [
         {"image_id": note["image_id"], "category_id": note["category_id"], "bbox": note["bbox"], "score": 1.0,
          "segmentation": run_lengths(note["segmentation"], *size)}
         for note in found.truth["annotations"] if not note["iscrowd"]
-        for size in [next((p["height"], p["width"]) for p in told["images"] if p["id"] == note["image_id"])]
+        for size in [next((p["height"], p["width"]) for p in labels["images"] if p["id"] == note["image_id"])]
     ]  # fmt: skip
     scores = average_precision(found.truth, answers, masks=True)
     assert (scores["box_ap"], scores["mask_ap"]) == (pytest.approx(100), pytest.approx(100))
 
 
 def test_a_file_cut_short_and_one_of_which_nothing_is_left(tmp_path, given):
-    told, files = given
-    scene_files.write(tmp_path, told, files, "train")
+    labels, files = given
+    scene_files.write(tmp_path, labels, files, "train")
     (tmp_path / "train.json").write_bytes((tmp_path / "train.json").read_bytes()[:-40])
     with pytest.raises(ValueError, match="cannot be read as JSON"):
         read_scenes(tmp_path / "train.json", Files(tmp_path / "images"))
@@ -189,7 +191,7 @@ def test_a_file_cut_short_and_one_of_which_nothing_is_left(tmp_path, given):
     with pytest.raises(ValueError, match=r"damaged.json.xz cannot be read as JSON"):
         read_scenes(tmp_path / "damaged.json.xz", Files(tmp_path / "images"))
     with pytest.raises(ValueError, match="has no usable image; left out: 4 missing images"):
-        read(tmp_path / "none", told, {})
+        read(tmp_path / "none", labels, {})
 
 
 def test_grey_pictures_are_shown_in_colour_and_other_files_are_no_pictures(tmp_path):
@@ -227,9 +229,9 @@ def test_data_sets_are_found_or_what_is_missing_is_said(tmp_path, monkeypatch):
 def test_a_part_of_a_data_set_says_so(tmp_path, monkeypatch):
     """Pictures are counted: what is not all of a data set does not carry its name alone."""
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
-    told, files = scene_files.scenes(3)
-    scene_files.write(tmp_path / "pennfudan_320", told, files, "train", packed=True)
-    scene_files.write(tmp_path / "pennfudan_320", told, files, "val", packed=True)
+    labels, files = scene_files.scenes(3)
+    scene_files.write(tmp_path / "pennfudan_320", labels, files, "train", packed=True)
+    scene_files.write(tmp_path / "pennfudan_320", labels, files, "val", packed=True)
     data = find_scenes("pennfudan_320")()
     assert data.name == "pennfudan_320 (3 of 120 training images, 3 of 50 test images)"
     assert data.vocabularies["classes"].plain() == ["box", "bar"]

@@ -25,8 +25,8 @@ def rates(schedule, steps: int) -> list[float]:
 def test_inverse_sqrt_is_equation_7_of_tears():
     d, warmup, scale = 512, 40, 1.0
     schedule = InverseSqrt(optimizer(scale / math.sqrt(d * warmup)), warmup)
-    want = [scale / math.sqrt(d) * min(n**-0.5, n * warmup**-1.5) for n in range(1, 200)]
-    assert rates(schedule, 199) == pytest.approx(want, rel=1e-12)
+    expected = [scale / math.sqrt(d) * min(n**-0.5, n * warmup**-1.5) for n in range(1, 200)]
+    assert rates(schedule, 199) == pytest.approx(expected, rel=1e-12)
 
 
 def test_inverse_sqrt_can_start_as_fairseq_does():

@@ -21,9 +21,9 @@ def test_a_recomputed_forward_counts_once(spec, reentrant):
     plain, rerun = random_norm(spec), random_norm(spec)
     for i in range(6):  # through the end of the warm-up, with statistics that move
         x, dy = batch(i, 2, 4, DIM, scale=1 + i), batch(9 + i, 2, 4, DIM)
-        want = train_step(plain, x, dy, TWO)
+        expected = train_step(plain, x, dy, TWO)
         got = train_step(rerun, x, dy, TWO, call=lambda *a: checkpoint(rerun, *a, use_reentrant=reentrant))
-        assert_close(got, want)
+        assert_close(got, expected)
 
 
 @every_stat

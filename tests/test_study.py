@@ -110,9 +110,9 @@ def test_settings_replace_and_multiply():
 
 
 def test_studies_share_the_runs_that_they_have_in_common():
-    """A row that says what its base has anyway is no other run."""
-    said = Study(id="b", title="", columns=COLUMNS[:1], rows=(Row(label="x", settings={"model.placement": "pre"}),))
-    assert expand(said, "pocket")[0].folder == expand(TOY, "pocket")[0].folder
+    """A row that repeats its base's settings is the same run."""
+    same = Study(id="b", title="", columns=COLUMNS[:1], rows=(Row(label="x", settings={"model.placement": "pre"}),))
+    assert expand(same, "pocket")[0].folder == expand(TOY, "pocket")[0].folder
     twice = dataclasses.replace(TOY, columns=(COLUMNS[0], COLUMNS[0], COLUMNS[2]))
     assert len(unique(expand(twice, "pocket"))) == 2
     place = {"model.norm_at": {"decoder.*": "layer"}}
@@ -213,8 +213,8 @@ def test_well_known_figures_of_the_papers():
         ("un.table4", (0, 6), [(1.1, 0.8), (0.9, 0.6), (1.4, 0.9), (0.4, 0.2)]),
     ):
         rows = [[table.number(row.printed[place]) for place in places] for row in STUDIES[name].rows]
-        told = [tuple(round(a - b, 1) for a, b in zip(rows[0], row, strict=True)) for row in rows[1:]]
-        assert told == losses
+        printed = [tuple(round(a - b, 1) for a, b in zip(rows[0], row, strict=True)) for row in rows[1:]]
+        assert printed == losses
 
 
 def test_papers_studies_name_columns_that_are_measured():
@@ -299,8 +299,8 @@ def test_the_order_of_rows_is_compared_with_the_papers(tmp_path):
         folder = put(cell, tmp_path, seed)
         if cell.row == 3:
             results.write(folder, {**results.read(folder), "status": "diverged at step 3", "scores": {}})
-    told = table.agreement(table.collect(study, "pocket", tmp_path), 0)
-    assert told == "PER: of 3 pairs, ours order 2 as the paper, 1 against: UN over LN."
+    printed = table.agreement(table.collect(study, "pocket", tmp_path), 0)
+    assert printed == "PER: of 3 pairs, ours order 2 as the paper, 1 against: UN over LN."
     assert math.isinf(table.number("FAIL"))
 
 
@@ -407,7 +407,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path):
 
 @pytest.mark.slow
 def test_runs_in_a_process_of_their_own(tmp_path):
-    told = []
-    _, made, _ = run_study(ONE, tmp_path, Workers(1, lambda title, tick: told.append((title, tick.stage))))
+    printed = []
+    _, made, _ = run_study(ONE, tmp_path, Workers(1, lambda title, tick: printed.append((title, tick.stage))))
     assert [row["cells"][0]["n"] for row in made["rows"]] == [0, 1, 1]
-    assert {title for title, _ in told} == {"pocket/tiny/layer/seed-0", "pocket/tiny/un/seed-0"}
+    assert {title for title, _ in printed} == {"pocket/tiny/layer/seed-0", "pocket/tiny/un/seed-0"}

@@ -72,11 +72,11 @@ def test_a_study_writes_a_page_with_its_table(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_ray_takes_an_address_or_none(arguments, address, tmp_path, monkeypatch, capsys):
-    asked = []
+    addresses = []
     monkeypatch.setitem(STUDIES, "one", ONE)
-    monkeypatch.setattr(runner, "engine", lambda plan, processes, ray, board: asked.append(ray) or Here(["/tiny/"]))
+    monkeypatch.setattr(runner, "engine", lambda plan, processes, ray, board: addresses.append(ray) or Here(["/tiny/"]))
     assert main(["study", "one", "--out", str(tmp_path), *arguments]) == 1, "what failed is error to scripts too"
-    assert asked == [address]
+    assert addresses == [address]
     assert "failed" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Tables of studies: what they count, and what they say of it."""
+"""Tables of studies: counts, and the remarks on them."""
 
 import math
 import pathlib
@@ -28,14 +28,14 @@ def test_a_table_says_what_data_ours_had_and_how_much_of_the_test(tmp_path):
     part = {"name": "x (a third of it)", "splits": {"train": {"lines": 9}, "test": {"lines": 6750}}}
     put(per, tmp_path, data=part, scores={"running": {"per": 10.0, "n": 1000}})
     put(per, tmp_path, 1, data=part, status="diverged at step 3", scores={})
-    told = "Data of ours: x (a third of it), scored on 1,000 of 6,750 test items."
-    assert told in table.remarks(table.collect(TOY, "pocket", tmp_path))
+    remark = "Data of ours: x (a third of it), scored on 1,000 of 6,750 test items."
+    assert remark in table.remarks(table.collect(TOY, "pocket", tmp_path))
     put(shuffled, tmp_path, data={"name": "y", "splits": {"test": 50}}, scores={"running": {"per": 10.0, "n": 50}})
-    told = (
+    remark = (
         "Data of ours: x (a third of it), scored on 1,000 of 6,750 test items (PER); "
         "y, scored on all 50 test items (PER, shuffled)."
     )
-    assert told in table.remarks(table.collect(TOY, "pocket", tmp_path))
+    assert remark in table.remarks(table.collect(TOY, "pocket", tmp_path))
 
 
 def test_a_part_of_a_corpus_is_none_at_paper_scale(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ STUDY = Study(
 
 
 def die(title, *_):
-    time.sleep(0.5)  # until its parent has heard that it began
+    time.sleep(0.5)  # until its parent has received the start
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -45,15 +45,15 @@ def test_runs_go_on_from_their_checkpoints_where_a_process_is_killed(tmp_path, m
     layer, un = plan.todo
     for folder in (layer, un):
         folder.mkdir(parents=True)
-    killed, told, over = [], [], threading.Event()
+    killed, stages, over = [], [], threading.Event()
     killer = threading.Thread(target=kill_one, args=(un, killed, over))
     killer.start()
-    with Workers(2, lambda title, tick: told.append(tick.stage)) as engine:
+    with Workers(2, lambda title, tick: stages.append(tick.stage)) as engine:
         made, _ = runner.run_study(STUDY, "pocket", tmp_path, plan, engine, Board(Console(quiet=True), [], 1))
     over.set()
     killer.join()
     assert killed
-    assert "a process was killed, starting again" in told
+    assert "a process was killed, starting again" in stages
     assert [row["cells"][0]["n"] for row in made["rows"]] == [1, 1], "neither the run nor the one beside it is lost"
     assert len(set((un / "pids").read_text(encoding="utf8").split())) == 2
     straight = train(plan.todo[un], tmp_path / "straight")

@@ -42,9 +42,9 @@ def test_every_variant_is_measured_and_written(swin, tmp_path, capsys):
     assert notes[1][2].removeprefix("nms and roi_align: ") in ("compiled, torchvision's", "plain PyTorch, normkit's")
     with path.with_suffix(".csv").open(encoding="utf8", newline="") as file:
         assert len(list(csv.DictReader(file))) == len(rows)
-    told = capsys.readouterr().out
-    assert "(the paper, RTX 3090: +31.2% and -17.7%)" in told
-    assert "(the paper, RTX 3090: +24.2% and -6.1%)" in told
+    printed = capsys.readouterr().out
+    assert "(the paper, RTX 3090: +31.2% and -17.7%)" in printed
+    assert "(the paper, RTX 3090: +24.2% and -6.1%)" in printed
     text = page.read_text(encoding="utf8")
     assert text.endswith(f"{swin.END}\n\nmore\n")
     assert "what was here before" not in text

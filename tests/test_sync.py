@@ -66,15 +66,15 @@ def compare(got: dict, joint: dict, rank: int, grads: dict) -> None:
             assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def _plain(rank, world, wanted):
-    for spec, want in wanted.items():
+def _plain(rank, world, expected_steps):
+    for spec, expected in expected_steps.items():
         norm = random_norm(spec)
         for step in range(STEPS):
             got = train_step(norm, *(part[rank] for part in shares(world, step)))
             grads = {f"d{name}": got[f"d{name}"].clone() for name, _ in norm.named_parameters()}
             for grad in grads.values():
                 dist.all_reduce(grad)
-            compare(got, want[step], rank, grads)
+            compare(got, expected[step], rank, grads)
 
 
 def joint_results(record_property, world: int) -> dict[str, list[dict]]:
@@ -89,8 +89,8 @@ def test_processes_equal_one_process_with_the_joint_batch(world, tmp_path, recor
     spawn(_plain, world, tmp_path, joint_results(record_property, world))
 
 
-def _ddp(rank, world, broadcast, wanted):
-    for spec, want in wanted.items():
+def _ddp(rank, world, broadcast, expected_steps):
+    for spec, expected in expected_steps.items():
         norm = random_norm(spec)
         model = DistributedDataParallel(norm, broadcast_buffers=broadcast)
         for step in range(STEPS):
@@ -98,10 +98,10 @@ def _ddp(rank, world, broadcast, wanted):
             if step == 2:  # gradients are not synchronized here; statistics are
                 with model.no_sync():
                     got = train_step(norm, x, dy, mask, call=model)
-                assert_close(got["y"], want[step]["y"][sum(SIZES[:rank]) : sum(SIZES[: rank + 1])])
+                assert_close(got["y"], expected[step]["y"][sum(SIZES[:rank]) : sum(SIZES[: rank + 1])])
                 continue
             got = train_step(norm, x, dy, mask, call=model)
-            compare(got, want[step], rank, {f"d{n}": got[f"d{n}"] * world for n, _ in norm.named_parameters()})
+            compare(got, expected[step], rank, {f"d{n}": got[f"d{n}"] * world for n, _ in norm.named_parameters()})
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
@@ -109,9 +109,9 @@ def test_under_ddp_with_and_without_broadcast_buffers(broadcast, tmp_path, recor
     spawn(_ddp, 2, tmp_path, broadcast, joint_results(record_property, 2))
 
 
-def _fsdp(rank, world, wanted):
+def _fsdp(rank, world, expected_steps):
     start = sum(SIZES[:rank])
-    for spec, want in wanted.items():
+    for spec, expected in expected_steps.items():
         norm = random_norm(spec)
         fully_shard(norm, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)))
         for step in range(STEPS):
@@ -120,11 +120,11 @@ def _fsdp(rank, world, wanted):
             norm.zero_grad()
             y = norm(leaf, mask)
             y.backward(dy)
-            assert_close(y.detach(), want[step]["y"][start : start + SIZES[rank]])
-            assert_close(leaf.grad, want[step]["dx"][start : start + SIZES[rank]])
-            assert_close(norm.weight.grad.full_tensor() * world, want[step]["dweight"])
+            assert_close(y.detach(), expected[step]["y"][start : start + SIZES[rank]])
+            assert_close(leaf.grad, expected[step]["dx"][start : start + SIZES[rank]])
+            assert_close(norm.weight.grad.full_tensor() * world, expected[step]["dweight"])
             for name, buffer in norm.named_buffers():
-                assert_close(buffer, want[step][name])
+                assert_close(buffer, expected[step][name])
 
 
 def test_under_fsdp2(tmp_path, record_property):

@@ -1,4 +1,4 @@
-"""Runs of every embedded recipe, their folders, what is refused, and what a result says."""
+"""Runs of every embedded recipe, their folders, refusals, and the contents of results."""
 
 import dataclasses
 import errno
@@ -57,8 +57,8 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
         recipe, model=model, steps=24, warmup=3, lr=1e-2, valid_every=12, checkpoint_every=12, record_every=8,
         test_items=20, threads=1,
     )  # fmt: skip
-    told = []
-    result = train(run, tmp_path, on_progress=told.append, command="as typed")
+    ticks = []
+    result = train(run, tmp_path, on_progress=ticks.append, command="as typed")
 
     assert results.read(tmp_path) == json.loads(json.dumps(result)), "the file holds what was returned"
     assert result["status"] == "done"
@@ -67,7 +67,7 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
     losses = [point["train_loss"] for point in result["curve"]]
     assert len(losses) == 24
     assert sum(losses[-4:]) < sum(losses[:4])
-    assert [told[0].step, told[0].stage] == [1, "training"]
+    assert [ticks[0].step, ticks[0].stage] == [1, "training"]
     assert all(math.isfinite(figure) for score in result["scores"].values() for figure in score.values())
     assert set(result["scores"]) >= ({"running", "calibrated"} if norm != "layer" else {"running"})
     assert ("donors" in result["scores"]) == (run.task == "g2p" and norm != "layer")
@@ -183,8 +183,8 @@ def test_a_run_without_a_checkpoint_to_average_keeps_its_last_weights(tmp_path):
     assert result["scores"] == plain["scores"]
     weights = [load(tmp_path / name).model.state_dict() for name in ("plain", "average")]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
-    (told,) = [line for line in sentences({tmp_path / "average": result}) if "average" in line]
-    assert "there was no checkpoint to average, so its last weights are scored" in told
+    (sentence,) = [line for line in sentences({tmp_path / "average": result}) if "average" in line]
+    assert "there was no checkpoint to average, so its last weights are scored" in sentence
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
@@ -202,7 +202,7 @@ def test_a_new_run_clears_what_an_old_one_left(tmp_path):
 def test_of_the_run_before_a_new_one_keeps_nothing_even_when_it_is_killed(tmp_path):
     train(dataclasses.replace(SMALL, checkpoint_every=4), tmp_path)
     (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs" / "beam.txt").write_text("what the run before said\n")
+    (tmp_path / "outputs" / "beam.txt").write_text("output of the run before\n")
     (tmp_path / "mine.txt").write_text("another user's")
 
     def die(progress):
@@ -218,7 +218,7 @@ def test_of_the_run_before_a_new_one_keeps_nothing_even_when_it_is_killed(tmp_pa
         load(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", ["device", "data", "norm", "asked to stop"])
+@pytest.mark.parametrize("wrong", ["device", "data", "norm", "interrupted"])
 def test_a_run_that_cannot_start_leaves_what_another_one_left(wrong, tmp_path, monkeypatch):
     there = tmp_path / "run"
     train(dataclasses.replace(SMALL, checkpoint_every=4), there)
@@ -231,9 +231,14 @@ def test_a_run_that_cannot_start_leaves_what_another_one_left(wrong, tmp_path, m
         (misaligned / f"{split}.target").write_text("A\nB\n")
     changes = {"device": {"device": "cuda"}, "data": {"data": str(misaligned)}}
     changes["norm"] = {"model": dataclasses.replace(TINY, norm="laier")}
-    says = {"device": "for 1 GPUs, PyTorch finds 0 here; .*--device cpu", "data": "misaligned", "norm": "named 'laier'"}
+    expected = {
+        "device": pytest.raises(ValueError, match=r"for 1 GPUs, PyTorch finds 0 here; .*--device cpu"),
+        "data": pytest.raises(ValueError, match="misaligned"),
+        "norm": pytest.raises(ValueError, match="named 'laier'"),
+        "interrupted": pytest.raises(KeyboardInterrupt),
+    }
     run = dataclasses.replace(SMALL, seed=1, **changes.get(wrong, {}))
-    with pytest.raises(ValueError, match=says.get(wrong, "")) if wrong in says else pytest.raises(KeyboardInterrupt):
+    with expected[wrong]:
         train(run, there, on_progress=lambda progress: (_ for _ in ()).throw(KeyboardInterrupt))
     assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
 

@@ -291,17 +291,17 @@ def test_broken_pictures_are_left_out_and_counted_or_refused(tmp_path):
 
 
 def test_a_run_of_several_processes_is_scored_by_one_alone(folder, tmp_path, monkeypatch):
-    """The others have ended: metrics that ask them never return."""
+    """The others have ended: metrics that wait for them never return."""
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     score = ImageClassification.score
-    asked = []
+    initialized = []
     monkeypatch.setattr(
-        ImageClassification, "score", lambda *given: asked.append(distributed.is_initialized()) or score(*given)
+        ImageClassification, "score", lambda *given: initialized.append(distributed.is_initialized()) or score(*given)
     )
     try:
         assert train(dataclasses.replace(SMALL, data=str(folder), steps=1), tmp_path)["status"] == "done"
-        assert asked == [False]
+        assert initialized == [False]
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()

@@ -278,14 +278,14 @@ def test_complete_and_healthy_rows_have_no_findings():
 def test_a_check_that_cannot_be_made_is_named(check, tmp_path, capsys):
     """A quantity is missing, everywhere or at one norm; the command names the check, too."""
     for name in check.needs.split():
-        [told] = unchecked(row for row in healthy() if row.quantity != name)
-        assert check.kind in told
-        assert f"no {name}" in told
-        assert check.how in told
+        [found] = unchecked(row for row in healthy() if row.quantity != name)
+        assert check.kind in found
+        assert f"no {name}" in found
+        assert check.how in found
         sites = [site for site, norm in NORMS.items() if check.judges is None or check.judges(norm)]
         if check.judges is not None:
-            [told] = diagnose(row for row in healthy() if (row.quantity, row.site) != (name, sites[0]))
-            assert (told.kind, told.where) == (NOT_CHECKED, (sites[0],))
+            [found] = diagnose(row for row in healthy() if (row.quantity, row.site) != (name, sites[0]))
+            assert (found.kind, found.where) == (NOT_CHECKED, (sites[0],))
         write(tmp_path / "rows.csv", [row for row in healthy() if row.quantity not in check.needs.split()])
         assert main(["doctor", str(tmp_path)]) == 0
         assert f"not checked:\n- {check.kind}" in capsys.readouterr().out
@@ -298,8 +298,8 @@ def test_too_little_to_judge_by():
     assert kinds([*young, Row(20, "a", "BatchNorm1d", "gap_batch", 2.0)]) == ["evaluation"], (
         "the running ones are old enough"
     )
-    [told] = unchecked(row for row in healthy() if row.step == 1)
-    assert told.startswith("evaluation, batch length, nu, exploding, gradient spikes: too few steps or samples")
+    [found] = unchecked(row for row in healthy() if row.step == 1)
+    assert found.startswith("evaluation, batch length, nu, exploding, gradient spikes: too few steps or samples")
 
 
 def test_optional_quantities_are_left_out_of_the_message():
@@ -396,7 +396,7 @@ def test_rows_of_no_norm_let_almost_nothing_be_checked():
     rows = [Row(step, "", "", "gradient_norm", 1.0) for step in range(9)]
     assert checked(rows) == ["gradient spikes"]
     kinds = {check.kind for check in CHECKS} - {"gradient spikes"}
-    assert all(any(kind in told for told in unchecked(rows)) for kind in kinds)
+    assert all(any(kind in found for found in unchecked(rows)) for kind in kinds)
 
 
 def test_the_page_tells_of_every_quantity_and_threshold():

@@ -69,16 +69,16 @@ def test_a_file_and_a_logger(tmp_path):
 
 
 class Listening(lightning.loggers.Logger):
-    """Any logger: what Lightning asks of one."""
+    """A logger with the methods that Lightning calls."""
 
     name, version = "listening", 0
 
     def __init__(self):
         super().__init__()
-        self.heard = []
+        self.logged = []
 
     def log_metrics(self, metrics, step=None):
-        self.heard.append((step, dict(metrics)))
+        self.logged.append((step, dict(metrics)))
 
     def log_hyperparams(self, params, *args, **kwargs):
         """Nothing."""
@@ -88,14 +88,14 @@ def test_where_gradients_are_accumulated_steps_are_those_of_the_optimizer(tmp_pa
     logger, callback = Listening(), Watch(every=2, log=["rms"], log_every=4)
     fit(callback, 5, tmp_path, logger, accumulate_grad_batches=2)
     assert [row.step for row in callback.rows if row.quantity == "rms"] == [1, 3, 5, 7, 9]
-    assert [step for step, metrics in logger.heard if "rms/norm" in metrics] == [0, 1, 2, 3, 4]
+    assert [step for step, metrics in logger.logged if "rms/norm" in metrics] == [0, 1, 2, 3, 4]
 
 
 def test_rows_of_a_run_that_is_over():
     logger = Listening()
     rows = [Row(1, "a", "un", "rms", 2.0), Row(1, "", "", "gradient_norm", 3.0), Row(2, "a", "un", "dead", 0.0)]
     log_rows([*rows, Row(26, "a", "un", "rms", 4.0)], [logger])
-    assert logger.heard == [(1, {"rms/a": 2.0, "gradient_norm": 3.0}), (26, {"rms/a": 4.0})]
+    assert logger.logged == [(1, {"rms/a": 2.0, "gradient_norm": 3.0}), (26, {"rms/a": 4.0})]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -250,7 +250,7 @@ def test_the_operator_has_the_gradient_of_the_eager_path():
         assert torch.equal(a, e)
 
 
-def test_the_switch_runs_what_it_says():
+def test_kernels_triton_runs_triton_or_raises():
     x = draw(3, 16)
     with normkit.kernels("triton") as ran:
         assert dispatch.select(x, "layer") == "triton"

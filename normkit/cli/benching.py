@@ -73,7 +73,7 @@ def _measured(given: dict[str, Any]) -> list[dict] | None:
         if given[name] < 1:
             raise ValueError(f"--{name} must be a whole number >= 1; got {given[name]}")
     if given["device"] == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this PyTorch sees no CUDA device; leave it out to measure on the CPU")
+        raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out to measure on the CPU")
     if not given["norms"]:
         raise ValueError("--norms: name at least one, as --norms layer 'un(window=8)'")
     if given["explain"]:

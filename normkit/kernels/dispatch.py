@@ -134,7 +134,7 @@ def select(
         "triton", "native", "fused" or "reference".
 
     Raises:
-        RuntimeError: If "triton" was asked for and cannot run on `x`.
+        RuntimeError: If "triton" was chosen and cannot run on `x`.
     """
     narrow = wide is None or wide is torch.float32
     if torch.compiler.is_compiling():

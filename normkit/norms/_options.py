@@ -80,7 +80,7 @@ class HasOptions(nn.Module):
     `window: Count = 4` in the body of a subclass is an option: a keyword argument of the constructor with this default,
     checked by its annotation (a type above, bool, int, float, str, `Literal`, or `... | None`), stored as `self.window`
     before `build()` runs. An attribute without annotation, or annotated as `ClassVar`, is none. Type checkers and
-    editors see the constructor through `dataclass_transform`; `inspect.signature` sees it, too.
+    editors show the constructor by `dataclass_transform`; `inspect.signature` has it, too.
     """
 
     declared: ClassVar[dict[str, Option]] = {}

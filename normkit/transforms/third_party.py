@@ -75,7 +75,7 @@ def is_named_norm(module: nn.Module) -> bool:
 
 
 def is_parametrization(name: str) -> bool:
-    """Return True for the name of a parametrization (weight norm): it sees no activations."""
+    """Return True for the name of a parametrization (weight norm): it normalizes no activations."""
     return "parametrizations" in name.split(".")
 
 
@@ -170,7 +170,7 @@ def _check(module: nn.Module, found: Found) -> float:
     for eps in tried:
         if _agrees(module, replace(found, eps=eps)):
             if _takes_any_size(module, found):
-                raise CannotRead(f"it takes inputs of any size, whatever its own size of {found.dim} says")
+                raise CannotRead(f"it takes inputs of any size, not only of its own size {found.dim}")
             return eps
     without = f" with any eps of {', '.join(map(str, tried))}, and it has no attribute eps" if len(tried) > 1 else ""
     raise CannotRead(f"read as {found.kind}, its output differs{without}")

@@ -332,9 +332,9 @@ def _in_folder(corpus: Corpus, folder: Path) -> Located | list[str]:
     for split, names in corpus.files.items():
         found = [find_file(folder / file) for file in names]
         if None in found and split in corpus.instead:
-            others, said = corpus.instead[split]
+            others, remark = corpus.instead[split]
             found = [find_file(folder / file) for file in others]
-            partial += [] if None in found else [said]
+            partial += [] if None in found else [remark]
         missing += [file for file, path in zip(names, found, strict=True) if path is None]
         files[split] = tuple(path for path in found if path is not None)
     return list(dict.fromkeys(missing)) or Located(corpus, files, ", ".join(partial))

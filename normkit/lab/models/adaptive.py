@@ -68,7 +68,7 @@ class Adaptive(nn.Module):
 
         Only the groups that occur are computed.
 
-        Only groups that are asked for are computed.
+        Only the groups of the given targets are computed.
         """
         first, head = self.edges[1], self._head(x)
         group = torch.bucketize(target, torch.tensor(self.edges[1:-1], device=target.device), right=True)

@@ -20,7 +20,7 @@ from normkit.norms import StatNorm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Detector:
-    """Sizes of a detector: those of Swin-T and of the papers unless said otherwise."""
+    """Sizes of a detector: by default those of Swin-T and of the papers."""
 
     masks: bool
     """Mask R-CNN; without, Faster R-CNN."""
@@ -63,7 +63,7 @@ DETECTORS: dict[str, Detector] = {
     "mask_rcnn_pocket": _POCKET,
     "faster_rcnn_pocket": dataclasses.replace(_POCKET, masks=False),
 }
-"""By what `Model.arch` says."""
+"""Sizes by `Model.arch`."""
 
 
 class SwinMaps(nn.Module):
@@ -72,8 +72,8 @@ class SwinMaps(nn.Module):
     Their strides are 4, 8, 16 and 32.
 
     Pictures of one batch have different sizes and are filled up with zeros. The fourth channel of `images` is 1 where a
-    picture is: a token is real that has such a pixel, and statistics are computed of real tokens alone. (Attention sees
-    the padding, as it does in the papers' models. What Swin itself pads, to whole windows, it pads behind the norm.)
+    picture is: a token is real that has such a pixel, and statistics are computed of real tokens alone. (As in the
+    papers' models, attention reads the padding. What Swin itself pads, to whole windows, it pads behind the norm.)
     """
 
     def __init__(self, detector: Detector, drop_path: float):

@@ -11,7 +11,7 @@ from normkit.lab.models.initialize import initialize
 
 
 class DecoderLM(nn.Module):
-    """Scores of each next word; `pad` (if any) tells padding by its number.
+    """Scores of each next word; `pad`, if given, is the number of the padding symbol.
 
     >>> model = DecoderLM(Model(width=8, hidden=16, depth=1, heads=2), vocab=5)
     >>> model(torch.tensor([[4, 3, 2]])).shape

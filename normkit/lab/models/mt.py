@@ -9,13 +9,13 @@ from normkit.lab.models.blocks import Cache, Embedding, Output, Stack, place_nor
 from normkit.lab.models.config import Model
 from normkit.lab.models.initialize import initialize
 
-LEAST = -1e9  # score of a word that cannot be said, in half precision the lowest; finite, or smoothing would not be
+LEAST = -1e9  # score of a masked word; finite, so that label smoothing stays finite
 
 
 class Seq2Seq(nn.Module):
     """Encoder and decoder over two vocabularies, or over one that they share.
 
-    Padding is told by its number.
+    Tokens equal to the padding number are masked.
 
     >>> model = Seq2Seq(Model(width=8, hidden=16, depth=1, heads=2), source_vocab=5, target_vocab=7)
     >>> model(torch.tensor([[4, 3, 0]]), torch.tensor([[1, 4]])).shape
@@ -74,7 +74,7 @@ class Seq2Seq(nn.Module):
         return scores.masked_fill(~self.allowed, least) if self.config.mask_logits else scores
 
     def allow(self, words: Iterable[int]) -> None:
-        """Let these words alone be said, by a model with `mask_logits`.
+        """Allow these words alone in outputs, for a model with `mask_logits`.
 
         Padding keeps the lowest score.
         """

@@ -23,7 +23,7 @@ class T2TViT(nn.Module):
     A final norm and a linear layer of the class token follow.
 
     The sizes are those of T2T-ViT-14, 21.5 M parameters. Norms are before each block, also in the performers, and the
-    final one sees all tokens, as in the authors' code. `config` places them; its `layer_drop` is the drop path of the
+    final one reads all tokens, as in the authors' code. `config` places them; its `layer_drop` is the drop path of the
     last layer, to which it rises from 0. ValueError where `image_size` is not a multiple of 16.
 
     >>> model = T2TViT(Model(image_size=32, norm="un"), classes=10, width=24, depth=1, heads=2, token_width=8)

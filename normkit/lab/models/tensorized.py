@@ -13,7 +13,7 @@ class MultiLinear(nn.Module):
     `T[i, j, k] = sum_h g_h v_kh ((q_ih + a_h) k_jh + (q_ih + b_h) p_jh)` for `j, k <= i`, else 0, and
     `out_i = sum_jk T[i, j, k] W[j, k]`: a core `g` of `rank` components (softmax of normal numbers at the start), keys
     `p` of positions, `W [length, length, width]`, so that no more than `length` words fit. The authors' released code
-    takes a mask and never uses it, so that a word sees those after it through `k_j`, `v_k` and `W`; and its `g` is a
+    takes a mask and never uses it: a word depends on those after it through `k_j`, `v_k` and `W`. Its `g` is a
     softmax of uninitialized memory.
 
     >>> block = MultiLinear(width=6, rank=4, length=5, dropout=0.0)

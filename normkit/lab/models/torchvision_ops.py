@@ -5,7 +5,7 @@ Beside a PyTorch for CPUs, its build for CUDA has no compiled operators.
 There `import torchvision` fails for want of `nms`, and detection for want of `nms` and `roi_align`. No library that is
 kept offers these two without a compiled part: torchvision has a `roi_align` of its own in PyTorch, but for masks it
 holds boxes x 784 x pixels numbers, unless it is compiled: 30 GB for 128 boxes in a picture of 320 x 240. So both are
-written here, and registered under torchvision's names where nothing better is. `torchvision_operators()` says which are
+written here, and registered under torchvision's names where nothing better is. `torchvision_operators()` names those
 in use.
 """
 
@@ -32,9 +32,10 @@ SCHEMAS = {
 def load_torchvision() -> ModuleType:
     """The package torchvision.
 
-    Where its compiled operators do not load, with those of this file, which it says once.
+    Where its compiled operators do not load, those of this file replace them, with one warning.
 
-    ModuleNotFoundError, saying what to install, where there is no torchvision.
+    Raises:
+        ModuleNotFoundError: If torchvision is missing; the message names what to install.
     """
     try:
         torchvision = importlib.import_module("torchvision")
@@ -55,7 +56,7 @@ def load_torchvision() -> ModuleType:
 
 
 def torchvision_operators() -> str:
-    """Whose `nms` and `roi_align` are in use, as result files say it."""
+    """The origin of `nms` and `roi_align`, for result files."""
     compiled = load_torchvision().extension._has_ops()
     return "compiled, torchvision's" if compiled else "plain PyTorch, normkit's"
 

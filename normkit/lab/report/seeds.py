@@ -74,7 +74,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> str:
     """Describe the difference of two means over seeds with its 95 % interval (Welch's t).
 
     >>> difference([31.0, 32.0, 33.0], [31.5, 32.0, 33.5])
-    '-0.33 (95 % interval -2.65 to 1.98): cannot be told apart'
+    '-0.33 (95 % interval -2.65 to 1.98): not distinguishable'
     >>> difference([31.0], [33.0])
     '-2.00; two seeds of each show whether this may be chance (--seed)'
     """
@@ -86,5 +86,5 @@ def difference(first: Sequence[float], second: Sequence[float]) -> str:
     from scipy import stats
 
     low, high = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
-    verdict = "cannot be told apart" if low <= 0 <= high else "more than chance"
+    verdict = "not distinguishable" if low <= 0 <= high else "more than chance"
     return f"{less:.2f} (95 % interval {low:.2f} to {high:.2f}): {verdict}"

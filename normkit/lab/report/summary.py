@@ -179,8 +179,8 @@ def text(results: Results) -> str:
     """
     pooled = pool(results)
     parts = [table(results)] if len(pooled) == len(results) else [MEANS, table(pooled), "each run:", table(results)]
-    said = "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in sentences(pooled))
-    return "\n\n".join([*parts, said]) + "\n"
+    conclusions = "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in sentences(pooled))
+    return "\n\n".join([*parts, conclusions]) + "\n"
 
 
 def cells(results: Results) -> list[list[str]]:

@@ -126,7 +126,7 @@ PICTURES = (
 CIFAR10_CORE = Study(
     id="core.cifar10",
     title="norms in pictures, CIFAR-10: tiny ViT and ResNet-20",
-    note="At pocket scale ResNet-20 sees the pictures at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14.",
+    note="At pocket scale ResNet-20 gets the pictures at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14.",
     rows=PICTURES,
     columns=(
         Column(title="ViT", metric="accuracy", base=CIFAR10),

@@ -103,7 +103,7 @@ def _encode(source: Vocab, symbols: list[str]) -> list[int]:
     if UNK in numbers or not numbers:
         unknown = [symbol for symbol, number in zip(symbols, numbers, strict=True) if number == UNK]
         what = f"{unknown[0]!r} in {''.join(symbols)!r}" if unknown else "an empty word"
-        raise ValueError(f"the model does not know {what}; it knows {' '.join(source.symbols[4:])}")
+        raise ValueError(f"{what} is not in the vocabulary of the model, which is {' '.join(source.symbols[4:])}")
     return numbers
 
 

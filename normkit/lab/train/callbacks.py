@@ -29,7 +29,7 @@ from normkit.watch.row_files import Appender, truncate_file
 class RunCallback(lightning.Callback):
     """Callback that records, validates, writes checkpoints, and ends runs early.
 
-    A run ends early if it diverges, stagnates (`patience`, `stop_lr`) or is asked to stop.
+    A run ends early if it diverges, stagnates (`patience`, `stop_lr`) or is interrupted.
 
     Losses are copied from the device every `log_every` steps only, all of them, so that a divergence gets its exact
     step. `on_progress` is called at the same time; the run stops if it returns True.

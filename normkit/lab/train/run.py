@@ -46,7 +46,7 @@ SCHEMA = 1
 
 
 class _Interrupted(Exception):
-    """The run was asked to stop outside of training."""
+    """The run was interrupted outside of training."""
 
 
 def train(
@@ -110,7 +110,7 @@ def train(
 
 
 def _fit(task: "Task", callback: "RunCallback", resume: bool) -> None:
-    """Train to the last step, to a divergence, or until the run is asked to stop."""
+    """Train to the last step, to a divergence, or until an interrupt."""
     from normkit.lab.train.checkpoints import AtomicCheckpoints, checkpoints, model_state, read_checkpoint
     from normkit.lab.train.lightning import lightning
     from normkit.lab.train.parallel import cluster_plugins, make_strategy, unshard

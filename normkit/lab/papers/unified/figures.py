@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PARTS = (1 / 3, 2 / 3, 1.0)  # of training: the paper's 12, 24 and 36 epochs
-DIM = 64  # channels of a norm that is made to ask it whether it folds; any number does
+DIM = 64  # channels of a norm that is built only to read whether it folds; any number works
 LAYERS = 3  # layers of Figure 4: the first, one in the middle, the last
 BEGIN, END = 0.3, 0.7  # Figure 7: parts of training
 

@@ -24,7 +24,7 @@
     show();
   };
 
-  const ask = async () => {
+  const poll = async () => {
     try {
       const answer = await fetch("/", { cache: "no-store", headers: version ? { "If-None-Match": version } : {} });
       if (answer.status === 200) {
@@ -35,7 +35,7 @@
     } catch {
       note.textContent = "normkit watch does not answer; it may have been stopped";
     }
-    setTimeout(ask, EVERY);
+    setTimeout(poll, EVERY);
   };
-  setTimeout(ask, EVERY);
+  setTimeout(poll, EVERY);
 }

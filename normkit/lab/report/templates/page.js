@@ -13,7 +13,7 @@ function make(kind, attributes, parent, text) {
 }
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const look = run => `c${run.colour} d${run.dash}`;
-const tell = value => value === null ? "-" : String(+value.toPrecision(4));
+const format = value => value === null ? "-" : String(+value.toPrecision(4));
 function swatch(run, parent) {
   const icon = make("svg:svg", { class: `swatch ${look(run)}`, "aria-hidden": "true", viewBox: "0 0 24 10" }, parent);
   make("svg:line", { x1: 0, x2: 24, y1: 5, y2: 5 }, icon);
@@ -89,7 +89,7 @@ class Chart {
     make("svg:text", { x: s.right, y: s.bottom + 30, "text-anchor": "end" }, svg, "step");
     for (const t of (this.section.log ? logTicks : ticks)(s.y0, s.y1, Math.max(2, (s.bottom - s.top) / 45))) {
       make("svg:line", { class: "grid", x1: s.left, x2: s.right, y1: s.y(t), y2: s.y(t) }, svg);
-      make("svg:text", { x: s.left - 7, y: s.y(t) + 4, "text-anchor": "end" }, svg, tell(t));
+      make("svg:text", { x: s.left - 7, y: s.y(t) + 4, "text-anchor": "end" }, svg, format(t));
     }
     const id = `clip-${this.section.id}-${this.section.charts.indexOf(this)}`;
     const clip = make("svg:clipPath", { id }, svg);
@@ -138,26 +138,26 @@ class Chart {
       return { line, step: line.x[best], y: line.y[best] };
     }).filter(v => v.y !== null && (!this.section.log || v.y > 0));
     make("svg:line", { class: "hair", x1: s.x(cursor), x2: s.x(cursor), y1: s.top, y2: s.bottom }, this.over);
-    let told = values;
+    let shown = values;
     if (values.some(v => v.line.main)) {
       const main = values.find(v => v.line.main), others = values.filter(v => v !== main);
       const near = pixel === undefined ? null : others.sort((a, b) => Math.abs(s.y(a.y) - pixel) - Math.abs(s.y(b.y) - pixel))[0];
       if (near) near.line.path.classList.add("near");
-      told = near ? [near, main] : [main];
+      shown = near ? [near, main] : [main];
     }
-    told.sort((a, b) => b.y - a.y);
-    for (const v of told)
+    shown.sort((a, b) => b.y - a.y);
+    for (const v of shown)
       make("svg:circle", { class: look(runs[v.line.run]), cx: s.x(v.step), cy: clamp(s.y(v.y), s.top, s.bottom), r: 4 }, this.over);
-    this.told = `${this.title}, step ${Math.round(cursor)}: ` +
-      told.map(v => `${v.line.name || runs[v.line.run].name} ${tell(v.y)}`).join(", ");
+    this.summary = `${this.title}, step ${Math.round(cursor)}: ` +
+      shown.map(v => `${v.line.name || runs[v.line.run].name} ${format(v.y)}`).join(", ");
     if (this.section.active !== this) return;
     this.tip.replaceChildren();
-    make("div", {}, this.tip, `step ${told.length ? told[0].step.toLocaleString("en") : "-"}`);
-    for (const v of told) {
+    make("div", {}, this.tip, `step ${shown.length ? shown[0].step.toLocaleString("en") : "-"}`);
+    for (const v of shown) {
       const row = make("div", {}, this.tip);
       swatch(runs[v.line.run], row);
       make("span", {}, row, v.line.name || runs[v.line.run].name);
-      make("span", {}, row, tell(v.y));
+      make("span", {}, row, format(v.y));
     }
     this.tip.hidden = false;
     const wide = this.figure.clientWidth, at = s.x(cursor), left = at + 14 + this.tip.offsetWidth > wide ? at - 14 - this.tip.offsetWidth : at + 14;
@@ -209,7 +209,7 @@ class Chart {
       event.preventDefault();
       section.active = this;
       keys[event.key]();
-      section.status.textContent = section.cursor === null ? "" : this.told || "";
+      section.status.textContent = section.cursor === null ? "" : this.summary || "";
     });
   }
 }
@@ -328,17 +328,17 @@ function sortable(table) {
 
 /** A field above the tables: rows stay that have all of its words. */
 function filterable(section) {
-  const field = section.querySelector("input[type=search]"), told = section.querySelector("[role=status]");
+  const field = section.querySelector("input[type=search]"), status = section.querySelector("[role=status]");
   const rows = () => [...section.querySelectorAll("table.sortable tbody tr")];
   const filter = () => {
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const row of rows()) row.hidden = !words.every(word => row.textContent.toLowerCase().includes(word));
-    told.textContent = words.length ? `${rows().filter(row => !row.hidden).length} of ${rows().length} rows` : "";
+    status.textContent = words.length ? `${rows().filter(row => !row.hidden).length} of ${rows().length} rows` : "";
   };
   if (field) field.addEventListener("input", filter);
 }
 
-/** What the statistics' menus ask for, as charts: one a run with a line a place, or one a place with a line a run. */
+/** The charts that the statistics' menus select: one a run with a line a place, or one a place with a line a run. */
 function panels(quantity, by) {
   const found = statistics.find(one => one.name === quantity).panels;
   if (by === "run") return found.map(panel => {
