@@ -60,7 +60,7 @@ def test_a_ratio_is_taken_within_a_round():
     assert timing.ratio([2 * s for s in slow], slow) == timing.Ratio(2, 2, 2, 3)
 
 
-def test_a_ratio_is_the_median_of_the_rounds_with_percentiles():
+def test_ratio_is_the_median_over_rounds():
     a, b = [1.0, 2.0, 30.0, 4.0, 5.0], [1.0, 1.0, 10.0, 1.0, 1.0]
     timings = timing.Timings({"a": a, "b": b}, a)
     assert timings.ratio("a", "b") == timing.Ratio(3.0, 1.8, 4.2, 5)
@@ -85,7 +85,7 @@ def test_a_verdict_needs_a_quiet_machine_and_enough_rounds(repeated, rounds, exp
     assert around.verdict("b", "a") == "b takes 1.00 (0.90-1.10) of the time of a: no clear difference"
 
 
-def test_a_single_thread_is_pinned_for_the_time_of_the_measurement():
+def test_single_thread_is_pinned_while_measuring():
     before, seen = os.sched_getaffinity(0), []
     timing.measure({"a": lambda: seen.append((os.sched_getaffinity(0), torch.get_num_threads()))}, 1)
     assert {(len(cores), threads) for cores, threads in seen} == {(1, 1)}

@@ -60,7 +60,7 @@ KINDS = [*(name if name != "group" else "group(groups=2)" for name in NORMS), "t
     ("old", "to"),
     [*((old, "un") for old in KINDS), *((old, "scale") for old in KINDS), *(("torch", to) for to in KINDS)],
 )
-def test_every_norm_starts_as_the_old_one_and_ends_as_the_new_one(old, to):
+def test_blend_starts_as_the_old_norm_and_ends_as_the_new(old, to):
     """Includes parameters besides gain and bias, and gains that only one norm has."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(DIM) if old == "torch" else make(old, DIM), nn.Linear(DIM, 2))
@@ -220,7 +220,7 @@ def test_a_compiled_backward_has_the_share_of_its_own_step():
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
-def test_bad_input_is_named():
+def test_bad_input_raises():
     with pytest.raises(ValueError, match=r"blend\(\) found no norm"):
         blend(nn.Sequential(nn.Linear(3, 3)), "un", steps=3)
     for steps in (0, 1.5, True):

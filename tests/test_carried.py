@@ -50,7 +50,7 @@ def test_statistics_carry_over_only_to_norms_that_measure_the_same(old, to):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_another_form_of_a_norm_keeps_options_parameters_and_state(spec):
+def test_reconverted_norm_keeps_options_parameters_and_state(spec):
     """Only what the spec sets is new."""
     norm = trained(spec)
     twin = copy.deepcopy(norm)

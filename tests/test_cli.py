@@ -315,7 +315,7 @@ def test_folding_a_run_onto_itself_is_refused(typed, runs):
     assert (runs / "un" / "model.safetensors").read_bytes() == before
 
 
-def test_calibrate_saves_a_run_with_new_statistics_and_the_same_weights(typed, runs, tmp_path):
+def test_calibrate_command_changes_statistics_only(typed, runs, tmp_path):
     status, out, _ = typed("calibrate", runs / "un", "--out", tmp_path / "calibrated", "--batches", 3)
     assert status == 0
     assert re.match(r"calibrated 7 norms on 3 training batches; validation loss [\d.]+ before, [\d.]+ after\n", out)
@@ -387,7 +387,7 @@ def test_damaged_weights_and_statistics_are_refused(damage, typed, runs, tmp_pat
     assert refused(typed("pronounce", "x", "--run", tmp_path), "model.safetensors is damaged", "not finite or negative")
 
 
-def test_symbols_of_a_vocabulary_cannot_control_the_terminal(typed, runs, tmp_path):
+def test_control_characters_in_vocabularies_are_escaped(typed, runs, tmp_path):
     for name in ("run.json", "model.safetensors", "vocab.json"):
         (tmp_path / name).write_bytes((runs / "un" / name).read_bytes())
     vocabularies = json.loads((tmp_path / "vocab.json").read_text())

@@ -30,7 +30,7 @@ def same_kind(found):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_our_version_of_every_foreign_norm_computes_the_same(name):
+def test_every_third_party_norm_is_reproduced(name):
     case = case_of(name)
     found = find(case.model)
     assert len(found) >= 4
@@ -83,7 +83,7 @@ def test_torch_norms_convert_to_our_own_at_any_layout(module, kind, shape):
     torch.testing.assert_close(convert(module, kind)(x), module(x), rtol=1e-4, atol=1e-5)
 
 
-def test_batch_statistics_carry_over_and_serve_norms_that_do_not_centre():
+def test_batch_statistics_carry_over_to_norms_without_mean():
     model = randomize(nn.Sequential(nn.BatchNorm1d(6))).eval()
     converted = convert(model, "un")
     quadratic = model[0].running_var + model[0].running_mean.square()
@@ -125,7 +125,7 @@ class Pair(nn.Module):
         return self.final_norm(x)
 
 
-def test_the_first_rule_that_matches_wins_and_the_rest_stays():
+def test_first_matching_rule_wins():
     model = convert(Pair(), {"encoder.[0-3]": "un", "encoder.1?": "rms(bias=True)", "encoder.*": "batch"})
     kinds = [type(norm).__name__ for norm in model.encoder]
     assert kinds == ["UN"] * 4 + ["BatchNorm"] * 6 + ["RMSNorm"] * 2
@@ -146,7 +146,7 @@ def test_a_norm_that_is_what_the_rule_asks_for_is_left_alone():
     assert convert(model, {"0": "un(window=3)"})[0].window == 3
 
 
-def test_eps_and_bias_follow_the_old_norm_unless_the_spec_says_otherwise():
+def test_eps_and_bias_default_to_those_of_the_old_norm():
     model = nn.Sequential(nn.LayerNorm(4, eps=1e-3, bias=False))
     assert convert(model, "un")[0].spec == "un(eps=0.001, bias=False)"
     assert convert(model, "un(eps=1e-6, bias=True)")[0].spec == "un(eps=1e-06)"
@@ -247,7 +247,7 @@ def test_nothing_to_convert_says_what_was_seen():
         convert(nn.Sequential(nn.LayerNorm(3)), "un", where=lambda name, module: False)
 
 
-def test_a_pattern_without_a_norm_and_a_wrong_spec_are_refused():
+def test_pattern_without_a_norm_and_wrong_spec_raise():
     with pytest.raises(ValueError, match=r"'decoder\.\*' matches no norm; the norms are encoder\.0"):
         convert(Pair(), {"decoder.*": "un", "*": "layer"})
     with pytest.raises(ValueError, match="did you mean 'batch'"):
@@ -289,7 +289,7 @@ def test_our_equivalent_of_a_reading_shares_nothing():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
-def test_wrapped_compiled_and_quantized_models_are_refused_with_advice():
+def test_wrapped_compiled_and_quantized_models_raise():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     with pytest.raises(TypeError, match=r"DataParallel.*model\.module"):
         convert(nn.DataParallel(model), "un")
@@ -332,7 +332,7 @@ def test_a_model_in_ddp_or_sharded_is_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("change", ["weight_norm", "pruning", "pruning in a trained model"])
-def test_weights_that_are_computed_before_a_forward_are_no_obstacle(change):
+def test_weights_computed_before_forward_fold(change):
     """PyTorch refuses to copy such a model until it has run without gradients."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     x = torch.randn(3, 4)
@@ -351,7 +351,7 @@ def test_weights_that_are_computed_before_a_forward_are_no_obstacle(change):
     assert {name for name, _ in trained.named_parameters()} == {name for name, _ in model.named_parameters()}
 
 
-def test_models_on_meta_convert_and_say_what_running_them_needs(tmp_path):
+def test_models_on_meta_convert_and_raise_when_run(tmp_path):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     converted = convert(model, "un")

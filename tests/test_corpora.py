@@ -218,7 +218,7 @@ def test_running_text_has_every_word_and_line_end(tmp_path):
     assert len(in_pieces.test) > len(data.test)
 
 
-def test_words_that_training_never_saw_are_refused_in_floods(tmp_path):
+def test_many_unknown_words_raise(tmp_path):
     folder = write_corpus(tmp_path / "mine")
     (folder / "test.source").write_text("ЖЖЖЖ ЩЩЩЩ\n" * 30, encoding="utf8")
     with pytest.raises(ValueError, match=r"\d+ % of the symbols of .*test\.source are unknown.*one language, script"):
@@ -262,7 +262,7 @@ def write_sides(folder, counts, sides=("de", "en")):
     return folder
 
 
-def test_a_folder_is_a_corpus_only_where_its_lines_or_its_name_say_so(tmp_path, monkeypatch):
+def test_folder_is_recognised_as_corpus_by_name_or_lines(tmp_path, monkeypatch):
     """IWSLT14 de-en and WMT14 en-de have files of the same names.
 
     Their sides are in opposite order.

@@ -45,7 +45,7 @@ def test_the_file_holds_what_is_counted():
     assert ended.returncode == 0, f"run python benchmarks/counts.py and check the diff\n{ended.stdout}{ended.stderr}"
 
 
-def test_norms_of_rows_and_power_move_what_layer_norm_moves_and_the_others_eight(rows):
+def test_moves_is_five_activations_or_eight_with_batch_statistics(rows):
     for mask in ("", "masked"):
         moved = {**total(rows, "moves"), **total(rows, "moves", mask)}
         for name in ("rms", "scale", "power(groups=0)", "power"):
@@ -54,7 +54,7 @@ def test_norms_of_rows_and_power_move_what_layer_norm_moves_and_the_others_eight
             assert moved[name] <= 8.5, name  # 3 + 5, and small vectors
 
 
-def test_without_a_compiler_they_move_less_than_twice_what_layer_norm_moves(rows):
+def test_fused_norms_move_less_than_twice_the_bytes_of_layer_norm(rows):
     moved = total(rows, "fused_moves")
     for name in ("rms", "scale", "batch", "pnv", "mabn", "un", "renorm", "power(groups=0)"):
         assert moved[name] <= 1.9 * moved["nn.LayerNorm"], name

@@ -209,7 +209,7 @@ def test_whole_norms_train_as_on_plain_operations(spec, masked):
 @needs_kernels
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spec", WITH_KERNEL_RULE + WITHOUT_KERNEL_RULE)
-def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
+def test_kernel_rules_equal_the_rules(spec, masked):
     found = []
     for choice in ("reference", "native"):
         torch.manual_seed(0)
@@ -224,7 +224,7 @@ def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
 @needs_kernels
 @pytest.mark.parametrize("spec", ["power(groups=2, warmup=1)", "un(window=2, warmup=1)", "batch"])
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_forwards_of_one_graph_and_recomputed_ones_have_their_own_statistics(spec, recomputed):
+def test_several_forwards_in_one_graph_keep_separate_statistics(spec, recomputed):
     found = []
     for choice, again in (("reference", False), ("native", recomputed)):
         torch.manual_seed(0)

@@ -21,7 +21,7 @@ def words():
     return SOURCES["cmudict"]()
 
 
-def test_cmudict_is_split_by_word_and_keeps_variants_together(words):
+def test_cmudict_splits_by_word(words):
     source, target = words.vocabularies["source"], words.vocabularies["target"]
     spelled = {
         split: {"".join(source.decode(s)) for s, _ in getattr(words, split)} for split in ("train", "valid", "test")

@@ -65,7 +65,7 @@ def test_scores_are_those_of_the_model():
             assert score == pytest.approx(value, abs=1e-4)
 
 
-def test_a_wider_beam_finds_what_is_more_likely_on_the_whole():  # always only where it holds everything, see above
+def test_wider_beam_finds_higher_likelihood():  # always only where it holds everything, see above
     gains = []
     for seed in range(6):
         model = seq2seq(seed=seed)

@@ -70,7 +70,7 @@ def test_losses_reach_every_parameter(arch):
     assert not idle
 
 
-def test_norms_are_placed_by_rule_and_only_the_backbone_has_some():
+def test_norms_of_detectors_are_placed_in_the_backbone():
     model = detector(Model(arch="tiny", norm="un", norm_at={"*.norms.*": "layer"}), classes=2)
     kinds = {name: type(model.get_submodule(name)) for name in find(model)}
     assert all(name.startswith("backbone.body.") for name in kinds)
@@ -80,7 +80,7 @@ def test_norms_are_placed_by_rule_and_only_the_backbone_has_some():
         detector(Model(arch="yolo"), classes=2)
 
 
-def test_statistics_are_of_pictures_and_not_of_what_fills_the_batch_up():
+def test_statistics_exclude_image_padding():
     """Masks reach every norm; the first one's statistics are those of the covered tokens."""
     model = detector(Model(arch="tiny", norm="pnv"), classes=2).train()
     images, targets = pictures()
@@ -153,7 +153,7 @@ def test_augmentation_changes_picture_boxes_and_masks_alike(tmp_path):
     assert things > 20
 
 
-def test_a_picture_that_does_not_decode_is_replaced_counted_or_refused(tmp_path):
+def test_undecodable_image_is_replaced_and_counted_or_raises(tmp_path):
     folder = scene_files.data_set(tmp_path)
     data = find_scenes(str(folder))()
     broken = (folder / "images" / "002.png").read_bytes()
@@ -177,7 +177,7 @@ def test_a_picture_that_does_not_decode_is_replaced_counted_or_refused(tmp_path)
 
 
 @pytest.mark.parametrize("bucketing", [False, True])
-def test_batches_go_on_where_they_were_and_workers_change_nothing(bucketing, tmp_path):
+def test_batches_resume_and_do_not_depend_on_workers(bucketing, tmp_path):
     data = find_scenes(str(scene_files.data_set(tmp_path, 8)))()
     run = dataclasses.replace(RUN, bucketing=bucketing)
     task = Detection(run, build_model("detection", run.model, data.vocabularies), data)
@@ -236,7 +236,7 @@ def test_every_recipe_runs_two_steps(name, tmp_path, monkeypatch):
     assert result["data"]["operators"]
 
 
-def test_a_run_learns_resumes_to_the_same_weights_and_folds_to_the_same_answers(tmp_path):
+def test_run_learns_resumes_and_folds_equally(tmp_path):
     data = str(scene_files.data_set(tmp_path / "data"))
     run = dataclasses.replace(RUN, data=data, steps=8, lr=2e-3, valid_every=4, checkpoint_every=4)
     whole = train(run, tmp_path / "whole")

@@ -64,7 +64,7 @@ def test_a_choice_holds_in_its_own_thread():
     assert found == {"reference": {"reference layer": 1}, "fused": {"fused layer": 1}}
 
 
-def test_a_backward_pass_in_another_thread_continues_the_forward_passes_block():
+def test_backward_in_another_thread_keeps_the_choice_of_kernels():
     seen = []
 
     def backward(block):

@@ -85,7 +85,7 @@ def test_the_tables_of_laws_name_every_norm():
     assert all(f"`{name}`" in head for name in normkit.NORMS), "run `make laws`"
 
 
-def test_measured_figures_of_the_readme_are_those_of_the_files():
+def test_readme_figures_match_result_files():
     spec = importlib.util.spec_from_file_location("measured", ROOT / "scripts" / "measured.py")
     assert spec is not None
     assert spec.loader is not None

@@ -37,7 +37,7 @@ def test_a_folded_graph_holds_no_normalization_no_division_no_root(name, ending,
 
 
 @pytest.mark.parametrize("ending", ["onnx", "pt2"])
-def test_an_online_norm_stays_in_the_graph_and_an_offline_one_is_a_multiply_and_an_add(ending, tmp_path):
+def test_exported_graph_holds_online_norms_and_multiply_adds_of_offline_ones(ending, tmp_path):
     case, model, plain = folded("hf_vit")
     counts = {}
     for key, each in (("layer", case.model), ("un", model), ("folded", plain)):
@@ -50,7 +50,7 @@ def test_an_online_norm_stays_in_the_graph_and_an_offline_one_is_a_multiply_and_
     assert sum(counts["folded"].operations.values()) < sum(counts["un"].operations.values())
 
 
-def test_the_file_takes_other_batch_sizes_and_names_its_inputs(tmp_path):
+def test_exported_file_takes_other_batch_sizes(tmp_path):
     import onnxruntime
 
     case, _, plain = folded("bert")
@@ -76,7 +76,7 @@ def test_openvino_computes_the_same_without_a_norm(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
-def test_xnnpack_leaves_layer_norm_outside_and_takes_a_folded_model_in_one_piece(tmp_path):
+def test_xnnpack_delegates_a_folded_model_whole(tmp_path):
     pytest.importorskip("executorch")
 
     class Mixer(nn.Module):
@@ -136,7 +136,7 @@ def test_mappings_numbers_and_nested_inputs(tmp_path):
     assert one.max_error < 1e-6
 
 
-def test_bad_input_is_named(tmp_path, monkeypatch):
+def test_bad_input_raises(tmp_path, monkeypatch):
     model = nn.Sequential(make("un", 4), nn.Linear(4, 2))
     with pytest.raises(ValueError, match="training mode"):
         export(model, tmp_path / "m.onnx", torch.randn(2, 4))

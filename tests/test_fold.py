@@ -272,7 +272,7 @@ def test_a_norm_goes_back_into_a_linear_and_into_a_convolution(bias):
     check(patches, torch.randn(2, 3, 4, 4), actions="folded back")
 
 
-def test_a_norm_goes_back_into_a_sum_of_embeddings_positions_and_a_class_token():
+def test_norm_folds_backward_into_embeddings_and_class_token():
     class Embedded(nn.Module):
         def __init__(self):
             super().__init__()

@@ -314,7 +314,7 @@ def test_a_slow_fold_has_a_bar_on_a_terminal_only(monkeypatch):
     assert step.bar.finished or not step.bar.live.is_started
 
 
-def test_positions_that_a_subclass_of_embedding_slices_are_a_table():
+def test_sliced_position_embedding_folds_as_a_table():
     class Positions(nn.Embedding):
         def forward(self, length: int) -> Tensor:
             return self.weight[:length]

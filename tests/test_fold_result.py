@@ -103,7 +103,7 @@ def test_the_report_prints_an_aligned_table():
     assert "in float64" in lines[3]
 
 
-def test_a_calibrated_and_folded_encoder_runs_in_pytorchs_fast_path_or_not_at_all():
+def test_folded_encoder_in_pytorchs_fast_path_is_correct():
     case = CASES["torch_encoder_pre"]()
     model = convert(case.model, "batch", mask_from="src_key_padding_mask")
     model = calibrate(model, [((case.args[0]), case.kwargs["src_key_padding_mask"])],
@@ -127,7 +127,7 @@ def test_training_mode_is_refused():
         fold(model, torch.randn(3, DIM))
 
 
-def test_models_without_norms_and_quantized_ones_are_refused():
+def test_models_without_norms_and_quantized_ones_raise():
     with pytest.raises(ValueError, match="no norm that it can read; it saw 0: no reader"):
         fold(nn.Sequential(nn.InstanceNorm1d(3)).eval(), torch.randn(3, 3))
     model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4)).eval()

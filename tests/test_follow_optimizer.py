@@ -59,7 +59,7 @@ def run_epochs(model, optimizer, epochs=2, batches=7, every=3):
                 optimizer.zero_grad()
 
 
-def test_an_optimizer_created_later_is_followed_through_short_groups():
+def test_optimizer_created_later_is_followed():
     model, other = tiny(), tiny()
     nk.follow_optimizer(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -104,7 +104,7 @@ def test_lightning_with_accumulation_moves_state_as_a_plain_loop(tmp_path):
             assert_close(theirs, mine, msg=name)
 
 
-def test_remove_restores_the_default_and_a_model_is_not_kept_alive():
+def test_remove_restores_the_default_and_frees_the_model():
     model = tiny()
     link = nk.follow_optimizer(model)
     link.remove()
@@ -166,7 +166,7 @@ def test_a_compiled_model_follows_too():
     assert eager[0].step == 6
 
 
-def test_bad_input_is_named():
+def test_bad_input_raises():
     with pytest.raises(ValueError, match="no norm with running statistics"):
         nk.follow_optimizer(nn.Sequential(nn.LayerNorm(3)))
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or None; got float"):

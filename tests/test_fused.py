@@ -98,7 +98,7 @@ def test_a_clamped_length_is_a_constant():
 @pytest.mark.parametrize(
     "spec", [*normkit.NORMS, "power(groups=0, warmup=1)", "renorm(warmup=0, r_until=1, d_until=1)"]
 )
-def test_whole_norms_train_alike_on_fused_kernels_and_on_plain_operations(spec, masked):
+def test_norms_on_fused_kernels_equal_the_reference(spec, masked):
     mask = torch.tensor([[True] * 4, [True, True, False, False]]) if masked else None
     found = []
     for choice in ("reference", "fused"):

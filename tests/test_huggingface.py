@@ -33,7 +33,7 @@ def call(case, model):
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_a_converted_model_goes_to_disk_folds_there_and_computes_the_same(name, tmp_path):
+def test_saved_converted_model_folds_and_computes_the_same(name, tmp_path):
     case = case_of(name)
     model = randomize(convert(case.model, "un")).eval()
     save_pretrained(model, tmp_path / "model")
@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_the_changes_are_refused(tmp_path):
         load_pretrained(tmp_path)
 
 
-def test_tensors_that_are_missing_left_over_or_of_another_shape_are_named(tmp_path):
+def test_wrong_tensors_in_a_checkpoint_raise_by_name(tmp_path):
     saved_un(tmp_path)
     load_pretrained(tmp_path)
     original = load_file(tmp_path / "model.safetensors")
@@ -173,7 +173,7 @@ def test_tensors_that_are_missing_left_over_or_of_another_shape_are_named(tmp_pa
     assert not (tmp_path / "folded").exists()
 
 
-def test_statistics_without_specs_are_refused_and_a_damaged_record_too(tmp_path):
+def test_statistics_without_specs_raise(tmp_path):
     saved_un(tmp_path)
     edit_config(tmp_path, lambda config: config["normkit"]["norms"].update({"model.norm": {"is": "unn", "dim": 16}}))
     with pytest.raises(ValueError, match="the key 'normkit' of its configuration cannot be read"):
@@ -201,7 +201,7 @@ def test_folders_of_version_0_1_still_load(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "hf_vit"])
-def test_what_transformers_saves_loads_with_norms_statistics_and_masks(name, tmp_path):
+def test_folder_saved_by_transformers_loads_with_norms(name, tmp_path):
     case, model = saved_un(tmp_path, name)
     again = load_pretrained(tmp_path)
     assert type(again) is type(model)
@@ -217,7 +217,7 @@ def test_what_transformers_saves_loads_with_norms_statistics_and_masks(name, tmp
         torch.testing.assert_close(again.state_dict()[key], value, msg=key)
 
 
-def test_from_pretrained_fails_rather_than_build_other_norms(tmp_path):
+def test_from_pretrained_raises_for_converted_checkpoints(tmp_path):
     case = case_of("bert")
     model = randomize(convert(case.model, "un")).eval()
     save_pretrained(model, tmp_path / "converted")

@@ -70,7 +70,7 @@ def test_scalenorm_is_an_rmsnorm_with_one_gain():
 
 
 @pytest.mark.parametrize("spec", STAT_SPECS)
-def test_packed_rows_without_padding_are_the_padded_batch_with_its_mask(spec):
+def test_packed_rows_equal_the_padded_batch_with_mask(spec):
     mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
     for steps in (1, 5):
         x, dy = batch(0, 2, 4, DIM), batch(1, 2, 4, DIM)

@@ -214,7 +214,7 @@ def test_pictures_that_cannot_be_read_say_where_they_are(tmp_path):
         decode(album.train, 3)
 
 
-def test_pictures_held_out_are_always_the_same_and_not_trained_on(tmp_path):
+def test_held_out_images_are_fixed_and_not_trained_on(tmp_path):
     folder = str(made.write_folder(tmp_path))
     one, two = read_images(folder, held_out=6), read_images(folder, held_out=6)
     whole = read_images(folder).train
@@ -225,7 +225,7 @@ def test_pictures_held_out_are_always_the_same_and_not_trained_on(tmp_path):
         read_images(folder, held_out=24)
 
 
-def test_an_epoch_shows_each_picture_once_in_an_order_of_its_own():
+def test_epoch_draws_each_image_once_in_new_order():
     split = Memory(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
     epochs = [image_batches(split, 4, seed=1, epoch=epoch) for epoch in (0, 0, 1)]
     assert epochs[0] == epochs[1] != epochs[2]

@@ -67,7 +67,7 @@ def test_every_init_can_be_trained_from(how):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_layers_are_dropped_at_the_given_rate_and_never_at_inference():
+def test_layer_drop_has_the_given_rate_in_training_only():
     model = DecoderLM(dataclasses.replace(CONFIG, layer_drop=0.25, depth=8), 50)
     calls = []
     for layer in model.decoder.layers:
@@ -82,7 +82,7 @@ def test_layers_are_dropped_at_the_given_rate_and_never_at_inference():
     assert len(calls) == 8
 
 
-def test_words_are_dropped_in_training_only_and_the_batch_is_unchanged():
+def test_word_dropout_applies_in_training_only():
     embedding = Embedding(dataclasses.replace(CONFIG, word_dropout=0.3), 50, pad=0)
     tokens = torch.randint(0, 50, (100, 40))
     before = tokens.clone()

@@ -107,7 +107,7 @@ def test_the_sdist_holds_sources_tests_and_citation(sdist):
     assert not any(name.startswith(("results/", "runs/")) for name in names)
 
 
-def test_the_wheel_holds_the_package_its_entry_point_and_nothing_else(wheel):
+def test_wheel_holds_only_package_and_entry_point(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"normkit", "normkit_command.py"}
     here = {str(path.relative_to(ROOT)) for path in (ROOT / "normkit").rglob("*") if path.is_file()}

@@ -39,7 +39,7 @@ def test_pre_norm_models_of_others_lose_their_centring(name):
     assert set(case.model.state_dict()) == set(model.state_dict())
 
 
-def test_our_own_vision_model_becomes_rms_then_folds_its_gains():
+def test_our_vision_model_becomes_rms_and_folds_gains():
     torch.manual_seed(0)
     model = randomize(TinyViT(Model(width=16, hidden=32, depth=2, heads=2), 8, 4, 1, 5)).eval()
     images = torch.randn(3, 1, 8, 8)

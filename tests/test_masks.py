@@ -151,7 +151,7 @@ def test_every_way_to_write_a_mask_is_read(given, name):
     assert torch.equal(real_tokens(given, name), padding().bool())
 
 
-def test_a_four_dimensional_additive_mask_reaches_the_norms_of_a_real_model():
+def test_additive_mask_of_four_dimensions_reaches_norms():
     case = case_of("bert")
     two = convert(case.model, "batch", mask_from="attention_mask").eval()
     mask = padding()

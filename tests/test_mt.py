@@ -96,7 +96,7 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
     assert np.isnan(interval([1.0])[1])
 
 
-def test_runs_are_compared_over_seeds_and_on_the_same_sentences(corpus, tmp_path, capsys):
+def test_compare_pools_seeds_and_pairs_sentences(corpus, tmp_path, capsys):
     made = train(changed(corpus, steps=2), tmp_path / "made")
     references = read_outputs(tmp_path / "made", "reference")
     assert references == [two for _, two in sentences(30, 2)]
@@ -190,7 +190,7 @@ def test_only_words_of_the_targets_can_be_said(corpus):
 
 
 @torch.no_grad()
-def test_words_that_cannot_be_said_stay_so_in_half_precision():
+def test_masked_words_stay_masked_in_half_precision():
     model = Seq2Seq(dataclasses.replace(TINY, mask_logits=True), 60, 60)
     model.allow(range(30))
     tokens = torch.randint(4, 30, (2, 5))
@@ -205,7 +205,7 @@ def test_words_that_cannot_be_said_stay_so_in_half_precision():
         assert scores.isfinite().all()
 
 
-def test_long_pairs_are_left_out_of_training_and_refused_in_the_test(corpus, tmp_path):
+def test_long_pairs_are_dropped_in_training_and_raise_in_test(corpus, tmp_path):
     folder = write_corpus(tmp_path / "long")
     for side in ("source", "target"):
         with (folder / f"train.{side}").open("a", encoding="utf8") as file:
@@ -295,7 +295,7 @@ def test_bfloat16_in_compiled_graphs_trains_the_same_model(corpus, tmp_path, mon
     assert {buffer.dtype for buffer in buffers.values() if buffer.is_floating_point()} == {torch.float32}
 
 
-def test_validation_is_in_batches_no_larger_than_training_s_and_is_the_loss_of_every_symbol_once(corpus):
+def test_validation_loss_counts_every_symbol_once(corpus):
     data = prepare(locate(str(corpus)), subwords=60, share=True)
     torch.manual_seed(0)
     task = MachineTranslation(changed(corpus, batch_tokens=90), Seq2Seq(TINY, 60, 60), data)
@@ -308,7 +308,7 @@ def test_validation_is_in_batches_no_larger_than_training_s_and_is_the_loss_of_e
     assert task.mean_loss(batches) == pytest.approx(task.mean_loss(one_by_one), rel=1e-5)
 
 
-def test_validation_is_of_as_many_items_as_the_run_says_and_bleu_of_all(corpus, monkeypatch):
+def test_validation_uses_valid_items_and_bleu_all_sentences(corpus, monkeypatch):
     data = prepare(locate(str(corpus)), subwords=60, share=True)
     torch.manual_seed(0)
     for limit, items in ((500, 20), (0, 20), (7, 7)):
@@ -323,7 +323,7 @@ def test_validation_is_of_as_many_items_as_the_run_says_and_bleu_of_all(corpus, 
     assert all(RECIPES[name]().valid_items == 0 for name in papers), "stopping early rests on it"
 
 
-def test_smoothed_perplexity_is_that_of_the_training_loss_on_the_test(corpus):
+def test_smoothed_perplexity_uses_the_training_loss(corpus):
     data = prepare(locate(str(corpus)), subwords=60, share=True)
     torch.manual_seed(0)
     task = MachineTranslation(changed(corpus, label_smoothing=0.2), Seq2Seq(TINY, 60, 60), data)
@@ -375,7 +375,7 @@ def test_data_must_fit_the_task(tmp_path, corpus):
         train(changed(write_text(tmp_path / "text")), tmp_path / "run")
 
 
-def test_a_missing_package_for_scores_is_named_before_training(corpus, tmp_path, monkeypatch):
+def test_missing_package_for_scores_raises_before_training(corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics.bleu", None)
     with pytest.raises(ModuleNotFoundError, match="sacrebleu"):
         train(changed(corpus), tmp_path / "run")
@@ -392,7 +392,7 @@ def test_too_small_a_gpu_gets_advice(corpus, tmp_path, monkeypatch):
         train(changed(corpus), tmp_path)
 
 
-def test_a_search_that_needs_too_much_memory_takes_fewer_sentences(corpus, tmp_path, monkeypatch):
+def test_beam_search_splits_batches_that_exceed_memory(corpus, tmp_path, monkeypatch):
     whole = train(changed(corpus, steps=5), tmp_path / "whole")
     search, sizes = MachineTranslation.decode, []
 

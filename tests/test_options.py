@@ -49,7 +49,7 @@ def test_annotated_attributes_with_a_default_are_options():
         ({"bias": 1}, "bias must be True or False; got 1"),
     ],
 )
-def test_the_annotation_is_the_check(given, message):
+def test_value_outside_the_annotation_raises(given, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         Mine(4, **given)
     assert str(caught.value) == message
@@ -67,7 +67,7 @@ def test_an_unknown_option_names_the_nearest():
         nk.UN(4, windw=2)
 
 
-def test_a_class_variable_is_no_option_and_removes_an_inherited_one():
+def test_class_variable_is_no_option():
     class Fixed(Mine):
         kind: ClassVar[str] = "b"
 

@@ -117,7 +117,7 @@ def test_a_norm_is_hidden_and_shown_again(visit):
     assert (lines.count(), button.get_attribute("aria-pressed")) == (12, "true")
 
 
-def test_many_runs_are_hidden_at_once_and_named_in_the_legend_alone(browser, tmp_path):
+def test_many_runs_are_named_in_the_legend_alone(browser, tmp_path):
     made = {tmp_path / str(seed): made_results.result(seed=seed) for seed in range(45)}
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.goto(page.write(made, tmp_path / "report.html").as_uri())

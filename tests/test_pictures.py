@@ -93,7 +93,7 @@ def test_t2t_vit_14_is_that_of_the_paper():
     ("arch", "size", "parameters", "norms"),
     [("swin_t", 32, 28_288_354, 29), ("deit_tiny_patch16_224", 224, 5_717_416, 25)],
 )
-def test_models_of_libraries_take_norms_by_rule_and_drop_path(arch, size, parameters, norms):
+def test_library_models_take_norms_by_rule_and_drop_path(arch, size, parameters, norms):
     if importlib.util.find_spec("timm" if arch in TIMM else "torchvision") is None:
         pytest.skip("timm and torchvision are not installed")
     config = Model(arch=arch, image_size=size, layer_drop=0.1, norm="un", norm_at={"norm": "layer"})
@@ -181,7 +181,7 @@ def test_all_norms_fold(name, spec, action, norms):
     assert_close(folded(images(3, seed=7)), model(images(3, seed=7)), rtol=1e-4, atol=1e-4)
 
 
-def test_a_folded_run_is_saved_with_the_biases_that_folding_made(tmp_path):
+def test_folded_run_is_saved_with_new_biases(tmp_path):
     """ResNet-20's convolutions have none before."""
     torch.manual_seed(0)
     model = Model(arch="resnet20", image_size=16, norm="un")
@@ -203,7 +203,7 @@ def test_a_folded_run_is_saved_with_the_biases_that_folding_made(tmp_path):
 # -- T2T-ViT ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_performer_is_attention_with_the_kernel_of_its_features():
+def test_performer_equals_attention_with_its_feature_kernel():
     """Against the sum over all pairs of tokens.
 
     The weights are exp(W q - |q|^2 / 2) . exp(W k - |k|^2 / 2).

@@ -124,7 +124,7 @@ def test_outliers_survive_thinning():
     assert steps == sorted(steps)
 
 
-def test_a_file_that_is_being_written_is_read_to_its_last_whole_line(tmp_path):
+def test_growing_file_is_read_to_its_last_whole_line(tmp_path):
     (tmp_path / "rows.csv").write_text("step,site,norm,quantity,value\n1,a,un,rms,2.0\n1,b,un,rms,0.")
     assert read_run(tmp_path).of("rms") == {"a": ("un", [1], [2.0])}
     (tmp_path / "rows.csv").write_text("step,si")
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_table_of_a_study_is_named(tmp_path, text):
 @pytest.mark.parametrize(
     "name", [name for name, row in figures.FIGURES.items() if "_" in row.needs and " " in row.needs]
 )
-def test_a_file_that_ends_within_a_step_is_drawn_or_explained(tmp_path, name):
+def test_file_cut_within_a_step_is_drawn_or_raises(tmp_path, name):
     """A run in progress has only some quantities of its first step."""
     folder = run(tmp_path / "a", "pnv", sites=["first", "second"], samples=2)
     lines = (folder / "rows.csv").read_text().splitlines(keepends=True)

@@ -165,7 +165,7 @@ def test_options_work_or_raise_an_explained_error(name, data):
 @pytest.mark.parametrize("name", RELEASED)
 @given(data=st.data())
 @some
-def test_options_of_released_norms_work_or_raise_an_explained_error(name, data):
+def test_options_of_released_norms_work_or_raise(name, data):
     kind = RELEASED[name]
     known = [key for key in option_defaults(kind) if key not in ("affine", "bias")]
     given_options = {key: data.draw(anything, label=key) for key in known if data.draw(st.booleans())}

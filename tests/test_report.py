@@ -152,7 +152,7 @@ def test_calibration_is_not_praised_for_nothing():
     assert verdict(without).endswith("against 10.0 with those of other items of the same lengths.")
 
 
-def test_more_is_better_for_accuracy_and_less_for_perplexity():
+def test_direction_of_accuracy_and_perplexity():
     made = []
     for norm, accuracy in (("layer", 97.0), ("batch", 80.0)):
         one = result(norm, task="digits", data="digits")
@@ -348,7 +348,7 @@ def test_every_string_of_a_file_is_text(tmp_path):
     assert set(tags) == {tag for tag, _ in clean.elements}
 
 
-def test_the_page_loads_nothing_and_runs_nothing_but_its_script(tmp_path):
+def test_page_loads_nothing_and_runs_only_its_script(tmp_path):
     path = page.write(made_results.demo(tmp_path), tmp_path / "report.html", title="t", command="normkit demo")
     _, _, found = data(path)
     links = [value for _, given in found.elements for name, value in given.items() if name in ("src", "href", "srcset")]

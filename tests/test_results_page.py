@@ -27,7 +27,7 @@ def test_the_page_agrees_with_the_files(script):
     assert page == script.page(ROOT / "results"), "run python scripts/results_page.py"
 
 
-def test_every_kept_run_is_on_the_page_with_where_it_comes_from():
+def test_results_page_names_origin_of_every_run():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
     for path in (ROOT / "results").rglob(results.FILE):
         found = results.read(path)
@@ -36,7 +36,7 @@ def test_every_kept_run_is_on_the_page_with_where_it_comes_from():
         assert found["where"]["device"] in page, path
 
 
-def test_kept_tables_are_what_their_results_say():
+def test_kept_tables_match_their_results():
     """No figure in a kept table that its run's own file does not have.
 
     Those of rows.csv, which is not kept, aside.

@@ -204,7 +204,7 @@ def test_something_else_is_no_checkpoint(tmp_path):
         read_checkpoint(path)
 
 
-def test_no_space_left_while_saving_keeps_the_checkpoint_before(whole, tmp_path, monkeypatch):
+def test_full_disk_keeps_the_previous_checkpoint(whole, tmp_path, monkeypatch):
     free = [9]  # files that still fit
 
     def full(descriptor):

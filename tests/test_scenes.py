@@ -143,7 +143,7 @@ def test_a_file_that_contradicts_itself_is_refused(message, tmp_path, given):
         read(tmp_path, labels, files)
 
 
-def test_run_lengths_as_text_are_unpacked_as_pycocotools_packs_them():
+def test_run_lengths_decode_as_in_pycocotools():
     from pycocotools import mask
 
     chance = np.random.default_rng(0)
@@ -194,7 +194,7 @@ def test_a_file_cut_short_and_one_of_which_nothing_is_left(tmp_path, given):
         read(tmp_path / "none", labels, {})
 
 
-def test_grey_pictures_are_shown_in_colour_and_other_files_are_no_pictures(tmp_path):
+def test_grey_images_become_rgb_and_other_files_raise(tmp_path):
     from PIL import Image
 
     Image.new("L", (5, 4), 9).save(tmp_path / "grey.png")

@@ -225,7 +225,7 @@ def test_papers_studies_name_columns_that_are_measured():
         Study(id="x", title="", rows=(Row(label="a", settings={}, printed=("1",)),), columns=COLUMNS[:2])
 
 
-def test_un_filters_outliers_in_pictures_unless_a_row_leaves_it_out():
+def test_un_filters_outliers_in_image_studies():
     """Without, the paper's runs on pictures fail (Table 7)."""
     pictures = 0
     for study in (study for name, study in STUDIES.items() if name.startswith("un.")):

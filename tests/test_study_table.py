@@ -23,7 +23,7 @@ def test_a_copy_beside_the_seeds_is_no_seed(tmp_path):
     assert [run["seed"] for run in made["rows"][1]["cells"][0]["runs"]] == [0, 10]
 
 
-def test_a_table_says_what_data_ours_had_and_how_much_of_the_test(tmp_path):
+def test_table_names_our_data_and_share_of_the_test(tmp_path):
     per, shuffled, *_ = expand(TOY, "pocket")
     part = {"name": "x (a third of it)", "splits": {"train": {"lines": 9}, "test": {"lines": 6750}}}
     put(per, tmp_path, data=part, scores={"running": {"per": 10.0, "n": 1000}})
@@ -53,7 +53,7 @@ def test_a_part_of_a_corpus_is_none_at_paper_scale(tmp_path, monkeypatch):
         runner.plan(study, "paper", tmp_path / "out")
 
 
-def test_a_run_that_its_patience_stopped_is_measured_over_the_steps_that_it_took():
+def test_curves_of_an_early_stopped_run_end_at_its_last_step():
     run = {
         "run": {"steps": 5000},
         "curve": [{"step": step, "train_loss": float(step == 90)} for step in range(10, 101, 10)],
@@ -69,7 +69,7 @@ def test_a_run_that_its_patience_stopped_is_measured_over_the_steps_that_it_took
     assert read == {"perplexity train": math.exp(2.0), "minutes to 80%": 2.5, "perplexity smoothed": 3.0}
 
 
-def test_rows_of_other_papers_are_run_where_models_have_what_they_need():
+def test_rows_of_other_papers_run_where_models_support_them():
     found = {}
     for label in ("Transformer", "DS-Init", "Fixup-Init", "Transformer + LayerDrop"):
         run = expand(STUDIES["pn.table1"], "paper", [label])[0].run.model

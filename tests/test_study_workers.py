@@ -39,7 +39,7 @@ def die(title, *_):
 
 
 @pytest.mark.slow
-def test_runs_go_on_from_their_checkpoints_where_a_process_is_killed(tmp_path, monkeypatch):
+def test_runs_resume_after_a_killed_process(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "study_job", noted_job)
     plan = runner.plan(STUDY, "pocket", tmp_path)
     layer, un = plan.todo
@@ -79,7 +79,7 @@ def test_a_run_whose_process_is_killed_is_a_failed_row(tmp_path, monkeypatch, ca
     assert "failed: its process, or one beside it, was killed 1 times" in capsys.readouterr().out
 
 
-def test_a_run_that_was_interrupted_and_then_failed_has_failed(tmp_path):
+def test_interrupted_run_that_fails_is_marked_failed(tmp_path):
     folder = put(expand(ONE, "pocket")[0], tmp_path, status="interrupted at step 3", scores={})
     (folder / table.FAILURE).write_text("failed: out of memory\n", encoding="utf8")
     collect = functools.partial(table.collect, ONE, "pocket", tmp_path)

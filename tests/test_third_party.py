@@ -102,7 +102,7 @@ def test_an_eps_that_is_none_of_the_usual_is_not_guessed():
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_a_resnet_computes_the_same_with_our_batch_norm_and_learns_the_same_statistics(train):
+def test_resnet_with_our_batch_norm_equals_torchs(train):
     model = randomize(load_torchvision().models.resnet18(num_classes=3)).train(train)
     ours = convert(model, "batch").train(train)
     assert sum(isinstance(m, BatchNorm) for m in ours.modules()) == 20

@@ -155,7 +155,7 @@ def test_learning_rate_of_the_curve_is_that_of_its_step(tmp_path):
     assert rates == pytest.approx([1e-3 * 2 * min(n**-0.5, n * 4**-1.5) for n in range(1, 10)])
 
 
-def test_validation_decay_lowers_the_rate_when_validation_stagnates(tmp_path, monkeypatch):
+def test_validation_decay_lowers_the_rate_at_stagnation(tmp_path, monkeypatch):
     monkeypatch.setattr(Translation, "validation_loss", lambda task: 1.0)
     run = dataclasses.replace(SMALL, schedule="validation_decay", lr=1e-3, warmup=0, valid_every=2, steps=10)
     rates = [point["lr"] for point in train(run, tmp_path)["curve"]]
@@ -176,7 +176,7 @@ def test_average_of_the_last_checkpoints(tmp_path):
     assert results.read(tmp_path)["averaged"] == 3
 
 
-def test_a_run_without_a_checkpoint_to_average_keeps_its_last_weights(tmp_path):
+def test_run_without_checkpoints_to_average_keeps_last_weights(tmp_path):
     plain = train(dataclasses.replace(SMALL, checkpoint_every=40), tmp_path / "plain")
     result = train(dataclasses.replace(SMALL, checkpoint_every=40, average=2), tmp_path / "average")
     assert result["averaged"] == 0
@@ -199,7 +199,7 @@ def test_a_new_run_clears_what_an_old_one_left(tmp_path):
     assert results.read(tmp_path)["run"]["steps"] == 5
 
 
-def test_of_the_run_before_a_new_one_keeps_nothing_even_when_it_is_killed(tmp_path):
+def test_new_run_removes_files_of_the_run_before(tmp_path):
     train(dataclasses.replace(SMALL, checkpoint_every=4), tmp_path)
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "beam.txt").write_text("output of the run before\n")
@@ -219,7 +219,7 @@ def test_of_the_run_before_a_new_one_keeps_nothing_even_when_it_is_killed(tmp_pa
 
 
 @pytest.mark.parametrize("wrong", ["device", "data", "norm", "interrupted"])
-def test_a_run_that_cannot_start_leaves_what_another_one_left(wrong, tmp_path, monkeypatch):
+def test_run_that_cannot_start_changes_no_file(wrong, tmp_path, monkeypatch):
     there = tmp_path / "run"
     train(dataclasses.replace(SMALL, checkpoint_every=4), there)
     before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
@@ -279,7 +279,7 @@ def test_settings_that_cannot_be_are_refused(changes, message):
 
 
 @pytest.mark.parametrize("how", [{"strategy": "fsdp2", "record_every": 0}, {"norm": "batch(sync=True)"}])
-def test_layers_are_not_dropped_where_processes_wait_for_each_other(how):
+def test_layer_drop_with_several_processes_raises(how):
     norm, how = how.get("norm", "batch"), {name: value for name, value in how.items() if name != "norm"}
     model = dataclasses.replace(TINY, norm_at={"*.final": norm}, layer_drop=0.2)
     dataclasses.replace(SMALL, model=model, **how)

@@ -129,7 +129,7 @@ def test_settings_of_an_older_version_get_defaults(copy):
     assert load(copy).run == RUN
 
 
-def test_unfinished_checkpoints_of_killed_processes_are_removed(tmp_path):
+def test_unfinished_checkpoints_are_removed(tmp_path):
     with pytest.raises(InterruptedError):
         train(RUN, tmp_path, on_progress=_raise_after_step_4)
     left = checkpoint_path(tmp_path, 6).with_name(".step-00000006.ckpt.1")
@@ -160,7 +160,7 @@ def test_there_is_no_estimate_before_speed_is_measured(tmp_path):
     assert second.tokens_per_s > 0
 
 
-def test_several_seeds_are_trained_into_folders_of_their_own(tmp_path, capsys):
+def test_several_seeds_train_into_separate_folders(tmp_path, capsys):
     assert main([*SHORT, "--seeds", "2", "--out", str(tmp_path)]) == 0
     found = results.find([tmp_path])
     assert sorted(path.name for path in found) == ["seed-0", "seed-1"]

@@ -69,7 +69,7 @@ def test_at_inference_a_picture_is_normalized_and_no_more():
     assert (labels.tolist(), broken) == ([0, 1, 2, 0], [])
 
 
-def test_large_jpegs_are_unpacked_at_a_fraction_of_their_size(tmp_path):
+def test_large_jpegs_are_decoded_at_reduced_size(tmp_path):
     ramp = np.linspace(0, 255, 1024).astype(np.uint8)
     picture = np.stack(np.broadcast_arrays(ramp[:600, None], ramp[None], ramp[:600, None] // 2), -1)
     for name, kind in (("a.jpg", "JPEG"), ("b.png", "PNG")):
@@ -129,7 +129,7 @@ def test_windows_of_a_picture_with_an_edge():
         assert float((windows - after).abs().amax((1, 2, 3)).min()) < 1e-6
 
 
-def test_mixup_blends_pictures_and_classes_by_the_same_share():
+def test_mixup_mixes_images_and_classes_by_one_share():
     data = album()
     plain, labels = shown(Images(crop="none", flip=0.0), data)
     mixed, shares = shown(Images(crop="none", flip=0.0, mixup=0.8), data)
@@ -141,7 +141,7 @@ def test_mixup_blends_pictures_and_classes_by_the_same_share():
     torch.testing.assert_close(shares, share * truth + (1 - share) * partner_truth)
 
 
-def test_cutmix_takes_a_rectangle_and_its_share_of_the_class():
+def test_cutmix_class_share_is_the_area():
     data = album()
     plain, labels = shown(Images(crop="none", flip=0.0), data)
     mixed, shares = shown(Images(crop="none", flip=0.0, cutmix=1.0), data)
@@ -152,7 +152,7 @@ def test_cutmix_takes_a_rectangle_and_its_share_of_the_class():
             assert float(shares[item, labels[item - 1]]) == pytest.approx(float(foreign[item].float().mean()), abs=1e-3)
 
 
-def test_soft_classes_and_smoothing_are_the_loss_of_the_formula():
+def test_loss_of_soft_classes_follows_the_formula():
     data = album()
     task = ImageClassification(dataclasses.replace(SMALL, images=Images(mixup=0.8)), classifier(TINY, 3), data)
     batch = next(task.batches(0))
@@ -194,7 +194,7 @@ def test_the_average_of_weights_and_statistics(norm):
     assert not any(parameter.requires_grad for parameter in average.parameters())
 
 
-def test_a_run_ends_with_the_average_and_resumes_to_the_same_bits(folder, tmp_path):
+def test_averaged_run_resumes_to_the_same_bits(folder, tmp_path):
     model = dataclasses.replace(TINY, norm="un(warmup=2)", dropout=0.1)
     run = dataclasses.replace(
         SMALL, data=str(folder), model=model, ema=0.5, images=Images(mixup=0.5, held_out=8), checkpoint_every=3,
@@ -276,7 +276,7 @@ def test_all_parameters_are_fine_tuned_the_final_norm_too(folder, tmp_path):
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_broken_pictures_are_left_out_and_counted_or_refused(tmp_path):
+def test_broken_images_are_counted_or_raise(tmp_path):
     folder = made.write_folder(tmp_path / "data", train=16, val=9)
     (folder / "train/class0/0003.png").write_text("no picture")
     (folder / "val/class1/0001.png").write_bytes(b"")

@@ -107,6 +107,6 @@ def test_the_switch_refuses_what_cannot_be():
 
 @pytest.mark.skipif(dispatch.is_interpreted(), reason="the interpreter is on")
 @needs_triton
-def test_kernels_on_a_cpu_tensor_are_an_error_that_says_what_to_do():
+def test_triton_kernels_on_a_cpu_tensor_raise():
     with pytest.raises(RuntimeError, match="cpu, and Triton needs a CUDA device"), normkit.kernels("triton"):
         dispatch.select(torch.ones(2, 4), "layer")

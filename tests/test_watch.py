@@ -130,7 +130,7 @@ def test_norms_of_weights_are_not_recorded():
 
 
 @pytest.mark.parametrize("spec", ["batch", "un", "layer"])
-def test_converted_norms_of_images_are_measured_with_channels_last(spec):
+def test_converted_image_norms_are_recorded_channels_last(spec):
     """Also if width and channels are equal, so that the shape does not show the axes."""
     norm = normkit.convert(nn.Sequential(nn.BatchNorm2d(6)), spec).double()
     xs = [batch(seed, 5, 6, 4, 6) for seed in range(3)]
@@ -387,7 +387,7 @@ def test_values_out_of_range_are_rejected():
             pass
 
 
-def test_arguments_of_a_wrong_type_are_rejected_before_anything_runs(tmp_path):
+def test_arguments_of_wrong_type_raise(tmp_path):
     for model, options, error, words in (
         ("m", {}, TypeError, r"record\(\) takes an nn\.Module; got str"),
         (nn.LayerNorm(3), {"every": "5"}, TypeError, "every must be a whole number; got '5'"),

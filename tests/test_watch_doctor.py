@@ -352,7 +352,7 @@ def test_a_run_that_diverged_between_two_samples(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("- the run diverged at step 44")
 
 
-def test_findings_that_are_not_faults_are_marked_when_they_are_printed():
+def test_findings_that_are_no_faults_are_marked_in_print():
     """`print(*diagnose(rows))` must not present a check that was not made as a fault."""
     found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
     assert [str(finding).startswith("not checked: ") for finding in found] == [False, True, True]

@@ -84,7 +84,7 @@ class Listening(lightning.loggers.Logger):
         """Nothing."""
 
 
-def test_where_gradients_are_accumulated_steps_are_those_of_the_optimizer(tmp_path):
+def test_steps_under_accumulation_are_optimizer_steps(tmp_path):
     logger, callback = Listening(), Watch(every=2, log=["rms"], log_every=4)
     fit(callback, 5, tmp_path, logger, accumulate_grad_batches=2)
     assert [row.step for row in callback.rows if row.quantity == "rms"] == [1, 3, 5, 7, 9]

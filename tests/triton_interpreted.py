@@ -178,7 +178,7 @@ def test_moments(center, masked, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("center", [False, True])
-def test_standardize_and_its_gradient_in_two_passes_and_in_one(center, masked, dtype):
+def test_standardize_and_gradient_equal_the_reference(center, masked, dtype):
     n, c = SHAPES[0]
     x, dy = strided(draw(n, c, dtype=dtype)), strided(draw(n, c, dtype=dtype))
     stat, removed = draw(1 + center, c).abs() + 0.2, draw(1 + center, c)
@@ -271,7 +271,7 @@ WITH_STATE = [spec for spec in SPECS if not normkit.make(spec, 24).batch_free]
 @pytest.mark.parametrize(
     ("spec", "masked"), [("batch", False), ("un", False), *((spec, spec in WITH_STATE) for spec in SPECS)]
 )
-def test_whole_norms_train_alike_on_kernels_and_on_the_reference(spec, masked):
+def test_norms_on_triton_equal_the_reference(spec, masked):
     found = []
     mask = torch.tensor([[True] * 4, [True, True, False, False], [True] * 3 + [False]]).to(DEVICE) if masked else None
     for choice in ("reference", "triton"):
@@ -308,7 +308,7 @@ def test_a_compiled_graph_holds_the_operators(spec):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spec", RUNNING)
-def test_after_its_warm_up_power_reads_x_once_and_dy_once(spec, masked):
+def test_power_after_warmup_takes_one_pass(spec, masked):
     mask = torch.tensor([[True] * 4, [True, True, False, False], [True] * 3 + [False]]).to(DEVICE) if masked else None
     found = []
     for choice in ("reference", "triton"):
@@ -341,7 +341,7 @@ def test_after_its_warm_up_power_reads_x_once_and_dy_once(spec, masked):
 @pytest.mark.parametrize(
     ("spec", "masked"), [(s, i % 2 == 0) for i, s in enumerate(WITH_KERNEL_RULE + WITHOUT_KERNEL_RULE)]
 )
-def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
+def test_kernel_rules_equal_the_rules(spec, masked):
     found, width = [], 40  # two programs, one of which has channels to spare
     for choice in ("reference", "triton"):
         torch.manual_seed(0)
@@ -354,7 +354,7 @@ def test_rules_in_kernels_do_what_the_rules_do(spec, masked):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
-def test_a_subclass_with_a_rule_of_its_own_has_no_kernel_rule():
+def test_subclass_with_own_rule_has_no_kernel_rule():
     class Slower(normkit.PNV):
         def average(self, batch):
             return super().average(batch) * 0.5
@@ -364,7 +364,7 @@ def test_a_subclass_with_a_rule_of_its_own_has_no_kernel_rule():
     assert find_kernel_rule(normkit.PNV(4, sync=True)) is None
 
 
-def test_forwards_of_one_graph_and_recomputed_ones_have_their_own_statistics():
+def test_several_forwards_in_one_graph_keep_separate_statistics():
     x, dy = (draw(2, 5, 24) for _ in range(2))
     found = []
     for choice, recomputed in (("reference", False), ("triton", False), ("triton", True)):
