@@ -16,34 +16,18 @@ def mt_iwslt14() -> Run:
     Cost: hours on one GPU. The paper's BLEU with all 160,239 training pairs: layer 35.5, power 35.9, batch 34.4.
     """
     return Run(
-        name="mt_iwslt14",
-        task="mt",
-        data="iwslt14.de-en",
+        name="mt_iwslt14", task="mt", data="iwslt14.de-en",
         model=Model(
-            width=512, hidden=1024, depth=6, heads=4, share=True, dropout=0.3, attention_dropout=0.1, hidden_dropout=0.1
+            width=512, hidden=1024, depth=6, heads=4, share=True,
+            dropout=0.3, attention_dropout=0.1, hidden_dropout=0.1,
         ),
-        steps=100_000,
-        batch_tokens=7500,  # about fairseq's 4096 of the longer side
-        lr=1.5e-3,
-        betas=(0.9, 0.98),
-        weight_decay=1e-4,
-        clip=0.0,
-        label_smoothing=0.1,
-        schedule="inverse_sqrt",
-        warmup=8000,
-        warmup_start=1e-7,
+        steps=100_000, batch_tokens=7500,  # about fairseq's 4096 of the longer side
+        lr=1.5e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip=0.0, label_smoothing=0.1,
+        schedule="inverse_sqrt", warmup=8000, warmup_start=1e-7,
         valid_every=1100,  # about an epoch of all pairs
-        patience=5,
-        checkpoint_every=1100,
-        keep=10,
-        average=10,
-        beam=5,
-        length_penalty=1.0,
-        length_offset=0.0,
-        record_every=500,
-        valid_items=0,
-        test_items=0,
-    )
+        patience=5, checkpoint_every=1100, keep=10, average=10,
+        beam=5, length_penalty=1.0, length_offset=0.0, record_every=500, valid_items=0, test_items=0,
+    )  # fmt: skip
 
 
 def mt_iwslt14_gpu() -> Run:
@@ -54,17 +38,11 @@ def mt_iwslt14_gpu() -> Run:
     Cost: ten minutes on one GPU.
     """
     return dataclasses.replace(
-        mt_iwslt14(),
-        name="mt_iwslt14_gpu",
-        steps=6000,
+        mt_iwslt14(), name="mt_iwslt14_gpu", steps=6000,
         warmup=2000,
-        valid_every=1000,
-        patience=0,
-        checkpoint_every=500,
-        keep=5,
-        average=5,
+        valid_every=1000, patience=0, checkpoint_every=500, keep=5, average=5,
         precision="bf16-mixed",
-    )
+    )  # fmt: skip
 
 
 def mt_iwslt14_pocket() -> Run:
@@ -86,40 +64,19 @@ def mt_wmt14_de() -> Run:
     Cost: many GPUs. The paper's BLEU, on 128 GPUs of 4,096 tokens: layer 29.5, batch 28.1, power 30.1.
     """
     return Run(
-        name="mt_wmt14_de",
-        task="mt",
-        data="wmt14.en-de",
+        name="mt_wmt14_de", task="mt", data="wmt14.en-de",
         model=Model(
-            width=1024,
-            hidden=4096,
-            depth=6,
-            heads=16,
+            width=1024, hidden=4096, depth=6, heads=16, max_length=256,
             share=True,
-            dropout=0.3,
-            attention_dropout=0.1,
-            hidden_dropout=0.1,
-            max_length=256,
+            dropout=0.3, attention_dropout=0.1, hidden_dropout=0.1,
         ),
-        steps=300_000,
-        batch_tokens=7500,
-        accumulate=128,
-        lr=3e-3,
-        clip=0.0,
-        label_smoothing=0.1,
-        schedule="inverse_sqrt",
-        warmup=8000,
-        warmup_start=1e-7,
+        steps=300_000, batch_tokens=7500, accumulate=128,
+        lr=3e-3, clip=0.0, label_smoothing=0.1,
+        schedule="inverse_sqrt", warmup=8000, warmup_start=1e-7,
         valid_every=250,  # about an epoch
-        patience=10,
-        checkpoint_every=250,
-        keep=10,
-        average=10,
-        precision="bf16-mixed",
-        record_every=1000,
-        length_offset=0.0,
-        valid_items=0,
-        test_items=0,
-    )
+        patience=10, checkpoint_every=250, keep=10, average=10,
+        precision="bf16-mixed", record_every=1000, length_offset=0.0, valid_items=0, test_items=0,
+    )  # fmt: skip
 
 
 def lm_ptb_core1() -> Run:
@@ -130,34 +87,19 @@ def lm_ptb_core1() -> Run:
     Cost: minutes on one GPU. The paper's test perplexity: layer 53.2, batch 60.7, pnv 55.3, power 47.6.
     """
     return Run(
-        name="lm_ptb_core1",
-        task="lm",
-        data="ptb",
-        context=32,
+        name="lm_ptb_core1", task="lm", data="ptb", context=32,
         model=Model(
-            width=256,
-            hidden=2100,
-            depth=3,
-            heads=1,
-            attention="multilinear",
-            rank=40,
-            placement="post",
-            dropout=0.3,
-            hidden_dropout=0.3,
-            max_length=32,
+            width=256, hidden=2100, depth=3, heads=1, max_length=32,
+            attention="multilinear", rank=40, placement="post",
+            dropout=0.3, hidden_dropout=0.3,
         ),
         steps=7260,  # 30 epochs
         batch_tokens=3840,  # 120 pieces
         bucketing=False,
-        lr=2.5e-4,
-        betas=(0.9, 0.999),
-        clip=0.25,
-        label_smoothing=0.1,
-        warmup=4000,
-        valid_every=242,
-        checkpoint_every=242,
+        lr=2.5e-4, betas=(0.9, 0.999), clip=0.25, label_smoothing=0.1,
+        warmup=4000, valid_every=242, checkpoint_every=242,
         record_every=100,
-    )
+    )  # fmt: skip
 
 
 def lm_ptb_pocket() -> Run:
@@ -168,16 +110,10 @@ def lm_ptb_pocket() -> Run:
     Cost: an hour on one CPU core.
     """
     return dataclasses.replace(
-        lm_ptb_core1(),
-        name="lm_ptb_pocket",
-        batch_tokens=1280,
-        steps=4000,
-        lr=1e-3,
-        warmup=400,
-        valid_every=400,
-        checkpoint_every=400,
-        threads=1,
-    )
+        lm_ptb_core1(), name="lm_ptb_pocket",
+        batch_tokens=1280, steps=4000, threads=1, lr=1e-3,
+        warmup=400, valid_every=400, checkpoint_every=400,
+    )  # fmt: skip
 
 
 def lm_wikitext103() -> Run:
@@ -207,27 +143,15 @@ def cifar10_resnet20_paper() -> Run:
     Cost: minutes on one GPU. The paper's accuracy: 91.25 with batch normalization.
     """
     return Run(
-        name="cifar10_resnet20_paper",
-        task="images",
-        data="cifar10",
+        name="cifar10_resnet20_paper", task="images", data="cifar10",
         model=Model(arch="resnet20", norm="batch"),
         images=Images(channels_last=True),
-        steps=64_000,
-        batch_tokens=128,
-        bucketing=False,
-        optimizer="sgd",
-        lr=0.1,
-        weight_decay=1e-4,
-        clip=0.0,
-        label_smoothing=0.0,
-        schedule="steps",
-        milestones=(32_000, 48_000),
+        steps=64_000, batch_tokens=128, bucketing=False, workers=8,
+        optimizer="sgd", lr=0.1, weight_decay=1e-4, clip=0.0, label_smoothing=0.0,
+        schedule="steps", milestones=(32_000, 48_000),
         valid_every=3900,  # ten epochs
-        checkpoint_every=3900,
-        keep=1,
-        record_every=500,
-        workers=8,
-    )
+        checkpoint_every=3900, keep=1, record_every=500,
+    )  # fmt: skip
 
 
 def cifar10_resnet20() -> Run:
@@ -238,16 +162,12 @@ def cifar10_resnet20() -> Run:
     Cost: minutes on one CPU core.
     """
     return dataclasses.replace(
-        cifar10_tiny_vit(),
-        name="cifar10_resnet20",
+        cifar10_tiny_vit(), name="cifar10_resnet20",
         model=Model(arch="resnet20", image_size=16, norm="batch"),
         images=Images(held_out=2000, padding=2, channels_last=True),
-        steps=700,
-        lr=5e-3,
-        warmup=70,
-        valid_every=350,
-        checkpoint_every=350,
-    )
+        steps=700, lr=5e-3, warmup=70,
+        valid_every=350, checkpoint_every=350,
+    )  # fmt: skip
 
 
 def cifar100_resnet20_paper() -> Run:

@@ -19,42 +19,19 @@ def mt_ted_gl() -> Run:
     ScaleNorm too 20.91.
     """
     return Run(
-        name="mt_ted_gl",
-        task="mt",
-        data="ted.gl",
+        name="mt_ted_gl", task="mt", data="ted.gl",
         model=Model(
-            width=512,
-            hidden=2048,
-            depth=4,
-            heads=4,
-            init="small",
-            share=True,
-            mask_logits=True,
-            dropout=0.4,
-            attention_dropout=0.4,
-            hidden_dropout=0.4,
-            word_dropout=0.1,
+            width=512, hidden=2048, depth=4, heads=4,
+            init="small", share=True, mask_logits=True,
+            dropout=0.4, attention_dropout=0.4, hidden_dropout=0.4, word_dropout=0.1,
         ),
-        steps=100_000,
-        batch_tokens=7500,  # about 4096 of the longer side
+        steps=100_000, batch_tokens=7500,  # about 4096 of the longer side
         lr=512**-0.5 * 8000**-0.5,  # the paper's lambda = 1
-        betas=(0.9, 0.999),
-        clip=1.0,
-        label_smoothing=0.1,
-        schedule="inverse_sqrt",
-        warmup=8000,
-        stop_lr=1e-6,
-        valid_every=100,
-        valid_bleu=True,
-        patience=50,
-        checkpoint_every=100,
-        keep=1,
-        average=1,
-        average_of="best",
-        record_every=500,
-        valid_items=0,
-        test_items=0,
-    )
+        betas=(0.9, 0.999), clip=1.0, label_smoothing=0.1,
+        schedule="inverse_sqrt", warmup=8000, stop_lr=1e-6,
+        valid_every=100, valid_bleu=True, patience=50, checkpoint_every=100, keep=1, average=1, average_of="best",
+        record_every=500, valid_items=0, test_items=0,
+    )  # fmt: skip
 
 
 def mt_ted_gl_pocket() -> Run:

@@ -35,31 +35,17 @@ def imagenet_t2t_vit_14() -> Run:
     """
     epoch = 1_281_167 // (8 * 64)
     return Run(
-        name="imagenet_t2t_vit_14",
-        task="images",
-        data="imagenet",
+        name="imagenet_t2t_vit_14", task="images", data="imagenet",
         model=Model(arch="t2t_vit_14", image_size=224, layer_drop=0.1),
         images=Images(
-            crop="area", rand_augment=RAND_AUGMENT, erase=0.25, mixup=0.8, cutmix=1.0, mix_switch=0.5, test_crop=0.9
+            crop="area", rand_augment=RAND_AUGMENT, erase=0.25, mixup=0.8, cutmix=1.0, mix_switch=0.5, test_crop=0.9,
         ),
-        steps=310 * epoch,
-        batch_tokens=64,
-        bucketing=False,
-        lr=5e-4,
-        betas=(0.9, 0.999),
-        weight_decay=0.05,
-        clip=0.0,
-        warmup=10 * epoch,
-        warmup_start=1e-6,
-        floor_lr=1e-5,
-        ema=0.99996,
-        valid_every=epoch,
-        checkpoint_every=epoch,
-        keep=2,
-        devices=8,
-        workers=10,
+        steps=310 * epoch, batch_tokens=64, bucketing=False, devices=8, workers=10,
+        lr=5e-4, betas=(0.9, 0.999), weight_decay=0.05, clip=0.0, ema=0.99996,
+        warmup=10 * epoch, warmup_start=1e-6, floor_lr=1e-5,
+        valid_every=epoch, checkpoint_every=epoch, keep=2,
         record_every=500,
-    )
+    )  # fmt: skip
 
 
 def imagenet_swin_t() -> Run:
@@ -72,22 +58,15 @@ def imagenet_swin_t() -> Run:
     epoch = 1_281_167 // (8 * 128)
     paper = imagenet_t2t_vit_14()
     return dataclasses.replace(
-        paper,
-        name="imagenet_swin_t",
+        paper, name="imagenet_swin_t",
         model=Model(arch="swin_t", image_size=224, layer_drop=0.2),
         images=dataclasses.replace(paper.images, test_crop=0.875),
-        steps=300 * epoch,
-        batch_tokens=128,
-        lr=1e-3,
-        clip=5.0,
-        warmup=20 * epoch,
-        warmup_start=5e-7,
-        floor_lr=5e-6,
-        ema=0.0,
-        valid_every=epoch,
-        checkpoint_every=epoch,
+        steps=300 * epoch, batch_tokens=128,
+        lr=1e-3, clip=5.0, ema=0.0,
+        warmup=20 * epoch, warmup_start=5e-7, floor_lr=5e-6,
+        valid_every=epoch, checkpoint_every=epoch,
         precision="bf16-mixed",
-    )
+    )  # fmt: skip
 
 
 def cifar10_t2t_vit_14_tuned() -> Run:
@@ -102,27 +81,15 @@ def cifar10_t2t_vit_14_tuned() -> Run:
     class token learn too (the authors' script leaves them out of the optimizer), and statistics warm up again.
     """
     return Run(
-        name="cifar10_t2t_vit_14_tuned",
-        task="images",
-        data="cifar10",
+        name="cifar10_t2t_vit_14_tuned", task="images", data="cifar10",
         model=Model(arch="t2t_vit_14", image_size=224),
         images=Images(padding=28),
-        body_lr=0.01,
-        steps=60 * 390,
-        batch_tokens=128,
-        bucketing=False,
-        optimizer="sgd",
-        lr=0.05,
+        steps=60 * 390, batch_tokens=128, bucketing=False, workers=8,
+        body_lr=0.01, optimizer="sgd", lr=0.05, weight_decay=5e-4, clip=0.0, label_smoothing=0.0,
         floor_lr=2e-4,
-        weight_decay=5e-4,
-        clip=0.0,
-        label_smoothing=0.0,
-        valid_every=390,
-        checkpoint_every=390,
-        keep=1,
+        valid_every=390, checkpoint_every=390, keep=1,
         record_every=100,
-        workers=8,
-    )
+    )  # fmt: skip
 
 
 def cifar100_t2t_vit_14_tuned() -> Run:
@@ -143,26 +110,15 @@ def cifar10_swin_t_gpu() -> Run:
     Cost: tens of minutes on a large GPU.
     """
     return Run(
-        name="cifar10_swin_t_gpu",
-        task="images",
-        data="cifar10",
+        name="cifar10_swin_t_gpu", task="images", data="cifar10",
         model=Model(arch="swin_t", image_size=224, layer_drop=0.1),
         images=Images(padding=28, rand_augment=RAND_AUGMENT, channels_last=True),
-        steps=20 * 195,
-        batch_tokens=256,
-        bucketing=False,
-        lr=5e-4,
-        betas=(0.9, 0.999),
-        weight_decay=0.05,
-        clip=5.0,
+        steps=20 * 195, batch_tokens=256, bucketing=False, workers=12,
+        lr=5e-4, betas=(0.9, 0.999), weight_decay=0.05, clip=5.0,
         warmup=2 * 195,
-        valid_every=195,
-        checkpoint_every=195,
-        keep=1,
-        precision="bf16-mixed",
-        record_every=100,
-        workers=12,
-    )
+        valid_every=195, checkpoint_every=195, keep=1,
+        precision="bf16-mixed", record_every=100,
+    )  # fmt: skip
 
 
 def cifar10_t2t_vit_14_gpu() -> Run:
