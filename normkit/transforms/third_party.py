@@ -75,7 +75,7 @@ def is_named_norm(module: nn.Module) -> bool:
 
 
 def is_parametrization(name: str) -> bool:
-    """Return True for the name of a parametrization (weight norm): it normalizes no activations."""
+    """Return True for the name of a parametrization, such as weight norm."""
     return "parametrizations" in name.split(".")
 
 
