@@ -1,7 +1,4 @@
-"""Hook of the site: the navigation lists the page of every norm.
-
-In the order of the table NORMS.
-"""
+"""Hook of the site: the navigation lists the pages of norms in the order of NORMS."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Tiny data sets of pictures, made: each class has a colour of its own, on noise.
-
-In all forms that are read.
-"""
+"""Tiny image data sets in all formats: each class has its colour, on noise."""
 
 import io
 import json

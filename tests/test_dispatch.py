@@ -1,7 +1,4 @@
-"""The choice of kernels: environment, threads, backward passes.
-
-Also: no import circles in `normkit/kernels`.
-"""
+"""The choice of kernels: environment, threads, backward passes, imports."""
 
 import ast
 import os

@@ -1,7 +1,4 @@
-"""The spread of a stream's channels: measured, limited, balanced.
-
-Overflow is refused.
-"""
+"""The spread of a stream's channels: measured, limited, balanced. Overflow is refused."""
 
 import pytest
 import torch

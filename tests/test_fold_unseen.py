@@ -14,10 +14,7 @@ from normkit.transforms.fold.verify import error
 
 
 class Two(nn.Module):
-    """A norm and two layers; what is done with them is `how(norm's output, a, b.
-
-    The rest of the arguments)`.
-    """
+    """A norm and two layers, combined by `how(norm's output, a, b, ...)`."""
 
     def __init__(self, how, spec: str = "batch"):
         super().__init__()

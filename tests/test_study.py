@@ -1,7 +1,4 @@
-"""Studies: grids of runs, printed figures, tables.
-
-Runs may fail or be interrupted.
-"""
+"""Studies: grids of runs, printed figures, tables. Runs may fail or be interrupted."""
 
 import dataclasses
 import json

@@ -60,10 +60,7 @@ def examine(rows: Any, result: Mapping[str, Any] | None = None) -> tuple[list[st
 
 
 def _measured_advice(result: Mapping[str, Any]) -> str:
-    """The remedy for running statistics, by the scores of the run.
-
-    Empty if calibration was not scored.
-    """
+    """Name the remedy for running statistics by the run's scores; empty without calibration."""
     from normkit.lab.report.verdict import calibration_repair
 
     repair = calibration_repair(result)

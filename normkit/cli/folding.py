@@ -64,10 +64,7 @@ def fold(arguments: list[str]) -> int:
 
 
 def check_out(model: Path, out: Path, action: str) -> None:
-    """Raise ValueError if `out` is the model itself, a run that was trained.
-
-    The same for a Hugging Face model.
-    """
+    """Raise ValueError if `out` is the model itself, a trained run or a Hugging Face model."""
     from normkit.lab.report import results
     from normkit.transforms.huggingface import is_pretrained_dir
 

@@ -106,10 +106,7 @@ def sections(found: Mapping[Path, Mapping[str, Any]], paths: tuple[Path, ...] = 
 
 
 def show(found: dict[Path, dict[str, Any]], out: Path, command: str, more: Any = None) -> None:
-    """Print the table and the conclusions from it.
-
-    Write them, the figures and the page to a folder.
-    """
+    """Print table and conclusions; write them, the figures and the page to a folder."""
     from normkit.lab.report import page, plot, summary
 
     out.mkdir(parents=True, exist_ok=True)

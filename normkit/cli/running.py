@@ -154,10 +154,7 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in the list that is returned.
-
-    A second one raises KeyboardInterrupt.
-    """
+    """Collect SIGINT and SIGTERM in the returned list; a second one raises KeyboardInterrupt."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:

@@ -209,10 +209,7 @@ def can_join(x: Tensor, wide: torch.dtype) -> bool:
 
 
 def _is_traced() -> bool:
-    """True if PyTorch's operations are traced, counted or differentiated as they run.
-
-    Calls of C++ would be missed there.
-    """
+    """True if operations are traced, counted or differentiated, which would miss calls of C++."""
     mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
     return not getattr(mode, "counts_custom_kernels", mode is None) or forward_ad._current_level >= 0
 

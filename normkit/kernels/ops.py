@@ -116,10 +116,7 @@ def standardize_and_moments(
     x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None,
     groups: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`standardize` and the batch's moments and count, on one reading of `x`.
-
-    Needs `dispatch.custom_kernels`.
-    """
+    """`standardize`, moments and count, reading `x` once; needs `dispatch.custom_kernels`."""
     if dispatch.select(x, "standardize_and_moments", stat.dtype, fused=False) == "triton":
         y, fresh = dispatch.load_triton().standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True)
     else:
@@ -148,10 +145,7 @@ def standardize_grad(
     dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
     real: bool = False, groups: int = 0, kind: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradient of `standardize`: see `reference.standardize_grad`.
-
-    `kind` is the result of `select_grad`.
-    """
+    """Gradient of `standardize`: `reference.standardize_grad`; `kind` is from `select_grad`."""
     kind = kind or select_grad(dy, x, stat.dtype, groups)
     given = dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real
     if kind == "native":
@@ -174,10 +168,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def infer(norm: Any, x: Tensor) -> Tensor | None:
-    """Apply a norm by its running statistics in one call.
-
-    Returns None if there is no kernel or a gradient is needed.
-    """
+    """Apply a norm by its running statistics; None without a kernel or with gradients."""
     if torch.is_grad_enabled() or norm.running.dtype is not torch.float32 or not dispatch.can_use_native(x):
         return None
     dispatch.select(x, "infer")

@@ -100,10 +100,7 @@ def wide_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
 
 
 def differentiable_grad(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:
-    """Gradients of x and weight that can be differentiated again.
-
-    They are those of `rms`, or with `length` of `scale`.
-    """
+    """Gradients of x and weight of `rms` (of `scale` with `length`), differentiable again."""
     y = (scale if length else rms)(x, weight, None, eps)
     wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
     grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))

@@ -134,10 +134,7 @@ def _sum(a: Tensor) -> Tensor:
 
 
 class PowerNorm(Released):
-    """MaskPowerNorm with its defaults.
-
-    The recipes use groups = heads and warmup = that of the learning rate.
-    """
+    """MaskPowerNorm; the recipes use groups = heads and warmup = that of the learning rate."""
 
     offline = False  # GroupScaling1D is always there, at inference too
     running = "running_phi"

@@ -159,10 +159,7 @@ class Norm(HasOptions):
 
 
 class RowNorm(Norm):
-    """Norm of each token by itself: no state, the same in training and at inference.
-
-    A subclass implements `normalize`.
-    """
+    """Norm of each token by itself, without state; a subclass implements `normalize`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize `x[..., dim]`; the mask is checked and otherwise unused."""

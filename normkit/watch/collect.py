@@ -47,10 +47,7 @@ class Memory:
         self.share = LengthShare()
 
     def average(self, batch: Fields) -> Fields:
-        """Update the averages with a finite batch.
-
-        Return those from before it, empty at the first sample.
-        """
+        """Update the averages with a finite batch; return those before it, empty at first."""
         if not batch:
             return {}
         new = torch.stack(list(batch.values()))
@@ -86,10 +83,7 @@ class Memory:
 
 
 def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance `[C]` of the real rows of `x[..., C]`, and their count.
-
-    Over all processes if `sync` is set.
-    """
+    """Mean, variance `[C]` and count of the real rows of `x[..., C]`; global with `sync`."""
     batch, count = ops.moments(x, mask, center=True)
     if getattr(module, "sync", False):
         origin = torch.zeros_like(batch)

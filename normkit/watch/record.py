@@ -149,10 +149,7 @@ class Recorder:
                     self._parameter_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def end_forward(self) -> None:
-        """End the forward of a step.
-
-        Its backward, and the forwards that this repeats, still belong to the step.
-        """
+        """End the forward of a step, to which its backward and what this recomputes still belong."""
         self.active = False
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

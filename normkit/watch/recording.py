@@ -74,10 +74,7 @@ class Recording:
             series[row.site].values.append(row.value)
 
     def of(self, quantity: str) -> dict[str, Series]:
-        """Series of a quantity by site, in the order of the model.
-
-        Backward passes record in reverse order.
-        """
+        """Series of a quantity by site in the model's order; backward passes record in reverse."""
         found = self.quantities.get(quantity, {})
         return {site: found[site] for site in self.sites if site in found}
 

@@ -35,10 +35,7 @@ class Appender:
 
 
 def truncate_file(path: Path, size: int | None) -> None:
-    """Cut a file of rows to its first `size` bytes.
-
-    Write an empty one if it is missing or `size` is None.
-    """
+    """Cut a file of rows to `size` bytes; to an empty one if it is missing or for None."""
     if size is None or not path.is_file():
         write(path, [])
     else:

@@ -7,10 +7,7 @@ from normkit.text import escape, truncate
 
 
 def norm_class(norm: str) -> tuple[type[Norm] | None, dict[str, object]]:
-    """The class and the given options of a norm that rows name.
-
-    None for a norm that is not normkit's.
-    """
+    """The class (None if not normkit's) and the given options of a norm that rows name."""
     try:
         name, given = parse(norm)
     except (ValueError, TypeError):

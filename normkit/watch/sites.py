@@ -114,10 +114,7 @@ class Padding:
                 self.real.insert(0, real_tokens(value, name))
 
     def mask(self, shape: torch.Size) -> Tensor | None:
-        """True where a token is real, for an input of this shape without its channels.
-
-        None without any mask.
-        """
+        """Return True for real tokens of an input of this shape `[...]`; None without any mask."""
         for real in reversed(self.real):
             for time_first in (False, True):
                 if (mask := fit(real, shape, time_first)) is not None:

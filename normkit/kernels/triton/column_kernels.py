@@ -99,10 +99,7 @@ def merged_moments(
     SUM, SQUARE, COUNT, channel, programs, channels,
     CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the programs' shares in a fixed order: mean, second moment, count of rows.
-
-    The mean is zero without CENTER.
-    """
+    """Merge the programs' shares in a fixed order: mean (0 without CENTER), moment, count."""
     real = channel < channels
     counts = tl.zeros([TILE], tl.float32)
     first = tl.zeros([TILE, BLOCK], tl.float32)

@@ -53,10 +53,7 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
 def add_norm(
     kind: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """`norm(x + residual)` and `x + residual`, rounded to `x.dtype` first.
-
-    `kind` is a key of `KINDS`.
-    """
+    """`norm(x + residual)` and `x + residual`, rounded first; `kind` is a key of `KINDS`."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if residual.shape != x.shape or residual.dtype != x.dtype:

@@ -48,10 +48,7 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Scenes:
-    """The scenes of a split.
-
-    `truth` is their annotation in COCO's JSON, to score against with pycocotools.
-    """
+    """The scenes of a split; `truth` is their annotation in COCO's JSON, for pycocotools."""
 
     scenes: tuple[Scene, ...]
     files: Files
@@ -234,10 +231,7 @@ def _boxes(
 
 
 def _scored(annotation: dict[str, Any], width: int, height: int) -> dict[str, Any]:
-    """Return an annotation with all keys that pycocotools reads.
-
-    The outline of a crowd may be missing.
-    """
+    """Return an annotation with all keys that pycocotools reads; crowds may lack an outline."""
     x, y, w, h = annotation["bbox"]
     area = annotation["area"] if finite(annotation.get("area")) else w * h
     left, right = (min(max(at, 0), width) for at in (x, x + w))

@@ -316,10 +316,7 @@ def _own(folder: Path) -> Located:
 
 
 def _as_long(located: Located, folder: Path) -> bool:
-    """Return True if all files have the numbers of lines in the table.
-
-    Small files are read first.
-    """
+    """Return True if all files have the lines of the table; small files are read first."""
     files = sorted({path for split in located.files.values() for path in split}, key=lambda path: path.stat().st_size)
     names = {path: str(path.relative_to(folder).as_posix()).removesuffix(".xz").removesuffix(".gz") for path in files}
     wanted = {path: located.corpus.known[name].lines for path, name in names.items() if name in located.corpus.known}

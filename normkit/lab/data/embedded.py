@@ -134,10 +134,7 @@ def pydoc() -> Text:
 
 
 def digits() -> Digits:
-    """Read handwritten digits, 8 x 8 grey values in [0, 1].
-
-    The source is the test half of the UCI ML hand-written digits.
-    """
+    """Handwritten digits, 8 x 8 grey values in [0, 1]: the test half of UCI's data set."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

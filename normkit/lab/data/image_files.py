@@ -69,10 +69,7 @@ def image_size(files: Files, name: str) -> tuple[int, int]:
 
 
 def read_image(files: Files, name: str) -> Tensor:
-    """Read an image as uint8 RGB `[3, height, width]`.
-
-    ValueError if it is missing, cut short or damaged.
-    """
+    """Read an image as uint8 RGB `[3, height, width]`; ValueError if missing or damaged."""
     import numpy as np
     from PIL import Image
 

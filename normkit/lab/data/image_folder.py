@@ -17,10 +17,7 @@ class Broken(ValueError):
 
 
 class Split(Protocol):
-    """Images and their classes.
-
-    Images of one of the `groups` are read together (None: each one separately).
-    """
+    """Images and classes; images of one of the `groups` (None: no groups) are read together."""
 
     @property
     def labels(self) -> np.ndarray:
@@ -65,10 +62,7 @@ class Memory:
 
 
 class Files:
-    """One file per image, in `folder/CLASS/`.
-
-    Classes are numbered in the order of their names.
-    """
+    """One file per image, in `folder/CLASS/`; classes are numbered in the order of names."""
 
     groups = None
 

@@ -30,10 +30,7 @@ Splits = dict[str, Split]
 
 @dataclasses.dataclass(frozen=True)
 class ImageData:
-    """An image data set; images are decoded when they are used.
-
-    `notes` lists deviations from the expected.
-    """
+    """An image data set, decoded when used; `notes` lists deviations from the expected."""
 
     name: str
     train: Split

@@ -52,10 +52,7 @@ class Bitext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """A parallel corpus as numbers.
-
-    `lines(split)` reads its text again, `facts` has its sizes.
-    """
+    """A parallel corpus as numbers; `lines(split)` reads its text, `facts` has its sizes."""
 
     name: str
     corpus: Corpus
@@ -249,10 +246,7 @@ def _encode(
 
 
 def _noted(folder: Path, split: str, vocabularies: dict[str, Vocab]) -> dict[str, Any]:
-    """Return the note on the arrays of a split.
-
-    An empty one if their lengths differ from the note.
-    """
+    """Return the note on the arrays of a split, empty if their lengths differ from it."""
     nothing = {"lines": 0, "whole": False, **{side: {"symbols": 0, "unknown": 0} for side in vocabularies}}
     try:
         done = {**nothing, **_read(folder / f"{split}.json")}
@@ -312,10 +306,7 @@ def _write(path: Path, content: Any) -> None:
 
 @contextlib.contextmanager
 def _lock(folder: Path, on_stage: OnStage) -> Iterator[None]:
-    """Lock the folder inside the block, if the system has locks.
-
-    Wait for the process that holds the lock.
-    """
+    """Lock the folder inside the block, after its present holder; no lock on some systems."""
     try:
         import fcntl
     except ImportError:  # Windows

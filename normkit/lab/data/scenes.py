@@ -39,10 +39,7 @@ class SceneSet:
 
 @dataclasses.dataclass(frozen=True)
 class SceneData:
-    """A data set that has been read.
-
-    Validation and test are one split, by which nothing is chosen.
-    """
+    """A data set that has been read; validation and test are one split, which selects nothing."""
 
     name: str
     train: Scenes

@@ -54,10 +54,7 @@ class Tars:
 
 
 def _list_images(path: Path, notes: list[str], on_stage: OnStage) -> np.ndarray:
-    """Return offset, size and class of each image of a tar archive `[n, 3]`.
-
-    The list is cached.
-    """
+    """Return offset, size and class `[n, 3]` of the images of a tar archive; cached."""
     stat = path.stat()
     mark = f"{FORMAT} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     cache = cache_folder() / "shards"
@@ -120,10 +117,7 @@ def _label(kind: str, content: bytes, name: str) -> int:
 
 
 class Rows:
-    """Parquet files with columns `image` and `label`.
-
-    An image is the bytes of a file, or a struct with `bytes`.
-    """
+    """Parquet files with columns `label` and `image` (bytes, or a struct with `bytes`)."""
 
     def __init__(self, paths: Sequence[Path]):
         self.paths, labels, places = list(paths), [], []

@@ -64,12 +64,7 @@ class Adaptive(nn.Module):
         return torch.cat([head[..., :first], *tails], -1)
 
     def nll(self, x: Tensor, target: Tensor) -> Tensor:
-        """Return the mean of `-log p(target)` for `x [n, width]`, `target [n]`.
-
-        Only the groups that occur are computed.
-
-        Only the groups of the given targets are computed.
-        """
+        """Mean of `-log p(target)` of `x [n, width]`; only groups of the targets are computed."""
         first, head = self.edges[1], self._head(x)
         group = torch.bucketize(target, torch.tensor(self.edges[1:-1], device=target.device), right=True)
         at = torch.where(group == 0, target, first + group - 1)

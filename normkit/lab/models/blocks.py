@@ -34,12 +34,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Attend to keys and values.
-
-        `mask` is True where attention is allowed, broadcast to `[batch, heads, time, source]`.
-
-        `mask` is True where attention is allowed, broadcast to `[B, heads, T, S]`.
-        """
+        """Attend where `mask` is True, broadcast to `[batch, heads, time, source]`."""
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
             self._split(self.query(x)), *pair, attn_mask=mask, dropout_p=dropout, is_causal=causal
@@ -171,12 +166,7 @@ class Stack(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word vectors times sqrt(width), plus sinusoidal positions.
-
-    Vaswani et al. 2017, section 3.5.
-
-    2017, section 3.5).
-    """
+    """Word vectors times sqrt(width), plus sinusoidal positions (Vaswani et al. 2017, 3.5)."""
 
     positions: Tensor
     table: Any  # nn.Embedding, or Adaptive

@@ -34,10 +34,7 @@ def tiny_vit(config: Model, classes: int) -> TinyViT:
 
 
 def swin_t(config: Model, classes: int) -> nn.Module:
-    """Build torchvision's Swin-T (Liu et al. 2021); `config.layer_drop` is its drop path.
-
-    `config.layer_drop` is its drop path.
-    """
+    """Build torchvision's Swin-T (Liu et al. 2021); `config.layer_drop` is its drop path."""
     load_torchvision()
     from torchvision.models.swin_transformer import SwinTransformer
 

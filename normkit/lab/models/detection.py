@@ -165,10 +165,7 @@ def _frame(transform: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _mark(layer: nn.Module, real: Tensor) -> None:
-    """Tell the norms of a layer which tokens are real.
-
-    It stays until the next forward, for recomputation's sake.
-    """
+    """Set the mask of a layer's norms until the next forward, as recomputation needs it."""
     for module in layer.modules():
         if isinstance(module, StatNorm):
             module.mask = real[:, 0] > 0 if real.shape[1] else None

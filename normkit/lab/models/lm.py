@@ -42,10 +42,7 @@ class DecoderLM(nn.Module):
         return table(x) if isinstance(table, Adaptive) else self.output(x, table)
 
     def nll(self, tokens: Tensor, target: Tensor) -> Tensor:
-        """Mean of `-log p` of the `target [B, T]`.
-
-        With adaptive embeddings far cheaper than all scores.
-        """
+        """Mean of `-log p` of `target [B, T]`; cheaper than all scores if embeddings are adaptive."""
         x, table = self.hidden(tokens), self.embedding.table
         if isinstance(table, Adaptive):
             return table.nll(x.flatten(0, 1), target.flatten())

@@ -74,9 +74,6 @@ class Seq2Seq(nn.Module):
         return scores.masked_fill(~self.allowed, least) if self.config.mask_logits else scores
 
     def allow(self, words: Iterable[int]) -> None:
-        """Allow these words alone in outputs, for a model with `mask_logits`.
-
-        Padding keeps the lowest score.
-        """
+        """Allow these words alone in outputs, for a model with `mask_logits`; never padding."""
         self.allowed.fill_(False)
         self.allowed[torch.tensor([int(word) for word in words], device=self.allowed.device)] = True

@@ -1,7 +1,4 @@
-"""ResNet-20 for CIFAR (He et al.
-
-2016, section 4.2), the convolutional network of PowerNorm's Figure 2.
-"""
+"""ResNet-20 for CIFAR (He et al. 2016, section 4.2), the network of PowerNorm's Figure 2."""
 
 from itertools import pairwise
 

@@ -1,7 +1,4 @@
-"""T2T-ViT (Yuan et al.
-
-2021): tokens are made of neighbouring tokens, thrice, before a slim Vision Transformer.
-"""
+"""T2T-ViT (Yuan et al. 2021): three merges of neighbouring tokens, then a slim ViT."""
 
 import torch
 import torch.nn.functional as F

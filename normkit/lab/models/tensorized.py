@@ -1,7 +1,4 @@
-"""Multi-linear attention of the tensorized Transformer, with one core (Ma et al.
-
-2019), made causal.
-"""
+"""Multi-linear attention of the tensorized Transformer, with one core (Ma et al. 2019), made causal."""
 
 import torch
 from torch import Tensor, nn

@@ -94,14 +94,12 @@ def roi_align(
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    """Mean of bilinear samples in each cell of a grid over each box (He et al.
-
-    2017): `[K, C, height, width]`.
+    """Mean of bilinear samples in each cell of a grid over each box: `[K, C, height, width]`.
 
     `input [N, C, H, W]`; `rois [K, 5]`: number of the picture, then (x1, y1, x2, y2) in its pixels, which are
     `spatial_scale` times as many here. A cell has `sampling_ratio` samples along each side, or, where that is not above
     0, as many as it has pixels. Samples, and which of them are outside, separate into rows and columns, so that a box
-    costs two matrix products, `Y F X^T`. Differentiable in `input`.
+    costs two matrix products, `Y F X^T`. Differentiable in `input`. He et al. 2017.
     """
     wide = torch.promote_types(input.dtype, torch.float32)
     features, boxes = input.to(wide), rois[:, 1:].to(wide) * spatial_scale - (0.5 if aligned else 0.0)

@@ -90,10 +90,7 @@ def page(
     live: bool = False,
     reader: RunReader | None = None,
 ) -> bytes:
-    """Make the page, with as many points in a line as its size allows.
-
-    A `live` page requests updates of itself.
-    """
+    """Make the page, with lines as dense as its size allows; a `live` page updates itself."""
     if not results:
         raise ValueError("no results to show; give at least one")
     charts = panels(results, None, reader)

@@ -42,19 +42,13 @@ class Recorded(NamedTuple):
         return max(1, int(self.settings.get("steps", 0)) or self.recording.last_step())
 
     def sites(self, quantity: str, *norms: str) -> dict[str, Series]:
-        """A quantity by site, at norms whose names begin with one of these.
-
-        At all sites without any.
-        """
+        """A quantity by site, at norms whose names begin with one of these, else at all sites."""
         found = self.recording.of(quantity)
         return {site: s for site, s in found.items() if not norms or self.recording.sites[site].startswith(norms)}
 
 
 def recorded(results: Results) -> list[Recorded]:
-    """The runs, each with a label that differs from the others'.
-
-    ValueError for rows that cannot be read.
-    """
+    """The runs, each with a label of its own; ValueError for rows that cannot be read."""
     kinds = groups(results)
     return [
         Recorded(f"{job(result)[1]}: {name}" if len(kinds) > 1 else name, result, read_run(folder))
@@ -77,10 +71,7 @@ def with_quantities(runs: Sequence[Recorded], *quantities: str) -> list[Recorded
 
 
 def first_sites(runs: Sequence[Recorded], quantity: str, *norms: str) -> list[tuple[Recorded, str]]:
-    """The runs that have such a norm, with its first site.
-
-    If none has one, all runs with their first norms.
-    """
+    """The runs with such a norm, and its first site; without any, all with their first norm."""
     having = [(run, next(iter(sites))) for run in runs if (sites := run.sites(quantity, *norms))]
     return having or [(run, next(iter(run.sites(quantity)))) for run in runs]
 

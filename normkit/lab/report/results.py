@@ -60,10 +60,7 @@ def write(folder: str | Path, result: dict[str, Any]) -> Path:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read the result in a file, or in a folder's result.json.
-
-    ValueError if there is no valid one.
-    """
+    """Read the result in a file, or in a folder's result.json; ValueError without a valid one."""
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     try:

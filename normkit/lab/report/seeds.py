@@ -52,9 +52,7 @@ def _means(records: Sequence[Mapping[str, Any]], errors: bool) -> dict[str, floa
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Mean of several seeds, and half the width of its confidence interval (Student's t.
-
-    Nan for a single value).
+    """Mean over seeds, and half its confidence interval by Student's t (nan for one seed).
 
     >>> mean, half = interval([31.0, 32.0, 33.0])
     >>> mean, round(half, 2)

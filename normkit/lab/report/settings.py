@@ -35,9 +35,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def split(trees: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Split settings into those that all trees share and the values of those that differ.
-
-    None if missing.
+    """Split settings into shared ones and the values of others; None if a tree lacks one.
 
     >>> split([{"seed": 0, "steps": 10}, {"seed": 1, "steps": 10}])
     ({'steps': 10}, {'seed': [0, 1]})

@@ -28,10 +28,7 @@ SHAPE: dict[str, Any] = {
 
 
 def find(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Read the tables in folders named `tables` below these paths.
-
-    ValueError names a file that is no table.
-    """
+    """Read the tables in folders named `tables` below these paths; ValueError for a bad one."""
     return [read(file) for path in map(Path, paths) if path.is_dir() for file in sorted(path.rglob("tables/*.json"))]
 
 

@@ -158,10 +158,7 @@ def best(results: Results) -> set[tuple[Any, str]]:
 
 
 def table(results: Results) -> str:
-    """Format the table as aligned text, at most 120 columns wide.
-
-    One table for each task and data.
-    """
+    """Format a text table per task and data, at most 120 columns wide."""
     kinds = groups(results)
     tables = [_table(kind, labels(results)) for kind in kinds]
     if len(kinds) == 1:

@@ -12,10 +12,7 @@ from normkit.lab.train.progress import Progress
 
 
 class Board:
-    """Display of several runs.
-
-    Use it as `with Board(console, titles, steps) as board: board.update(title, progress)`.
-    """
+    """Display of runs: `with Board(console, titles, steps) as b: b.update(title, progress)`."""
 
     def __init__(self, console: Console, titles: list[str], steps: int):
         self.console = console if is_rank_zero() else Console(quiet=True)  # only rank 0 prints

@@ -72,10 +72,7 @@ class RunCallback(lightning.Callback):
         self._started = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Store the learning rate of this step.
-
-        At the end of the step it is already that of the next.
-        """
+        """Store the learning rate of this step, which at its end is already that of the next."""
         self._lr = optimizer.param_groups[0]["lr"]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -162,10 +159,7 @@ class RunCallback(lightning.Callback):
         return bool(self.run.patience and values) and len(values) - 1 - values.index(max(values)) >= self.run.patience
 
     def _log(self, trainer: Any) -> None:
-        """Copy the losses since the last time from the device.
-
-        Extend the curve, report progress, stop if needed.
-        """
+        """Copy new losses from the device, extend the curve, report progress, stop if needed."""
         if not self._losses:
             return
         losses = torch.stack([loss.to(torch.float64) for loss in self._losses]).tolist()

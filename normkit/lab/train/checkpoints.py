@@ -43,10 +43,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove the unfinished checkpoints of processes that were killed.
-
-    The caller holds the lock of the folder.
-    """
+    """Remove unfinished checkpoints of killed processes; the caller holds the folder's lock."""
     for path in (folder / "checkpoints").glob(".step-*.ckpt.*"):
         if not path.name.endswith(f".{os.getpid()}"):
             with contextlib.suppress(OSError):

@@ -147,10 +147,7 @@ def _take(of: Tensor, index: Tensor) -> Tensor:
 
 
 def _next(scores: Tensor) -> Tensor:
-    """Return log probabilities of the next symbol in float64.
-
-    Padding and begin are impossible.
-    """
+    """Return log probabilities of the next symbol in float64, without padding and begin."""
     scores = scores[:, -1].double()
     scores[:, [PAD, BOS]] = -torch.inf
     return scores.log_softmax(-1)

@@ -58,10 +58,7 @@ class Detection(Task):
         return [matrices, vectors]
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Return the sum of the losses of the proposals and of the heads.
-
-        The model must be in training mode.
-        """
+        """Return the sum of the losses of proposals and heads; the model is in training mode."""
         return torch.stack(list(self.losses(batch).values())).sum()
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:

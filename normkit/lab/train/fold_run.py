@@ -15,10 +15,7 @@ from normkit.transforms import Audit, Outcome, Report, audit, fold
 
 
 def audit_run(loaded: Loaded) -> Audit:
-    """Predict the outcome of folding for each norm of a run's model.
-
-    The output layer is untied from the embedding first.
-    """
+    """Predict the outcome of folding for a run's norms, its output layer untied first."""
     run, model, vocabularies = loaded
     spec = TASKS[run.task]
     found = audit(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies), untie=True)

@@ -64,10 +64,7 @@ def _pieces(text: Tensor, starts: list[int], length: int) -> Batch:
 
 
 def _all_pieces(text: Tensor, length: int, together: int = 16) -> list[Batch]:
-    """Cut the text into pieces in order.
-
-    The last piece, which is shorter, is a batch of its own.
-    """
+    """Cut the text into pieces in order; the shorter last piece is a batch of its own."""
     whole = (len(text) - 1) // length
     starts = [length * piece for piece in range(whole)]
     batches = [_pieces(text, starts[at : at + together], length) for at in range(0, whole, together)]

@@ -57,10 +57,7 @@ def is_distributed() -> bool:
 
 
 def all_gather(value: Any) -> list[Any]:
-    """Return the values of all processes, which must all call this.
-
-    Of a single process, its own.
-    """
+    """Return the values of all processes, which must all call this; of one, its own."""
     if not is_distributed():
         return [value]
     every: list[Any] = [None] * torch.distributed.get_world_size()
@@ -69,10 +66,7 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def shard(model: nn.Module, mesh: Any) -> None:
-    """Shard each layer over the processes with FSDP2, in place.
-
-    A layer is gathered when it is computed.
-    """
+    """Shard each layer over the processes with FSDP2, in place; computing a layer gathers it."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in [module for module in model.modules() if isinstance(module, Layer)]:

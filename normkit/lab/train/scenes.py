@@ -74,10 +74,7 @@ class Augmentation:
         self.sanitize = v2.SanitizeBoundingBoxes()
 
     def __call__(self, image: torch.Tensor, target: Target) -> tuple[torch.Tensor, Target]:
-        """Augment an image with its boxes, labels and masks.
-
-        Objects that are cropped away are removed.
-        """
+        """Augment an image with boxes, labels and masks; objects that are cropped away go."""
         from torchvision import tv_tensors
 
         boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=image.shape[-2:])  # type: ignore[call-overload]

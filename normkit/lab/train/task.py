@@ -41,10 +41,7 @@ class Task(lightning.LightningModule):
         self.start = 0  # batches that each process has trained on
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Yield training batches without end from number `start` on.
-
-        They depend on the run's seed only.
-        """
+        """Yield training batches without end from number `start` on, by the run's seed only."""
         raise NotImplementedError
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:

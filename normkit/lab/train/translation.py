@@ -1,7 +1,4 @@
-"""Sequence-to-sequence tasks, e.g.
-
-Spelling to sound: training, and error rates with three kinds of statistics.
-"""
+"""Sequence-to-sequence tasks: training, and error rates with three kinds of statistics."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -23,10 +20,7 @@ DECODED_TOGETHER = 250  # sentences; results do not depend on it
 
 
 class Translation(Task):
-    """Cross-entropy with label smoothing of an encoder and decoder.
-
-    PER and WER of greedy and beam search.
-    """
+    """Cross-entropy with label smoothing; PER and WER of greedy and beam search."""
 
     calibration_batches: ClassVar[int] = 200
 
@@ -61,10 +55,7 @@ class Translation(Task):
         return iter(Batches(lambda epoch: self._order(table, epoch), table.batch, start))
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Return the cross-entropy per target symbol.
-
-        With `mask_logits` it ignores symbols that are masked.
-        """
+        """Return the cross-entropy per target symbol, without symbols that `mask_logits` masks."""
         source, given, target = batch.tensors
         scores = self.model(source, given)
         if self.settings.model.mask_logits:
@@ -120,10 +111,7 @@ class Translation(Task):
         return transcribe(self.model, self.data.vocabularies["target"], source, search)
 
     def decode_all(self, search: Callable, table: PairTable | None = None) -> dict[int, list[str]]:
-        """Decode all items of a table, by default of the test split.
-
-        If memory runs out, batches are halved.
-        """
+        """Decode a table's items (default: the test split); halve batches if memory runs out."""
         found: dict[int, list[str]] = {}
         waiting = (table or self._test).sorted_items(DECODED_TOGETHER)
         while waiting:
@@ -176,9 +164,6 @@ def _smoothed(scores: Tensor, target: Tensor, smoothing: float, allowed: Tensor)
 
 
 def transcribe(model: Any, target: Vocab, source: Tensor, search: Callable = greedy) -> list[list[str]]:
-    """Decode `source [batch, time]`.
-
-    An output has at most twice as many symbols as its source, plus ten.
-    """
+    """Decode `source [batch, time]` into at most `2 * time + 10` symbols."""
     limit = (2 * (source != PAD).sum(1) + 10).clamp(max=model.config.max_length)
     return [target.decode(sequence) for sequence in search(model, source, limit).sequences]

@@ -14,10 +14,7 @@ PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Save parameters and buffers as safetensors.
-
-    A tensor with several names is saved under the first one.
-    """
+    """Save parameters and buffers as safetensors, shared tensors under their first name."""
     write_whole(path, safetensors.torch.save(unshared(model)))
 
 

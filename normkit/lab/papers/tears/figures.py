@@ -44,10 +44,7 @@ def figure1(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure2(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the norm of the whole gradient, before clipping.
-
-    A panel for each run, on one scale.
-    """
+    """Draw the norm of the whole gradient before clipping, a panel for each run, on one scale."""
     runs = with_quantities(runs, "gradient_norm")
     across = min(2, len(runs))
     down = -(-len(runs) // across)
@@ -106,10 +103,7 @@ def _smoothed(run: Recorded) -> str:
 
 
 def validated_by(runs: Sequence[Recorded]) -> tuple[str, str]:
-    """The score that these runs were validated by, and its title.
-
-    ValueError unless one was, at least twice.
-    """
+    """The score that validated these runs, at least twice, and its title; else ValueError."""
     for key, title in VALIDATED:
         if any(sum(key in point for point in run.result["valid"]) > 1 for run in runs):
             return key, title

@@ -22,10 +22,7 @@ BEGIN, END = 0.3, 0.7  # Figure 7: parts of training
 
 
 def figure1(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the score on the validation split, a panel for each task.
-
-    Lines of runs that keep norms are dashed.
-    """
+    """Draw validation scores, a panel for each task; runs that keep norms have dashed lines."""
     tasks: dict[tuple[str, str], list[Recorded]] = {}
     for run in runs:
         if len(run.result["valid"]) > 1:
@@ -59,10 +56,7 @@ def folds_away(run: Recorded) -> bool:
 
 
 def figure3(runs: Sequence[Recorded]) -> "Figure":
-    """Draw PNAC of activation and gradient statistics, averaged over layers.
-
-    A panel for each run.
-    """
+    """Draw PNAC of activation and gradient, averaged over layers, a panel for each run."""
     runs = with_quantities(runs, "pnac_activation", "pnac_gradient")
     figure = canvas.figure(2.9 * len(runs) + 0.4, 2.9)
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
@@ -114,10 +108,7 @@ def figure4(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure5(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the steps that outlier filtration dropped, by layer, at three times.
-
-    A panel for each run.
-    """
+    """Draw the steps that outlier filtration dropped, by layer and time, a panel for each run."""
     runs = with_quantities(runs, "filtered")
     shown = [(run, run.sites("filtered")) for run in runs]
     most = max(len(sites) for _, sites in shown)
@@ -137,10 +128,7 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure6(runs: Sequence[Recorded]) -> "Figure":
-    """Draw CKA between the layers of two models as a map, a panel for each run.
-
-    Sites are "a|b".
-    """
+    """Draw CKA between the layers "a|b" of two models as a map, a panel for each run."""
     from matplotlib.ticker import MaxNLocator
 
     runs = with_quantities(runs, "cka")
