@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from third_party_models import case_of, randomize
 
+from normkit.lab.pretrained import audit_dir, example_for, fold_dir, is_pretrained_dir
 from normkit.norms import Norm
 from normkit.transforms import blend, convert, fold, load_pretrained, save_pretrained, settle, to_rms
-from normkit.transforms.huggingface import audit_dir, example_for, fold_dir, is_pretrained_dir
 
 pytest.importorskip("transformers")
 FOLDED = {

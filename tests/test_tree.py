@@ -31,6 +31,7 @@ LAB = {  # the same inside lab/
     "op_counter": set(),
     "released": set(),
     "cka": set(),
+    "pretrained": set(),
     "singular_values": set(),
     "norm_speed": {"timing", "op_counter"},
     "data": set(),

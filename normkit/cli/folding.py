@@ -21,7 +21,7 @@ def audit(arguments: list[str]) -> int:
         return model
 
     folder = parse_arguments(parse, arguments, "audit")
-    from normkit.transforms.huggingface import audit_dir, is_pretrained_dir
+    from normkit.lab.pretrained import audit_dir, is_pretrained_dir
 
     if is_pretrained_dir(folder):
         write(str(audit_dir(folder)))
@@ -49,7 +49,7 @@ def fold(arguments: list[str]) -> int:
 
     folder, out = parse_arguments(parse, arguments, "fold")
     check_out(folder, out, "folding")
-    from normkit.transforms.huggingface import fold_dir, is_pretrained_dir
+    from normkit.lab.pretrained import fold_dir, is_pretrained_dir
 
     if is_pretrained_dir(folder):
         report = fold_dir(folder, out)
@@ -65,8 +65,8 @@ def fold(arguments: list[str]) -> int:
 
 def check_out(model: Path, out: Path, action: str) -> None:
     """Raise ValueError if `out` is the model itself, a trained run or a Hugging Face model."""
+    from normkit.lab.pretrained import is_pretrained_dir
     from normkit.lab.report import results
-    from normkit.transforms.huggingface import is_pretrained_dir
 
     if out.resolve() == model.resolve():
         raise ValueError(f"--out {out} is the model itself, which is kept; name another folder")

@@ -1,27 +1,21 @@
-"""Save, load, audit and fold models of Hugging Face in folders.
+"""Save and load models of Hugging Face in folders.
 
 Weights are read from safetensors only, and code in a folder is not run.
 """
 
 import importlib
-import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
-from normkit.transforms.audit import Audit, audit
-from normkit.transforms.fold.fold import Report, fold
 from normkit.transforms.model_changes import IDENTITY, KEY, apply_changes, write_changes
 
-VARIANT = (
-    "normkit"  # of the weight files, so that from_pretrained finds none and fails, where it would build other norms
-)
+VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
 FORMER = "normkit.json"  # what held the changes until 0.1
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit."""
@@ -58,13 +52,6 @@ def model():
     model.__class__ = kind
     return model
 '''
-
-
-class Example(NamedTuple):
-    """Keyword arguments for a model, and a function that picks the relevant output."""
-
-    kwargs: dict[str, Any]
-    outputs: Callable[[Any], Any] | None
 
 
 def save_pretrained(model: Any, folder: Path | str) -> None:
@@ -154,63 +141,6 @@ def load_pretrained(folder: Path | str) -> Any:
     if changes is not None:
         write_changes(model)
     return model
-
-
-def example_for(model: Any) -> Example:
-    """Make a small random example for a model of Hugging Face from its configuration.
-
-    Raises:
-        ValueError: If the model takes neither tokens nor an image.
-    """
-    config, parameters = model.config, inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(0)
-    kwargs: dict[str, Any] = {}
-    if "pixel_values" in parameters and "input_ids" not in parameters:
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (2, getattr(config, "num_channels", 3), height, width)
-        kwargs["pixel_values"] = torch.randn(shape, generator=generator)
-    elif "input_ids" in parameters:
-        special = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
-        low = min(max([t for t in special if isinstance(t, int)], default=0) + 1, config.vocab_size // 2)
-        ids = torch.randint(low, config.vocab_size, (2, 8), generator=generator)
-        kwargs.update(input_ids=ids, attention_mask=torch.ones_like(ids))
-        if getattr(config, "is_encoder_decoder", False):
-            kwargs["decoder_input_ids"] = ids[:, :6]
-    else:
-        raise ValueError(f"{type(model).__name__} takes neither input_ids nor pixel_values; pass an example to fold()")
-    with torch.no_grad():
-        outputs = _logits if hasattr(model(**kwargs), "logits") else None
-    return Example(kwargs, outputs)
-
-
-def audit_dir(path: Path | str, untie: bool = True) -> Audit:
-    """Audit the model in a folder."""
-    model = load_pretrained(path)
-    example = example_for(model)
-    return audit(model, outputs=example.outputs, untie=untie, **example.kwargs)
-
-
-def fold_dir(path: Path | str, out: Path | str, untie: bool = True) -> Report:
-    """Fold the model in a folder and write the result to another folder."""
-    path, out = Path(path), Path(out)
-    if out.resolve() == path.resolve():
-        raise ValueError(f"{out} is the model itself, which is kept; name another folder")
-    model = load_pretrained(path)
-    example = example_for(model)
-    folded, report = fold(model, outputs=example.outputs, untie=untie, **example.kwargs)
-    save_pretrained(folded, out)
-    return report
-
-
-def is_pretrained_dir(path: Path) -> bool:
-    """Return True if a folder has a config.json that names an architecture."""
-    config = path / "config.json"
-    return config.is_file() and "architectures" in config.read_text(encoding="utf8")
-
-
-def _logits(output: Any) -> Any:
-    return output.logits
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""Audit and fold the model in a Hugging Face folder, for the commands."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from normkit.transforms import audit, fold
+from normkit.transforms.fold.report import Audit, Report
+from normkit.transforms.huggingface import load_pretrained, save_pretrained
+
+
+class Example(NamedTuple):
+    """Keyword arguments for a model, and a function that picks the relevant output."""
+
+    kwargs: dict[str, Any]
+    outputs: Callable[[Any], Any] | None
+
+
+def example_for(model: Any) -> Example:
+    """Make a small random example for a model of Hugging Face from its configuration.
+
+    Raises:
+        ValueError: If the model takes neither tokens nor an image.
+    """
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(0)
+    kwargs: dict[str, Any] = {}
+    if "pixel_values" in parameters and "input_ids" not in parameters:
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        shape = (2, getattr(config, "num_channels", 3), height, width)
+        kwargs["pixel_values"] = torch.randn(shape, generator=generator)
+    elif "input_ids" in parameters:
+        special = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+        low = min(max([t for t in special if isinstance(t, int)], default=0) + 1, config.vocab_size // 2)
+        ids = torch.randint(low, config.vocab_size, (2, 8), generator=generator)
+        kwargs.update(input_ids=ids, attention_mask=torch.ones_like(ids))
+        if getattr(config, "is_encoder_decoder", False):
+            kwargs["decoder_input_ids"] = ids[:, :6]
+    else:
+        raise ValueError(f"{type(model).__name__} takes neither input_ids nor pixel_values; pass an example to fold()")
+    with torch.no_grad():
+        outputs = _logits if hasattr(model(**kwargs), "logits") else None
+    return Example(kwargs, outputs)
+
+
+def audit_dir(path: Path | str, untie: bool = True) -> Audit:
+    """Audit the model in a folder."""
+    model = load_pretrained(path)
+    example = example_for(model)
+    return audit(model, outputs=example.outputs, untie=untie, **example.kwargs)
+
+
+def fold_dir(path: Path | str, out: Path | str, untie: bool = True) -> Report:
+    """Fold the model in a folder and write the result to another folder."""
+    path, out = Path(path), Path(out)
+    if out.resolve() == path.resolve():
+        raise ValueError(f"{out} is the model itself, which is kept; name another folder")
+    model = load_pretrained(path)
+    example = example_for(model)
+    folded, report = fold(model, outputs=example.outputs, untie=untie, **example.kwargs)
+    save_pretrained(folded, out)
+    return report
+
+
+def is_pretrained_dir(path: Path) -> bool:
+    """Return True if a folder has a config.json that names an architecture."""
+    config = path / "config.json"
+    return config.is_file() and "architectures" in config.read_text(encoding="utf8")
+
+
+def _logits(output: Any) -> Any:
+    return output.logits
