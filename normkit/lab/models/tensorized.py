@@ -1,4 +1,4 @@
-"""Multi-linear attention of the tensorized Transformer, with one core (Ma et al. 2019), made causal."""
+"""Causal multi-linear attention of the tensorized Transformer (Ma et al. 2019), one core."""
 
 import torch
 from torch import Tensor, nn
