@@ -46,11 +46,9 @@ class StatNorm(StatefulNorm):
 
     Training is not thread-safe: threads that train with one module lose updates. At inference threads may share it.
 
+    The options of `Norm`, and:
+
     Args:
-        dim: Number of channels, the last axis of `x`.
-        eps: Added to a variance or mean square before the root; 1e-5 as in most released code.
-        affine: Learn a `weight` (and a `bias`) per channel.
-        bias: Learn a `bias`; needs `affine`.
         sync: Compute statistics over all processes of the default group; off, as it costs one all-reduce per pass.
         steps_per_update: Training forwards per update of the state, by their joint statistics; 1, as without gradient
             accumulation.
