@@ -1,4 +1,4 @@
-"""Predict from a LayerNorm model's training whether BatchNorm would work in it.
+"""Measure in a LayerNorm model's training how far BatchNorm would be off in it.
 
 A Transformer encoder of PyTorch learns the position of the largest digit in a sequence, on two kinds of batches: mixed
 ones, and batches of one kind each (digits up to 3, up to 6, up to 9), as when text is bucketed by length. The model

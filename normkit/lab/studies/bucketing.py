@@ -76,7 +76,7 @@ def _length(id: str, data: str, metric: str, base: Bases, norms: tuple[str, ...]
 
 CMUDICT_LENGTH = _length(
     "length.cmudict", "CMU Pronouncing Dictionary", "per", CMUDICT,
-    ("batch", "pnv", "renorm", "un", "power(groups=0)", "layer"), tuple(WAYS),
+    ("batch", "pnv", "un", "renorm", "power(groups=0)", "layer"), tuple(WAYS),
 )  # fmt: skip
 MULTI30K_LENGTH, IWSLT14_LENGTH = (
     _length(
