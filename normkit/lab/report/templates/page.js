@@ -138,22 +138,22 @@ class Chart {
       return { line, step: line.x[best], y: line.y[best] };
     }).filter(v => v.y !== null && (!this.section.log || v.y > 0));
     make("svg:line", { class: "hair", x1: s.x(cursor), x2: s.x(cursor), y1: s.top, y2: s.bottom }, this.over);
-    let shown = values;
+    let marked = values;
     if (values.some(v => v.line.main)) {
       const main = values.find(v => v.line.main), others = values.filter(v => v !== main);
       const near = pixel === undefined ? null : others.sort((a, b) => Math.abs(s.y(a.y) - pixel) - Math.abs(s.y(b.y) - pixel))[0];
       if (near) near.line.path.classList.add("near");
-      shown = near ? [near, main] : [main];
+      marked = near ? [near, main] : [main];
     }
-    shown.sort((a, b) => b.y - a.y);
-    for (const v of shown)
+    marked.sort((a, b) => b.y - a.y);
+    for (const v of marked)
       make("svg:circle", { class: look(runs[v.line.run]), cx: s.x(v.step), cy: clamp(s.y(v.y), s.top, s.bottom), r: 4 }, this.over);
     this.summary = `${this.title}, step ${Math.round(cursor)}: ` +
-      shown.map(v => `${v.line.name || runs[v.line.run].name} ${format(v.y)}`).join(", ");
+      marked.map(v => `${v.line.name || runs[v.line.run].name} ${format(v.y)}`).join(", ");
     if (this.section.active !== this) return;
     this.tip.replaceChildren();
-    make("div", {}, this.tip, `step ${shown.length ? shown[0].step.toLocaleString("en") : "-"}`);
-    for (const v of shown) {
+    make("div", {}, this.tip, `step ${marked.length ? marked[0].step.toLocaleString("en") : "-"}`);
+    for (const v of marked) {
       const row = make("div", {}, this.tip);
       swatch(runs[v.line.run], row);
       make("span", {}, row, v.line.name || runs[v.line.run].name);
