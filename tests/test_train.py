@@ -18,6 +18,7 @@ from normkit.lab.data.scenes import SCENE_SETS
 from normkit.lab.models.config import Model
 from normkit.lab.report import results
 from normkit.lab.report.verdict import sentences
+from normkit.lab.studies import runner
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.build import build_model
@@ -127,6 +128,18 @@ def test_scores_of_donors_have_the_statistics_of_a_training_batch():
     logits = task.model(source, given)
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0).item()
     assert found["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_study_adds_scores_by_donors_without_training_again(tmp_path, monkeypatch):
+    run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="pnv"))
+    before = train(run, tmp_path)
+    monkeypatch.setattr(runner, "train_job", None)
+    assert runner.finished(tmp_path, run)
+    assert not runner.finished(tmp_path, run, ["donors any"])
+    after = runner.study_job("title", run, tmp_path, "", ["donors", "donors any"])
+    assert {name: after["scores"][name] for name in before["scores"]} == before["scores"]
+    assert after["scores"].keys() - before["scores"].keys() == {"donors any"}
+    assert runner.finished(tmp_path, run, ["donors any"])
 
 
 def test_loss_that_is_not_finite_ends_the_run_with_a_row(tmp_path):

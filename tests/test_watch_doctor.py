@@ -88,6 +88,18 @@ def test_batches_unlike_each_other_in_size():
         assert words in str(found[0])
 
 
+def test_statistics_that_carry_the_length_of_the_batch():
+    def found(norm, weight):
+        lengths = [3 + 7 * step % 5 for step in range(60)]
+        batches = [sample(step, 32, length, 16) + weight * length for step, length in enumerate(lengths)]
+        return "batch length" in kinds(fit(nn.Sequential(normkit.make(norm, 16)), batches))
+
+    assert found("batch", 0.1)
+    assert found("pnv", 0.1)
+    assert not found("batch", 0.0)
+    assert not found("un(warmup=8)", 0.1), "it divides by past batches"
+
+
 class Padded(nn.Module):
     def __init__(self, norm):
         super().__init__()

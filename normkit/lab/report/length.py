@@ -23,12 +23,12 @@ def draw_length(runs: Sequence[Recorded]) -> "Figure":
     panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
     for axes, run, table in zip(panels, runs, tables, strict=True):
         x, y, c = zip(*table, strict=True) if table else ((), (), ())
-        drawn = axes.scatter(x, y, s=7, c=c, cmap="cividis", vmin=min(colours), vmax=max(colours))
+        axes.scatter(x, y, s=7, c=c, cmap="cividis", vmin=min(colours), vmax=max(colours))
         axes.set_xlabel("Length at the first norm")
         titled(axes, run.label)
     panels[0].set_ylabel(r"rms of $(\mu_B - \mu) / \sigma$")
     panels[0].set_ylim(0)
-    figure.colorbar(drawn, ax=list(panels), label="Length at the last norm")
+    figure.colorbar(panels[0].collections[0], ax=list(panels), label="Length at the last norm")
     return figure
 
 

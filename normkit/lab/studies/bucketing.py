@@ -75,7 +75,8 @@ def _length(id: str, data: str, metric: str, base: Bases, norms: tuple[str, ...]
 
 
 CMUDICT_LENGTH = _length(
-    "length.cmudict", "CMU Pronouncing Dictionary", "per", CMUDICT,
+    "length.cmudict", "CMU Pronouncing Dictionary", "per",
+    {"pocket": CMUDICT["pocket"]._replace(name="cmudict.length")},
     ("batch", "pnv", "un", "renorm", "power(groups=0)", "layer"), tuple(WAYS),
 )  # fmt: skip
 MULTI30K_LENGTH, IWSLT14_LENGTH = (
