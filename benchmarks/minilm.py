@@ -34,6 +34,16 @@ def sentences(count: int) -> list[str]:
     return [part for part in found if 40 < len(part) < 400][:count]
 
 
+def passages(count: int, size: int = 320) -> list[str]:
+    """Running text of this documentation in pieces of at least `size` characters."""
+    found = [""]
+    for sentence in sentences(100_000):
+        if len(found[-1]) >= size:
+            found.append("")
+        found[-1] = f"{found[-1]} {sentence}.".strip()
+    return found[:-1][:: max(1, (len(found) - 1) // count)][:count]
+
+
 def batches(folder: Path, texts: list[str], size: int) -> list[dict[str, Tensor]]:
     """Token ids and masks."""
     from transformers import AutoTokenizer

@@ -52,6 +52,21 @@ suffix selects the format:
 
 `outputs=lambda out: out.logits` exports a part of the output. The batch axis stays open; `dynamic=False` fixes it.
 
+## Integers
+
+`int8=batches` quantizes the model to 8-bit integers, calibrated on your batches, by the tools of each runtime:
+onnxruntime's static quantization (QDQ), nncf for OpenVINO, torchao's PT2E for ExecuTorch.
+
+```python
+batches = [torch.randn(4, 8) for _ in range(4)]
+exported = nk.export(folded, "model.onnx", example, int8=batches)
+print(exported.max_error, exported.cosine)  # of the integers, to the model in float
+```
+
+`int8=nk.Int8(batches, scope="stream")` also computes additions and multiplications in integers, so that residual
+streams are integers. Weights have one scale for each output channel; `per_channel=False` gives each weight one scale.
+The addition of an attention mask stays in float.
+
 ## What is left of the norms
 
 The tiny ViT of this project with {norms} norms, random weights, gains, biases and statistics:

@@ -12,7 +12,7 @@ Models are torchvision's and timm's as they build them, with `nn.LayerNorm`, and
 norms too: a bias of zero would fold where a trained one leaves an addition. Statistics are those of noise. Variants
 take turns, round by round; a ratio is taken within a round, its median is reported with the 20th and 80th percentile.
 The first baseline is the honest one: LayerNorm compiled by `torch.compile`. Memory is what PyTorch had allocated at
-most during a call on a GPU, the model's weights and the pictures included (CPU: benchmarks/models.py).
+most during a call on a GPU, the model's weights and the pictures included (CPU: benchmarks/deploy.py).
 """
 
 import argparse

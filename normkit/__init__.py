@@ -27,6 +27,7 @@ from normkit.norms import (
     options,
 )
 from normkit.transforms import (
+    Int8,
     audit,
     blend,
     calibrate,
@@ -45,9 +46,8 @@ from normkit.watch import diagnose, record
 __version__ = "0.2.0"
 
 __all__ = [
-    "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "Derf", "DyT", "FixNorm", "GroupNorm", "LayerNorm",
-    "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "ScaleNorm", "Split", "TaperNorm", "audit", "blend",
-    "calibrate", "convert", "diagnose", "export", "find", "fix_embedding", "fold", "follow_optimizer",
-    "keep_statistics", "kernels", "load_pretrained", "make", "options", "record", "save_pretrained", "settle",
-    "to_rms",
+    "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "Derf", "DyT", "FixNorm", "GroupNorm", "Int8",
+    "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "ScaleNorm", "Split", "TaperNorm", "audit",
+    "blend", "calibrate", "convert", "diagnose", "export", "find", "fix_embedding", "fold", "follow_optimizer",
+    "keep_statistics", "kernels", "load_pretrained", "make", "options", "record", "save_pretrained", "settle", "to_rms",
 ]  # fmt: skip

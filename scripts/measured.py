@@ -93,7 +93,15 @@ def _mean(cell: dict) -> str:
     return f"{cell['mean']:.1f}{spread} ({cell['n']})"
 
 
-TABLE: dict[str, Callable[[], str]] = {"demo": demo, "multi30k": multi30k}
+def deploy() -> str:
+    """Format the times of folded models in float32 and in integers."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import deploy_page
+
+    return deploy_page.headline()
+
+
+TABLE: dict[str, Callable[[], str]] = {"demo": demo, "deploy": deploy, "multi30k": multi30k}
 
 
 def fill(text: str) -> str:

@@ -13,9 +13,10 @@ from normkit.transforms.fold.report import Audit
 from normkit.transforms.follow_optimizer import OptimizerLink, follow_optimizer
 from normkit.transforms.huggingface import load_pretrained, save_pretrained
 from normkit.transforms.layernorm_to_rmsnorm import to_rms
+from normkit.transforms.quantize import Int8
 
 __all__ = [
-    "Audit", "Blend", "Exported", "OptimizerLink", "Outcome", "Report", "audit", "blend", "calibrate", "convert",
-    "export", "find", "fold", "follow_optimizer", "load_pretrained", "save_pretrained", "settle", "to_rms",
+    "Audit", "Blend", "Exported", "Int8", "OptimizerLink", "Outcome", "Report", "audit", "blend", "calibrate",
+    "convert", "export", "find", "fold", "follow_optimizer", "load_pretrained", "save_pretrained", "settle", "to_rms",
     "unreadable",
 ]  # fmt: skip

@@ -4,8 +4,10 @@ import contextlib
 import inspect
 import io
 import logging
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,14 @@ from normkit.transforms.checks import copy_model, refuse_meta, refuse_wrapped
 from normkit.transforms.fold.survey import refuse_training
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import example_call, tensors
-from normkit.transforms.openvino_executorch import write_executorch, write_openvino
+from normkit.transforms.openvino_executorch import (
+    Ran,
+    quantize_executorch,
+    quantize_openvino,
+    write_executorch,
+    write_openvino,
+)
+from normkit.transforms.quantize import Int8, calibration, quantize_onnx
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
     "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
@@ -29,12 +38,21 @@ NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or div
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of `export`: operations of the graph with counts, and the error in the runtime."""
+    """Result of `export`: operations of the graph with counts, and the error in the runtime.
+
+    Attributes:
+        path: The file.
+        operations: Count of each operation.
+        runtime: The runtime that ran the file.
+        max_error: Largest difference to the model's outputs, relative to the largest output.
+        cosine: Smallest cosine to an output of the model, in integers; None in float.
+    """
 
     path: Path
     operations: dict[str, int]
     runtime: str
     max_error: float
+    cosine: float | None = None
 
     @property
     def normalizing(self) -> dict[str, int]:
@@ -45,7 +63,7 @@ class Exported:
         kept = ", ".join(f"{n} {name}" for name, n in self.normalizing.items()) or "none"
         return (
             f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
-            f"{self.max_error:.1e} in {self.runtime}"
+            f"{self.max_error:.1e} in {self.runtime}" + (f"; int8, cosine {self.cosine:.4f}" if self.cosine else "")
         )
 
 
@@ -56,6 +74,7 @@ def export(
     outputs: Callable[[Any], Any] | None = None,
     dynamic: bool = True,
     tolerance: float = 1e-4,
+    int8: Int8 | Iterable[Any] | None = None,
     **kwexample: Any,
 ) -> Exported:
     """Write a model to a file, run the file, and compare its outputs with the model's.
@@ -69,15 +88,19 @@ def export(
         *example: Arguments of a call of the model; with `dynamic`, of at least two samples.
         outputs: Picks what to export of the output, such as `lambda out: out.logits`. By default all tensors.
         dynamic: Leave the first axis of every input, the batch, open.
-        tolerance: Largest accepted error, relative to the largest output.
+        tolerance: Largest accepted error of the float model, relative to the largest output.
+        int8: Batches on which to calibrate a static quantization to 8-bit integers, or `Int8(batches, ...)` with its
+            options: by onnxruntime for `.onnx`, nncf for `.xml`, torchao's PT2E for `.pte`. The batches have the form
+            and, the batch axis apart, the shapes of the example. The errors of the result are then those of the
+            integers, on the example; compare them with those that your task allows.
         **kwexample: Keyword arguments of the call.
 
     Returns:
         The operations of the file, the runtime, and the error. `exported.normalizing` names those that normalize.
 
     Raises:
-        ValueError: If the model is in training mode, the example does not fit, the suffix is unknown, or the outputs
-            differ by more than `tolerance`.
+        ValueError: If the model is in training mode, the example or a batch does not fit, the suffix is unknown or has
+            no integers, or the outputs in float differ by more than `tolerance`.
         ImportError: If a package is missing; the message names the extra to install.
 
     Example:
@@ -92,26 +115,29 @@ def export(
     path = Path(path)
     if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):
         raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
+    if int8 is not None and path.suffix == ".pt2":
+        raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
     with torch.no_grad():
         expected = picked(example_call(model, example, kwexample, "export", (example, kwexample)), outputs)
     wrapped = TensorModel(copy_model(model), example, kwexample, outputs).eval()
     shapes = batch_axis(wrapped.given) if dynamic else None
-    with quiet():
-        if path.suffix == ".onnx":
-            operations, runtime, got = _onnx(wrapped, path, shapes)
-        elif path.suffix == ".pt2":
-            operations, runtime, got = _program(wrapped, path, shapes)
-        elif path.suffix == ".xml":
-            operations, runtime, got = write_openvino(wrapped, wrapped.given, path, shapes)
-        else:
-            operations, runtime, got = write_executorch(wrapped, wrapped.given, path)
-    worst = error(tuple(got), tuple(expected))
-    if not worst <= tolerance:
-        raise ValueError(
-            f"{path} computes something else than the model: outputs differ by {worst:.1e} in {runtime}; "
-            f"tolerance={tolerance:.1e} is allowed"
-        )
-    return Exported(path, operations, runtime, worst)
+    settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
+    batches = calibration(settings, wrapped.spec, wrapped.given, shapes is not None) if settings else []
+    with quiet(), tempfile.TemporaryDirectory() as scratch:
+        in_float = Path(scratch) / path.name if settings else path
+        operations, runtime, got = _write(wrapped, in_float, shapes)
+        worst = error(tuple(got), tuple(expected))
+        if not worst <= tolerance:
+            raise ValueError(
+                f"{path} computes something else than the model: outputs differ by {worst:.1e} in {runtime}; "
+                f"tolerance={tolerance:.1e} is allowed"
+            )
+        if settings is None:
+            return Exported(path, operations, runtime, worst)
+        operations, runtime, got = _write_int8(wrapped, in_float, path, settings, batches)
+    pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
+    cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
+    return Exported(path, operations, runtime, error(tuple(got), tuple(expected)), cosine)
 
 
 class TensorModel(nn.Module):
@@ -173,7 +199,29 @@ def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
     return {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
 
 
-def _program(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int], str, Any]:
+def _write(model: TensorModel, path: Path, shapes: Any) -> Ran:
+    if path.suffix == ".onnx":
+        return _onnx(model, path, shapes)
+    if path.suffix == ".pt2":
+        return _program(model, path, shapes)
+    if path.suffix == ".xml":
+        return write_openvino(model, model.given, path, shapes)
+    return write_executorch(model, model.given, path)
+
+
+def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batches: list[list[Tensor]]) -> Ran:
+    if path.suffix == ".onnx":
+        import onnx
+
+        known = {slot.name for slot in onnx.load(in_float, load_external_data=False).graph.input}
+        quantize_onnx(in_float, path, [_feed(model, known, batch) for batch in batches], int8)
+        return _run_onnx(model, path)
+    if path.suffix == ".xml":
+        return quantize_openvino(in_float, path, model.given, batches, int8)
+    return quantize_executorch(model, model.given, path, batches, int8)
+
+
+def _program(model: TensorModel, path: Path, shapes: Any) -> Ran:
     with torch.no_grad():
         program = torch.export.export(model, model.given, dynamic_shapes=shapes, strict=False)
         torch.export.save(program, path)
@@ -181,9 +229,9 @@ def _program(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int
         return operations_of(program), "torch.export", again.module()(*model.given)
 
 
-def _onnx(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int], str, Any]:
+def _onnx(model: TensorModel, path: Path, shapes: Any) -> Ran:
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as missing:
         raise ImportError(f"export() to ONNX needs {missing.name}; pip install 'normkit[export]'") from missing
@@ -193,13 +241,23 @@ def _onnx(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int], 
         )
     assert written is not None
     written.save(str(path))
-    names = [node.op_type for node in written.model.graph.all_nodes()]
-    operations = {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
+    return _run_onnx(model, path)
+
+
+def _run_onnx(model: TensorModel, path: Path) -> Ran:
+    import onnx
+    import onnxruntime
+
+    counted = Counter(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    feed = dict(zip(model.names, (t.numpy() for t in model.given), strict=True))
-    known = {slot.name for slot in session.get_inputs()}  # inputs that the model does not use are left out
-    out = session.run(None, {name: array for name, array in feed.items() if name in known})
+    out = session.run(None, _feed(model, {slot.name for slot in session.get_inputs()}, model.given))
+    operations = dict(sorted(counted.items(), key=lambda found: (-found[1], found[0])))
     return operations, "onnxruntime", [torch.from_numpy(array) for array in out]
+
+
+def _feed(model: TensorModel, known: set[str], given: Sequence[Tensor]) -> dict[str, Any]:
+    """Arrays by name; inputs that the model does not use are left out."""
+    return {name: t.numpy() for name, t in zip(model.names, given, strict=True) if name in known}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Export to OpenVINO (`.xml`) and to ExecuTorch with XNNPACK (`.pte`)."""
+"""Export to OpenVINO (`.xml`) and ExecuTorch (`.pte`), in float and in integers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,19 +7,54 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from normkit.transforms.quantize import Int8
 
 Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runtime, its outputs
+# pyright: reportMissingImports=false
 
 
 def write_openvino(model: nn.Module, given: Sequence[Tensor], path: Path, shapes: Any) -> Ran:
     """Write an OpenVINO model and run it in float32 (bfloat16 is the default on some CPUs)."""
     try:
-        import openvino  # pyright: ignore[reportMissingImports]
+        import openvino
     except ImportError as missing:
         raise ImportError("export() to OpenVINO needs openvino; pip install 'normkit[openvino]'") from missing
     with torch.no_grad():
         program = torch.export.export(model, tuple(given), dynamic_shapes=shapes, strict=False)
-    graph = openvino.convert_model(program)
+    return _run_openvino(openvino.convert_model(program), given, path)
+
+
+def quantize_openvino(
+    source: Path, path: Path, given: Sequence[Tensor], batches: list[list[Tensor]], int8: Int8
+) -> Ran:
+    """Quantize an OpenVINO model by nncf, and run it."""
+    try:
+        import nncf
+        from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, QuantizationParameters
+    except ImportError as missing:
+        raise ImportError("export(int8=) to OpenVINO needs nncf; pip install 'normkit[openvino]'") from missing
+    import openvino
+
+    graph = openvino.Core().read_model(str(source))
+    readers = [op.input_value(0).get_node() for op in graph.get_ops() if op.get_type_name() == "Softmax"]
+    masking = {op.get_friendly_name() for op in readers if op.get_type_name() == "Add"}
+    weights = QuantizationParameters(per_channel=int8.per_channel)
+    quantized = nncf.quantize(
+        graph,
+        nncf.Dataset([[t.numpy() for t in batch] for batch in batches]),
+        subset_size=len(batches),
+        model_type=nncf.ModelType.TRANSFORMER if int8.scope == "products" else None,  # leaves sums in float
+        ignored_scope=nncf.IgnoredScope(names=sorted(masking)),
+        advanced_parameters=AdvancedQuantizationParameters(weights_quantization_params=weights),
+    )
+    return _run_openvino(quantized, given, path)
+
+
+def _run_openvino(graph: Any, given: Sequence[Tensor], path: Path) -> Ran:
+    import openvino
+
     openvino.save_model(graph, str(path), compress_to_fp16=False)
     compiled = openvino.compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     out = compiled([t.numpy() for t in given])
@@ -34,16 +69,47 @@ def write_executorch(model: nn.Module, given: Sequence[Tensor], path: Path) -> R
     Shapes are fixed. The operations are those that XNNPACK does not take, and `executorch_call_delegate`, the number of
     pieces that it takes. XNNPACK has no LayerNorm, so each one splits the model.
     """
+    return _run_executorch(_program(model, given), given, path)
+
+
+def quantize_executorch(
+    model: nn.Module, given: Sequence[Tensor], path: Path, batches: list[list[Tensor]], int8: Int8
+) -> Ran:
+    """Quantize a model by torchao's PT2E for XNNPACK, write it, and run it."""
     try:
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import (  # pyright: ignore[reportMissingImports]
-            XnnpackPartitioner,
+        from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+            XNNPACKQuantizer,
+            get_symmetric_quantization_config,
         )
-        from executorch.exir import to_edge_transform_and_lower  # pyright: ignore[reportMissingImports]
-        from executorch.runtime import Runtime  # pyright: ignore[reportMissingImports]
+        from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    except ImportError as missing:
+        raise ImportError(f"export(int8=) to .pte needs {missing.name}; pip install 'normkit[executorch]'") from missing
+
+    def wanted(node: torch.fx.Node) -> bool:
+        if int8.scope == "products":
+            return any(part in str(node.target) for part in ("linear", "conv"))
+        return not any("softmax" in str(user.target) for user in node.users)
+
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=int8.per_channel))
+    with torch.no_grad():
+        prepared = prepare_pt2e(_program(model, given).module(), quantizer.set_filter_function(wanted))
+        for batch in batches:
+            prepared(*batch)
+        return _run_executorch(_program(convert_pt2e(prepared), given), given, path)
+
+
+def _program(model: nn.Module, given: Sequence[Tensor]) -> ExportedProgram:
+    with torch.no_grad():
+        return torch.export.export(model, tuple(given), strict=False)
+
+
+def _run_executorch(program: ExportedProgram, given: Sequence[Tensor], path: Path) -> Ran:
+    try:
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+        from executorch.runtime import Runtime
     except ImportError as missing:
         raise ImportError(f"export() to .pte needs {missing.name}; pip install 'normkit[executorch]'") from missing
-    with torch.no_grad():
-        program = torch.export.export(model, tuple(given), strict=False)
     lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
     nodes = [node for node in lowered.exported_program().graph.nodes if node.op == "call_function"]
     names = [getattr(node.target, "__name__", str(node.target)) for node in nodes]

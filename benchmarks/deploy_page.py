@@ -1,0 +1,110 @@
+"""Tables of benchmarks/results/deploy-*.json for docs/ and README."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from deploy_models import MODELS, NORMS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- measured: deploy -->\n).*?(<!-- /measured -->)", re.DOTALL)
+HEADLINE = ("float32", "int8, products", "int8, residual stream too", "int8, best recipe against best recipe")
+INFERENCE = """# Inference, folded
+
+This page compares models with LayerNorm, with `un`, and with `un` folded at inference, in float32 and in 8-bit
+integers. [Deploying without norms](deploying.md) explains the results, and how to get such a model. Measure on your
+device with:
+
+```
+python benchmarks/deploy.py --models vit --runtimes onnxruntime
+```
+
+Each variant runs on one thread, pinned to a core; all variants of a table take turns. A cell has the median ratio
+within rounds and, in brackets, the 20th and 80th percentile. *Alike* is relative to LayerNorm in the same recipe,
+*best* to LayerNorm's fastest recipe of the same precision. A range that contains 1.00 is no clear difference. *Cosine*
+is that of the outputs to the float32 model on one example. *MB* is the size of the file, and the peak memory of loading
+and running it. *Operations* are those of the graph that runs; *Q* and *DQ* quantize and dequantize.
+
+{tables}
+"""
+
+
+def results(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The result files, in the order of MODELS, small batches first."""
+    order = list(MODELS)
+    found = [json.loads(path.read_text(encoding="utf8")) for path in folder.glob("deploy-*.json")]
+    first = [result["rows"][0] for result in found]
+    keys = [(order.index(row["model"]), row["batch"], row["runtime"]) for row in first]
+    return [result for _, result in sorted(zip(keys, found, strict=True), key=lambda pair: pair[0])]
+
+
+def span(row: dict[str, Any], key: str) -> str:
+    """A ratio with its percentiles, or the reason why there is none."""
+    if row["obstacle"]:
+        return "too noisy" if row["n"] >= 60 else "too few rounds"
+    return "{median:.2f} ({low:.2f} to {high:.2f})".format(**row[key])
+
+
+def headline(folder: Path = RESULTS) -> str:
+    """Times of the folded model relative to LayerNorm in onnxruntime, batch 1."""
+    lines = [f"| model | {' | '.join(HEADLINE)} |", f"|---{'|---' * len(HEADLINE)}|"]
+    shown = [r for r in results(folder) if r["rows"][0]["runtime"] == "onnxruntime" and r["rows"][0]["batch"] == 1]
+    for result in shown:
+        rows = result["rows"]
+        in_integers = "limited" if any(row["norm"] == "limited" for row in rows) else "folded"
+        picked = {row["recipe"]: row for row in rows if row["norm"] == (in_integers if row["recipe"] else "folded")}
+        best = next(row for row in rows if row["norm"] == in_integers and row["recipe"] and row["is_best"])
+        cells = [span(picked[recipe], "to_same") for recipe in ("", "products", "stream")] + [span(best, "to_best")]
+        lines.append(f"| {MODELS[rows[0]['model']][0]} | {' | '.join(cells)} |")
+    where, n = shown[0]["where"], shown[0]["rows"][0]["n"]
+    return "\n".join([
+        *lines, "",
+        (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "
+        f"{where['device']},\n{n} rounds by turns, median (20th to 80th percentile), commit {where['commit'][:7]}. "
+        f"`python benchmarks/deploy.py --models vit`\nreproduces a row."),
+    ])  # fmt: skip
+
+
+def table(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """All variants of one model in one runtime."""
+    lines = ["| precision | norm | ms | alike | best | cosine | MB file, peak | operations | Q, DQ |", "|---" * 9 + "|"]
+    for row in rows:
+        kind = f"{row['precision']} {row['recipe']}".strip()
+        ratios = [span(row, key) for key in ("to_same", "to_best")]
+        cosine = f"{row['cosine']:.4f}" if row.get("cosine") else ""
+        memory = f"{row['file_mb']:.1f}, {row['memory_mb'] or float('nan'):.0f}" if "file_mb" in row else ""
+        pairs = f"{row['quantize']}, {row['dequantize']}" if row["precision"] == "int8" and "quantize" in row else ""
+        cells = [kind, NORMS[row["norm"]], f"{row['ms']:.2f}", *ratios, cosine, memory, str(row.get("operations", "")),
+                 pairs]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def inference(folder: Path = RESULTS) -> str:
+    """The page with all tables."""
+    parts: list[str] = []
+    seen = ""
+    for result in results(folder):
+        rows, where = result["rows"], result["where"]
+        first, title = rows[0], MODELS[rows[0]["model"]][0]
+        if title != seen:
+            parts += [f"## {title}", ""]
+            notes = {NORMS[row["norm"]]: row["note"] for row in rows if row.get("note")}
+            parts += [f"{name}: {note}." for name, note in notes.items()] + ([""] if notes else [])
+        seen = title
+        parts += [f"**{first['runtime']}, batch {first['batch']}**", "", *table(rows), ""]
+        device = f"{first['n']} rounds, one thread of an {where['device']}, torch {where['torch']}"
+        noise = f"a variant to itself {first['noise']:.3f}"
+        parts += [f"{device}; {noise}; commit {where['commit'][:7]}: `{result['command']}`", ""]
+    return INFERENCE.format(tables="\n".join(parts).rstrip())
+
+
+def write_pages(folder: Path = RESULTS) -> None:
+    """Write docs/inference.md and the marked part of docs/deploying.md."""
+    (ROOT / "docs" / "inference.md").write_text(inference(folder), encoding="utf8")
+    page = ROOT / "docs" / "deploying.md"
+    text = page.read_text(encoding="utf8")
+    page.write_text(PLACE.sub(lambda match: f"{match[1]}{headline(folder)}\n{match[2]}", text), encoding="utf8")

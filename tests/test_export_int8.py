@@ -1,0 +1,107 @@
+"""Exports in 8-bit integers: calibrated, close to the float model, masks in float."""
+
+import sys
+from collections import Counter
+
+import onnx
+import pytest
+import torch
+from third_party_models import case_of, randomize
+from torch import Tensor, nn
+
+from normkit.transforms import Int8, convert, export, fold
+
+PACKAGES = {"onnx": "onnxruntime", "xml": "nncf", "pte": "executorch"}
+
+
+class Mixer(nn.Module):
+    """Two pre-norm blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(2)])
+        self.into, self.out = (nn.ModuleList([nn.Linear(16, 16) for _ in range(2)]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, into, out in zip(self.norms, self.into, self.out, strict=True):
+            x = x + out(torch.relu(into(norm(x))))
+        return x
+
+
+@pytest.fixture(scope="module")
+def mixer() -> nn.Module:
+    torch.manual_seed(0)
+    return fold(randomize(convert(Mixer(), "un")).eval(), torch.randn(4, 16))[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporters' own
+@pytest.mark.parametrize("ending", PACKAGES)
+def test_integers_are_close_to_the_float_model(ending, mixer, tmp_path):
+    pytest.importorskip(PACKAGES[ending])
+    x, batches = torch.randn(4, 16), torch.randn(8, 4, 16)
+    in_float = export(mixer, tmp_path / f"float.{ending}", x)
+    assert in_float.cosine is None
+    for scope in ("products", "stream"):
+        done = export(mixer, tmp_path / f"{scope}.{ending}", x, int8=Int8(batches, scope))
+        assert in_float.max_error < 1e-4 < done.max_error < 0.2, str(done)
+        assert done.cosine > 0.99, str(done)
+        assert done.path.stat().st_size > 0
+    assert list(tmp_path.glob("*prepared*")) == []
+
+
+def test_the_scope_selects_what_computes_in_integers(mixer, tmp_path):
+    read_by = {}
+    for scope in ("products", "stream"):
+        done = export(mixer, tmp_path / "m.onnx", torch.randn(4, 16), int8=Int8(torch.randn(2, 4, 16), scope))
+        graph = onnx.load(done.path).graph
+        dequantized = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+        read_by[scope] = Counter(node.op_type for node in graph.node if dequantized.issuperset(node.input[:2]))
+        assert done.operations["QuantizeLinear"] > 0
+    assert read_by["products"]["Gemm"] == 4
+    assert read_by["products"]["Add"] == 0
+    assert read_by["stream"]["Add"] == 2
+
+
+def test_an_attention_mask_stays_in_float(tmp_path):
+    case = case_of("bert")
+    batches = [case.kwargs]
+    done = export(
+        case.model.eval(), tmp_path / "m.onnx", outputs=case.outputs, int8=Int8(batches, "stream"), **case.kwargs
+    )
+    assert (case.kwargs["attention_mask"] == 0).any()
+    assert done.cosine > 0.99, str(done)
+
+
+def test_weights_have_one_scale_or_one_for_each_channel(mixer, tmp_path):
+    sizes = {}
+    for per_channel in (False, True):
+        int8 = Int8([torch.randn(2, 16)], per_channel=per_channel)
+        graph = onnx.load(export(mixer, tmp_path / "m.onnx", torch.randn(4, 16), int8=int8).path).graph
+        arrays = {array.name: array for array in graph.initializer}
+        weights = [
+            node
+            for node in graph.node
+            if node.op_type == "DequantizeLinear" and node.input[0] in arrays and len(arrays[node.input[0]].dims) == 2
+        ]
+        sizes[per_channel] = {tuple(arrays[node.input[1]].dims) for node in weights}
+    assert sizes == {False: {()}, True: {(16,)}}
+
+
+def test_bad_batches_and_formats_are_named(mixer, tmp_path, monkeypatch):
+    x, path = torch.randn(4, 16), tmp_path / "m.onnx"
+    with pytest.raises(ValueError, match="no batch"):
+        export(mixer, path, x, int8=[])
+    with pytest.raises(ValueError, match=r"batch 1 of int8= is \(float32\[4, 8\]\); the example is \(float32\[4, 16\]"):
+        export(mixer, path, x, int8=[x, torch.randn(4, 8)])
+    with pytest.raises(ValueError, match="form of the example"):
+        export(mixer, path, x, int8=[{"x": x}])
+    with pytest.raises(ValueError, match="form of the example"):
+        export(mixer, path, x, dynamic=False, int8=[torch.randn(2, 16)])
+    with pytest.raises(ValueError, match="allowed: 'products', 'stream'"):
+        Int8([x], "sums")
+    with pytest.raises(ValueError, match=r"export\(int8=\) writes \.onnx, \.xml or \.pte; got 'm\.pt2'"):
+        export(mixer, tmp_path / "m.pt2", x, int8=[x])
+    assert not path.exists()
+    monkeypatch.setitem(sys.modules, "executorch", None)
+    with pytest.raises(ImportError, match=r"pip install 'normkit\[executorch\]'"):
+        export(mixer, tmp_path / "m.pte", x, int8=[x])
