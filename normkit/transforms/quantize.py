@@ -47,8 +47,8 @@ class Int8:
 def calibration(int8: Int8, spec: Any, given: Sequence[Tensor], dynamic: bool) -> list[list[Tensor]]:
     """Return the tensors of each calibration batch, or raise a ValueError.
 
-    A batch has to fit the example, which has the structure `spec`, from `tree_flatten((args, kwargs))`, and the tensors `given`. With `dynamic`
-    the first axis may differ.
+    A batch has to fit the example, which has the structure `spec`, from `tree_flatten((args, kwargs))`, and the tensors
+    `given`. With `dynamic` the first axis may differ.
     """
     batches = []
     for number, batch in enumerate(int8.batches):
