@@ -132,7 +132,7 @@ def ours(name: str, weights: Path, decode: int) -> Study:
         return {"source": source, "target": given}, target
 
     test = [padded(kept, items) for items in kept.sorted_items(100)]
-    few = [fits[at] for at in spread(len(fits), decode)] if decode else []
+    few = [fits[at] for at in spread(len(fits), decode or 1)]
     short, task._test_items = task._test.take(few), [task._test_items[item] for item in few]
 
     def score(forward: Callable[..., Tensor], norm: str) -> dict[str, float]:
