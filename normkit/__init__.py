@@ -34,10 +34,12 @@ from normkit.transforms import (
     convert,
     export,
     find,
+    fit_norms,
     fold,
     follow_optimizer,
     load_pretrained,
     save_pretrained,
+    scale_loss,
     settle,
     to_rms,
 )
@@ -48,6 +50,7 @@ __version__ = "0.2.0"
 __all__ = [
     "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "Derf", "DyT", "FixNorm", "GroupNorm", "Int8",
     "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "ScaleNorm", "Split", "TaperNorm", "audit",
-    "blend", "calibrate", "convert", "diagnose", "export", "find", "fix_embedding", "fold", "follow_optimizer",
-    "keep_statistics", "kernels", "load_pretrained", "make", "options", "record", "save_pretrained", "settle", "to_rms",
+    "blend", "calibrate", "convert", "diagnose", "export", "find", "fit_norms", "fix_embedding", "fold",
+    "follow_optimizer", "keep_statistics", "kernels", "load_pretrained", "make", "options", "record",
+    "save_pretrained", "scale_loss", "settle", "to_rms",
 ]  # fmt: skip

@@ -91,6 +91,7 @@ WITH_KERNEL_RULE = [
 WITHOUT_KERNEL_RULE = [
     "batch(steps_per_update=2)", "power(groups=0, warmup=2, accumulate='ema')", "mabn(window=2, warmup=2, form='unp')",
     "un(window=2, warmup=2, outlier_filtration=True)", "un(window=2, warmup=2, steps_per_update=2)",
+    "batch(scalar=True)", "un(window=2, warmup=2, scalar=True)", "power(groups=0, warmup=2, scalar=True)",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normkit.norms import NORMS, UN, LayerNorm, make
-from normkit.transforms import Blend, blend, calibrate, convert, fold, settle
+from normkit.transforms import Blend, blend, calibrate, convert, fold, scale_loss, settle
 
 DIM = 6
 
@@ -220,7 +220,99 @@ def test_a_compiled_backward_has_the_share_of_its_own_step():
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
+class Blocks(nn.Module):
+    """Two pre-norm blocks and a final norm."""
+
+    def __init__(self):
+        super().__init__()
+        names = ("norm1", "attention", "norm2", "mlp")
+        parts = [nn.LayerNorm(DIM) if "norm" in name else nn.Linear(DIM, DIM) for name in 2 * names]
+        self.h = nn.ModuleList(nn.ModuleDict(zip(names, parts[4 * i : 4 * i + 4], strict=True)) for i in range(2))
+        self.final, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 2)
+
+    def forward(self, x):
+        for block in self.h:
+            x = x + torch.tanh(block["attention"](block["norm1"](x)))
+            x = x + torch.tanh(block["mlp"](block["norm2"](x)))
+        return self.head(self.final(x))
+
+
+def test_sites_are_replaced_one_after_the_other_in_the_given_order():
+    torch.manual_seed(0)
+    original = randomize(Blocks())
+    default = ["h.0.norm2", "h.1.norm2", "h.0.norm1", "h.1.norm1", "final"]
+    for order, places in ((None, default), (["final", "*norm1", "*"], ["final", *default[2:4], *default[:2]])):
+        staged = blend(original, "un(warmup=1)", steps=1, gap=2, order=order).train()
+        for step in range(1, 10):
+            staged(rows()[None])
+            shares = [float(staged.get_submodule(name).share()) for name in places]
+            assert shares == [float(2 * place >= step) for place in range(5)]
+            assert all(m.done for m in staged.modules() if isinstance(m, Blend)) == (step == 9)
+        assert fold(settle(staged).eval(), rows()[None])[1].foldable == "5 of 5"
+
+
+def test_a_staged_schedule_continues_from_a_checkpoint():
+    torch.manual_seed(0)
+    original = randomize(Blocks())
+    settings = {"steps": 2, "gap": 2, "first_last": True}
+    staged, again = (blend(original, "un(warmup=2)", **settings).train() for _ in range(2))
+    for k in range(5):
+        staged(rows(seed=k)[None])
+    with pytest.raises(ValueError, match=r"5 of 5 blends are not done: h.0.norm1 has made 5 of 12"):
+        settle(staged)
+    again.load_state_dict(staged.state_dict())
+    for k in range(5, 13):
+        assert torch.equal(again(rows(seed=k)[None]), staged(rows(seed=k)[None]))
+    assert torch.equal(settle(again)(rows()[None]), settle(staged)(rows()[None]))
+
+
+def test_the_first_token_keeps_the_old_norm_until_all_sites_are_replaced():
+    torch.manual_seed(0)
+    original = randomize(nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)))
+    x = rows(24).view(2, 12, DIM).clone()
+    x[:, 0] *= 100
+    staged = blend(original, "pnv", steps=1, gap=1, first_last=True).train()
+    for _ in range(2):
+        y = staged(x)
+    torch.testing.assert_close(y[:, 0], original(x)[:, 0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(y[:, 1:], original(x)[:, 1:], atol=1e-2)
+    assert staged[0].new.running.max() < 10, "statistics leave it out"
+    staged(x)
+    assert staged[0].done
+    assert staged[0].new.running.max() > 10
+    with pytest.raises(ValueError, match=r"first tokens are x\[:, 0\]"):
+        staged(x[0])
+
+
+def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
+    torch.manual_seed(0)
+    model = blend(nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)), "un", steps=100).train()
+    x = rows(seed=4) * torch.linspace(0.2, 3, 20)[:, None]
+    optimizer, seen = torch.optim.Adam(model.parameters(), 0.05), []
+    with scale_loss(model) as scales:
+        for _ in range(60):
+            read = model[0](x).detach()
+            model(x)
+            loss = scales()
+            ratio = read.square().mean(1).sqrt() / read.square().mean().sqrt()
+            torch.testing.assert_close(loss.detach(), (ratio - 1).square().mean())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(float(loss.detach()))
+    assert seen[-1] < seen[0] / 2
+    assert not model[1]._forward_pre_hooks
+    with pytest.raises(ValueError, match=r"matches no norm; the norms are 1"), scale_loss(model, "ln*"):
+        pass
+
+
 def test_bad_input_raises():
+    with pytest.raises(ValueError, match=r"'norm9' of order matches no site"):
+        blend(Blocks(), "un", steps=1, gap=1, order=["norm9", "*"])
+    with pytest.raises(ValueError, match=r"order leaves out final; add a pattern"):
+        blend(Blocks(), "un", steps=1, gap=1, order=["h.*"])
+    with pytest.raises(ValueError, match=r"gap must be a whole number of at least 0; got -1"):
+        blend(Blocks(), "un", steps=1, gap=-1)
     with pytest.raises(ValueError, match=r"blend\(\) found no norm"):
         blend(nn.Sequential(nn.Linear(3, 3)), "un", steps=3)
     for steps in (0, 1.5, True):

@@ -50,10 +50,10 @@ class KernelRule(NamedTuple):
 def find_kernel_rule(norm: Any) -> KernelRule | None:
     """The norm's `kernel_rule()` if kernels can apply it.
 
-    That takes one process, one batch per step, a rule that no subclass overrides, and plain tensors as buffers, because
-    kernels write to their memory.
+    That takes one process, one batch per step, statistics per channel, a rule that no subclass overrides, and plain
+    tensors as buffers, because kernels write to their memory.
     """
-    if norm.sync or norm.accumulates or not has_kernel_rule(type(norm)):
+    if norm.sync or norm.accumulates or norm.scalar or not has_kernel_rule(type(norm)):
         return None
     plain = all(type(b) is Tensor and b.is_contiguous() for b in norm.buffers(recurse=False))
     return norm.kernel_rule() if plain else None

@@ -52,12 +52,16 @@ class StatNorm(StatefulNorm):
         sync: Compute statistics over all processes of the default group; off, as it costs one all-reduce per pass.
         steps_per_update: Training forwards per update of the state, by their joint statistics; 1, as without gradient
             accumulation.
+        scalar: Divide all channels by one number, the root of their mean variance or mean square, as when the norms of
+            a trained model are removed (Heimersheim 2024); off. A mean that is removed stays one per channel.
     """
 
     offline: ClassVar[bool] = True
     batch_free: ClassVar[bool] = False
     pad_grad: ClassVar[str] = "exact"  # gradient statistics sum over "exact"ly all rows, or over "real" ones
     groups = 0  # layer-scale: groups of channels of a token, each first divided by its root mean square; 0: none
+
+    scalar: bool = False
 
     # -- the two rules of a method ------------------------------------------------------------------------------------
 
@@ -86,7 +90,7 @@ class StatNorm(StatefulNorm):
     @property
     def uses_batch_gradient(self) -> bool:
         """True if the removed statistics are always this batch's, without any state."""
-        return type(self).grad_stat is StatNorm.grad_stat
+        return type(self).grad_stat is StatNorm.grad_stat and not self.scalar
 
     def known_in_advance(self) -> Tensor | None:
         """Return the statistics of `train_stat` if they do not depend on the batch, else None.
@@ -119,7 +123,8 @@ class StatNorm(StatefulNorm):
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
             data, y, one_pass = x.detach(), None, False
-            statistics = self._records.find(lambda: ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
+            measured = lambda: ops.moments(data, mask, self.center, wide, groups, self.eps)[0]  # noqa: E731
+            statistics = self._records.find(lambda: self.pool(measured()))
             if statistics is None:
                 statistics, y, one_pass = self._train_step(data, mask, wide, groups, kernels is not None)
             statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
@@ -133,6 +138,12 @@ class StatNorm(StatefulNorm):
     def rest(self, x: Tensor) -> Tensor:
         """Transform each token first, in training and at inference: layer-scale, or nothing."""
         return ops.group_rms(x, self.eps, self.groups) if self.groups else x
+
+    def pool(self, statistics: Tensor) -> Tensor:
+        """Return statistics `[k, C]` with the mean of the last row, the scale, in all channels if `scalar`."""
+        if not self.scalar:
+            return statistics
+        return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])
 
     def _train_step(
         self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: bool
@@ -152,7 +163,7 @@ class StatNorm(StatefulNorm):
             y, local, count = ops.standardize_and_moments(
                 x, known_in_advance, self.eps, self.center, self.weight, self.bias, mask, groups
             )
-        batch = local
+        batch = local = self.pool(local)
         if self.sync:
             batch, count = sync.unpack(sync.all_reduce(sync.pack(local, count, self.running)), self.running)
         ok = usable(batch, count)
@@ -172,6 +183,7 @@ class StatNorm(StatefulNorm):
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Return the gradient statistics `[k, C]` to remove from dx, and update the state."""
+        batch = self.pool(batch)
         value, state = self.grad_stat(batch, step, saved)
         if not state:
             return value

@@ -4,10 +4,11 @@ They return a changed copy; those with `inplace=True` change the given model.
 """
 
 from normkit.transforms.audit import audit
-from normkit.transforms.blend import Blend, blend, settle
+from normkit.transforms.blend import Blend, blend, scale_loss, settle
 from normkit.transforms.calibrate import calibrate
 from normkit.transforms.convert import convert, find, unreadable
 from normkit.transforms.export import Exported, export
+from normkit.transforms.fit import fit_norms
 from normkit.transforms.fold import Outcome, Report, fold
 from normkit.transforms.fold.report import Audit
 from normkit.transforms.follow_optimizer import OptimizerLink, follow_optimizer
@@ -17,6 +18,6 @@ from normkit.transforms.quantize import Int8
 
 __all__ = [
     "Audit", "Blend", "Exported", "Int8", "OptimizerLink", "Outcome", "Report", "audit", "blend", "calibrate",
-    "convert", "export", "find", "fold", "follow_optimizer", "load_pretrained", "save_pretrained", "settle", "to_rms",
-    "unreadable",
+    "convert", "export", "find", "fit_norms", "fold", "follow_optimizer", "load_pretrained", "save_pretrained",
+    "scale_loss", "settle", "to_rms", "unreadable",
 ]  # fmt: skip

@@ -1,8 +1,11 @@
-"""Replace norms gradually during training."""
+"""Replace norms gradually during training, all at once or site by site."""
 
 import collections
 import copy
-from collections.abc import Callable, Mapping
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -24,15 +27,18 @@ class Blend(Norm):
     """Weighted mean of two norms: `y = share * old(x) + (1 - share) * new(x)`.
 
     Gain and bias belong to both norms. A parameter that only the old norm has, such as ScaleNorm's length, disappears
-    with it. In the k-th training forward `share` is `1 - k / steps`. The count is the buffer `step`, which is part of
-    checkpoints; a recomputed forward (activation checkpointing) does not count. At inference the share stays, and the
-    new norm uses its running statistics.
+    with it. In the k-th training forward `share` is `1 - (k - start) / steps`, within 0 and 1. The count is the buffer
+    `step`, which is part of checkpoints; a recomputed forward (activation checkpointing) does not count. At inference
+    the share stays, and the new norm uses its running statistics.
 
     Args:
         old: Norm to replace.
         new: Norm that replaces it, with the same parameters.
-        steps: Training forwards until only the new norm acts.
+        steps: Training forwards from `start` until only the new norm acts.
         schedule: "linear", or "cosine" for a slower start and end.
+        start: Training forwards in which only the old norm acts.
+        first_start: The same for the first token of each sequence, `x[:, 0]`, which takes no part in the new norm's
+            statistics until then; None for no distinction.
     """
 
     batch_free = False
@@ -40,9 +46,19 @@ class Blend(Norm):
     new: Norm
     step: Tensor
 
-    def __init__(self, old: Norm, new: Norm, *, steps: int, schedule: Schedule = "linear"):
+    def __init__(
+        self,
+        old: Norm,
+        new: Norm,
+        *,
+        steps: int,
+        schedule: Schedule = "linear",
+        start: int = 0,
+        first_start: int | None = None,
+    ):
         super().__init__(new.dim, eps=new.eps, affine=False)
         self.old, self.new, self.steps, self.schedule = old, new, steps, schedule
+        self.start, self.first_start = start, first_start
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self.weight, self.bias = new.weight, new.bias
         self.shared = [  # parameters belong to this module, so that their names stay
@@ -70,15 +86,20 @@ class Blend(Norm):
         """Specs of both norms and the steps; `make` does not read it."""
         return f"blend({self.old.spec}, {self.new.spec}, steps={self.steps})"
 
-    def share(self) -> Tensor:
-        """Return the current weight of the old norm, from 1 to 0."""
-        left = (1 - self.step / self.steps).clamp(min=0)
+    def share(self, start: int | None = None) -> Tensor:
+        """Return the current weight of the old norm, from 1 to 0; `start` replaces the blend's own."""
+        left = (1 - (self.step - (self.start if start is None else start)) / self.steps).clamp(0, 1)
         return left if self.schedule == "linear" else (1 - torch.cos(torch.pi * left)) / 2
+
+    @property
+    def end(self) -> int:
+        """Training forwards until only the new norm acts, on all tokens."""
+        return max(self.start, self.first_start or 0) + self.steps
 
     @property
     def done(self) -> bool:
         """True once only the new norm acts. Waits for the device."""
-        return int(self.step) >= self.steps
+        return int(self.step) >= self.end
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Blend the outputs of both norms, and count the step while training."""
@@ -87,6 +108,14 @@ class Blend(Norm):
         if self.training and not recomputed:
             self.step.add_(1)
         share = self.share().to(x.dtype)
+        if self.first_start is not None:
+            if x.dim() != 3:
+                raise ValueError(f"first tokens are x[:, 0] of [batch, time, channels]; got shape {tuple(x.shape)}")
+            is_first = (torch.arange(x.shape[1], device=x.device) == 0)[:, None]
+            first = self.share(self.first_start).to(x.dtype)
+            share = torch.where(is_first, first, share)
+            counts = (~is_first[:, 0] | (first == 0)).expand(x.shape[:2])
+            mask = counts if mask is None else mask & counts
         if torch.compiler.is_compiling():
             (share,) = autograd.snapshot([share])  # a compiled backward would use the share of the next step
         self._share_parameters()
@@ -106,13 +135,13 @@ class Blend(Norm):
     def split(self) -> Split:
         """Split the new norm; raises a ValueError while the old one still acts."""
         if not self.done:
-            left = f"{int(self.step)} of {self.steps} training forwards done"
+            left = f"{int(self.step)} of {self.end} training forwards done"
             raise ValueError(f"a blend has no split before its end ({left}); train on, then settle(model)")
         return self.finalize().eval().split()
 
     def extra_repr(self) -> str:
         """Show size, progress and schedule."""
-        return f"{self.dim}, step={int(self.step)} of {self.steps}, schedule={self.schedule!r}"
+        return f"{self.dim}, step={int(self.step)} of {self.end}, schedule={self.schedule!r}"
 
 
 def blend(
@@ -121,21 +150,33 @@ def blend(
     steps: int,
     *,
     schedule: Schedule = "linear",
+    gap: int = 0,
+    order: Sequence[str] | None = None,
+    first_last: bool = False,
     where: Callable[[str, nn.Module], bool] | None = None,
     mask_from: MaskFrom = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Replace the norms of a model gradually, over `steps` training forwards.
+    """Replace the norms of a model gradually, over `steps` training forwards each.
 
     At first each norm computes what it did before, at the end what the new one does (progressive re-parametrization,
     SLAB, arXiv:2405.11582). Gain and bias keep their names and belong to both norms. The new norm gathers its
     statistics from the first step. Train as usual, then call `settle(model)`.
 
+    With a `gap`, one site after the other begins (Heimersheim 2024, arXiv:2409.13710): the last is done after
+    `gap * (sites - 1) + steps` training forwards. `steps=1` replaces each at once.
+
     Args:
         model: Any PyTorch model that is not wrapped, compiled or quantized.
         to: A spec, or rules from patterns of names to specs, as in `convert`.
-        steps: Training forwards until only the new norms act; about 60 % of a fine-tuning worked well.
+        steps: Training forwards of each site until only the new norm acts.
         schedule: "linear", or "cosine" for a slower start and end.
+        gap: Training forwards between the starts of successive sites; 0 starts all at once.
+        order: Patterns of names, first to last; a site's place is that of the first that matches. By default the norms
+            of repeated blocks come first, each block's last norm before its others (in pre-norm models: before the
+            MLPs, then before attention), and norms outside of blocks, such as the final one, last.
+        first_last: Replace the norms on the first token of each sequence `[batch, time, channels]` after all sites, as
+            it often has far larger activations. Until then new norms leave it out of their statistics.
         where: As in `convert`.
         mask_from: As in `convert`.
         inplace: Change the given model. By default it is copied.
@@ -158,7 +199,11 @@ def blend(
         raise ValueError(f"steps must be a whole number of at least 1; got {steps!r}")
     if schedule not in ("linear", "cosine"):
         raise ValueError(f'schedule must be "linear" or "cosine"; got {schedule!r}')
+    if not isinstance(gap, int) or isinstance(gap, bool) or gap < 0:
+        raise ValueError(f"gap must be a whole number of at least 0; got {gap!r}")
     chosen = chosen_sites(model, to, where, "blend")
+    starts = {name: gap * place for place, name in enumerate(_in_order(list(chosen), order))}
+    first_start = max(starts.values()) + steps if first_last else None
     model = model if inplace else copy_model(model)
     like = next(model.parameters(), None)
     made: dict[int, nn.Module] = {}
@@ -167,7 +212,8 @@ def blend(
         if isinstance(old, Blend):
             made[id(old)] = old
         if id(old) not in made:
-            made[id(old)] = _blended(old, spec, steps, schedule, like)
+            when = {"steps": steps, "schedule": schedule, "start": starts[name], "first_start": first_start}
+            made[id(old)] = _blended(old, spec, when, like)
             made[id(made[id(old)])] = made[id(old)]
         model = put(model, name, made[id(old)])
     leave_fast_path(model)
@@ -205,7 +251,7 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
     if early is False and (waiting := {name: m for name, m in blends.items() if not m.done}):
         name, first = next(iter(waiting.items()))
         raise ValueError(
-            f"{len(waiting)} of {len(blends)} blends are not done: {name} has made {int(first.step)} of {first.steps} "
+            f"{len(waiting)} of {len(blends)} blends are not done: {name} has made {int(first.step)} of {first.end} "
             "training forwards; train on, or pass early=True"
         )
     made = {id(m): m.finalize() for m in blends.values()}
@@ -215,7 +261,78 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
     return model
 
 
-def _blended(old: nn.Module, spec: str, steps: int, schedule: Schedule, like: Tensor | None) -> Blend:
+@contextmanager
+def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tensor]]:
+    """Measure, inside the block, how unequal the scales of tokens are where norms read them.
+
+    A norm with frozen statistics divides all tokens by the same numbers. This loss draws their scales together, before
+    and while norms are replaced (Baroni et al. 2025, arXiv:2507.02559).
+
+    Args:
+        model: The model that trains.
+        sites: Pattern of names of norms, as in `fnmatch`.
+
+    Yields:
+        A function without arguments that returns the loss of the forwards since its last call: the squared relative
+        deviation of each token's root mean square from the batch's, averaged over tokens and sites. Padding is left
+        out where norms get masks.
+
+    Raises:
+        ValueError: If no norm has such a name.
+
+    Example:
+        >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=100)
+        >>> with scale_loss(model) as scales:
+        ...     loss = model(torch.randn(8, 4)).square().mean() + 0.1 * scales()
+    """
+    norms = [model.get_submodule(name) for name in find(model) if fnmatch.fnmatchcase(name, sites)]
+    if not norms:
+        raise ValueError(f"the pattern {sites!r} matches no norm; the norms are {', '.join(find(model)) or 'none'}")
+    terms: list[Tensor] = []
+
+    def measure(norm: nn.Module, args: tuple, kwargs: dict) -> None:
+        x, mask = args[0] if args else kwargs["x"], kwargs.get("mask", args[1] if len(args) > 1 else None)
+        x = x.float() if mask is None else x[mask].float()
+        scale = x.square().mean(-1).sqrt()
+        terms.append((scale / scale.square().mean().sqrt() - 1).square().mean())
+
+    def loss() -> Tensor:
+        total = torch.stack(terms).mean()
+        terms.clear()
+        return total
+
+    handles = [norm.register_forward_pre_hook(measure, with_kwargs=True) for norm in norms]
+    try:
+        yield loss
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_order(names: list[str], order: Sequence[str] | None) -> list[str]:
+    """Sort names of sites by patterns; by default the last norms of repeated blocks come first.
+
+    >>> _in_order(["h.0.ln_1", "h.0.ln_2", "h.1.ln_1", "h.1.ln_2", "ln_f"], None)
+    ['h.0.ln_2', 'h.1.ln_2', 'h.0.ln_1', 'h.1.ln_1', 'ln_f']
+    """
+    if order is None:
+        families = list(dict.fromkeys(_family(name) for name in names))
+        return sorted(names, key=lambda name: (_family(name) == name, -families.index(_family(name))))
+    for pattern in order:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"the pattern {pattern!r} of order matches no site; they are {', '.join(names)}")
+    place = {name: [fnmatch.fnmatchcase(name, pattern) for pattern in order] for name in names}
+    if left := [name for name in names if not any(place[name])]:
+        raise ValueError(f"order leaves out {', '.join(left)}; add a pattern, '*' for the rest")
+    return sorted(names, key=lambda name: place[name].index(True))
+
+
+def _family(name: str) -> str:
+    """Return a name with a pattern in place of the number of its block."""
+    return re.sub(r"(^|\.)\d+(\.|$)", r"\1*\2", name, count=1)
+
+
+def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blend:
     """Build the blend of a norm of the model into a new one."""
     new = replacement(old, spec, like)
     own = {id(p): p for p in (new.weight, new.bias) if p is not None}
@@ -229,7 +346,7 @@ def _blended(old: nn.Module, spec: str, steps: int, schedule: Schedule, like: Te
             mine, theirs = getattr(new, key), getattr(outgoing, key)
             if mine is not None and theirs is not None and mine.shape == theirs.shape:
                 setattr(outgoing, key, mine)
-    both = Blend(outgoing, new, steps=steps, schedule=schedule)
+    both = Blend(outgoing, new, **when)
     both.step = both.step.to(next((t.device for t in (*new.parameters(), *new.buffers())), both.step.device))
     for hooks in HOOKS:
         setattr(both, hooks, getattr(new, hooks))

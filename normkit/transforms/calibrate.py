@@ -76,7 +76,7 @@ def calibrate(
             for index in range(passes):
                 sums = _collect(model, norms, batches, forward, index, on_progress)
                 for name, norm in norms.items():
-                    norm.running.copy_(sums[name].statistics(name))
+                    norm.running.copy_(norm.pool(sums[name].statistics(name)))
         except BaseException:
             for name, norm in norms.items():
                 norm.running.copy_(before[name])
@@ -138,7 +138,7 @@ class _Sums:
         self.sums = added if self.sums is None else self.sums + added
         self.count = self.sums[-1]
         if self.own:
-            norm.running.copy_(torch.where(count > 0, batch, norm.running))
+            norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))
 
     def statistics(self, name: str) -> Tensor:
         """Return the joint statistics, `[k, dim]`."""

@@ -1,0 +1,143 @@
+"""Fit offline norms to the norms that they replaced, by least squares."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normkit.kernels import ops
+from normkit.norms import StatNorm
+from normkit.transforms.calibrate import evaluating
+from normkit.transforms.checks import copy_model, refuse_meta, refuse_wrapped
+from normkit.transforms.invoke import call
+
+Forward = Callable[[nn.Module, Any], Any] | None
+
+
+def fit_norms(
+    model: nn.Module, like: nn.Module, batches: Iterable[Any], *, forward: Forward = None, inplace: bool = False
+) -> nn.Module:
+    """Set statistics, gain and bias of converted norms so that they reproduce those of the original model.
+
+    In the order in which they run, each norm gets the statistics of its input, and the gain and bias per channel that
+    bring its output closest, in squared error over real tokens, to the output of the original norm on the same batch.
+    So a norm also corrects part of the error of those before it. No gradient is needed. `calibrate` alone sets
+    statistics and keeps the gain, although LayerNorm's channels do not have a mean square of 1.
+
+    Args:
+        model: Model with offline norms: `convert(like, "un")`. Both models run in evaluation mode.
+        like: The original model.
+        batches: Inputs of the model as in `calibrate`; a few thousand tokens suffice.
+        forward: Called as `forward(model, batch)` in place of the model.
+        inplace: Change the given model. By default it is copied.
+
+    Returns:
+        The model with fitted norms.
+
+    Raises:
+        ValueError: If no norm has statistics, one never ran, the original has no module of its name, there are no
+            batches, or an activation was not finite.
+
+    Example:
+        >>> original = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> import normkit
+        >>> fit_norms(normkit.convert(original, "un"), original, [torch.randn(64, 4)])[1]
+        UN(4, un)
+    """
+    for each in (model, like):
+        refuse_wrapped(each, "fit_norms")
+        refuse_meta(each, "fit_norms")
+    batches = list(batches)
+    if not batches:
+        raise ValueError("fit_norms() was given no batches")
+    model = model if inplace else copy_model(model)
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
+    if not norms:
+        raise ValueError("fit_norms() found no norm with running statistics; convert(model, 'un') first")
+    theirs = dict(like.named_modules(remove_duplicate=False))
+    if absent := [name for name in norms if name not in theirs]:
+        raise ValueError(f"fit_norms() takes the model that was converted as `like`; it has no {', '.join(absent)}")
+    with torch.no_grad(), evaluating(model), evaluating(like):
+        calls = _calls(model, norms, batches[0], forward)
+        if idle := sorted(set(norms) - set(calls)):
+            raise ValueError(f"fit_norms() found norms that never ran on the first batch: {', '.join(idle)}")
+        for name in dict.fromkeys(calls):
+            seen = [
+                _rows(model, norms[name], like, theirs[name], batch, forward, calls.count(name)) for batch in batches
+            ]
+            x, y = (torch.cat(each).double() for each in zip(*seen, strict=True))
+            if not (x.isfinite().all() and y.isfinite().all() and len(x)):
+                raise ValueError(f"fit_norms() found no finite activations of real tokens at {name}")
+            _solve(norms[name], x, y)
+    return model
+
+
+def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
+    """Set statistics, gain and bias from rows `[n, dim]` of inputs and of wanted outputs."""
+    statistics, _ = ops.moments(x, None, norm.center)
+    norm.running.copy_(norm.pool(statistics))
+    if norm.weight is None:
+        return
+    z = x - norm.running[0].double() if norm.center else x
+    z = z * torch.rsqrt(norm.running[-1].double() + norm.eps)
+    mean_z, mean_y = (each.mean(0) if norm.bias is not None else torch.zeros_like(z[0]) for each in (z, y))
+    z, y = z - mean_z, y - mean_y
+    gain = (z * y).sum(0) / z.square().sum(0).clamp(min=torch.finfo(z.dtype).tiny)
+    norm.weight.copy_(gain)
+    if norm.bias is not None:
+        norm.bias.copy_(mean_y - gain * mean_z)
+
+
+def _calls(model: nn.Module, norms: dict[str, StatNorm], batch: Any, forward: Forward) -> list[str]:
+    """Return the names of norms in the order of their calls."""
+    names: list[str] = []
+    handles = [norm.register_forward_pre_hook(lambda *_, name=name: names.append(name)) for name, norm in norms.items()]
+    try:
+        call(model, batch, forward)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return names
+
+
+class _Enough(Exception):
+    """All calls of a norm have been seen; the rest of the forward is not needed."""
+
+
+def _rows(
+    model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward, calls: int
+) -> tuple[Tensor, Tensor]:
+    """Return the real tokens that a norm reads, and what the old norm puts out for them."""
+    inputs: list[tuple[Tensor, Tensor | None]] = []
+    wanted: list[Tensor] = []
+
+    def read(norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
+        x = kwargs["x"] if "x" in kwargs else args[0]
+        inputs.append((norm.rest(x), norm.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))))
+        if len(inputs) == calls:
+            raise _Enough
+
+    def keep(old: nn.Module, args: tuple, y: Tensor) -> None:
+        wanted.append(y.movedim(getattr(norm, "channel_dim", -1), -1))
+        if len(wanted) == calls:
+            raise _Enough
+
+    for whole, handle in (
+        (model, norm.register_forward_pre_hook(read, with_kwargs=True)),
+        (like, old.register_forward_hook(keep)),
+    ):
+        try:
+            call(whole, batch, forward)
+        except _Enough:
+            pass
+        finally:
+            handle.remove()
+    return _real(inputs, [x for x, _ in inputs]), _real(inputs, wanted)
+
+
+def _real(inputs: Sequence[tuple[Tensor, Tensor | None]], tensors: Sequence[Tensor]) -> Tensor:
+    """Return the rows of several tensors that masks mark as real, `[n, dim]`."""
+    return torch.cat(
+        [t.flatten(0, -2) if mask is None else t[mask] for (_, mask), t in zip(inputs, tensors, strict=True)]
+    )

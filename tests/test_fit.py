@@ -1,0 +1,82 @@
+"""Offline norms are fitted to the norms that they replaced."""
+
+import copy
+
+import pytest
+import torch
+from third_party_models import case_of, randomize
+from torch import nn
+
+from normkit.transforms import convert, fit_norms, fold
+
+DIM = 6
+
+
+def model_of(count: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [part for _ in range(count) for part in (nn.Linear(DIM, DIM), nn.Tanh(), nn.LayerNorm(DIM))]
+    return randomize(nn.Sequential(*layers, nn.Linear(DIM, 3))).eval()
+
+
+def batches(count: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(40, DIM, generator=generator) + 0.3 for _ in range(count)]
+
+
+@pytest.mark.parametrize("spec", ["un", "batch", "un(bias=False)", "batch(bias=False)", "pnv(scalar=True)"])
+def test_gain_and_bias_are_those_of_a_least_squares_solver_one_norm_after_the_other(spec):
+    original, data = model_of(), batches()
+    fitted = fit_norms(convert(original, spec), original, data)
+    x = torch.cat(data)
+    for at in (2, 5):
+        wanted, read = original[: at + 1](torch.cat(data)), fitted[:at](x)
+        for channel in range(DIM):
+            z = read[:, [channel]]
+            if "bias=False" in spec:
+                columns = z - fitted[at].running[0, channel] if fitted[at].center else z
+            else:
+                columns = torch.cat([z, torch.ones_like(z)], 1)
+            solved = columns @ torch.linalg.lstsq(columns.double(), wanted[:, channel].double()).solution.float()
+            torch.testing.assert_close(fitted[: at + 1](x)[:, channel], solved, rtol=1e-3, atol=1e-4)
+
+
+def test_masks_layouts_and_encoder_decoders_are_followed_and_the_error_falls():
+    case = case_of("bert")
+    original = case.model.eval()
+    mask = torch.ones_like(case.kwargs["input_ids"])
+    mask[:, -2:] = 0
+    one = {**case.kwargs, "attention_mask": mask}
+    other = {**one, "input_ids": torch.where(mask.bool(), one["input_ids"], 5)}
+    converted = convert(original, "un", mask_from="attention_mask")
+    fitted, same = (fit_norms(converted, original, [batch]) for batch in (one, other))
+    for (name, mine), theirs in zip(fitted.state_dict().items(), same.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=name)
+
+    torch.manual_seed(0)
+    picture = randomize(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))).eval()
+    x = torch.randn(4, 3, 8, 8)
+    fitted = fit_norms(convert(picture, "pnv"), picture, [x])
+    torch.testing.assert_close(fitted(x), picture(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_fitted_model_folds_and_the_given_models_stay():
+    original, data = model_of(), batches()
+    converted = convert(original, "un")
+    before = copy.deepcopy(converted.state_dict())
+    fitted = fit_norms(converted, original, data)
+    assert all(torch.equal(value, before[name]) for name, value in converted.state_dict().items())
+    folded, report = fold(fitted, data[0])
+    assert report.foldable == "2 of 2"
+    torch.testing.assert_close(folded(data[0]), fitted(data[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_bad_input_is_named():
+    original, data = model_of(1), batches(1)
+    with pytest.raises(ValueError, match="no batches"):
+        fit_norms(convert(original, "un"), original, [])
+    with pytest.raises(ValueError, match="no norm with running statistics"):
+        fit_norms(original, original, data)
+    with pytest.raises(ValueError, match="it has no 2"):
+        fit_norms(convert(original, "un"), nn.Sequential(nn.Linear(DIM, DIM)), data)
+    with pytest.raises(ValueError, match="no finite activations of real tokens at 2"):
+        fit_norms(convert(original, "un"), original, [data[0] * float("nan")])
