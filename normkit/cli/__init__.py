@@ -17,6 +17,7 @@ from normkit.cli.doctor import doctor
 from normkit.cli.folding import audit, fold
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
 from normkit.cli.listing import list_, summary
+from normkit.cli.removing import remove_norms
 from normkit.cli.reporting import figure, report, watch
 from normkit.cli.running import demo, train
 from normkit.cli.studying import study
@@ -33,6 +34,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "translate": translate,
     "calibrate": calibrate,
     "fold": fold,
+    "remove-norms": remove_norms,
     "audit": audit,
     "report": report,
     "compare": compare,
@@ -87,5 +89,5 @@ def _describe(error: OSError) -> str:
 def _overview() -> str:
     lines = [f"normkit {normkit.__version__}: swap, train, watch and fold away the norms of any Transformer", ""]
     for name, command in COMMANDS.items():
-        lines.append(f"  normkit {name:<10} {summary(command)}")
+        lines.append(f"  normkit {name:<12} {summary(command)}")
     return "\n".join([*lines, "", "normkit COMMAND --help lists the options of a command."])

@@ -123,8 +123,9 @@ class StatNorm(StatefulNorm):
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
         with torch.no_grad():
             data, y, one_pass = x.detach(), None, False
-            measured = lambda: ops.moments(data, mask, self.center, wide, groups, self.eps)[0]  # noqa: E731
-            statistics = self._records.find(lambda: self.pool(measured()))
+            statistics = self._records.find(
+                lambda: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
+            )
             if statistics is None:
                 statistics, y, one_pass = self._train_step(data, mask, wide, groups, kernels is not None)
             statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics

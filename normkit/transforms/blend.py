@@ -5,7 +5,7 @@ import copy
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 import torch
@@ -195,12 +195,11 @@ def blend(
     """
     refuse_wrapped(model, "blend")
     refuse_quantized(model, "blend")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps must be a whole number of at least 1; got {steps!r}")
+    for name, value, least in (("steps", steps, 1), ("gap", gap, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
     if schedule not in ("linear", "cosine"):
         raise ValueError(f'schedule must be "linear" or "cosine"; got {schedule!r}')
-    if not isinstance(gap, int) or isinstance(gap, bool) or gap < 0:
-        raise ValueError(f"gap must be a whole number of at least 0; got {gap!r}")
     chosen = chosen_sites(model, to, where, "blend")
     starts = {name: gap * place for place, name in enumerate(_in_order(list(chosen), order))}
     first_start = max(starts.values()) + steps if first_last else None
@@ -265,20 +264,16 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
 def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tensor]]:
     """Measure, inside the block, how unequal the scales of tokens are where norms read them.
 
-    A norm with frozen statistics divides all tokens by the same numbers. This loss draws their scales together, before
-    and while norms are replaced (Baroni et al. 2025, arXiv:2507.02559).
+    A norm with frozen statistics divides all tokens by the same numbers; this loss draws their scales together (Baroni
+    et al. 2025, arXiv:2507.02559).
 
     Args:
         model: The model that trains.
         sites: Pattern of names of norms, as in `fnmatch`.
 
     Yields:
-        A function without arguments that returns the loss of the forwards since its last call: the squared relative
-        deviation of each token's root mean square from the batch's, averaged over tokens and sites. Padding is left
-        out where norms get masks.
-
-    Raises:
-        ValueError: If no norm has such a name.
+        A function that returns the loss of the forwards since its last call: the squared relative deviation of each
+        real token's root mean square from the batch's, averaged over tokens and sites.
 
     Example:
         >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=100)
@@ -301,23 +296,22 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         terms.clear()
         return total
 
-    handles = [norm.register_forward_pre_hook(measure, with_kwargs=True) for norm in norms]
-    try:
+    with ExitStack() as hooks:
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_pre_hook(measure, with_kwargs=True))
         yield loss
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _in_order(names: list[str], order: Sequence[str] | None) -> list[str]:
-    """Sort names of sites by patterns; by default the last norms of repeated blocks come first.
+    """Sort names of sites.
 
     >>> _in_order(["h.0.ln_1", "h.0.ln_2", "h.1.ln_1", "h.1.ln_2", "ln_f"], None)
     ['h.0.ln_2', 'h.1.ln_2', 'h.0.ln_1', 'h.1.ln_1', 'ln_f']
     """
-    if order is None:
-        families = list(dict.fromkeys(_family(name) for name in names))
-        return sorted(names, key=lambda name: (_family(name) == name, -families.index(_family(name))))
+    if order is None:  # a family: the same site in all blocks
+        family = {name: re.sub(r"(^|\.)\d+(\.|$)", r"\1*\2", name, count=1) for name in names}
+        families = list(dict.fromkeys(family.values()))
+        return sorted(names, key=lambda name: (family[name] == name, -families.index(family[name])))
     for pattern in order:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"the pattern {pattern!r} of order matches no site; they are {', '.join(names)}")
@@ -325,11 +319,6 @@ def _in_order(names: list[str], order: Sequence[str] | None) -> list[str]:
     if left := [name for name in names if not any(place[name])]:
         raise ValueError(f"order leaves out {', '.join(left)}; add a pattern, '*' for the rest")
     return sorted(names, key=lambda name: place[name].index(True))
-
-
-def _family(name: str) -> str:
-    """Return a name with a pattern in place of the number of its block."""
-    return re.sub(r"(^|\.)\d+(\.|$)", r"\1*\2", name, count=1)
 
 
 def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blend:

@@ -1,6 +1,7 @@
 """Fit offline norms to the norms that they replaced, by least squares."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ def fit_norms(
     """Set statistics, gain and bias of converted norms so that they reproduce those of the original model.
 
     In the order in which they run, each norm gets the statistics of its input, and the gain and bias per channel that
-    bring its output closest, in squared error over real tokens, to the output of the original norm on the same batch.
-    So a norm also corrects part of the error of those before it. No gradient is needed. `calibrate` alone sets
-    statistics and keeps the gain, although LayerNorm's channels do not have a mean square of 1.
+    bring its output closest, in squared error over real tokens, to that of the original norm on the same batch. So a
+    norm also corrects part of the error of those before it. `calibrate` sets statistics alone and keeps the gains,
+    although channels of a LayerNorm's output do not have a mean square of 1.
 
     Args:
         model: Model with offline norms: `convert(like, "un")`. Both models run in evaluation mode.
@@ -59,14 +60,14 @@ def fit_norms(
     if absent := [name for name in norms if name not in theirs]:
         raise ValueError(f"fit_norms() takes the model that was converted as `like`; it has no {', '.join(absent)}")
     with torch.no_grad(), evaluating(model), evaluating(like):
-        calls = _calls(model, norms, batches[0], forward)
+        calls: list[str] = []
+        with _hooked([(norm, lambda *_, name=name: calls.append(name)) for name, norm in norms.items()]):
+            call(model, batches[0], forward)
         if idle := sorted(set(norms) - set(calls)):
             raise ValueError(f"fit_norms() found norms that never ran on the first batch: {', '.join(idle)}")
         for name in dict.fromkeys(calls):
-            seen = [
-                _rows(model, norms[name], like, theirs[name], batch, forward, calls.count(name)) for batch in batches
-            ]
-            x, y = (torch.cat(each).double() for each in zip(*seen, strict=True))
+            rows = [_rows(model, norms[name], like, theirs[name], batch, forward) for batch in batches]
+            x, y = (torch.cat(each).double() for each in zip(*rows, strict=True))
             if not (x.isfinite().all() and y.isfinite().all() and len(x)):
                 raise ValueError(f"fit_norms() found no finite activations of real tokens at {name}")
             _solve(norms[name], x, y)
@@ -89,55 +90,33 @@ def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
         norm.bias.copy_(mean_y - gain * mean_z)
 
 
-def _calls(model: nn.Module, norms: dict[str, StatNorm], batch: Any, forward: Forward) -> list[str]:
-    """Return the names of norms in the order of their calls."""
-    names: list[str] = []
-    handles = [norm.register_forward_pre_hook(lambda *_, name=name: names.append(name)) for name, norm in norms.items()]
+@contextmanager
+def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
+    """Call functions, inside the block, with `(module, args, kwargs, output)` of each call of their modules."""
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
     try:
-        call(model, batch, forward)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return names
-
-
-class _Enough(Exception):
-    """All calls of a norm have been seen; the rest of the forward is not needed."""
 
 
 def _rows(
-    model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward, calls: int
+    model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward
 ) -> tuple[Tensor, Tensor]:
-    """Return the real tokens that a norm reads, and what the old norm puts out for them."""
-    inputs: list[tuple[Tensor, Tensor | None]] = []
+    """Return the real tokens that a norm reads, and what the old norm puts out for them, `[n, dim]`."""
+    read: list[tuple[Tensor, Tensor | None]] = []
     wanted: list[Tensor] = []
 
-    def read(norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
+    def keep_input(norm: StatNorm, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
         x = kwargs["x"] if "x" in kwargs else args[0]
-        inputs.append((norm.rest(x), norm.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))))
-        if len(inputs) == calls:
-            raise _Enough
+        read.append((norm.rest(x), norm.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))))
 
-    def keep(old: nn.Module, args: tuple, y: Tensor) -> None:
+    def keep_output(old: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
         wanted.append(y.movedim(getattr(norm, "channel_dim", -1), -1))
-        if len(wanted) == calls:
-            raise _Enough
 
-    for whole, handle in (
-        (model, norm.register_forward_pre_hook(read, with_kwargs=True)),
-        (like, old.register_forward_hook(keep)),
-    ):
-        try:
-            call(whole, batch, forward)
-        except _Enough:
-            pass
-        finally:
-            handle.remove()
-    return _real(inputs, [x for x, _ in inputs]), _real(inputs, wanted)
-
-
-def _real(inputs: Sequence[tuple[Tensor, Tensor | None]], tensors: Sequence[Tensor]) -> Tensor:
-    """Return the rows of several tensors that masks mark as real, `[n, dim]`."""
-    return torch.cat(
-        [t.flatten(0, -2) if mask is None else t[mask] for (_, mask), t in zip(inputs, tensors, strict=True)]
-    )
+    with _hooked([(norm, keep_input), (old, keep_output)]):
+        call(model, batch, forward)
+        call(like, batch, forward)
+    pairs = [(x, y) if mask is None else (x[mask], y[mask]) for (x, mask), y in zip(read, wanted, strict=True)]
+    return torch.cat([x.flatten(0, -2) for x, _ in pairs]), torch.cat([y.flatten(0, -2) for _, y in pairs])

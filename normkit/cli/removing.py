@@ -1,0 +1,62 @@
+"""`normkit remove-norms`: turn a trained model into one without norms."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from normkit.cli.folding import check_out
+from normkit.cli.line import parse_arguments, write
+from normkit.cli.running import interruptible
+
+
+def remove_norms(arguments: list[str]) -> int:
+    """Take the norms out of a trained model: fit, train a little, fold."""
+    from tyro.conf import Positional
+
+    def parse(
+        model: Positional[Path],
+        steps: int,
+        out: Path,
+        text: str | None = None,
+        loss: Literal["outputs", "task"] = "outputs",
+        to: str = "un",
+        lr: float | None = None,
+        seed: int = 0,
+        resume: bool = False,
+    ) -> dict[str, Any]:
+        """Take the norms out of a trained model: fit offline norms to them, train a little, fold.
+
+        Ends with a report: scores of the original, and of the model without norms, also of single tokens.
+
+        Args:
+            model: Folder of a run, or of a Hugging Face model with safetensors and a tokenizer.
+            steps: Training steps; 300 are a good start.
+            out: Folder for the model without norms.
+            text: Text to train a Hugging Face model on: a file with one text a line, or a corpus such as wikitext-2.
+            loss: outputs: no labels, the original's outputs and inner activations; task: the loss of the run's task.
+            to: Spec of the offline norm that is folded.
+            lr: Highest learning rate; a third of the run's, or 1.5e-4.
+            seed: Seed of the order of batches and of dropout.
+            resume: Continue an interrupted removal with the same settings.
+        """
+        return locals()
+
+    given = parse_arguments(parse, arguments, "remove-norms")
+    model, out, resume = given.pop("model"), given.pop("out"), given.pop("resume")
+    check_out(model, out, "removal")
+    from rich.console import Console
+
+    from normkit.lab.studies.progress import Board
+    from normkit.lab.train.removal import Removal
+    from normkit.lab.train.removal import remove_norms as remove
+
+    settings, stages = Removal(**given), ["without norms"]
+    stages += ["original, trained likewise"] if settings.loss == "task" else []
+    with interruptible() as signals, Board(Console(stderr=True), stages, settings.steps) as board:
+
+        def on_progress(stage: str, progress: Any) -> bool:
+            board.update(stage, progress)
+            return bool(signals)
+
+        removed = remove(model, out, settings, resume=resume, on_progress=on_progress)
+    write(f"{removed}\nsaved to {out}")
+    return 0

@@ -1,0 +1,220 @@
+"""Models whose norms are removed: a run of ours, or a Hugging Face folder with text. Their batches and scores."""
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normkit.lab.data.corpora import CORPORA, locate
+from normkit.lab.data.lines import read_lines
+from normkit.lab.data.vocab import PAD
+from normkit.lab.tasks import TASKS
+from normkit.lab.train.distill import Outputs, distance, pooled
+from normkit.lab.train.fold_run import fold_run
+from normkit.lab.train.folder import Loaded, load, save
+from normkit.lab.train.source import source
+from normkit.transforms import Report, fold, load_pretrained, save_pretrained
+from normkit.transforms.huggingface import example_for
+
+HELD_OUT = 400  # texts to measure on
+TOGETHER = 20  # batches of texts sorted by length together, so that little is padding
+SHORT = 4  # words; shorter texts are headings
+
+
+class RemovableRun:
+    """A run: its training batches and, for the tail of losses, its validation split."""
+
+    mask_from = None  # models of ours pass masks to their norms
+
+    def __init__(self, folder: Path):
+        self.loaded = load(folder)
+        run, self.model, _ = self.loaded
+        if TASKS[run.task].part:
+            raise ValueError(f"{folder} is a run of task {run.task}; its norms cannot be removed by this command")
+        self.task = TASKS[run.task].load("module")(run, self.model, source(run, lambda stage: None)())
+        self.lr = run.lr / 3
+        self.has_padding = "source" in self.loaded.vocabularies
+
+    def batches(self, start: int) -> Iterator[Any]:
+        """Return training batches from a number on, other ones than training began with."""
+        return self.task.batches(100_000 + start)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the logits."""
+        return self.task.forward_norms(model, batch)
+
+    def outputs(self, model: nn.Module, batch: Any) -> Outputs:
+        """Return the logits, and which of them are of real tokens."""
+        target = batch.tensors[-1]
+        return Outputs(self.forward(model, batch), target != PAD if self.has_padding else None, logits=True)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of the task."""
+        self.task.model = model
+        return self.task.loss(batch, self.loaded.run.label_smoothing)
+
+    @torch.no_grad()
+    def quality(self, model: nn.Module) -> dict[str, float]:
+        """Return the task's first metric on the test split, by greedy search."""
+        self.task.model = model
+        metric = TASKS[self.loaded.run.task].metrics[0]
+        return {metric.name: self.task.score_test()[metric.key]}
+
+    @torch.no_grad()
+    def tail(self, model: nn.Module) -> tuple[str, Tensor]:
+        """Return the loss of each token of the validation split."""
+        losses = []
+        for batch in self.task.validation_batches():
+            logits, real, _ = self.outputs(model, batch)
+            each = F.cross_entropy(logits.flatten(0, -2), batch.tensors[-1].flatten(), reduction="none")
+            losses.append(each if real is None else each[real.flatten()])
+        return "loss of a token of the validation split", torch.cat(losses)
+
+    def fold_and_save(self, model: nn.Module, out: Path) -> tuple[nn.Module, Report]:
+        """Fold the model into a run folder."""
+        run, _, vocabularies = self.loaded
+        folded, report = fold_run(Loaded(run, model, vocabularies))
+        save(out, folded)
+        return folded.model, report
+
+
+class RemovableText:
+    """A model of Hugging Face that reads tokens, with its tokenizer and a text."""
+
+    mask_from = "attention_mask"
+    lr = 1.5e-4
+
+    def __init__(self, folder: Path, text: str, batch: int = 24, length: int = 48):
+        self.model = load_pretrained(folder)
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.size, self.length = batch, length
+        self.train, self.held_out = _texts(text)
+        self.causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        if len(self.train) < TOGETHER * batch:
+            raise ValueError(f"{text} has {len(self.train)} texts to train on; needs {TOGETHER * batch} or more")
+
+    def encode(self, texts: list[str]) -> dict[str, Tensor]:
+        """Return tokens and their mask."""
+        found = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
+        return {key: found[key] for key in ("input_ids", "attention_mask")}
+
+    def batches(self, start: int) -> Iterator[dict[str, Tensor]]:
+        """Yield batches without end from a number on; texts of a batch have similar lengths."""
+        rows = TOGETHER * self.size
+        blocks, block, skip = len(self.train) // rows, start // TOGETHER, start % TOGETHER
+        while True:
+            at = block % blocks * rows
+            texts = sorted(self.train[at : at + rows], key=len)
+            order = random.Random(block).sample(range(TOGETHER), TOGETHER)
+            yield from (self.encode(texts[i * self.size : (i + 1) * self.size]) for i in order[skip:])
+            block, skip = block + 1, 0
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        """Call the model."""
+        return model(**batch)
+
+    def outputs(self, model: nn.Module, batch: dict[str, Tensor]) -> Outputs:
+        """Return logits if the model has a head, else vectors of tokens."""
+        found = model(**batch)
+        logits = hasattr(found, "logits")
+        return Outputs(found.logits if logits else found.last_hidden_state, batch["attention_mask"].bool(), logits)
+
+    @torch.no_grad()
+    def quality(self, model: nn.Module) -> dict[str, float]:
+        """Return, on held-out texts, the loss of a language model, or how alike vectors of texts are to the original's.
+
+        "neighbours" are the texts, in percent, whose nearest other text is the same.
+        """
+        if self.causal:
+            return {"loss": float(self._next_token(model).mean())}
+        pairs = [(self.outputs(model, b), self.outputs(self.model, b)) for b in self._held_out()]
+        if pairs[0][0].logits:
+            return {"divergence": float(torch.cat([distance(*pair) for pair in pairs]).mean())}
+        mine, theirs = (F.normalize(torch.cat([pooled(pair[at], pair[1].real) for pair in pairs])) for at in (0, 1))
+        cosine = (mine * theirs).sum(1)
+        same = float((_nearest(mine) == _nearest(theirs)).double().mean())
+        return {"cosine": float(cosine.mean()), "worst 1 %": float(cosine.quantile(0.01)), "neighbours %": 100 * same}
+
+    @torch.no_grad()
+    def tail(self, model: nn.Module) -> tuple[str, Tensor]:
+        """Return the loss of each held-out token, or the distance of its output from the original's."""
+        if self.causal:
+            return "loss of a held-out token", self._next_token(model)
+        pairs = [(self.outputs(model, batch), self.outputs(self.model, batch)) for batch in self._held_out()]
+        kind = "divergence of a held-out token" if pairs[0][0].logits else "1 - cosine of a held-out token"
+        return kind, torch.cat([distance(*pair) for pair in pairs])
+
+    def fold_and_save(self, model: nn.Module, out: Path) -> tuple[nn.Module, Report]:
+        """Fold the model into a folder, with the tokenizer."""
+        example = example_for(model)
+        folded, report = fold(model, outputs=example.outputs, untie=True, **example.kwargs)
+        save_pretrained(folded, out)
+        self.tokenizer.save_pretrained(out)
+        return folded, report
+
+    def _held_out(self) -> list[dict[str, Tensor]]:
+        return [self.encode(self.held_out[at : at + 50]) for at in range(0, len(self.held_out), 50)]
+
+    def _next_token(self, model: nn.Module) -> Tensor:
+        losses = []
+        for batch in self._held_out():
+            logits, target = model(**batch).logits[:, :-1], batch["input_ids"][:, 1:]
+            real = batch["attention_mask"][:, 1:].bool()
+            losses.append(F.cross_entropy(logits[real].float(), target[real], reduction="none"))
+        return torch.cat(losses)
+
+
+def open_removable(folder: Path, text: str | None) -> RemovableRun | RemovableText:
+    """Open a run or a Hugging Face folder.
+
+    Raises:
+        ValueError: If it is neither, or a text is given for a run or missing for the other.
+    """
+    from normkit.transforms.huggingface import is_pretrained_dir
+
+    if is_pretrained_dir(folder):
+        if text is None:
+            raise ValueError(f"{folder} is a Hugging Face model; name a text to train on, --text FILE or a corpus")
+        return RemovableText(folder, text)
+    if text is not None:
+        raise ValueError(f"{folder} is a run, which trains on its own data; leave --text out")
+    return RemovableRun(folder)
+
+
+def _texts(name: str) -> tuple[list[str], list[str]]:
+    """Return texts to train on and held-out ones, from a file or a corpus of running text."""
+    if name in CORPORA:
+        found = locate(name)
+        if found.corpus.kind != "text":
+            raise ValueError(f"{name} is a corpus of kind {found.corpus.kind}; name one of running text, or a file")
+        train, test = (_sentences(read_lines(found.files[split][0])) for split in ("train", "test"))
+    elif Path(name).is_file():
+        every = _sentences(read_lines(name))
+        train, test = [text for i, text in enumerate(every) if i % 20], every[::20]
+    else:
+        raise ValueError(f"--text {name} is neither a file nor a corpus; corpora are {', '.join(CORPORA)}")
+    mixed: list[list[str]] = [random.Random(0).sample(each, len(each)) for each in (train, test)]
+    return mixed[0], mixed[1][:HELD_OUT]
+
+
+def _sentences(lines: Iterator[str]) -> list[str]:
+    """Cut lines at the ends of sentences, without headings and the marks of tokenized corpora.
+
+    >>> _sentences(iter(["= A heading =", "A well @-@ known bird sings , too . It is small , they say ."]))
+    ['A well-known bird sings, too .', 'It is small, they say .']
+    """
+    marks: Callable[[str], str] = lambda line: re.sub(r" @(.)@ ", r"\1", line).replace(" ,", ",")  # noqa: E731
+    parts = [part.strip() for line in lines for part in re.split(r"(?<=[.!?])\s+", marks(line))]
+    return [part for part in parts if len(part.split()) >= SHORT and not part.startswith("=")]
+
+
+def _nearest(vectors: Tensor) -> Tensor:
+    return (vectors @ vectors.T).fill_diagonal_(-2).argmax(1)

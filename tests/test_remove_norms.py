@@ -1,0 +1,150 @@
+"""`normkit remove-norms`: runs and Hugging Face models lose their norms; reports, interrupts, bad input."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from third_party_models import randomize
+
+from normkit.cli import main
+from normkit.lab.models.config import Model
+from normkit.lab.train.config import Run
+from normkit.lab.train.distill import Distillation, Outputs, fit
+from normkit.lab.train.folder import load
+from normkit.lab.train.removal import FILE, Removal, remove_norms
+from normkit.lab.train.run import train
+from normkit.norms import LayerNorm, StatNorm
+from normkit.transforms import convert, fit_norms, load_pretrained
+
+RUN = Run(
+    name="g2p", task="g2p", data="cmudict", steps=40,
+    model=Model(width=16, hidden=24, depth=1, heads=2, tie=False, max_length=64),
+    batch_tokens=200, lr=3e-3, warmup=4, test_items=20, valid_items=40, record_every=0, threads=1,
+)  # fmt: skip
+WORDS = [f"w{number}" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(RUN, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path, chance = tmp_path_factory.mktemp("text") / "text.txt", random.Random(0)
+    lines = [" ".join(chance.choices(WORDS, k=chance.randint(4, 9))) for _ in range(600)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf8")
+    return path
+
+
+@pytest.fixture(scope="module", params=["bert", "gpt2"])
+def pretrained(request, tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp(request.param)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf8")
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    if request.param == "bert":
+        config = transformers.BertConfig(
+            vocab_size=len(vocabulary), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=64,
+        )  # fmt: skip
+        model = transformers.BertModel(config)
+    else:
+        config = transformers.GPT2Config(vocab_size=len(vocabulary), n_embd=8, n_layer=1, n_head=2, n_positions=64)
+        model = transformers.GPT2LMHeadModel(config)
+    randomize(model).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("loss", ["outputs", "task"])
+def test_a_run_loses_its_norms_and_the_report_compares(run, tmp_path, loss, capsys):
+    words = ["remove-norms", run, "--steps", 4, "--loss", loss, "--out", tmp_path / "out"]
+    assert main([str(word) for word in words]) == 0
+    printed = capsys.readouterr().out
+    assert "7 of 7 norms fold away" in printed
+    folded = load(tmp_path / "out").model
+    assert not any(isinstance(module, LayerNorm | StatNorm) for module in folded.modules())
+    found = json.loads((tmp_path / "out" / FILE).read_text())
+    stages = ["original", "fitted", "without norms", *(["original, trained likewise"] if loss == "task" else [])]
+    assert list(found["quality"]) == stages
+    for stage in found["tail"]:
+        tail = found["tail"][stage]
+        assert tail["mean"] < tail["99.9 %"] <= tail["maximum"]
+        assert stage in printed
+    assert not (tmp_path / "out" / ".removal").exists()
+
+
+def test_a_pretrained_model_loses_its_norms(pretrained, text, tmp_path):
+    removed = remove_norms(pretrained, tmp_path / "out", Removal(steps=5, text=str(text), lr=1e-3))
+    model = load_pretrained(tmp_path / "out")
+    assert not any("LayerNorm" in type(module).__name__ for module in model.modules())
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    bert = "cosine" in removed.quality["original"]
+    assert (
+        removed.quality["original"] == pytest.approx({"cosine": 1, "worst 1 %": 1, "neighbours %": 100})
+        if bert
+        else (set(removed.quality["original"]) == {"loss"})
+    )
+    assert removed.tail_of == ("1 - cosine of a held-out token" if bert else "loss of a held-out token")
+
+
+def test_an_interrupted_removal_resumes_to_the_same_weights(run, tmp_path):
+    settings = Removal(steps=6, loss="task", lr=1e-3)
+    remove_norms(run, tmp_path / "whole", settings)
+
+    def stop(stage, progress):
+        return progress.stage == "training" and progress.step == 3 and stage == "without norms"
+
+    with pytest.raises(KeyboardInterrupt):
+        remove_norms(run, tmp_path / "parts", settings, on_progress=stop)
+    assert not (tmp_path / "parts" / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="an interrupted removal with another steps"):
+        remove_norms(run, tmp_path / "parts", dataclasses.replace(settings, steps=7), resume=True)
+    seen = []
+    remove_norms(run, tmp_path / "parts", settings, resume=True, on_progress=lambda s, p: seen.append((s, p.step)))
+    assert ("without norms", 4) in seen
+    assert ("without norms", 3) not in seen
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, parts[name]), name
+
+
+def test_distillation_brings_outputs_and_inner_activations_closer():
+    torch.manual_seed(0)
+    original = randomize(torch.nn.Sequential(
+        torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.LayerNorm(6), torch.nn.Linear(6, 5)
+    )).eval()  # fmt: skip
+    data = [torch.randn(8, 4, 6) for _ in range(30)]
+    model = fit_norms(convert(original, "un"), original, data[:4])
+    running = model[2].running.clone()
+    for logits in (True, False):
+        loss = Distillation(original, lambda m, x, logits=logits: Outputs(m(x), None, logits), ["2"])
+        assert float(loss(original, data[0])) < 1e-6
+        before = sum(float(loss(model, x).detach()) for x in data)
+        fit(model, loss, lambda start: iter(data[start:]), steps=30, lr=1e-2)
+        assert sum(float(loss(model, x).detach()) for x in data) < 0.9 * before
+    assert torch.equal(model[2].running, running), "statistics stay"
+
+
+def test_bad_input_is_named(run, text, pretrained, tmp_path):
+    out = tmp_path / "out"
+    for folder, settings, message in (
+        (run, Removal(steps=0), "steps must be at least 1; got 0"),
+        (run, Removal(steps=1, text="wikitext-2"), "trains on its own data; leave --text out"),
+        (run, Removal(steps=1, to="rms"), "no norm with running statistics"),
+        (run, Removal(steps=1, to="nu"), "nu"),
+        (pretrained, Removal(steps=1), "name a text to train on"),
+        (pretrained, Removal(steps=1, text="nothing.txt"), "is neither a file nor a corpus"),
+        (pretrained, Removal(steps=1, text=str(text), loss="task"), "--loss task needs a run"),
+        (tmp_path / "none", Removal(steps=1), "there is no such folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            remove_norms(folder, out, settings)
+        assert not (out / "model.safetensors").exists()
