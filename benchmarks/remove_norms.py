@@ -1,4 +1,4 @@
-"""Recipes that take the norms out of trained models: which start, which order, which loss, how many steps.
+"""Compare recipes that take the norms out of trained models.
 
     normkit train g2p_cmudict --steps 3600 --warmup 360 --seeds 3 --out runs/g2p
     python benchmarks/remove_norms.py runs/g2p/seed-{0,1,2} --out results/remove-norms-g2p.json
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"what": __doc__.splitlines()[0], "rows": [], "where": environment("cpu")}
+    result = {"what": str(__doc__).splitlines()[0], "rows": [], "where": environment("cpu")}
     if given.out.is_file():
         result = json.loads(given.out.read_text(encoding="utf8"))
     for seed, folder in enumerate(given.runs):

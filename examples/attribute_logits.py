@@ -1,4 +1,4 @@
-"""Attribute the logits of a language model to its embedding, heads and feed-forward blocks, without an approximation.
+"""Attribute the logits of a language model to its parts, without an approximation.
 
     pip install -e ".[demo]" && python examples/attribute_logits.py
 
@@ -34,7 +34,7 @@ for _ in range(150):
 
 
 def parts(model, tokens):
-    """Return what each part adds to the residual stream, `[parts, batch, time, width]`, by name."""
+    """Return what each part adds to the residual stream, by name."""
     found = {}
     handles = [model.embedding.register_forward_hook(lambda *call: found.update(embedding=call[2]))]
 

@@ -70,7 +70,7 @@ def test_a_fitted_model_folds_and_the_given_models_stay():
     torch.testing.assert_close(folded(data[0]), fitted(data[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_bad_input_is_named():
+def test_bad_input_raises():
     original, data = model_of(1), batches(1)
     with pytest.raises(ValueError, match="no batches"):
         fit_norms(convert(original, "un"), original, [])

@@ -1,4 +1,4 @@
-"""`normkit remove-norms`: runs and Hugging Face models lose their norms; reports, interrupts, bad input."""
+"""`normkit remove-norms`: runs and Hugging Face models lose their norms."""
 
 import dataclasses
 import json
@@ -133,7 +133,7 @@ def test_distillation_brings_outputs_and_inner_activations_closer():
     assert torch.equal(model[2].running, running), "statistics stay"
 
 
-def test_bad_input_is_named(run, text, pretrained, tmp_path):
+def test_bad_input_raises(run, text, pretrained, tmp_path):
     out = tmp_path / "out"
     for folder, settings, message in (
         (run, Removal(steps=0), "steps must be at least 1; got 0"),

@@ -37,7 +37,7 @@ LAB = {  # the same inside lab/
     "data": set(),
     "models": {"fields"},
     "report": {"tasks", "fields"},
-    "train": {"models", "data", "report", "tasks", "fields", "timing", "singular_values"},
+    "train": {"models", "data", "report", "tasks", "fields", "timing", "singular_values", "pretrained"},
     "metrics": {"tasks", "train"},
     "study": {"metrics", "report", "train"},
     "recipes": {"study", "models", "train"},

@@ -141,7 +141,7 @@ class StatNorm(StatefulNorm):
         return ops.group_rms(x, self.eps, self.groups) if self.groups else x
 
     def pool(self, statistics: Tensor) -> Tensor:
-        """Return statistics `[k, C]` with the mean of the last row, the scale, in all channels if `scalar`."""
+        """Return statistics `[k, C]`; if `scalar`, with the mean of the last row in all channels."""
         if not self.scalar:
             return statistics
         return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])

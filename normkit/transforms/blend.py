@@ -87,7 +87,7 @@ class Blend(Norm):
         return f"blend({self.old.spec}, {self.new.spec}, steps={self.steps})"
 
     def share(self, start: int | None = None) -> Tensor:
-        """Return the current weight of the old norm, from 1 to 0; `start` replaces the blend's own."""
+        """Return the weight of the old norm, from 1 to 0, of a schedule from `start` on."""
         left = (1 - (self.step - (self.start if start is None else start)) / self.steps).clamp(0, 1)
         return left if self.schedule == "linear" else (1 - torch.cos(torch.pi * left)) / 2
 

@@ -19,7 +19,7 @@ Forward = Callable[[nn.Module, Any], Any] | None
 def fit_norms(
     model: nn.Module, like: nn.Module, batches: Iterable[Any], *, forward: Forward = None, inplace: bool = False
 ) -> nn.Module:
-    """Set statistics, gain and bias of converted norms so that they reproduce those of the original model.
+    """Fit statistics, gain and bias of converted norms to the norms of the original.
 
     In the order in which they run, each norm gets the statistics of its input, and the gain and bias per channel that
     bring its output closest, in squared error over real tokens, to that of the original norm on the same batch. So a
@@ -92,7 +92,7 @@ def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
 
 @contextmanager
 def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
-    """Call functions, inside the block, with `(module, args, kwargs, output)` of each call of their modules."""
+    """Call functions with `(module, args, kwargs, output)` of each call of a module."""
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
     try:
         yield
@@ -104,7 +104,7 @@ def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[
 def _rows(
     model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward
 ) -> tuple[Tensor, Tensor]:
-    """Return the real tokens that a norm reads, and what the old norm puts out for them, `[n, dim]`."""
+    """Return the real tokens that a norm reads, and the old norm's outputs, `[n, dim]`."""
     read: list[tuple[Tensor, Tensor | None]] = []
     wanted: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Train a model to put out what another does, or on labels: a plain loop that can be resumed."""
+"""Train a model towards the outputs of another, or on labels, in a resumable loop."""
 
 import json
 import math
@@ -21,7 +21,7 @@ CLIP = 1.0  # largest norm of a gradient
 
 
 class Outputs(NamedTuple):
-    """What a model puts out for a batch.
+    """Outputs of a model for a batch.
 
     Attributes:
         values: Logits or vectors, `[..., channels]`.

@@ -1,4 +1,7 @@
-"""Models whose norms are removed: a run of ours, or a Hugging Face folder with text. Their batches and scores."""
+"""Batches and scores of models whose norms are removed.
+
+A run of ours, or a Hugging Face folder with text.
+"""
 
 import random
 import re
@@ -13,13 +16,13 @@ from torch import Tensor, nn
 from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.data.lines import read_lines
 from normkit.lab.data.vocab import PAD
+from normkit.lab.pretrained import example_for, is_pretrained_dir
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.distill import Outputs, distance, pooled
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.source import source
 from normkit.transforms import Report, fold, load_pretrained, save_pretrained
-from normkit.transforms.huggingface import example_for
 
 HELD_OUT = 400  # texts to measure on
 TOGETHER = 20  # batches of texts sorted by length together, so that little is padding
@@ -129,9 +132,9 @@ class RemovableText:
 
     @torch.no_grad()
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return, on held-out texts, the loss of a language model, or how alike vectors of texts are to the original's.
+        """Return scores on held-out texts: the loss, or the likeness to the original.
 
-        "neighbours" are the texts, in percent, whose nearest other text is the same.
+        Models with other logits have a divergence, those without a cosine. "neighbours" are the texts, in percent, whose nearest other text is the same.
         """
         if self.causal:
             return {"loss": float(self._next_token(model).mean())}
@@ -145,7 +148,7 @@ class RemovableText:
 
     @torch.no_grad()
     def tail(self, model: nn.Module) -> tuple[str, Tensor]:
-        """Return the loss of each held-out token, or the distance of its output from the original's."""
+        """Return loss, or distance from the original, of each held-out token."""
         if self.causal:
             return "loss of a held-out token", self._next_token(model)
         pairs = [(self.outputs(model, batch), self.outputs(self.model, batch)) for batch in self._held_out()]
@@ -178,8 +181,6 @@ def open_removable(folder: Path, text: str | None) -> RemovableRun | RemovableTe
     Raises:
         ValueError: If it is neither, or a text is given for a run or missing for the other.
     """
-    from normkit.transforms.huggingface import is_pretrained_dir
-
     if is_pretrained_dir(folder):
         if text is None:
             raise ValueError(f"{folder} is a Hugging Face model; name a text to train on, --text FILE or a corpus")

@@ -1,4 +1,4 @@
-"""Remove the norms of a trained model: convert, fit, train a little, fold, and measure what it cost."""
+"""Remove the norms of a trained model: convert, fit, train a little, fold, compare."""
 
 import copy
 import dataclasses
@@ -169,7 +169,7 @@ def summarize(values: Tensor) -> dict[str, float]:
 
 
 def _claim(state: Path, settings: dict[str, Any], resume: bool) -> None:
-    """Write the settings beside the checkpoints, or check that they are those of an interrupted removal."""
+    """Write the settings, or check that they are those of the interrupted removal."""
     path = state / "settings.json"
     if resume and path.is_file():
         before = json.loads(path.read_text(encoding="utf8"))
