@@ -4,8 +4,8 @@ Run it in onnxruntime.
 
     pip install -e ".[export]" transformers scikit-learn && python examples/slim_a_vit.py
 
-It takes about half a minute on a CPU. transformers' ViT with LayerNorm learns the 8 x 8 digits of scikit-learn; UN
-replaces its norms, 100 more steps adapt the weights, and the norms fold away.
+It takes about half a minute on a CPU. transformers' ViT with LayerNorm learns the 8 x 8 digits of scikit-learn. UN
+replaces its norms, fitted to them; 100 more steps with frozen statistics adapt the weights; the norms fold away.
 """
 
 import sys
@@ -24,14 +24,14 @@ torch.set_num_threads(1)  # matrices this small do not profit from more threads
 digits = load_digits()
 images, labels = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32), torch.tensor(digits.target)
 order = torch.randperm(len(images))
-train, test = order[:1300], order[1300:]
+seen, test = order[:1300], order[1300:]
 
 
-def fit(model, steps, lr):
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr)
+def train(model, steps, lr):
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
     for _ in range(steps):
-        batch = train[torch.randint(len(train), (64,))]
+        batch = seen[torch.randint(len(seen), (64,))]
         loss = model(images[batch], labels=labels[batch]).loss
         optimizer.zero_grad()
         loss.backward()
@@ -47,13 +47,15 @@ def accuracy(model):
 
 config = ViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=3,
                    num_attention_heads=4, intermediate_size=96, num_labels=10)  # fmt: skip
-vit = fit(ViTForImageClassification(config), 300, 3e-3)
+vit = train(ViTForImageClassification(config), 300, 3e-3)
 print("LayerNorm:", accuracy(vit))
 
-batches = [{"pixel_values": images[part]} for part in train.split(100)]
-swapped = nk.calibrate(nk.convert(vit, "un(warmup=0)"), batches, passes=3)
-print("UN, calibrated without training:", accuracy(swapped))
-slim = nk.calibrate(fit(swapped, 100, 1e-3), batches)
+batches = [{"pixel_values": images[part]} for part in seen.split(100)]
+swapped = nk.convert(vit, "un")
+print("UN, calibrated without training:", accuracy(nk.calibrate(swapped, batches, passes=3)))
+slim = nk.fit_norms(swapped, vit, batches)
+print("UN, fitted without training:", accuracy(slim))
+slim = train(slim, 100, 1e-3)  # in evaluation mode, so that statistics are frozen
 print("UN, after 100 steps:", accuracy(slim))
 
 folded, report = nk.fold(slim, outputs=lambda out: out.logits, pixel_values=images[test][:2])

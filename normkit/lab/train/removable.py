@@ -134,7 +134,8 @@ class RemovableText:
     def quality(self, model: nn.Module) -> dict[str, float]:
         """Return scores on held-out texts: the loss, or the likeness to the original.
 
-        Models with other logits have a divergence, those without a cosine. "neighbours" are the texts, in percent, whose nearest other text is the same.
+        Models with other logits have a divergence, those without a cosine. "neighbours" are the texts, in percent,
+        whose nearest other text is the same.
         """
         if self.causal:
             return {"loss": float(self._next_token(model).mean())}
