@@ -89,12 +89,12 @@ def _check_finite(model: Seq2Seq, folder: Path) -> None:
     """Raise ValueError for weights that are not finite and for negative statistics."""
     tensors = dict(model.state_dict())
     norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
-    tensors |= {f"{name}, its statistics": norm.split().scale for name, norm in norms.items()}  # NaN for a root of < 0
+    tensors |= {f"statistics of {name}": norm.split().scale for name, norm in norms.items()}  # NaN for a root of < 0
     damaged = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if damaged:
         raise ValueError(
-            f"{folder / 'model.safetensors'} is damaged: {', '.join(truncate(damaged, 3))} is not finite or negative; "
-            "train the run again, or take another one"
+            f"{folder / 'model.safetensors'} is damaged: a weight is not finite, or a statistic is "
+            f"not finite or negative: {', '.join(truncate(damaged, 3))}; train the run again, or take another one"
         )
 
 
