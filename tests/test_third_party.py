@@ -6,7 +6,7 @@ from third_party_models import randomize
 from torch import nn
 
 from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.norms import BatchNorm
+from normkit.norms import BatchNorm, parse
 from normkit.transforms import convert, find, unreadable
 
 
@@ -137,7 +137,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
 def test_norms_that_cannot_be_read_are_named_and_stay():
     model = nn.Sequential(nn.BatchNorm2d(4), BatchNormAct2d(4), nn.InstanceNorm2d(4))
     with pytest.warns(
-        UserWarning, match=r"cannot read: 1 \(no reader for .* BatchNormAct2d\), 2 \(.*InstanceNorm2d\)"
+        UserWarning, match=r"cannot read: 1 \(BatchNormAct2d contains .*ReLU.*\), 2 \(.*InstanceNorm2d\)"
     ) as seen:
         converted = convert(model, "un")
     assert seen[0].filename == __file__
@@ -147,6 +147,24 @@ def test_norms_that_cannot_be_read_are_named_and_stay():
     convert(model, "un", where=lambda name, module: name == "0")
     with pytest.raises(ValueError, match="BatchNormAct2d"):
         convert(model[1:], "un")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "kind", "axis"),
+    [
+        ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P", "layer", -1),
+        ("transformers.models.olmo.modeling_olmo", "OlmoLayerNorm", "layer", -1),
+        ("transformers.models.squeezebert.modeling_squeezebert", "SqueezeBertLayerNorm", "layer", 1),
+        ("transformers.models.poolformer.modeling_poolformer", "PoolFormerGroupNorm", "group", 1),
+        ("timm.models.metaformer", "LayerNorm2dNoBias", "layer", 1),
+        ("timm.models.metaformer", "GroupNorm1NoBias", "group", 1),
+    ],
+)
+def test_rare_norms_are_read(path, name, kind, axis):
+    load_torchvision()
+    made = getattr(pytest.importorskip(path), name)(6)
+    found = find(randomize(nn.Sequential(made)))["0"]
+    assert (found.dim, parse(found.kind)[0], found.channel_dim) == (6, kind, axis)
 
 
 def test_norms_that_ignore_their_own_size_are_left_alone():

@@ -60,10 +60,14 @@ def read(module: nn.Module) -> Found:
     name = type(module).__name__
     for pattern, readers in READERS.items():
         if fnmatch.fnmatchcase(name, pattern):
-            if any(module.children()):
-                raise CannotRead(f"{name} has modules of its own")
+            if not all(type(child) is nn.Identity for child in module.children()):
+                raise CannotRead(f"{name} contains other modules ({_kinds(module)}); only a norm by itself can be read")
             return _first_that_agrees(module, readers)
     raise CannotRead(f"no reader for the class name {name}")
+
+
+def _kinds(module: nn.Module) -> str:
+    return ", ".join(dict.fromkeys(type(child).__name__ for child in module.children()))
 
 
 def is_named_norm(module: nn.Module) -> bool:
@@ -185,7 +189,9 @@ def _agrees(module: nn.Module, found: Found) -> bool:
     theirs, mine = copy.deepcopy(module).double().eval(), equivalent(found).double()
     if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes the smallest number of its input's type
         theirs.eps = found.eps
-    axes = {"BatchNorm1d": 3, "BatchNorm3d": 5}.get(type(module).__name__, 3 if found.channel_dim == -1 else 4)
+    axes = {"BatchNorm1d": 3, "BatchNorm3d": 5, "SqueezeBertLayerNorm": 3}.get(
+        type(module).__name__, 3 if found.channel_dim == -1 else 4
+    )
     shape = (2, *(2, 3, 2)[: axes - 2], found.dim)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
     for size in (1.0, 1e-2, 1e-4):
@@ -228,13 +234,20 @@ def _dim(module: Any) -> int:
             )
         return int(shape[0])
     weight: Any = getattr(module, "weight", None)
+    if weight is None:
+        raise CannotRead("it has no weight, and no other attribute has its number of channels")
     if not isinstance(weight, Tensor) or weight.dim() != 1:
         raise CannotRead("it has no weight with one number a channel")
     return weight.numel()
 
 
 def _layer(module: Any) -> Found:
-    return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "layer")
+    return Found(_dim(module), _eps(module), getattr(module, "weight", None), getattr(module, "bias", None), "layer")
+
+
+def _layer_unit_offset(module: Any) -> Found:
+    weight = nn.Parameter(1 + module.weight.detach(), module.weight.requires_grad)
+    return Found(_dim(module), _eps(module), weight, module.bias, "layer")
 
 
 def _layer_channels_first(module: Any) -> Found:
@@ -242,7 +255,7 @@ def _layer_channels_first(module: Any) -> Found:
 
 
 def _rms(module: Any) -> Found:
-    return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "rms")
+    return Found(_dim(module), _eps(module), getattr(module, "weight", None), getattr(module, "bias", None), "rms")
 
 
 def _rms_unit_offset(module: Any) -> Found:
@@ -273,16 +286,18 @@ def _group(module: Any) -> Found:
 READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the first reading that agrees is used
     "LayerNorm": (_layer, _layer_channels_first),  # torch, timm
     "LayerNormFp32": (_layer,),  # timm
-    "LayerNorm2d": (_layer_channels_first,),  # timm, torchvision
-    "LayerNorm2dFp32": (_layer_channels_first,),
+    "LayerNorm2d*": (_layer_channels_first,),  # timm, torchvision
+    "LayerNormNoBias": (_layer,),  # timm
+    "*LayerNorm1P": (_layer_unit_offset,),  # Nemotron keeps weight - 1
     "*LayerNorm": (_layer, _rms, _layer_channels_first),  # T5LayerNorm is an RMSNorm, ConvNextLayerNorm has two layouts
     "*RMSNorm": (_rms, _rms_unit_offset),  # torch, Llama, Mistral, Qwen; Gemma keeps weight - 1
     "RmsNorm": (_rms,),  # timm
     "RmsNormFp32": (_rms,),
     "RmsNorm2d": (_rms_channels_first,),
     "RmsNorm2dFp32": (_rms_channels_first,),
-    **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), (_batch,)),
+    **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "BatchNormAct2d"), (_batch,)),
     "*FrozenBatchNorm2d": (_batch,),  # torchvision, DETR; gain and bias are buffers, and stay frozen
-    "GroupNorm": (_group,),
-    "GroupNorm1": (_group,),
+    "*GroupNorm": (_group,),  # torch, PoolFormer of transformers
+    "GroupNorm1*": (_group,),  # timm
+    "GroupNormAct": (_group,),
 }
