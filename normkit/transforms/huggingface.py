@@ -39,6 +39,9 @@ def model():
             for name, length in changes["biases"].items():
                 owner, key = name.rsplit(".", 1)
                 setattr(self.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
+            for name in changes["buffers"]:
+                owner, key = name.rsplit(".", 1)
+                self.get_submodule(owner)._non_persistent_buffers_set.discard(key)
             for name in changes["untied"]:
                 module = self.get_submodule(name)
                 module.weight = nn.Parameter(torch.empty_like(module.weight))

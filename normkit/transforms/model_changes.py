@@ -50,11 +50,12 @@ def write_changes(model: Any) -> dict[str, Any]:
 
 
 def find_changes(model: Any) -> dict[str, Any]:
-    """Find replaced norms, additional biases, and output layers that are no longer tied."""
+    """Find replaced norms, additional biases, saved buffers, and output layers that are no longer tied."""
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config))
     norms: dict[str, Any] = {}
     biases: dict[str, int] = {}
+    buffers: list[str] = []  # that the architecture computes, such as positions, and that folding changed
     masks, modules = mask_arguments(model), dict(model.named_modules(remove_duplicate=False))
     for name, there in fresh.named_modules():
         if name not in modules or any(name.startswith(f"{norm}.") for norm in norms):
@@ -63,10 +64,12 @@ def find_changes(model: Any) -> dict[str, Any]:
         if type(here) is not type(there):
             norms[name] = _describe(name, here) | ({"mask": masks[name]} if name in masks else {})
             continue
+        saved = there._non_persistent_buffers_set - here._non_persistent_buffers_set
+        buffers += [f"{name}.{key}" for key in sorted(saved)]
         for key, value in here._parameters.items():
             if value is not None and there._parameters.get(key) is None:
                 biases[f"{name}.{key}"] = value.numel()
-    return {"norms": norms, "biases": biases, "untied": _untied(model, fresh)}
+    return {"norms": norms, "biases": biases, "buffers": buffers, "untied": _untied(model, fresh)}
 
 
 def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
@@ -85,6 +88,9 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
         for name, length in changes["biases"].items():
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(_full_name(model, owner)), key, nn.Parameter(torch.zeros(length)))
+        for name in changes.get("buffers", ()):
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(_full_name(model, owner))._non_persistent_buffers_set.discard(key)
         for name in changes["untied"]:
             module = model.get_submodule(_full_name(model, name))
             module.weight = nn.Parameter(torch.empty_like(module.weight))

@@ -15,22 +15,22 @@ from normkit.transforms import Audit, Outcome, Report, audit, fold
 
 
 def audit_run(loaded: Loaded) -> Audit:
-    """Predict the outcome of folding for a run's norms, its output layer untied first."""
+    """Predict the outcome of folding for each norm of a run's model."""
     run, model, vocabularies = loaded
     spec = TASKS[run.task]
-    found = audit(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies), untie=True)
+    found = audit(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies))
     return dataclasses.replace(found, rows=_named(found.rows, spec.part))
 
 
 def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
-    """Fold the norms of a run's model; the output layer gets its own matrix.
+    """Fold the norms of a run's model; a tied output layer stays tied.
 
     Returns:
         The folded run, whose settings have `nonorm` in place of the folded norms, and the outcome of each norm.
     """
     run, model, vocabularies = loaded
     spec = TASKS[run.task]
-    part, report = fold(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies), untie=True)
+    part, report = fold(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies))
     for outcome in report:
         if outcome.action in ("multiply-add", "add"):
             part.set_submodule(outcome.name, _as_norm(part.get_submodule(outcome.name)))
@@ -63,7 +63,7 @@ def _described(run: Run, outcomes: tuple[Outcome, ...]) -> Run:
     kinds = list(left.values())
     common = max(set(kinds), key=kinds.count)
     others = {name: spec for name, spec in left.items() if spec != common}
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, norm=common, norm_at=others, tie=False))
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, norm=common, norm_at=others))
 
 
 def _left(outcome: Outcome) -> str:

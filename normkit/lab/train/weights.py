@@ -30,16 +30,17 @@ def load_weights(model: nn.Module, path: Path) -> None:
         saved = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is cut short or not a safetensors file: {error}") from None
-    _add_biases(model, saved)
+    _extend(model, saved)
     check_fit(saved, unshared(model), path)
     model.load_state_dict(saved, strict=False)
 
 
-def _add_biases(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Add a bias to layers that were saved with one: folding moves a norm's shift there."""
+def _extend(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Make room for what folding added: biases, and buffers that are no longer those of the constructor."""
     for name, module in model.named_modules():
-        own = f"{name}.bias" if name else "bias"
-        if own in saved and isinstance(module, PRODUCTS) and module.bias is None:
+        prefix = f"{name}." if name else ""
+        module._non_persistent_buffers_set -= {k for k in module._buffers if f"{prefix}{k}" in saved}
+        if f"{prefix}bias" in saved and isinstance(module, PRODUCTS) and module.bias is None:
             module.bias = nn.Parameter(module.weight.new_zeros(module.weight.shape[0]))
 
 
