@@ -111,7 +111,7 @@ REASONS = {  # part of a reason: how the page puts it
     "a sum in": "feeds a residual sum",
     "output of the model": "its output is the model's",
     "caller of the model": "its output is the model's",
-    "zero padding": "zero padding before its reader",
+    "zero padding": "zero padding or a mask before its reader",
     "another norm": "feeds another norm",
     "read by norm": "feeds another norm",
     "also read by": "something else reads the stream",

@@ -330,3 +330,49 @@ def test_sliced_position_embedding_folds_as_a_table():
             return self.head(self.norm(self.embedding(ids) + self.positions(ids.shape[1])))
 
     check(Sliced(), tokens(2, 5, high=20), actions="folded")
+
+
+class Experts(nn.Module):
+    """A pre-norm block whose experts add weighted rows to zeros; embedding and head are tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.router = nn.Embedding(20, DIM), make("batch", DIM), nn.Linear(DIM, 2)
+        self.experts, self.last = nn.ModuleList([nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)]), make("batch", DIM)
+        self.head = nn.Linear(DIM, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids).flatten(0, 1)
+        y = self.norm(x)
+        weights, out = self.router(y).softmax(-1), torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = torch.arange(index, len(x), 2)
+            out.index_add_(0, rows, expert(y[rows]) * weights[rows, index, None])
+        return self.head(self.last(x + out))
+
+
+def test_experts_add_their_rows_to_a_stream_that_stays_tied():
+    folded, _ = check(Experts(), tokens(2, 6, high=20), actions="folded, folded")
+    assert folded.head.weight is folded.embedding.weight
+
+
+def test_a_mask_that_multiplies_passes_gains_and_no_shift():
+    class Masked(nn.Module):
+        def __init__(self, spec: str):
+            super().__init__()
+            self.norm, self.head = make(spec, DIM), nn.Linear(DIM, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.head(self.norm(torch.tanh(x)) * mask[..., None])
+
+    example = torch.randn(2, 5, DIM), (torch.arange(10).view(2, 5) % 3 > 0).float()
+    _, report = check(Masked("batch"), *example, actions="add")
+    assert "a mask between the norm and its reader" in report.rows[0].why
+    check(Masked("un(bias=False)"), *example, actions="folded")
+
+
+def test_a_norm_of_tokens_takes_the_coordinate_of_a_frozen_one_behind_it():
+    model = nn.Sequential(nn.LayerNorm(DIM), make("batch", DIM), nn.Tanh())
+    _, report = check(model, torch.randn(3, 5, DIM), actions="gain changed, folded back")
+    assert report.rows[1].into == ("0",)

@@ -8,7 +8,7 @@ from third_party_models import CASES, pixels, randomize
 from torch import Tensor, nn
 
 from normkit.norms import make
-from normkit.transforms import fold
+from normkit.transforms import convert, fold
 from normkit.transforms.fold.float64 import Double, grouped_mm, in_float64
 from normkit.transforms.fold.inputs import variants
 from normkit.transforms.fold.verify import error
@@ -76,11 +76,28 @@ def test_models_that_ask_for_narrower_types_get_float64():
 def test_other_shapes_are_tried_and_masks_keep_their_values():
     case = CASES["torch_encoder_pre"]()
     found = variants(case.model, case.args, case.kwargs)
-    assert {"the same shapes", "a larger batch", "6 tokens"} <= set(found)
-    args, kwargs = found["6 tokens"]
-    assert args[0].shape == (2, 6, 16)
-    assert torch.equal(kwargs["src_key_padding_mask"], case.kwargs["src_key_padding_mask"][:, :6])
-    assert not torch.equal(found["the same shapes"][0][0], pixels(2, 7, 16))
+    assert set(found) == {"6 tokens, a batch of 3"}
+    args, kwargs = found["6 tokens, a batch of 3"]
+    assert args[0].shape == (3, 6, 16)
+    assert torch.equal(kwargs["src_key_padding_mask"], case.kwargs["src_key_padding_mask"][[0, 1, 0], :6])
+    assert not torch.equal(args[0][:2], pixels(2, 7, 16)[:, :6])
+
+
+def test_a_model_of_one_size_is_tried_with_other_numbers_and_batches():
+    case = CASES["hf_vit"]()
+    assert set(variants(case.model, case.args, case.kwargs)) == {"a batch of 1"}
+    assert set(variants(nn.Flatten(0), (torch.zeros(2, 3),), {}, other_shapes=False)) == {"a batch of 3"}
+
+
+def test_folding_runs_the_model_at_most_six_times(monkeypatch):
+    calls = []
+    forward = nn.TransformerEncoder.forward
+    monkeypatch.setattr(nn.TransformerEncoder, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    case = CASES["torch_encoder_pre"]()
+    refused = 1  # sizes that would change the channels
+    _, report = fold(convert(case.model, "un"), *case.args, **case.kwargs)
+    assert report.count("folded") == 4
+    assert len(calls) == 6 + refused
 
 
 def test_grouped_products_of_experts_in_float64():

@@ -63,6 +63,16 @@ def refuse_meta(model: nn.Module, verb: str) -> None:
         )
 
 
+def refuse_training(model: nn.Module, verb: str) -> None:
+    """Raise a ValueError unless every module is in evaluation mode."""
+    training = [name for name, module in model.named_modules() if module.training]
+    if training:
+        where = "the model" if "" in training else training[0]
+        raise ValueError(
+            f"{verb}() works on a model for inference, and {where} is in training mode; call model.eval() first"
+        )
+
+
 def copy_model(model: nn.Module) -> nn.Module:
     """Copy a model, also where weight norm or pruning keeps a computed weight."""
     computed = [

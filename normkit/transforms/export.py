@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from normkit.transforms.checks import copy_model, refuse_meta, refuse_wrapped
-from normkit.transforms.fold.survey import refuse_training
+from normkit.transforms.checks import copy_model, refuse_meta, refuse_training, refuse_wrapped
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import example_call, tensors
 from normkit.transforms.openvino_executorch import (

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from normkit.transforms.convert import find, replacement
+from normkit.transforms.convert import put, replacement
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.fold import TOLERANCE
 from normkit.transforms.fold.position import position
-from normkit.transforms.fold.relations import Blocked, listed, unused_weights
+from normkit.transforms.fold.relations import Relations, listed_once
 from normkit.transforms.fold.report import Outcome, Report
 from normkit.transforms.fold.rewrite import Edit
 from normkit.transforms.fold.survey import Survey
@@ -56,10 +56,12 @@ def to_rms(
     if not any(_centres(outcome.norm) for outcome in outcomes.values()):
         kinds = ", ".join(sorted({outcome.norm for outcome in outcomes.values()}))
         raise ValueError(f"to_rms() found no LayerNorm; the norms are {kinds}")
-    worst = survey.verifier.worst(_rewrite(survey.model, survey.trace, outcomes, writers))
+    changed = [name for name, outcome in outcomes.items() if outcome.action == "rms"]
+    worst = survey.worst(_rewrite(survey.model, survey.trace, changed, writers))
     if not worst <= TOLERANCE:
+        survey.require_repeatable()
         raise RuntimeError(f"to_rms() cannot verify this model: outputs differ by {worst:.1e} in float64")
-    done = _rewrite(survey.copy(), survey.trace, outcomes, writers)
+    done = _rewrite(survey.copy(), survey.trace, changed, writers)
     with torch.no_grad():
         native = error(done(*example, **kwexample), model(*example, **kwexample), outputs)
     record_changes(done)
@@ -70,128 +72,86 @@ def _centres(kind: str) -> bool:
     return kind.partition("(")[0] == "layer"
 
 
-def _decide(survey: Survey) -> tuple[dict[str, Outcome], list[Product]]:
-    """The outcome of each norm, and the layers that have to write no mean."""
-    kinds = {name: found.kind for name, found in find(survey.model).items()}
+def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
+    """The outcome of each norm; the layers that have to write no mean, and their widths."""
+    trace = survey.trace
+    relations = Relations(trace, survey.model, {})
     outcomes: dict[str, Outcome] = {}
-    writers: list[Product] = []
-    for name, kind in kinds.items():
-        outcome = Outcome(name, kind, position(survey.trace, name), "kept", why="it does not centre")
-        if _centres(kind):
-            try:
-                stream = _Stream(survey.trace, survey.model, kinds)
-                stream.follow(name)
-                writers += stream.writers
-                into = tuple(dict.fromkeys(w.view.parameter.removesuffix(".weight") for w in stream.writers))
-                outcome = replace(outcome, action="rms", into=into, why="")
-            except Blocked as blocked:
-                outcome = replace(outcome, why=str(blocked))
+    writers: dict[Product, int] = {}
+    for name, found in trace.norms.items():
+        outcome = Outcome(name, found.kind, position(trace, name), "kept", why="it does not centre")
+        if _centres(found.kind):
+            sources = _stream(trace, name)
+            why = _obstacle(relations, name, found.dim, sources)
+            own = [] if why else [source.product for source in sources if source.product]
+            writers |= dict.fromkeys(own, found.dim)
+            into = listed_once(product.view.parameter.removesuffix(".weight") for product in own)
+            outcome = replace(outcome, action="kept" if why else "rms", into=into, why=why)
         outcomes[name] = outcome
-    return outcomes, list(dict.fromkeys(writers))
+    return outcomes, writers
 
 
-class _Stream:
-    """All that is added up to the input of a norm, and everything that reads any of it."""
+def _stream(trace: Trace, name: str) -> list[Source]:
+    """All that is added up to the input of a norm, or is made of it by sums."""
+    stream = trace.streams()
+    read = trace.inputs.get(name, torch.zeros(0, 2))
+    own = {stream[source.base] for source, _ in trace.by_code(read[:, 0])}
+    return [source for source in trace.sources.values() if stream[source.base] in own]
 
-    def __init__(self, trace: Trace, model: nn.Module, kinds: dict[str, str]):
-        self.trace, self.kinds = trace, kinds
-        self.unused = unused_weights(trace, model)
-        self.writers: list[Product] = []
-        self.seen: set[int] = set()
 
-    def follow(self, name: str) -> None:
-        """Walk the stream of a norm.
-
-        Raises:
-            Blocked: If something other than a LayerNorm reads the mean, or a layer cannot write without one.
-        """
-        pairs = self.trace.inputs.get(name)
-        if pairs is None:
-            raise Blocked("it never ran")
-        if bool((pairs[:, 0] <= ZERO).any()):
-            raise Blocked("its input is not written by layers alone")
-        width = int(pairs[:, 1].max()) + 1
-        if width in self.unused:
-            raise Blocked(self.unused[width])
-        self._visit(pairs, width)
-
-    def _visit(self, pairs: Tensor, width: int) -> None:
-        for source, codes in self.trace.by_code(pairs[:, 0]):
-            own = pairs[torch.isin(pairs[:, 0], codes)]
-            index = (own[:, 0] - source.base).long()
-            if not torch.equal(index % width, own[:, 1].long()) or source.size % width:
-                raise Blocked(f"{source.name} writes its channels in another order")
-            if source.base in self.seen:
-                continue
-            self.seen.add(source.base)
-            self._readers(source, width)
-            if source.product is not None:
-                self._writer(source, width)
-            elif source.kind == "norm":
-                raise Blocked(f"the output of norm {source.name}, which has a mean, is part of its input")
-            elif source.kind == "input":
-                raise Blocked("the caller writes its input")
-            for term in source.terms:
-                if source.gains is not None:
-                    raise Blocked(f"its input is multiplied by a parameter in {source.name}")
-                if term is None or bool((term[0][:, 0] <= ZERO).any()):
-                    raise Blocked(f"something that is no layer's output is added to its input in {source.name}")
-                self._visit(term[0], width)
-
-    def _readers(self, source: Source, width: int) -> None:
+def _obstacle(relations: Relations, name: str, width: int, sources: list[Source]) -> str:
+    """The reason why a stream has to keep its mean; empty if it may lose it."""
+    trace = relations.trace
+    if name not in trace.inputs:
+        return "it never ran"
+    places = [trace.inputs[name]]
+    for source in sources:
+        places += [term[0] for term in source.terms if term]
+        if any(term is None or bool((term[0][:, 0] < ZERO).any()) for term in source.terms):
+            return f"something that is no layer's output is added to its input in {source.name or 'the model'}"
+        if source.kind == "norm":
+            return f"the output of norm {source.name}, which has a mean, is part of its input"
+        if source.kind == "input":
+            return "the caller writes its input"
         for by in source.reads:
-            if isinstance(by, Source):
-                if by.size != width:
-                    raise Blocked(f"its stream is read by {by.name}")
-                whole = torch.arange(width, dtype=torch.float64)
-                self._visit(torch.stack([by.base + whole, whole], 1), width)
-            elif isinstance(by, str) and by.startswith("norm "):
-                reader = by.removeprefix("norm ")
-                if not _centres(self.kinds.get(reader, "")):
-                    raise Blocked(f"its stream is also read by norm {reader}, which does not centre")
-            else:
-                raise Blocked(f"its stream is also read by {by if isinstance(by, str) else by.view.parameter}")
-
-    def _writer(self, source: Source, width: int) -> None:
+            norm = by.removeprefix("norm ") if isinstance(by, str) and by.startswith("norm ") else ""
+            if norm and not _centres(trace.norms[norm].kind):
+                return f"its stream is also read by {by}, which does not centre"
+            if isinstance(by, Source) and by.gains is not None:
+                return f"its stream is multiplied by a parameter in {by.name}"
+            if not norm and not isinstance(by, Source):
+                return f"its stream is also read by {by if isinstance(by, str) else by.view.parameter}"
         product = source.product
-        assert product is not None
-        name, place = product.view.parameter, self.trace.biases.get(product)
-        if name in self.trace.entangled:
-            raise Blocked(f"{name} shares memory with {self.trace.entangled[name]}")
-        for parameter in [name] if place is None else [name, place.parameter]:
-            if readers := self.trace.weight_readers.get(parameter):
-                raise Blocked(f"{parameter} is also read by {listed(sorted(readers))}")
-        uses = [s.product for s in self.trace.sources.values() if s.product and s.product.view.parameter == name]
-        if len(uses) > 1:
-            tied = any(use.kind == "embedding" for use in uses)
-            advice = "tied to an embedding; untie=True gives the output layer a copy of its own"
-            raise Blocked(f"{name} is {advice if tied else 'used in several places'}")
-        if place is not None and sum(other.parameter == place.parameter for other in self.trace.biases.values()) > 1:
-            raise Blocked(f"{place.parameter} is also the bias of another product")
-        if product.kind != "table" and (product.view.size[0] != 1 or product.view.outputs != width):
-            raise Blocked(f"{name} writes only a part of the channels")
-        self.writers.append(product)
+        whole = product is None or product.kind == "table" or (product.view.size[0], product.view.outputs) == (1, width)
+        if not whole or source.size % width:
+            return f"{source.name} writes only a part of the channels"
+    for pairs in places:
+        if bool((pairs[:, 0] < ZERO).any()):
+            return "its input is not written by layers alone"
+        for source, codes in trace.by_code(pairs[:, 0]):
+            own = pairs[torch.isin(pairs[:, 0], codes)]
+            if not torch.equal((own[:, 0] - source.base).long() % width, own[:, 1].long()):
+                return f"{source.name} writes its channels in another order"
+    stream = {relations.stream[source.base] for source in sources}
+    for link in relations.links:
+        ends = relations.streams_of(torch.cat([link.a, link.b]))
+        fixed = bool(ends - stream) or bool((link.b == 0).any())
+        if ends & stream and fixed and link.why and not link.why.startswith("read by norm "):
+            return link.why
+    return ""
 
 
 @torch.no_grad()
-def _rewrite(model: nn.Module, trace: Trace, outcomes: dict[str, Outcome], writers: list[Product]) -> nn.Module:
-    widths = {name: int(pairs[:, 1].max()) + 1 for name, pairs in trace.inputs.items()}
-    changed = {name: outcome for name, outcome in outcomes.items() if outcome.action == "rms"}
-    width_of = {writer: widths[name] for name, outcome in changed.items() for writer in writers
-                if writer.view.parameter.removesuffix(".weight") in outcome.into}  # fmt: skip
+def _rewrite(model: nn.Module, trace: Trace, changed: list[str], writers: dict[Product, int]) -> nn.Module:
     edit = Edit(model)
-    for writer in writers:
-        view, width = writer.view, width_of[writer]
+    for writer, width in writers.items():
+        view = writer.view
         of = (lambda w, width=width: w.view(-1, width)) if writer.kind == "table" else view.of
         edit.change(view.parameter, lambda w, of=of: of(w).sub_(of(w).mean(-1, keepdim=True)))
         if place := trace.biases.get(writer):
             edit.change(place.parameter, lambda b, place=place: place.of(b).sub_(place.of(b).mean()))
     edit.write()
     for name in changed:
-        old = model.get_submodule(name)
-        new = replacement(old, "rms", next(model.parameters(), None))
-        if not name:
-            return new
-        model.set_submodule(name, new)
+        model = put(model, name, replacement(model.get_submodule(name), "rms", next(model.parameters(), None)))
     leave_fast_path(model)
     return model

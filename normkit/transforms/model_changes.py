@@ -50,7 +50,7 @@ def write_changes(model: Any) -> dict[str, Any]:
 
 
 def find_changes(model: Any) -> dict[str, Any]:
-    """Find replaced norms, additional biases, saved buffers, and output layers that are no longer tied."""
+    """Find replaced norms, new biases, buffers to save, and layers no longer tied."""
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config))
     norms: dict[str, Any] = {}

@@ -36,7 +36,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _extend(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Make room for what folding added: biases, and buffers that are no longer those of the constructor."""
+    """Add what folding added: biases, and buffers that differ from the constructor's."""
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         module._non_persistent_buffers_set -= {k for k in module._buffers if f"{prefix}{k}" in saved}

@@ -90,8 +90,9 @@ def fold(
         step("solve")
         plan = make_plan(survey.trace, survey.model, **conditions)
         step("verify")
-        worst = survey.verifier.worst(rewrite(survey.model, plan))
+        worst = survey.worst(rewrite(survey.model, plan))
         if not worst <= TOLERANCE:
+            survey.require_repeatable()
             plan, worst = _one_by_one(survey, plan, conditions)
         del survey.model
         step("rewrite")
@@ -119,14 +120,14 @@ def _one_by_one(survey: Survey, plan: FoldPlan, conditions: dict[str, Any]) -> t
 
     def tried(only: list[str]) -> tuple[FoldPlan, float]:
         plan = make_plan(survey.trace, survey.model, refused, only, **conditions)
-        return plan, survey.verifier.worst(rewrite(copy.deepcopy(survey.model), plan))
+        return plan, survey.worst(rewrite(copy.deepcopy(survey.model), plan))
 
     for name in [name for name, outcome in plan.outcomes.items() if outcome.action != "kept"]:
         worst = tried([*exact, name])[1]
         if worst <= TOLERANCE:
             exact.append(name)
         else:
-            failure = survey.verifier.failure
+            failure = survey.failure
             without = f"the model fails without it: {failure}"
             refused[name] = without if failure else f"not exact: with it folded, the output differs by {worst:.1e}"
     plan, worst = tried(exact)

@@ -1,9 +1,9 @@
-"""Make inputs after an example: random numbers in the same and in other shapes."""
+"""Make inputs after an example: random numbers in other shapes."""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,43 +11,43 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
-
-SAME_SIZES = ("the example", "the same shapes", "a larger batch", "masks that mask")  # labels of calls
+Run = Callable[[str, bool, tuple, dict[str, Any]], object]  # label, whether sizes differ, arguments
 
 
 @dataclass(frozen=True)
 class Change:
-    """New sizes for some axes of one input, and for the inputs that follow it."""
+    """Another batch, other sizes of some axes, or a mask that masks.
 
-    like: Tensor
-    sizes: dict[int, int]  # axis: its new size
+    `sizes` are new lengths of axes of the input `like`; inputs that are no data follow in each axis of that length but
+    the batch's.
+    """
 
-    def of(self, t: Tensor, is_data: bool) -> Tensor:
-        """Resize data in the same axes, and masks in each axis of that length but the batch's."""
+    label: str
+    batch: tuple[int, int] | None = None  # its rows, and how many there will be
+    like: Tensor | None = None
+    sizes: dict[int, int] = field(default_factory=dict)
+    masks: bool = False
+
+    def lengths(self, t: Tensor, is_data: bool) -> dict[int, int]:
+        """New lengths of axes of an input."""
+        if self.batch and t.shape[0] == self.batch[0]:
+            return {0: self.batch[1]}
+        if self.like is None:
+            return {}
         if is_data and t.dim() == self.like.dim():
-            changes = [(axis, self.like.shape[axis], new) for axis, new in self.sizes.items()]
-        else:
-            first = int(t.dim() > 0 and t.shape[0] == self.like.shape[0])
-            changes = [(axis, self.like.shape[a], n) for axis in range(first, t.dim()) for a, n in self.sizes.items()]
-        for axis, old, new in changes:
-            t = _resized(t, axis, old, new)
-        return t
-
-
-Plan = dict[str, Callable[[Tensor, bool], Tensor]]  # by label: the change of an input, which is data or is not
+            return {axis: new for axis, new in self.sizes.items() if t.shape[axis] == self.like.shape[axis]}
+        others = range(int(t.shape[0] == self.like.shape[0]), t.dim())
+        new = {self.like.shape[axis]: length for axis, length in self.sizes.items()}
+        return {axis: new[t.shape[axis]] for axis in others if t.shape[axis] in new}
 
 
 def variants(
-    model: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    other_shapes: bool = True,
-    run: Callable[[str, tuple, dict[str, Any]], object] | None = None,
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], other_shapes: bool = True, run: Run | None = None
 ) -> dict[str, Call]:
     """Make random inputs after an example.
 
-    They have the same shapes, one more in the batch, masks that mask something, and other sizes. Masks and flags keep
-    their values, except that a mask without anything masked is also tried with a masked position.
+    Everything changes in one call: numbers, batch, lengths and sizes. Where the model refuses that, each is changed
+    alone. Masks and flags keep their values, except that a mask without anything masked gets a masked position.
     Arguments that are no tensors stay. Calls that the model refuses are left out.
 
     Args:
@@ -55,82 +55,94 @@ def variants(
         args: Positional arguments of the example.
         kwargs: Keyword arguments of the example.
         other_shapes: Vary lengths and sizes, too, not the batch alone.
-        run: Runs `(label, args, kwargs)` and raises for a call to leave out; the model itself by default. Calls of
-            other sizes come first.
+        run: Runs `(label, whether sizes differ, args, kwargs)` and raises for a call to leave out; the model itself by
+            default. Calls of other sizes come first.
 
     Returns:
         The calls by label.
     """
-    run = run or (lambda label, args, kwargs: model(*args, **kwargs))
+    run = run or (lambda label, resized, args, kwargs: model(*args, **kwargs))
     leaves, spec = tree_flatten((args, kwargs))
     given = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
     data = [t for t in given if not _is_flags(t)] or [t for t in given[:1] if t.dtype is not torch.bool]
     of_data = {id(t) for t in data}
-    same = _same_sizes(given, of_data)
-    plans = [*same, *(plan for t in data for plan in _other_sizes(t) if other_shapes)]
     found: dict[str, Call] = {}
-    for seed, plan in (*[*enumerate(plans)][len(same) :], *enumerate(same)):
-        for (label, change), top in itertools.product(plan.items(), _tops(model, data)):
-            if label in found:
-                break
-            generator = torch.Generator().manual_seed(seed)
-            new = [_drawn(t, id(t) in of_data, change, generator, top) if isinstance(t, Tensor) else t for t in leaves]
+
+    def accepted(*changes: Change) -> bool:
+        label = ", ".join(change.label for change in changes)
+        for top in _tops(model, data):
+            generator = torch.Generator().manual_seed(len(found))
+            new = [_drawn(t, id(t) in of_data, changes, generator, top) if isinstance(t, Tensor) else t for t in leaves]
             call = tree_unflatten(new, spec)
             with contextlib.suppress(Exception):
-                run(label, *call)
+                run(label, any(change.sizes for change in changes), *call)
                 found[label] = call
-                break
-    labels = sorted(found, key=lambda label: label not in SAME_SIZES)
-    return {label: found[label] for label in labels}
+                return True
+        return False
+
+    sizes = [plan for t in data if other_shapes for plan in [_other_sizes(t)] if plan]
+    same = _same_sizes(given, data)
+    most = max((len(plan) for plan in sizes), default=1)
+    together = ([*(plan[min(k, len(plan) - 1)] for plan in sizes), *same] for k in range(most))
+    if not any(itertools.starmap(accepted, together)):
+        for plan in (*sizes, *([change] for change in same)):
+            any(map(accepted, plan))
+        if not found:
+            accepted(Change("the same shapes"))
+    return found
 
 
-def _same_sizes(given: list[Tensor], of_data: set[int]) -> list[Plan]:
-    """Other numbers, one more in the batch, and masks that mask."""
-    plans: list[Plan] = [{"the same shapes": lambda t, is_data: t}]
+def _same_sizes(given: list[Tensor], data: list[Tensor]) -> list[Change]:
+    """Another batch, and masks that mask."""
+    changes = []
     if given:
-        sizes = [t.shape[0] for t in given]
-        batch = max(set(sizes), key=sizes.count)
-        plans.append({"a larger batch": lambda t, is_data: _resized(t, 0, batch, batch + 1)})
-    if any(_is_idle(t) for t in given if id(t) not in of_data):
-        plans.append({"masks that mask": lambda t, is_data: t if is_data else _masking(t)})
-    return plans
+        rows = [t.shape[0] for t in given]
+        batch = max(set(rows), key=rows.count)
+        new = 1 if batch > 1 and any(_is_picture(t) for t in data) else 2 if batch > 2 else batch + 1
+        changes.append(Change(f"a batch of {new}", batch=(batch, new)))
+    if any(_is_flags(t) and _is_idle(t) for t in given if not any(t is each for each in data)):
+        changes.append(Change("masks that mask", masks=True))
+    return changes
 
 
-def _other_sizes(t: Tensor) -> Iterator[Plan]:
-    """Plans that change one length or size; the first accepted label of each is used.
+def _other_sizes(t: Tensor) -> list[Change]:
+    """Other lengths or sizes of one input; the first that the model accepts is used.
 
-    A length shrinks by one, that of sound also by a fifth. Images grow by a quarter, or else by a half, and by as
-    little as the patches allow, so that windows of patches have to be padded. They never shrink: Swin of transformers
-    keeps the smaller windows that it then takes.
+    A length shrinks by one, a long one by about a half, that of sound by a fifth. Pictures grow: by an odd number that
+    is more than a patch, so that patches and windows have to be padded, or else by what fixed patches allow. They never
+    shrink: Swin of transformers keeps the smaller windows that it then takes.
     """
-    numbers = t.dtype.is_floating_point
-    for axis in range(1, min(t.dim(), 2 + numbers)) if t.dim() < 4 else ():
-        old = t.shape[axis]
-        shorter = {old - 1, old - old // 5} if t.dim() == 2 and numbers else {old - 1}  # sound: by more than a frame
-        for new in sorted(shorter - {old}, reverse=True) if old > 2 else ():
-            yield {f"{new} tokens" if axis == 1 else f"length {new}": Change(t, {axis: new}).of}
-    if t.dim() not in (4, 5) or not numbers:
-        return
-    last: Plan = {}
-    for axes in (range(2, t.dim()), range(1, t.dim() - 1)):  # channels first, channels last
-        old = [t.shape[axis] for axis in axes]
-        if min(old) > 3:
-            yield dict(_pixels(t, axes, [n + n // part for n in old]) for part in (4, 2))
-            yield dict([_pixels(t, axes, [n + 1 for n in old])])
-            last |= dict(_pixels(t, axes, [n + more for n in old]) for more in (4, 8, 16, 32))
-    last |= {f"size {n - 1} of axis {a}": Change(t, {a: n - 1}).of for a, n in enumerate(t.shape) if a and n > 2}
-    yield last
+    numbers, old = t.dtype.is_floating_point, t.shape
+    if numbers and t.dim() in (4, 5):
+        grown = [
+            _pixels(t, dict(zip(axes, new, strict=True)))
+            for axes in (range(2, t.dim()), range(1, t.dim() - 1))  # channels first, channels last
+            if min(old[axis] for axis in axes) > 3
+            for new in (*([old[a] + more for a in axes] for more in (17, 16, 32)),
+                        *([old[a] + old[a] // part for a in axes] for part in (4, 2)))
+        ]  # fmt: skip
+        return grown + [_length(t, {axis: n - 1}) for axis, n in enumerate(old) if axis and n > 2]
+    if t.dim() == 2 and numbers and old[1] > 5:
+        return [_length(t, {1: old[1] - old[1] // 5}), _length(t, {1: old[1] - 1})]
+    axes = [axis for axis, n in enumerate(old[: 2 + numbers]) if axis and n > 2 and t.dim() < 4]
+    half = {axis: old[axis] // 2 | 1 for axis in axes if old[axis] > 16}
+    less = {axis: old[axis] - 1 for axis in axes}
+    alone = [{axis: new} for sizes in (half, less) for axis, new in sizes.items()]
+    return [_length(t, each) for each in ([half, less] if len(axes) > 1 else []) + alone if each]
 
 
-def _pixels(t: Tensor, axes: Sequence[int], new: list[int]) -> tuple[str, Callable[[Tensor, bool], Tensor]]:
-    label = str(new[0]) if len(set(new)) == 1 else " x ".join(map(str, new))
-    return f"{label} pixels", Change(t, dict(zip(axes, new, strict=True))).of
+def _is_picture(t: Tensor) -> bool:
+    return t.dtype.is_floating_point and t.dim() in (4, 5)
 
 
-def _resized(t: Tensor, dim: int, old: int, new: int) -> Tensor:
-    if t.dim() == 0 or t.shape[dim] != old:
-        return t
-    return t.index_select(dim, torch.arange(new, device=t.device) % old)
+def _pixels(t: Tensor, sizes: dict[int, int]) -> Change:
+    new = [*sizes.values()]
+    return Change(f"{new[0] if len(set(new)) == 1 else ' x '.join(map(str, new))} pixels", like=t, sizes=sizes)
+
+
+def _length(t: Tensor, sizes: dict[int, int]) -> Change:
+    names = (f"{new} tokens" if axis == 1 else f"length {new}" for axis, new in sizes.items())
+    return Change(" and ".join(names), like=t, sizes=sizes)
 
 
 def _is_flags(t: Tensor) -> bool:
@@ -145,8 +157,6 @@ def _is_idle(mask: Tensor) -> bool:
 
 def _masking(t: Tensor) -> Tensor:
     """An idle mask with the other value at the last position of the first row."""
-    if not (_is_flags(t) and _is_idle(t)):
-        return t
     axis = max((axis for axis in range(1, t.dim()) if t.shape[axis] > 1), default=0)
     t, other = t.clone(), t.flatten()[0] == 0
     (t[0].select(axis - 1, -1) if axis else t[-1]).copy_(other)
@@ -162,10 +172,15 @@ def _tops(model: nn.Module, data: list[Tensor]) -> list[int | None]:
 
 
 def _drawn(
-    t: Tensor, is_data: bool, change: Callable[[Tensor, bool], Tensor], generator: torch.Generator, top: int | None
+    t: Tensor, is_data: bool, changes: tuple[Change, ...], generator: torch.Generator, top: int | None
 ) -> Tensor:
     """Random numbers of the same kind, in the changed shape."""
-    t = change(t, is_data)
+    for axis, new in {
+        axis: n for c in changes for axis, n in (c.lengths(t, is_data) if t.dim() else {}).items()
+    }.items():
+        t = t.index_select(axis, torch.arange(new, device=t.device) % t.shape[axis])
+    if not is_data and any(change.masks for change in changes) and _is_flags(t) and _is_idle(t):
+        t = _masking(t)
     if t.dtype.is_floating_point and t.numel() == 1:  # a factor, say
         return t * (1 + torch.rand((), generator=generator, dtype=torch.float64)).to(t) + 0.5
     if not is_data or not t.numel():

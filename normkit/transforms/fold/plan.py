@@ -1,7 +1,7 @@
 """The plan of a fold: coordinates, the outcome of each norm, reasons for those that stay."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normkit.transforms.fold.conditioning import Conditioning
 from normkit.transforms.fold.position import position
-from normkit.transforms.fold.relations import NormNode, Relations, listed, new_bias
+from normkit.transforms.fold.relations import NormNode, Relations, listed, listed_once, new_bias
 from normkit.transforms.fold.report import Outcome
 from normkit.transforms.fold.solve import Coordinates, Solver
 from normkit.transforms.fold.trace import Place, Product, Trace
@@ -61,13 +61,11 @@ class _Planner:
         self.trace, self.model = trace, model
         self.relations = Relations(trace, model, refused)
         self.solver = Solver(self.relations)
-        self.stream = _streams(trace)
 
     def plan(self, only: Collection[str] | None, conditioning: Conditioning) -> FoldPlan:
         """Choose the norms, solve, and describe the result."""
         chosen = self.solver.choose(lambda name: only is None or name in only, conditioning.within)
-        free = only is None and conditioning.limit is None
-        additions = self.solver.additions(chosen) if free else set()
+        additions = self.solver.additions(chosen, conditioning.fits) if only is None else set()
         at = conditioning.coordinates(chosen, additions)
         plan = FoldPlan(self.relations, at, conditioning.spread(at))
         self.limit = conditioning.limit
@@ -94,18 +92,21 @@ class _Planner:
         other = (at.scale != 1) | (at.shift != 0) | (at.written != 1)
         for product, inputs in self.relations.inputs.items():
             name = product.view.parameter.removesuffix(".weight")
-            for stream in self._streams_of(inputs[other[inputs]]):
+            for stream in self.relations.streams_of(inputs[other[inputs]]):
                 readers[stream].append(name)
             outputs = self.relations.outputs[product]
-            for stream in self._streams_of(outputs[other[outputs]]):
+            for stream in self.relations.streams_of(outputs[other[outputs]]):
+                writers[stream].append(name)
+        for name, node in self.relations.norms.items():
+            for stream in self.relations.streams_of(node.outputs[other[node.outputs]]) if node.takes_scale else ():
                 writers[stream].append(name)
         for source, inputs in self.relations.scaled.items():
             if not torch.equal(at.scale[inputs], at.scale[source.codes]):
                 assert source.gains is not None
                 table, _ = next(self.trace.by_code(source.gains))
-                for stream in self._streams_of(inputs):
+                for stream in self.relations.streams_of(inputs):
                     readers[stream].append(table.name)
-                writers[self.stream[source.base]].append(table.name)
+                writers[self.relations.stream[source.base]].append(table.name)
         return readers, writers
 
     def _outcome(
@@ -119,8 +120,8 @@ class _Planner:
         own -= sum(p.numel() for p in node.rest.parameters())
         if not node.offline and node.trivial:
             return replace(outcome, why=f"{ONLINE}; no gain or bias to fold")
-        after = listed_once(each for stream in self._streams_of(node.outputs) for each in readers[stream])
-        before = listed_once(each for stream in self._streams_of(node.inputs) for each in writers[stream])
+        after = listed_once(each for stream in self.relations.streams_of(node.outputs) for each in readers[stream])
+        before = listed_once(each for stream in self.relations.streams_of(node.inputs) for each in writers[stream])
         if name in chosen and not node.offline:
             return replace(outcome, action="gain folded", into=after, why=ONLINE, saved=own)
         if name in chosen:
@@ -129,7 +130,8 @@ class _Planner:
             return replace(outcome, action=action, into=listed_once([*after, *before]), why=why, saved=own)
         why = self._reason(node, chosen)
         if not node.offline:
-            return replace(outcome, why=why)
+            moved = bool((plan.at.scale[node.outputs] != 1).any() | (plan.at.shift[node.outputs] != 0).any())
+            return replace(outcome, action="gain changed" if moved else "kept", why=why)
         _, shift = plan.affine(node)
         kept = len(shift) * (int(bool((shift != 0).any())) + int(name not in additions))
         if name in additions:
@@ -163,7 +165,9 @@ class _Planner:
         """The reason for a norm that stays: what fixes its output, and what fixes its input."""
         if node.name in self.solver.stuck:
             return self.solver.stuck[node.name]
-        after, before = (self._fixed_by(self._streams_of(nodes)) for nodes in (node.outputs, node.inputs))
+        after, before = (
+            self.relations.fixed_by(self.relations.streams_of(nodes)) for nodes in (node.outputs, node.inputs)
+        )
         if self.limit is not None and self.solver.consistent([*chosen, node.name]):
             return f"folded, the ranges of a stream's channels would spread by more than {self.limit:g}"
         if bool((node.inputs == 0).any()):
@@ -175,49 +179,13 @@ class _Planner:
                 if name in self.solver.nodes
             ]
             if len(clash) > 1:
-                ends = self._fixed_by({
+                ends = self.relations.fixed_by({
                     stream for name in clash for node in [self.solver.nodes[name]]
-                    for nodes in (node.inputs, node.outputs) for stream in self._streams_of(nodes)
+                    for nodes in (node.inputs, node.outputs) for stream in self.relations.streams_of(nodes)
                 })  # fmt: skip
                 return f"of {listed(clash, 4)} all but one can be folded" + (f": {ends}" if ends else "")
-        if not after and self._streams_of(node.inputs) & self._streams_of(node.outputs):
+        if not after and self.relations.streams_of(node.inputs) & self.relations.streams_of(node.outputs):
             return "its output is added to its own input"
         if after and before and after != before and node.offline:
             return f"{after}; nor into what precedes it: {before}"
         return after or before or "its relations contradict each other"
-
-    def _fixed_by(self, streams: set[int]) -> str:
-        """The reasons why the coordinates of some streams are given."""
-        pins, ties = [], []
-        for link in self.relations.links:
-            if link.why and streams & self._streams_of(torch.cat([link.a, link.b])):
-                (ties if bool((link.a * link.b > 0).any()) else pins).append(link.why)
-        whys = listed_once(pins or ties)
-        reads = [why.removeprefix("read by ") for why in whys if why.startswith("read by ")]
-        others = [why for why in whys if not why.startswith("read by ")]
-        return ", ".join([f"read by {listed(reads)}"] * bool(reads) + others[:3])
-
-    def _streams_of(self, nodes: Tensor) -> set[int]:
-        return {self.stream[source.base] for source, _ in self.trace.by_code(nodes.double())}
-
-
-def listed_once(names: Iterable[str]) -> tuple[str, ...]:
-    """Each name once, in order."""
-    return tuple(dict.fromkeys(names))
-
-
-def _streams(trace: Trace) -> dict[int, int]:
-    """The stream of each source, by first codes: sources that are added are one stream."""
-    stream = {source.base: source.base for source in trace.sources.values()}
-
-    def find(base: int) -> int:
-        while stream[base] != base:
-            base = stream[base]
-        return base
-
-    for source in trace.sources.values():
-        for term in source.terms if source.gains is None else ():
-            for part, _ in trace.by_code(term[0][:, 0]) if term else ():
-                first, second = sorted((find(source.base), find(part.base)))
-                stream[second] = first
-    return {base: find(base) for base in stream}

@@ -17,7 +17,7 @@ from normkit.transforms.fold.forest import Forest, unite
 from normkit.transforms.fold.trace import FOREIGN, ZERO, Place, Product, Source, Trace
 from normkit.transforms.layout import is_layout_hook
 from normkit.transforms.masks import GiveMask
-from normkit.transforms.third_party import equivalent, read
+from normkit.transforms.third_party import equivalent
 
 LARGEST_TIE = 1 << 24  # elements of a weight whose uses are compared one by one
 
@@ -31,8 +31,8 @@ class NormNode:
     """A norm at inference, `y = scale * rest(x) + shift`.
 
     `rest` is the identity for an offline norm. `inputs` and `outputs` are nodes, `[channels]`. Channels with a gain
-    of zero are cut off: in `dead_reads` by what
-    reads the norm, in `dead_writes` by what writes its input.
+    of zero are cut off: in `dead_reads` by what reads the norm, in `dead_writes` by what writes its input. A norm that
+    stays may write another coordinate if its own gain (`takes_scale`) and bias (`takes_shift`) can change.
     """
 
     name: str
@@ -45,6 +45,8 @@ class NormNode:
     rest: nn.Module
     dead_reads: Tensor | None = None
     dead_writes: Tensor | None = None
+    takes_scale: bool = False
+    takes_shift: bool = False
 
     @property
     def trivial(self) -> bool:
@@ -99,6 +101,7 @@ class Relations:
             if product in trace.slots:
                 by = f"a product with {product.view.parameter}"
                 self.inputs[product] = self.slots(trace.slots[product], places, by)
+        self.stream = trace.streams()
         self._weights()
         self._biases()
         self._unused()
@@ -126,14 +129,14 @@ class Relations:
             self.pin(nodes[places[foreign]], f"read by {by} over rows of different origin")
         padded = (codes == ZERO) & (nodes[places] > 0)
         if bool(padded.any()):
-            self.pin(nodes[places[padded]], "zero padding between the norm and its reader", scale=False)
+            self.pin(nodes[places[padded]], "zero padding or a mask between the norm and its reader", scale=False)
         return nodes
 
     # -- norms and sums -----------------------------------------------------------------------------------------------
 
     def _norm(self, name: str, refused: str | None) -> None:
         source, module = self.trace.sources.get(("norm", name)), self.model.get_submodule(name)
-        norm = module if isinstance(module, Norm) else equivalent(read(module))
+        norm = module if isinstance(module, Norm) else equivalent(self.trace.norms[name])
         rest, scale, shift = norm.split()
         size = norm.dim if source is None else source.size
         pairs = self.trace.inputs.get(name)
@@ -141,6 +144,8 @@ class Relations:
         outputs = torch.zeros(size, dtype=torch.long) if source is None else source.codes
         scale, shift = (t.detach().double().cpu().expand(size) for t in (scale, shift))
         node = NormNode(name, norm.spec, norm.offline, inputs, outputs, scale, shift, rest)
+        if not norm.offline:
+            node.takes_scale, node.takes_shift = self._is_own(name, "weight", scale), self._is_own(name, "bias", shift)
         self.norms[name] = node
         if source is None:
             self.kept[name] = "it never ran"
@@ -153,6 +158,13 @@ class Relations:
             node.inputs = torch.zeros_like(inputs)
         if name in self.kept:
             self.pin(outputs, f"the output of norm {name}")
+
+    def _is_own(self, name: str, key: str, values: Tensor) -> bool:
+        """True if these values are a parameter of this norm alone."""
+        own = getattr(self.model.get_submodule(name), key, None)
+        if not isinstance(own, nn.Parameter) or len(self.trace.owners[self.trace.names.get(id(own), "")]) > 1:
+            return False
+        return torch.equal(own.detach().double().cpu(), values)
 
     def _source(self, source: Source) -> None:
         if source.kind == "input":
@@ -321,6 +333,23 @@ class Relations:
             if source.size in idle:
                 self.pin(source.codes, idle[source.size])
 
+    # -- reasons ------------------------------------------------------------------------------------------------------
+
+    def fixed_by(self, streams: set[int]) -> str:
+        """The reasons why the coordinates of some streams are given."""
+        pins, ties = [], []
+        for link in self.links:
+            if link.why and streams & self.streams_of(torch.cat([link.a, link.b])):
+                (ties if bool((link.a * link.b > 0).any()) else pins).append(link.why)
+        whys = listed_once(pins or ties)
+        reads = [why.removeprefix("read by ") for why in whys if why.startswith("read by ")]
+        others = [why for why in whys if not why.startswith("read by ")]
+        return ", ".join([f"read by {listed(reads)}"] * bool(reads) + others[:3])
+
+    def streams_of(self, nodes: Tensor) -> set[int]:
+        """The streams that some nodes belong to."""
+        return {self.stream[source.base] for source, _ in self.trace.by_code(nodes.double())}
+
 
 def unused_weights(trace: Trace, model: nn.Module) -> dict[int, str]:
     """By number of channels, a weight that no call used and that may read as many."""
@@ -393,3 +422,8 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def listed_once(names: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, in order."""
+    return tuple(dict.fromkeys(names))

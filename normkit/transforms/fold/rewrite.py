@@ -17,6 +17,8 @@ from normkit.transforms.fold.trace import Place, Product, Source, View
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import remove_routes
 
+Part = tuple[View, Tensor, Tensor, Tensor]  # of a weight, its factors by input and by output, and what is subtracted
+
 
 @torch.no_grad()
 def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
@@ -29,7 +31,13 @@ def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
             _gains(source, plan, edit)
     edit.write()
     for name, outcome in plan.outcomes.items():
-        if outcome.action != "kept":
+        if outcome.action == "gain changed":
+            norm = model.get_submodule(name)
+            own = (norm.weight, getattr(norm, "bias", None))
+            for parameter, value in zip(own, plan.affine(plan.relations.norms[name]), strict=True):
+                if isinstance(parameter, Tensor):
+                    parameter.copy_(value)
+        elif outcome.action != "kept":
             model = _replace(model, plan, plan.relations.norms[name], outcome.action)
     leave_fast_path(model)
     if not any(isinstance(module, Norm) for module in model.modules()):
@@ -55,30 +63,35 @@ def _factors(plan: FoldPlan, product: Product) -> tuple[Tensor, Tensor]:
 
 def _weights(plan: FoldPlan, edit: "Edit") -> None:
     """`W <- diag(1 / s_out) W diag(s_in)`; a table `E <- (E - t) / s`."""
-    changed: dict[str, list[tuple[View, Tensor, Tensor]]] = {}
+    changed: dict[str, list[Part]] = {}
     for product in plan.relations.inputs:
-        factor = torch.mul(*_factors(plan, product))
-        shift = torch.zeros_like(factor)
+        read, written = _factors(plan, product)
+        shift = torch.zeros_like(written)
         if product.adds:
             nodes = plan.relations.outputs[product]
-            shift = (plan.at.shift[nodes] / plan.at.scale[nodes]).view(factor[:, :1].shape)
-        if bool((factor != 1).any()) or bool((shift != 0).any()):
-            changed.setdefault(product.view.parameter, []).append((product.view, factor, shift))
+            shift = (plan.at.shift[nodes] / plan.at.scale[nodes]).view(written.shape)
+        if bool((read != 1).any() | (written != 1).any() | (shift != 0).any()):
+            changed.setdefault(product.view.parameter, []).append((product.view, read, written, shift))
     for name, parts in changed.items():
         edit.change(name, lambda weight, parts=parts: _multiply(weight, parts))
 
 
-def _multiply(weight: Tensor, parts: list[tuple[View, Tensor, Tensor]]) -> None:
+def _multiply(weight: Tensor, parts: list[Part]) -> None:
     """Multiply parts of a weight and subtract from them, each element once."""
-    if len(parts) == 1:
-        ((view, factor, shift),) = parts
-        view.of(weight).mul_(factor).sub_(shift)
+    if len(parts) > 1:
+        factors, shifts = torch.ones_like(weight), torch.zeros_like(weight)
+        for view, read, written, shift in parts:
+            view.of(factors).copy_(read * written)
+            view.of(shifts).copy_(shift.expand(view.size))
+        weight.mul_(factors).sub_(shifts)
         return
-    factors, shifts = torch.ones_like(weight), torch.zeros_like(weight)
-    for view, factor, shift in parts:
-        view.of(factors).copy_(factor.expand(view.size))
-        view.of(shifts).copy_(shift.expand(view.size))
-    weight.mul_(factors).sub_(shifts)
+    ((view, *factors, shift),) = parts
+    part = view.of(weight)
+    for factor in factors:
+        if bool((factor != 1).any()):
+            part.mul_(factor)
+    if bool((shift != 0).any()):
+        part.sub_(shift)
 
 
 def _biases(plan: FoldPlan, edit: "Edit") -> None:
@@ -154,7 +167,7 @@ class Edit:
 
 def _replace(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.Module:
     """Put the rest of a norm in its place."""
-    old, channel_dim = model.get_submodule(node.name), plan.relations.trace.norms[node.name]
+    old, channel_dim = model.get_submodule(node.name), plan.relations.trace.norms[node.name].channel_dim
     like = next((t for t in [*old.parameters(), *old.buffers()] if t.dtype.is_floating_point), None)
     like = next(model.parameters()) if like is None else like
     if action in GONE:

@@ -37,7 +37,7 @@ class Solver:
     """Decides which norms can be folded together, and finds the coordinates that fold them.
 
     `stuck` are norms that no set can contain, because a gain is zero. A norm that computes statistics at inference has
-    the coordinate of its gain and bias if it is in the set, else `(1, 0)`.
+    the coordinate of its gain and bias if it is in the set, else any that its own parameters can take.
     """
 
     def __init__(self, relations: Relations):
@@ -53,6 +53,8 @@ class Solver:
         self.units = {f"{name}, unchanged": node for name, node in self.nodes.items() if not node.offline}
         ones = []
         for name, node in self.units.items():
+            if node.takes_shift:
+                continue
             one, zero = torch.ones(len(node.outputs), 1).double(), torch.zeros(len(node.outputs)).double()
             ones.append(Row(node.outputs[:, None], one, zero, name))
         self.shifts = Shifts(relations, [*relations.rows, *map(_row, self.nodes.values()), *ones])
@@ -80,6 +82,8 @@ class Solver:
         sides, power = [torch.zeros(1, dtype=torch.long)], self.hard.exponent
         exponents, ratios = [], []
         for name in sorted(norms):
+            if name in self.units and self.units[name].takes_scale:
+                continue
             node = self.nodes.get(name)
             x, y = (node or self.units[name]).inputs, (node or self.units[name]).outputs
             gain = torch.where(node.scale == 0, 1.0, node.scale) if node else torch.ones(len(y), dtype=torch.float64)
@@ -151,13 +155,16 @@ class Solver:
                 chosen.add(name)
         return chosen
 
-    def additions(self, chosen: set[str]) -> set[str]:
-        """The other offline norms whose gain can be folded, so that an addition is left of them."""
+    def additions(self, chosen: set[str], fits: Callable[[set[str], set[str]], bool]) -> set[str]:
+        """The other offline norms whose gain can be folded, so that an addition is left of them.
+
+        `fits(chosen, additions)` limits what they may do.
+        """
         found: set[str] = set()
         for name, node in self.nodes.items():
             whole = name not in self.stuck and not bool((node.scale == 0).any())
             useful = node.offline and name not in chosen and whole and bool((node.scale != 1).any())
-            if useful and self.scales_agree(self._all({*chosen, *found, name})):
+            if useful and self.scales_agree(self._all({*chosen, *found, name})) and fits(chosen, {*found, name}):
                 found.add(name)
         return found
 

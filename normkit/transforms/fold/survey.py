@@ -7,18 +7,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.transforms.checks import copy_model, refuse_meta, refuse_quantized, refuse_wrapped
+from normkit.transforms.checks import copy_model, refuse_meta, refuse_quantized, refuse_training, refuse_wrapped
 from normkit.transforms.convert import find, unreadable
 from normkit.transforms.fold.float64 import in_float64, widened
-from normkit.transforms.fold.inputs import SAME_SIZES
+from normkit.transforms.fold.inputs import Call, variants
 from normkit.transforms.fold.trace import Trace
-from normkit.transforms.fold.tracer import Tracer, tracing
-from normkit.transforms.fold.verify import Verifier
-from normkit.transforms.invoke import advice, tensors
+from normkit.transforms.fold.tracer import tracing
+from normkit.transforms.fold.verify import error
+from normkit.transforms.invoke import advice, example_call, tensors
+
+Outputs = dict[str, Tensor]  # by path in what the model returns
+EXAMPLE = "the example"
 
 
 class Survey:
-    """A float64 copy of a model, the calls that it was tried on, and the trace of them."""
+    """A float64 copy of a model, the calls that it was tried on, and the trace of them.
+
+    Args:
+        model: The model.
+        args: Positional arguments of the example.
+        kwargs: Keyword arguments of the example.
+        outputs: Picks what is compared from what the model returns; everything by default.
+        untie: Give an output layer that is tied to an embedding a copy of its own.
+        other: Try other lengths and sizes, too.
+        verb: The public function that was called, for error messages.
+        step: Called with the name of each step.
+
+    Raises:
+        ValueError: If the model has no norm, the example does not fit, or its output proves nothing.
+        TypeError: If the model is wrapped or quantized.
+    """
 
     def __init__(
         self,
@@ -35,19 +53,26 @@ class Survey:
         refuse_quantized(model, verb)
         refuse_training(model, verb)
         refuse_meta(model, verb)
-        names = {name: found.channel_dim for name, found in find(model).items()}
-        if not names:
-            seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
-            raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
-        self.original, self.untie, self.step = model, untie, step
+        self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.model = self.double()
         own_storage(self.model)
-        self.verifier = Verifier(self.model, args, kwargs, outputs, verb)
-        self.trace = Trace(self.model, names, resizable=True)
+        found = find(self.model)
+        if not found:
+            seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
+            raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
+        self.trace = Trace(self.model, found)
         self.trace.entangled = shared_memory(model)
-        self.trace.advice = lambda weights: advice(model, weights, args, kwargs)
-        self.verifier.record(self.model, self._traced, other)
-        self.calls = self.verifier.calls
+        self.given = args, kwargs
+        self.trace.advice = lambda weights: advice(model, weights, *self.given)
+        args, kwargs = widened(self.given)
+        self.expected: dict[str, Outputs] = {}
+        self.failure = ""  # of the last model that was compared
+        with in_float64():
+            others = variants(self.model, args, kwargs, other, self._record)
+            self._record(EXAMPLE, False, args, kwargs)
+        self.calls: dict[str, Call] = {EXAMPLE: (args, kwargs), **others}
+
+    # -- copies -------------------------------------------------------------------------------------------------------
 
     def copy(self) -> nn.Module:
         """A copy of the original in its own type, its output layer untied if requested."""
@@ -64,6 +89,8 @@ class Survey:
                 choose("eager")
         return model
 
+    # -- tracing ------------------------------------------------------------------------------------------------------
+
     def measure(self, batches: Iterable[Any]) -> None:
         """Measure the ranges of sums on batches in place of the example."""
         for source in self.trace.sources.values():
@@ -76,20 +103,19 @@ class Survey:
                 else:
                     self._follow(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
-    def _traced(self, label: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Trace one call and return its outputs; a call that fails leaves no trace."""
+    def _record(self, label: str, resized: bool, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Trace one call and keep its outputs; a call that fails leaves no trace."""
         self.step(f"trace {label}")
-        if label in SAME_SIZES:
-            self.trace.resizable = any(known not in SAME_SIZES for known in self.verifier.expected)
         restore = self.trace.snapshot()
-        self.trace.measuring = label == "the example"
+        self.trace.resizable |= resized
+        self.trace.measuring = label == EXAMPLE
         try:
-            return self._follow(args, kwargs)
+            self.expected[label] = self._follow(args, kwargs)
         except Exception:
             restore()
             raise
 
-    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> Outputs:
         passed = tensors((args, kwargs))
         with tracing(self.trace, self.model) as tracer:
             for path, tensor in passed.items():
@@ -97,12 +123,18 @@ class Survey:
                     dim = 1 if tensor.dim() == 4 else -1
                     size = tensor.shape[dim]  # another one in another call, where this axis is no channels'
                     tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
-            out = self.model(*args, **kwargs)
-            picked = self.verifier.outputs(out) if self.verifier.outputs else out
-            given = tensors(picked)
-        answer = self.verifier.pick(out)
-        self._read_outputs(tracer, given)
-        del out, picked, given
+            out = example_call(self.model, args, kwargs, self.verb, self.given, "a float64 copy of the model")
+            try:
+                given = self._picked(out)
+            except Exception as problem:
+                raise ValueError(
+                    f"{self.verb}() could not apply outputs= to what the model returned: {problem}"
+                ) from problem
+        answer = {path: t.clone() for path, t in given.items()}
+        self._require_numbers(out, answer)
+        for path, tensor in given.items():
+            tracer.read(tensor, f"the caller of the model ({path})" if path else "the caller of the model")
+        del out, given
         known = {id(t) for t in passed.values()} | tracer.tables
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
             gc.collect()
@@ -110,19 +142,47 @@ class Survey:
             tracer.read(tensor, "something that keeps it after the forward")
         return answer
 
-    def _read_outputs(self, tracer: Tracer, given: dict[str, Tensor]) -> None:
-        for path, tensor in given.items():
-            tracer.read(tensor, f"the caller of the model ({path})" if path else "the caller of the model")
+    def _picked(self, out: Any) -> Outputs:
+        return tensors(self.outputs(out) if self.outputs else out)
 
+    def _require_numbers(self, out: Any, picked: Outputs) -> None:
+        """Raise a ValueError for NaN and for outputs without finite numbers; masks are infinite."""
+        if not picked:
+            kind = type(out).__name__
+            raise ValueError(f"{self.verb}() found no tensor in what the model returned ({kind}); pass outputs=")
+        for path, t in picked.items():
+            if t.dtype.is_floating_point and (t.isnan().any() or (t.numel() and not t.isfinite().any())):
+                what = "no number is finite" if not t.isfinite().any() else "some numbers are NaN"
+                raise ValueError(
+                    f"{self.verb}() cannot prove anything on the example: {what} in the output"
+                    f"{f' {path}' if path else ''} of a float64 copy of the model. Give an example with finite outputs"
+                )
 
-def refuse_training(model: nn.Module, verb: str) -> None:
-    """Raise a ValueError unless every module is in evaluation mode."""
-    training = [name for name, module in model.named_modules() if module.training]
-    if training:
-        where = "the model" if "" in training else training[0]
-        raise ValueError(
-            f"{verb}() works on a model for inference, and {where} is in training mode; call model.eval() first"
-        )
+    # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def worst(self, model: nn.Module) -> float:
+        """The largest error of a changed model; inf where it fails, as in `failure`."""
+        worst, self.failure = 0.0, ""
+        with in_float64():
+            for label, (args, kwargs) in self.calls.items():
+                try:
+                    out = self._picked(model(*args, **kwargs))
+                except Exception as problem:
+                    self.failure = f"{type(problem).__name__}: {problem}"
+                    return float("inf")
+                worst = max(worst, error(out, self.expected[label]))
+        return worst
+
+    def require_repeatable(self) -> None:
+        """Raise a ValueError for a forward that is random or keeps state.
+
+        Unchanged copies then differ, too.
+        """
+        if not self.worst(self.double()) <= 1e-12:
+            raise ValueError(
+                f"{self.verb}() ran the model twice on the example and got different outputs: its forward is random or "
+                "keeps state, so nothing can be proved about it. Remove what is random, or reset the state in forward"
+            )
 
 
 def untie_embeddings(model: nn.Module) -> list[str]:
@@ -155,6 +215,5 @@ def shared_memory(model: nn.Module) -> dict[str, str]:
 
 def own_storage(model: nn.Module) -> None:
     """Make each parameter and buffer contiguous in its own memory; ties stay."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

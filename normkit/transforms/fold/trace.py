@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from normkit.transforms.third_party import Found
+
 ZERO, FOREIGN = 0.0, -1.0  # codes of padding, and of anything that is not followed
 
 
@@ -106,13 +108,13 @@ class Source:
 class Trace:
     """Record of one or several forwards.
 
-    `norms` are names of norms with their axis of channels. `resizable`: the model takes inputs of other sizes, so
-    that padding of width zero may become wider.
+    `norms` is what `find` found. `resizable`: the model takes inputs of other sizes, so that padding of width zero may
+    become wider.
     """
 
-    def __init__(self, model: nn.Module, norms: dict[str, int], resizable: bool = False):
+    def __init__(self, model: nn.Module, norms: dict[str, Found]):
         self.norms = norms
-        self.resizable = resizable
+        self.resizable = False
         self.sources: dict[Any, Source] = {}
         self.inputs: dict[str, Tensor] = {}  # norm: pairs (code, channel)
         self.slots: dict[Product, Tensor] = {}  # pairs (code, input of the product)
@@ -174,6 +176,22 @@ class Trace:
             return pairs
         return torch.cat([known, pairs]).unique(dim=0)
 
+    def streams(self) -> dict[int, int]:
+        """The stream of each source, by first codes: sources that are added are one stream."""
+        stream = {source.base: source.base for source in self.sources.values()}
+
+        def find(base: int) -> int:
+            while stream[base] != base:
+                base = stream[base]
+            return base
+
+        for source in self.sources.values():
+            for term in source.terms if source.gains is None else ():
+                for part, _ in self.by_code(term[0][:, 0]) if term else ():
+                    first, second = sorted((find(source.base), find(part.base)))
+                    stream[second] = first
+        return {base: find(base) for base in stream}
+
 
 def varying(shadow: Tensor) -> Tensor:
     """A shadow with each axis along which it was only expanded cut to length one."""
@@ -185,10 +203,24 @@ def varying(shadow: Tensor) -> Tensor:
 
 def channel_pairs(shadow: Tensor, dim: int) -> Tensor:
     """All pairs (code, index along `dim`) in a shadow, `[n, 2]`."""
-    length = shadow.shape[dim]
-    rows = varying(shadow).movedim(dim, -1).flatten(0, -2) if shadow.dim() > 1 else shadow[None]
-    rows = rows.expand(len(rows), length)
-    if len(rows) == 1 or bool((rows == rows[:1]).all()):
+    rows = distinct(channel_rows(shadow, dim))
+    length = rows.shape[1]
+    if len(rows) == 1:
         return torch.stack([rows[0], torch.arange(length, dtype=torch.float64)], 1)
     keys = (rows * length + torch.arange(length, dtype=torch.float64)).unique()  # whole numbers, exact in float64
     return torch.stack([torch.div(keys, length, rounding_mode="floor"), keys.remainder(length)], 1)
+
+
+def channel_rows(shadow: Tensor, dim: int) -> Tensor:
+    """A shadow as `[rows, channels]`, rows that are only expanded once."""
+    rows = varying(shadow).movedim(dim, -1).flatten(0, -2) if shadow.dim() > 1 else shadow[None]
+    return rows.expand(len(rows), shadow.shape[dim])
+
+
+def distinct(rows: Tensor) -> Tensor:
+    """The rows without repetitions of the first few; there are rarely more."""
+    found = []
+    while len(found) < 4 and len(rows) > 1:
+        found.append(rows[:1])
+        rows = rows[(rows != rows[:1]).any(1)]
+    return torch.cat([*found, rows])

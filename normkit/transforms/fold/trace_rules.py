@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from normkit.transforms.fold.trace import ZERO, View, channel_pairs, varying
+from normkit.transforms.fold.trace import ZERO, View, channel_pairs, channel_rows
 
 if TYPE_CHECKING:
     from normkit.transforms.fold.tracer import Tracer
@@ -31,7 +31,7 @@ def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
         stride = (0, weight.stride(0), 0, weight.stride(1))
         view = View(parameter, (1, weight.shape[0], 1, weight.shape[1]), stride, weight.storage_offset())
         shadow = tracer.shadow(x)
-        rows = None if shadow is None else _rows(shadow, -1)
+        rows = None if shadow is None else channel_rows(shadow, -1)
         return tracer.product("matmul", view, bias, rows, out, -1)
     return False
 
@@ -47,7 +47,7 @@ def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, A
     shadow = tracer.shadow(x)
     rows = None
     if shadow is not None:
-        rows = _rows(shadow, 1)
+        rows = channel_rows(shadow, 1)
         if any(padding):
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
     return tracer.product("convolution", view, bias, rows, out, 1)
@@ -90,8 +90,10 @@ def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     a, b = args[0], args[1]
     number = b.numel() == 1 and tracer.shadow(b) is None if isinstance(b, Tensor) else isinstance(b, int | float)
     if not number:
-        sides = ((a, b), (b, a)) if packet is aten.mul else ()
-        return isinstance(b, Tensor) and any(_layer_scale(tracer, x, gain, out) for x, gain in sides)
+        sides = ((a, b), (b, a)) if packet is aten.mul else ((a, b),)
+        rules = (_layer_scale, _each_position) if packet is aten.mul else (_each_position,)
+        written = packet in (aten.mul_, aten.div_)
+        return isinstance(b, Tensor) and any(rule(tracer, x, by, out, written) for rule in rules for x, by in sides)
     factor = float(b)
     if packet in (aten.div, aten.div_):
         if factor == 0 or kwargs.get("rounding_mode") is not None:
@@ -106,7 +108,7 @@ def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     return _combine(tracer, [a], [(channel_pairs(shadow, dim), factor)], out, dim, packet in (aten.mul_, aten.div_))
 
 
-def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool:
+def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor, written: bool) -> bool:
     """`x * gain` with a parameter that has one number per channel."""
     shadow, codes = tracer.shadow(x), tracer.shadow(gain)
     if shadow is None or codes is None or shadow.shape != out.shape or out.dim() < 2:
@@ -119,6 +121,35 @@ def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool
     if len(tables) != 1 or tables[0].kind != "table" or len(pairs[:, 0].unique()) != out.shape[dim]:
         return False
     return _combine(tracer, [x, gain], [(channel_pairs(shadow, dim), 1.0)], out, dim, False, pairs[:, 0])
+
+
+def _each_position(tracer: "Tracer", x: Tensor, factor: Tensor, out: Tensor, written: bool) -> bool:
+    """`x` times a number for each position, such as a mask: it passes gains, no shift."""
+    shadow = tracer.shadow(x) if isinstance(x, Tensor) else None
+    if shadow is None or tracer.shadow(factor) is not None or tracer._parameter(factor) is not None:
+        return False
+    dim = next((d for d in (-1, 1) if shadow.shape == out.shape and is_channel_axis(shadow, d)), None)
+    if dim is None or out.dim() < 2 or factor.view((1,) * (out.dim() - factor.dim()) + factor.shape).shape[dim] != 1:
+        return False
+    return _combine(tracer, [x], [(_or_zero(channel_pairs(shadow, dim)), 1.0)], out, dim, written)
+
+
+def _index_add(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """Rows added to rows of another tensor, as experts add theirs: they have no shift."""
+    into, axis, _, rows = args
+    before, added = tracer.shadow(into), tracer.shadow(rows)
+    if added is None or out.dim() < 2:
+        return False
+    dim = next((d for d in (-1, 1) if is_channel_axis(added, d)), None)
+    if dim is None or (dim - axis) % out.dim() == 0 or kwargs.get("alpha", 1) != 1:
+        return False
+    terms = [None if before is None else (channel_pairs(before, dim), 1.0), (_or_zero(channel_pairs(added, dim)), 1.0)]
+    return _combine(tracer, [into, rows], terms, out, dim, packet is aten.index_add_)
+
+
+def _or_zero(pairs: Tensor) -> Tensor:
+    """Pairs (code, channel), and zeros at the same channels, which allow no shift."""
+    return torch.cat([torch.stack([torch.zeros(len(pairs)).double(), pairs[:, 1]], 1), pairs])
 
 
 def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -142,7 +173,7 @@ def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any],
             return False
     pairs = channel_pairs(shadow, channel)
     if packet is aten.sum or (packet in POOLS and _counts_padding(args)):
-        pairs = torch.cat([torch.stack([torch.zeros(len(pairs)).double(), pairs[:, 1]], 1), pairs])
+        pairs = _or_zero(pairs)
     return _combine(tracer, [x], [(pairs, 1.0)], out, dim, False)
 
 
@@ -233,14 +264,8 @@ def is_channel_axis(shadow: Tensor, dim: int) -> bool:
 
 
 def _only_along(shadow: Tensor, dim: int) -> bool:
-    rows = _rows(shadow, dim)
+    rows = channel_rows(shadow, dim)
     return shadow.dim() > 1 and bool((rows == rows[:1]).all()) and bool((rows[0] > ZERO).all())
-
-
-def _rows(shadow: Tensor, dim: int) -> Tensor:
-    """The shadow as `[rows, channels]`, rows that are only expanded once."""
-    rows = varying(shadow).movedim(dim, -1).flatten(0, -2) if shadow.dim() > 1 else shadow[None]
-    return rows.expand(len(rows), shadow.shape[dim])
 
 
 POOLS = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
@@ -263,5 +288,7 @@ RULES: dict[Any, Callable[..., bool]] = {
     aten.div: _scaled,
     aten.div_: _scaled,
     **dict.fromkeys((aten.mean, aten.sum, aten._adaptive_avg_pool2d, *POOLS, *RESIZES), _average),
+    aten.index_add: _index_add,
+    aten.index_add_: _index_add,
     aten.as_strided_: _restride,
 }

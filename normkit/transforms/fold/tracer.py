@@ -37,6 +37,7 @@ SHAPES_ONLY = {  # operations that read a tensor's shape and type, not its numbe
     aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_empty,
     aten.new_full, aten.rand_like, aten.randn_like, aten.is_same_size, aten.sym_size, aten.sym_numel, aten.sym_stride,
 }  # fmt: skip
+ZEROS = {aten.zeros, aten.zeros_like, aten.new_zeros}
 
 
 class Tracer(TorchDispatchMode):
@@ -106,6 +107,8 @@ class Tracer(TorchDispatchMode):
             return out
         packet = func.overloadpacket
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if packet in ZEROS and out.dim() > 1 and out.dtype.is_floating_point:
+            self.shadows[out] = torch.full((), ZERO, dtype=torch.float64).expand(out.shape)
         if packet in SHAPES_ONLY:
             return out
         if packet in MOVES and not _changes_type(func, kwargs):
@@ -116,6 +119,12 @@ class Tracer(TorchDispatchMode):
         if (rule := RULES.get(packet)) and rule(self, packet, args, kwargs, out):
             return out
         self._other(func, given)
+        takes = func._schema.arguments
+        values = [*args, *(kwargs.get(argument.name) for argument in takes[len(args) :])]
+        for argument, value in zip(takes, values, strict=True):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in (t for t in tree_leaves(value) if isinstance(t, Tensor)):
+                    self._forget(tensor)
         return out
 
     def _followed(self, tensor: Tensor) -> bool:
@@ -171,9 +180,6 @@ class Tracer(TorchDispatchMode):
             parameter = self._parameter(tensor)
             if parameter is not None:
                 self.trace.weight_readers[parameter].add(f"aten.{name}")
-        for argument, tensor in zip(func._schema.arguments, given, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self._forget(tensor)
 
     def _forget(self, written: Tensor) -> None:
         storage = written.untyped_storage().data_ptr()
@@ -267,7 +273,8 @@ def tracing(trace: Trace, model: nn.Module) -> Iterator[Tracer]:
     tracer = Tracer(trace, model)
     handles = []
     for name, module in model.named_modules():
-        watch = _Watch(tracer, name, trace.norms.get(name))
+        found = trace.norms.get(name)
+        watch = _Watch(tracer, name, found and found.channel_dim)
         handles.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(watch.leave))
     try:
