@@ -19,7 +19,7 @@ integers. [Deploying without norms](deploying.md) explains the results, and how 
 device with:
 
 ```
-python benchmarks/deploy.py --models vit --runtimes onnxruntime
+python benchmarks/deploy.py --models bert6 --runtimes onnxruntime
 ```
 
 Each variant runs on one thread, pinned to a core; all variants of a table take turns. A cell has the median ratio
@@ -64,7 +64,7 @@ def headline(folder: Path = RESULTS) -> str:
         *lines, "",
         (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "
         f"{where['device']},\n{n} rounds by turns, median (20th to 80th percentile), commit {where['commit'][:7]}. "
-        f"`python benchmarks/deploy.py --models vit`\nreproduces a row."),
+        f"`python benchmarks/deploy.py --models bert6`\nreproduces a row."),
     ])  # fmt: skip
 
 
