@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from normkit.lab.data.vocab import PAD
 from normkit.lab.models.config import Model
+from normkit.lab.models.convolution import Convolution
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.models.vit import TinyViT
@@ -17,7 +18,14 @@ from normkit.norms import NORMS, Norm
 SMALL = Model(width=16, hidden=32, depth=2, heads=2)
 SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0]])
 TARGET = torch.tensor([[1, 5, 6, 7], [1, 9, 0, 0]])
-FORMS = [SMALL, dataclasses.replace(SMALL, placement="post"), dataclasses.replace(SMALL, fixnorm=True, norm="scale")]
+CONVOLUTIONS = [
+    dataclasses.replace(SMALL, attention="dynamicconv", kernels=(3, 5), norm="un(window=2, warmup=2)"),
+    dataclasses.replace(SMALL, attention="lightconv", kernels=(7,)),
+]
+FORMS = [
+    SMALL, dataclasses.replace(SMALL, placement="post"), dataclasses.replace(SMALL, fixnorm=True, norm="scale"),
+    *CONVOLUTIONS,
+]  # fmt: skip
 
 
 def seq2seq(config: Model = SMALL, seed: int = 0) -> Seq2Seq:
@@ -69,7 +77,16 @@ def test_the_decoder_does_not_see_what_follows(config):
 def test_the_cache_equals_full_decoding(spec, placement):
     if spec.startswith("group") and "sample" in spec:
         pytest.skip("the image form of GroupNorm sees the whole sequence")
-    model = seq2seq(dataclasses.replace(SMALL, norm=spec, placement=placement)).double()  # some norms amplify
+    check_the_cache(seq2seq(dataclasses.replace(SMALL, norm=spec, placement=placement)).double())  # some norms amplify
+
+
+@pytest.mark.parametrize("config", CONVOLUTIONS)
+def test_convolutions_step_by_step_equal_teacher_forcing(config):
+    check_the_cache(seq2seq(config).double())
+
+
+def check_the_cache(model):
+    """Compare decoding in pieces with decoding at once."""
     memory, real = model.encode(SOURCE)
     whole = model.decode(TARGET, memory, real)
     for pieces in ((1, 1, 1, 1), (2, 1, 1), (1, 3)):
@@ -78,6 +95,21 @@ def test_the_cache_equals_full_decoding(spec, placement):
             got.append(model.decode(TARGET[:, start : start + size], memory, real, cache, start))
             start += size
         assert_close(torch.cat(got, 1)[TARGET != PAD], whole[TARGET != PAD])
+
+
+def test_dynamic_convolution_agrees_with_a_loop_over_positions():
+    torch.manual_seed(0)
+    block, x = Convolution(4, 2, 3, True, 0.0), torch.randn(1, 5, 4)
+    gated = torch.nn.functional.glu(block.inner(x), -1)[0]
+    weights = block.taps(gated).view(5, 2, 3).softmax(-1)
+    for causal, shift in ((True, 2), (False, 1)):
+        want = torch.zeros(5, 4)
+        for t in range(5):
+            for channel in range(4):
+                for k in range(3):
+                    if 0 <= t + k - shift < 5:
+                        want[t, channel] += weights[t, channel // 2, k] * gated[t + k - shift, channel]
+        assert_close(block(x, causal=causal)[0][0], block.outer(want))
 
 
 def test_norms_by_place():
@@ -206,7 +238,7 @@ def test_the_vision_model_learns_a_step_with_every_norm(spec):
     ("field", "value", "message"),
     [("heads", 3, "divisor of width=16"), ("depth", 0, "at least 1"), ("placement", "mid", "one of pre, post"),
      ("width", 10**9, "at most"), ("depth", 10**8, "at most"), ("max_length", 10**10, "at most"),
-     ("rank", "7", "whole number"),
+     ("rank", "7", "whole number"), ("kernels", (3, 4), "odd numbers"),
      ("dropout", 1.0, "below 1"), ("init", "big", "one of xavier, small, ds")],
 )  # fmt: skip
 def test_bad_sizes_are_refused(field, value, message):

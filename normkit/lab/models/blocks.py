@@ -10,13 +10,15 @@ from torch.nn.utils import parametrize
 
 from normkit.lab.models.adaptive import Adaptive
 from normkit.lab.models.config import Model
+from normkit.lab.models.convolution import Convolution
 from normkit.lab.models.tensorized import MultiLinear
 from normkit.norms import LayerNorm, Norm, fix_embedding, parse
 
 UNKNOWN = 3  # number of the unknown word in every vocabulary; those below mean padding, begin, end
 
-Cache = dict[str, tuple[Tensor, Tensor]]
-"""Keys and values of each attention block by its name, `[batch, heads, length, width / heads]`."""
+Cache = dict[str, tuple[Tensor, ...]]
+"""By the name of each block: an attention's keys and values, `[batch, heads, length, width / heads]`, or what a
+convolution keeps of earlier tokens, `[batch, length, width]`."""
 
 
 class Attention(nn.Module):
@@ -58,29 +60,33 @@ class FeedForward(nn.Module):
         return self.outer(self.dropout(F.relu(self.inner(x))))
 
 
+def _mixer(config: Model, kernel: int) -> Attention | MultiLinear | Convolution:
+    """Build the block of a layer that mixes tokens."""
+    width, dropout = config.width, config.attention_dropout
+    if config.attention == "dot":
+        return Attention(width, config.heads, dropout)
+    if config.attention == "multilinear":
+        return MultiLinear(width, config.rank, config.max_length, dropout)
+    return Convolution(width, config.heads, kernel, config.attention == "dynamicconv", dropout)
+
+
 def apply_norm(norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
     """Apply `norm(x, mask)`; a module that replaced a folded norm takes no mask."""
     return norm(x, mask) if isinstance(norm, Norm) else norm(x)
 
 
 class Layer(nn.Module):
-    """Self-attention, cross-attention if `cross`, feed-forward.
-
-    Each in a residual with a norm.
+    """Self-attention or a convolution over `kernel` tokens, cross-attention if `cross`, feed-forward.
 
     Each in a residual with its norm.
 
     Pre-norm `x + f(norm(x))`, post-norm `norm(x + f(x))`.
     """
 
-    def __init__(self, config: Model, cross: bool = False):
+    def __init__(self, config: Model, cross: bool = False, kernel: int = 3):
         super().__init__()
         self.placement: Literal["pre", "post"] = config.placement
-        self.attention = (
-            Attention(config.width, config.heads, config.attention_dropout)
-            if config.attention == "dot"
-            else MultiLinear(config.width, config.rank, config.max_length, config.attention_dropout)
-        )
+        self.attention = _mixer(config, kernel)
         self.attention_norm = LayerNorm(config.width)
         self.cross = Attention(config.width, config.heads, config.attention_dropout) if cross else None
         self.cross_norm = LayerNorm(config.width) if cross else None
@@ -117,6 +123,12 @@ class Layer(nn.Module):
                 if cache is not None or not causal:
                     raise ValueError("multi-linear attention reads whole pieces of text, from their first word on")
                 return self.attention(y)
+            if isinstance(self.attention, Convolution):
+                (past,) = (cache or {}).get(name, (None,))
+                y, past = self.attention(y, real, causal or cache is not None, past)
+                if cache is not None:
+                    cache[name] = (past,)
+                return y
             pair = self.attention.project(y)
             if cache is not None:
                 if name in cache:
@@ -152,7 +164,8 @@ class Stack(nn.Module):
 
     def __init__(self, config: Model, depth: int, cross: bool = False):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(config, cross) for _ in range(depth))
+        kernels = (config.kernels + config.kernels[-1:] * depth)[:depth]
+        self.layers = nn.ModuleList(Layer(config, cross, kernel) for kernel in kernels)
         self.layer_drop = config.layer_drop
         self.final_norm = LayerNorm(config.width) if config.placement == "pre" else nn.Identity()
 

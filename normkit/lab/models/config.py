@@ -41,8 +41,11 @@ class Model(Checked):
     """Specs for some modules: name pattern (decoder.*, *.final_norm), then spec; the first match counts."""
     placement: Literal["pre", "post"] = "pre"
     """Norm before each block, or after the residual addition."""
-    attention: Literal["dot", "multilinear"] = "dot"
-    """Scaled dot products, or multi-linear attention (one core) over max_length words, in a language model."""
+    attention: Literal["dot", "multilinear", "lightconv", "dynamicconv"] = "dot"
+    """Self-attention by scaled dot products; by multi-linear attention (one core) over max_length words, in a language
+    model; or a lightweight or dynamic convolution in its place."""
+    kernels: tuple[int, ...] = (3, 7, 15, 31)
+    """Tokens that the convolution of each layer reads, odd numbers; the last one holds for all further layers."""
     rank: int = limited(40, at_least=1, at_most=WIDEST)
     """Components of multi-linear attention."""
     init: Init = "xavier"
@@ -56,7 +59,7 @@ class Model(Checked):
     dropout: float = limited(0.0, at_least=0, below=1)
     """Dropout of embeddings and of each block's output."""
     attention_dropout: float = limited(0.0, at_least=0, below=1)
-    """Dropout of attention weights."""
+    """Dropout of attention weights, and of those of convolutions."""
     hidden_dropout: float = limited(0.0, at_least=0, below=1)
     """Dropout inside the feed-forward blocks."""
     word_dropout: float = limited(0.0, at_least=0, below=1)
@@ -74,4 +77,6 @@ class Model(Checked):
         super().__post_init__()
         require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of width={self.width}")
         require(self.width % 2 == 0, "width", self.width, "even, for sines and cosines of positions")
+        odd = bool(self.kernels) and all(kernel % 2 and 0 < kernel <= WIDEST for kernel in self.kernels)
+        require(odd, "kernels", self.kernels, f"odd numbers from 1 to {WIDEST}")
         require(not (self.adaptive and self.fixnorm), "fixnorm", self.fixnorm, "False with adaptive embeddings")

@@ -3,10 +3,13 @@
 from torch import nn
 
 from normkit.lab.models.blocks import Attention, Embedding, FeedForward, Layer, Stack
+from normkit.lab.models.convolution import Convolution
 
 
 def initialize(model: nn.Module, how: str) -> None:
     """Draw the weights of all attention and feed-forward blocks, in place; biases are 0.
+
+    Both linear maps of a convolution count as those of a feed-forward block.
 
     L: layers of a stack.
 
@@ -31,7 +34,7 @@ def initialize(model: nn.Module, how: str) -> None:
             d = module.query.in_features
             for linear in (module.query, module.key, module.value, module.out):
                 _normal(linear, (2 / (5 * d if how == "small" else 2 * d)) ** 0.5)
-        elif isinstance(module, FeedForward):
+        elif isinstance(module, FeedForward | Convolution):
             for linear in (module.inner, module.outer):
                 _normal(linear, (2 / (linear.in_features + linear.out_features)) ** 0.5)
     if how not in ("xavier", "small"):
@@ -57,12 +60,14 @@ def _shrink(model: nn.Module, how: str) -> None:
                     _scale(every[3:], 0.0)
                 else:
                     _scale(every[2:], factor)
-            maps = (layer.feedforward.inner, layer.feedforward.outer)
-            if how == "fixup":
-                _scale(maps[:1], residuals**-0.5)
-                _scale(maps[1:], 0.0)
-            else:
-                _scale(maps, number**-0.5 if how == "ds" else factor)
+            for block in (layer.attention, layer.feedforward):
+                if not isinstance(block, FeedForward | Convolution):
+                    continue
+                if how == "fixup":
+                    _scale((block.inner,), residuals**-0.5)
+                    _scale((block.outer,), 0.0)
+                else:
+                    _scale((block.inner, block.outer), number**-0.5 if how == "ds" else factor)
     if how == "t-fixup":
         for embedding in {module for module in model.modules() if isinstance(module, Embedding)}:
             if isinstance(embedding.table, nn.Embedding):

@@ -29,6 +29,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
         power_recipes.mt_iwslt14_gpu,
         power_recipes.mt_iwslt14_pocket,
         power_recipes.mt_wmt14_de,
+        power_recipes.mt_scaling_nmt,
         power_recipes.lm_ptb_core1,
         power_recipes.lm_ptb_pocket,
         power_recipes.lm_wikitext103,

@@ -49,7 +49,7 @@ def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Fou
             break
         if len(rows) < len(active):
             active, symbol, memory, real = active[rows], symbol[rows], memory[rows], real[rows]
-            cache = {name: (keys[rows], values[rows]) for name, (keys, values) in cache.items()}
+            cache = {name: tuple(kept[rows] for kept in block) for name, block in cache.items()}
         last = symbol[:, None]
     return Found([_cut(row) for row in found.tolist()], scores.tolist())
 
@@ -123,11 +123,11 @@ def beam(
             break
         origin = (parent[rows] + width * rows[:, None]).flatten()
         fewer = len(rows) < len(active)
-        for name, (keys, values) in cache.items():
+        for name, block in cache.items():
             if not name.endswith(".cross"):
-                cache[name] = keys[origin], values[origin]
+                cache[name] = tuple(kept[origin] for kept in block)
             elif fewer:
-                cache[name] = keys[rows], values[rows]
+                cache[name] = tuple(kept[rows] for kept in block)
         if fewer:
             active, history, scores = active[rows], history[rows], scores[rows]
             memory, real = memory[rows], real[rows]
