@@ -1,4 +1,6 @@
-"""Transformers without norms on small devices: Ethos-U (as Vela estimates), XNNPACK, circuits of proofs (ezkl).
+"""Transformers without norms on small devices.
+
+These are Ethos-U (as Vela estimates), XNNPACK, and circuits of proofs (ezkl).
 
     python benchmarks/edge.py ethos   # needs benchmarks/edge-requirements.txt, in an environment of its own
     python benchmarks/edge.py xnnpack # needs pip install -e ".[vision,executorch]"; no kept result
@@ -52,7 +54,10 @@ CALIBRATION = 100  # images
 
 
 class Case(NamedTuple):
-    """A model with its norms, images to calibrate on, and test images with their classes (none if not trained)."""
+    """A model with its norms, images to calibrate on, and test images with their classes.
+
+    There are no test images for a model that is not trained.
+    """
 
     name: str
     norms: str
@@ -137,7 +142,7 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
 
 @torch.no_grad()
 def accuracy(run: Any, images: Tensor, classes: Tensor, batch: int = 1) -> float | None:
-    """Percentage of images whose largest logit is that of their class; None without test images."""
+    """Percentage of images whose largest logit is that of their class, or None."""
     if not len(classes):
         return None
     found = torch.cat([run(part).argmax(-1) for part in images.split(batch)])
@@ -148,7 +153,9 @@ def accuracy(run: Any, images: Tensor, classes: Tensor, batch: int = 1) -> float
 
 
 def write_int8(model: nn.Module, calibration: Tensor, path: Path) -> None:
-    """Write a LiteRT file in which all is int8: PyTorch to LiteRT in float, then ai-edge-quantizer's static recipe.
+    """Write a LiteRT file in which all is int8.
+
+    PyTorch to LiteRT in float, then ai-edge-quantizer's static recipe.
 
     The PT2E quantizer of litert-torch keeps softmax and products of two activations in float; this one does not.
     """
@@ -258,7 +265,7 @@ class Program:
 
 
 def lowered(case: Case, numbers: str, path: Path) -> dict[str, Any]:
-    """Write a program for XNNPACK and measure all but its time; a program that is there already is kept."""
+    """Write a program for XNNPACK, unless it is there, and measure all but its time."""
     notes = path.with_suffix(".json")
     if not notes.exists():
         int8 = {"int8": case.calibration.split(1)} if numbers == "int8" else {}

@@ -1,4 +1,6 @@
-"""Fill the tables about small devices in docs/deploying.md from benchmarks/results/edge-*.json.
+"""Fill the tables about small devices in docs/deploying.md.
+
+They come from benchmarks/results/edge-*.json.
 
 python benchmarks/edge_page.py
 """

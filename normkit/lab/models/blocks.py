@@ -76,9 +76,9 @@ def apply_norm(norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Self-attention or a convolution over `kernel` tokens, cross-attention if `cross`, feed-forward.
+    """Self-attention or a convolution, cross-attention if `cross`, feed-forward.
 
-    Each in a residual with its norm.
+    Each in a residual with its norm. A convolution reads `kernel` tokens.
 
     Pre-norm `x + f(norm(x))`, post-norm `norm(x + f(x))`.
     """

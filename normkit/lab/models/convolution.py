@@ -28,9 +28,8 @@ class Convolution(nn.Module):
         super().__init__()
         self.heads, self.kernel = heads, kernel
         self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(width, width)
-        self.taps = (
-            nn.Linear(width, heads * kernel, bias=False) if dynamic else nn.Parameter(torch.zeros(heads, kernel))
-        )
+        taps = heads * kernel
+        self.taps = nn.Linear(width, taps, bias=False) if dynamic else nn.Parameter(torch.zeros(taps))
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -48,9 +47,8 @@ class Convolution(nn.Module):
             The output, and what a causal call for the next tokens takes as `past`.
         """
         y = F.glu(self.inner(x), -1)
-        dynamic = isinstance(self.taps, nn.Linear)
-        logits = self.taps(y).unflatten(-1, (self.heads, self.kernel)) if dynamic else self.taps
-        weights = self.dropout(logits.softmax(-1))
+        logits = self.taps(y) if isinstance(self.taps, nn.Linear) else self.taps
+        weights = self.dropout(logits.unflatten(-1, (self.heads, self.kernel)).softmax(-1))
         y = y if real is None else y.masked_fill(~real[..., None], 0)
         seen = y if past is None else torch.cat([past, y], 1)
         before, after = (self.kernel - 1, 0) if causal else (self.kernel // 2, self.kernel // 2)
@@ -61,7 +59,7 @@ class Convolution(nn.Module):
 
 
 def _band(weights: Tensor) -> Tensor:
-    """Matrices `[..., time, time + kernel - 1]` with row t of `weights [..., time, kernel]` from column t on.
+    """Matrices `[..., time, time + kernel - 1]` with row t of the weights from column t on.
 
     One product with such a matrix is several times faster than a sum over windows.
     """

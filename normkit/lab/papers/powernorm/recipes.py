@@ -87,7 +87,7 @@ def mt_wmt14_de() -> Run:
 
 
 def mt_scaling_nmt() -> Run:
-    """English to German on WMT'14, Transformer big with large batches, after Ott et al. 2018 ("Scaling NMT").
+    """English to German on WMT'14 by large batches, after Ott et al. 2018 ("Scaling NMT").
 
     NORMKIT_DATA=FOLDER normkit train mt_scaling_nmt --devices 8 --accumulate 16
 
