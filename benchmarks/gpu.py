@@ -313,16 +313,16 @@ def tuning() -> Iterator[dict]:
             draw(c),
             draw(1, c).abs() + 0.2,
         )
-        _, _, saved = row_ops.forward(x, w, w, None, 0, EPS)
+        _, saved = row_ops.forward(x, w, w, 0, EPS)
         both = row_launch(n, c), row_launch(n, c, backward=True), column_launch(n, c)
         back = lambda at, x=x, dy=dy, w=w, saved=saved: row_ops.backward(  # noqa: E731
-            dy, x, w, None, saved, 0, EPS, 1, True, True, launch=at
+            dy, x, w, saved, 0, EPS, 1, True, True, launch=at
         )
         power = lambda at, x=x, w=w, stat=stat: kernels.standardize(  # noqa: E731
             x, stat, EPS, False, w, w, sums=True, launch=at
         )
         tasks = {
-            "layer forward": (lambda at, x=x, w=w: row_ops.forward(x, w, w, None, 0, EPS, launch=at), both[0], False),
+            "layer forward": (lambda at, x=x, w=w: row_ops.forward(x, w, w, 0, EPS, launch=at), both[0], False),
             "layer backward": (back, both[1], False),
             "power forward": (power, both[2], True),
         }

@@ -60,13 +60,13 @@ def cases():
         forward, backward = row_launch(4096, width), row_launch(4096, width, backward=True)
         for kind in range(4) if width == 384 else (0, 3):
             plain = {"KIND": kind, "SCALAR": kind == 3}
-            yield rows.row_forward, {"R"} if kind % 2 else set(), plain, forward
-            yield rows.row_backward, {"DS"} if kind % 2 else set(), plain, backward
-        yield rows.row_backward, {"W", "DW", "DB", "DS"}, {"KIND": 0, "SCALAR": False}, backward
+            yield rows.row_forward, set(), plain, forward
+            yield rows.row_backward, set(), plain, backward
+        yield rows.row_backward, {"W", "DW", "DB"}, {"KIND": 0, "SCALAR": False}, backward
     yield rows.row_backward, set(), {"KIND": 0, "SCALAR": False}, row_launch(4096, 8192, backward=True)
     long = row_launch(64, 40000)
-    yield rows.long_forward, {"R"}, {"KIND": 0, "SCALAR": False}, long
-    yield rows.long_backward, {"DS"}, {"KIND": 0, "SCALAR": False}, long._replace(block=4096, warps=8)
+    yield rows.long_forward, set(), {"KIND": 0, "SCALAR": False}, long
+    yield rows.long_backward, set(), {"KIND": 0, "SCALAR": False}, long._replace(block=4096, warps=8)
     down = column_launch(4096, 512)
     yield rows.row_sums, set(), {"CENTER": True}, down
     yield rows.add_partials, set(), {}, down._replace(tile=64, block=32)

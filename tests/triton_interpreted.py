@@ -65,7 +65,7 @@ def test_row_norms_and_their_gradients(name, affine, dtype):
         wide = [t.detach().double().requires_grad_() for t in inputs]
         given = iter(wide)
         xd, wd, bd = (None if t is None else next(given) for t in (x, w, b))
-        y, expected = row_ops._norm(x, w, b, None, kind, 1e-3, groups)[0], reference(xd, wd, bd)
+        y, expected = row_ops._norm(x, w, b, kind, 1e-3, groups), reference(xd, wd, bd)
         assert y.dtype == dtype
         close(y, expected, dtype)
         got = torch.autograd.grad(y, inputs, strided(dy))
@@ -74,38 +74,19 @@ def test_row_norms_and_their_gradients(name, affine, dtype):
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_residual_add_gives_norm_and_sum_and_takes_both_gradients(name):
-    kind, groups, reference = NORMS[name]
-    x, r, dy, ds = (draw(*SHAPES[1]) for _ in range(4))
-    w = draw(1 if name == "scale" else x.shape[1]).requires_grad_()
-    x, r = x.requires_grad_(), strided(r).requires_grad_()
-    y, total = kernels.add_norm(kind, x, r, w, None, 1e-3, groups)
-    xd, rd, wd = (t.detach().double().requires_grad_() for t in (x, r, w))
-    expected = reference(xd + rd, wd, None)
-    close(y, expected)
-    close(total, xd + rd)
-    got = torch.autograd.grad([y, total], [x, r, w], [dy, ds])
-    for g, e in zip(
-        got, torch.autograd.grad([expected, xd + rd], [xd, rd, wd], [dy.double(), ds.double()]), strict=True
-    ):
-        close(g, e)
-
-
-@pytest.mark.parametrize("name", NORMS)
 def test_rows_too_long_for_registers(name, monkeypatch):
     if not REAL:
         monkeypatch.setattr(row_ops, "LONGEST", 16)
         monkeypatch.setattr(launches, "LONGEST", 16)
     kind, groups, reference = NORMS[name]
-    x, r, dy, ds = (draw(*(SHAPES[3] if REAL else (5, 74))) for _ in range(4))
+    x, dy = (draw(*(SHAPES[3] if REAL else (5, 74))) for _ in range(2))
     w, b = draw(1 if name == "scale" else x.shape[1]).requires_grad_(), draw(x.shape[1]).requires_grad_()
-    x, r = x.requires_grad_(), r.requires_grad_()
-    y, total = kernels.add_norm(kind, x, r, w, b, 1e-3, groups)
-    xd, rd, wd, bd = (t.detach().double().requires_grad_() for t in (x, r, w, b))
-    expected = reference(xd + rd, wd, bd)
+    y = row_ops._norm(x.requires_grad_(), w, b, kind, 1e-3, groups)
+    xd, wd, bd = (t.detach().double().requires_grad_() for t in (x, w, b))
+    expected = reference(xd, wd, bd)
     close(y, expected)
-    got = torch.autograd.grad([y, total], [x, r, w, b], [dy, ds])
-    wide = torch.autograd.grad([expected, xd + rd], [xd, rd, wd, bd], [dy.double(), ds.double()])
+    got = torch.autograd.grad(y, [x, w, b], dy)
+    wide = torch.autograd.grad(expected, [xd, wd, bd], dy.double())
     for g, e in zip(got, wide, strict=True):
         close(g, e)
 
@@ -113,7 +94,7 @@ def test_rows_too_long_for_registers(name, monkeypatch):
 def test_one_weight_for_several_groups():
     x, dy = draw(5, 24).requires_grad_(), draw(5, 24)
     w = draw(1).requires_grad_()
-    y = row_ops._norm(x, w, None, None, "scale", 1e-3, 3)[0]
+    y = row_ops._norm(x, w, None, "scale", 1e-3, 3)
     xd, wd = (t.detach().double().requires_grad_() for t in (x, w))
     expected = ops.scale(xd.unflatten(-1, (3, 8)), wd, None, 1e-3).flatten(-2)
     close(y, expected)
@@ -126,7 +107,7 @@ def test_one_weight_for_several_groups():
 def test_rows_of_zeros_and_large_means():
     x = torch.zeros(3, 40, device=DEVICE, requires_grad=True)
     for name in ("layer", "rms", "rms outside", "scale"):
-        y = row_ops._norm(x, None, None, None, NORMS[name][0], 1e-3, 1)[0]
+        y = row_ops._norm(x, None, None, NORMS[name][0], 1e-3, 1)
         (dx,) = torch.autograd.grad(y, x, draw(3, 40))
         assert torch.equal(y, torch.zeros_like(y))
         assert dx.isfinite().all()
@@ -231,8 +212,7 @@ def test_the_same_bits_every_time():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own, torch 2.15
 def test_the_operators_pass_opcheck():
     x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (20,), (20,)))
-    r = draw(4, 6, 20).requires_grad_()
-    torch.library.opcheck(row_ops.row_norm, (x, w, b, r, 0, 1e-5, 2))
+    torch.library.opcheck(row_ops.row_norm, (x, w, b, 0, 1e-5, 2))
     torch.library.opcheck(torch.ops.normkit.column_moments, (draw(9, 20), torch.rand(9, device=DEVICE) > 0.5, True))
     torch.library.opcheck(
         torch.ops.normkit.column_standardize, (draw(9, 20), draw(2, 20).abs(), 1e-5, True, draw(20), None, None, None)
@@ -245,7 +225,7 @@ def test_the_operator_has_the_gradient_of_the_eager_path():
     x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (20,), (20,)))
     dy = draw(4, 6, 20)
     eager = torch.autograd.grad(kernels.layer(x, w, b, 1e-5), (x, w, b), dy)
-    op = torch.autograd.grad(row_ops.row_norm(x, w, b, None, 0, 1e-5, 1)[0], (x, w, b), dy)
+    op = torch.autograd.grad(row_ops.row_norm(x, w, b, 0, 1e-5, 1)[0], (x, w, b), dy)
     for a, e in zip(op, eager, strict=True):
         assert torch.equal(a, e)
 

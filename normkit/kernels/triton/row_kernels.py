@@ -41,10 +41,10 @@ def share(dot, inv, width, eps, KIND: tl.constexpr):
 
 @triton.jit
 def row_forward(
-    X, R, S, W, B, Y, MEAN, INV, rows, width, x_stride, r_stride, eps,
+    X, W, B, Y, MEAN, INV, rows, width, x_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute Y = W * z + B of rows of X, or of S = X + R, which is written too."""
+    """Compute Y = W * z + B of rows of X."""
     group, groups = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
@@ -52,11 +52,6 @@ def row_forward(
     inside = (row < rows)[:, None] & (column < width)[None, :]
     out = row[:, None] * (width * groups) + channel[None, :]
     x = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-    if R is not None:
-        x += tl.load(R + row[:, None] * r_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(S.dtype.element_ty)
-        tl.store(S + out, rounded, mask=inside)
-        x = rounded.to(tl.float32)  # the next layer reads the rounded sum
     if KIND == DEVIATION:
         mean = tl.sum(x, 1) / width
         x = tl.where(inside, x - mean[:, None], 0.0)
@@ -76,12 +71,10 @@ def row_forward(
 
 @triton.jit
 def row_backward(
-    DY, X, DS, W, MEAN, INV, DX, DW, DB, rows, width, dy_stride, x_stride, ds_stride, eps,
+    DY, X, W, MEAN, INV, DX, DW, DB, rows, width, dy_stride, x_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute DX and this program's share of the sums over rows for W and B.
-
-    DS, the gradient of the sum, is added to DX.
 
     A program takes every `programs`-th tile, in order, and writes its own row of DW and DB: sums without atomics.
     """
@@ -119,8 +112,6 @@ def row_backward(
         if KIND == DEVIATION:
             dx = dx - (tl.sum(g, 1) / width)[:, None]
         dx = dx * inv[:, None]
-        if DS is not None:
-            dx += tl.load(DS + row[:, None] * ds_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         out = row[:, None] * (width * groups) + channel[None, :]
         tl.store(DX + out, dx.to(DX.dtype.element_ty), mask=inside)
     if DW is not None:
@@ -134,7 +125,7 @@ def row_backward(
 
 @triton.jit
 def long_forward(
-    X, R, S, W, B, Y, MEAN, INV, rows, width, x_stride, r_stride, eps,
+    X, W, B, Y, MEAN, INV, rows, width, x_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`row_forward` of one row (TILE is 1) in blocks: first moments, then Y."""
@@ -146,11 +137,6 @@ def long_forward(
         column = first + tl.arange(0, BLOCK)
         real = column < width
         x = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-        if R is not None:
-            x += tl.load(R + row * r_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-            rounded = x.to(S.dtype.element_ty)
-            tl.store(S + base + column, rounded, mask=real)
-            x = rounded.to(tl.float32)
         if KIND == DEVIATION:  # Chan, Golub and LeVeque merge of means and squared deviations
             count = tl.sum(tl.where(real, 1.0, 0.0), 0)
             here = tl.sum(x, 0) / count
@@ -169,9 +155,6 @@ def long_forward(
         column = first + tl.arange(0, BLOCK)
         real = column < width
         x = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-        if R is not None:  # added again: cheaper than to wait for the store of another thread
-            x += tl.load(R + row * r_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-            x = x.to(S.dtype.element_ty).to(tl.float32)
         y = (x - mean) * inv
         if W is not None:
             if SCALAR:
@@ -185,7 +168,7 @@ def long_forward(
 
 @triton.jit
 def long_backward(
-    DY, X, DS, W, MEAN, INV, DX, width, dy_stride, x_stride, ds_stride, eps,
+    DY, X, W, MEAN, INV, DX, width, dy_stride, x_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute DX of one row, block after block. `row_sums` has the sums for W and B."""
@@ -225,8 +208,6 @@ def long_backward(
         if KIND == DEVIATION:
             dx = dx - total / width
         dx = dx * inv
-        if DS is not None:
-            dx += tl.load(DS + row * ds_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
         tl.store(DX + row * (width * groups) + group * width + column, dx.to(DX.dtype.element_ty), mask=real)
 
 

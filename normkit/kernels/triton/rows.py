@@ -27,49 +27,33 @@ class Saved(NamedTuple):
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """As `reference.layer`."""
-    return _norm(x, weight, bias, None, "layer", eps)[0]
+    return _norm(x, weight, bias, "layer", eps)
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
     """As `reference.rms`; a row of zeros has a finite gradient with `inside=False` too."""
-    return _norm(x, weight, bias, None, "rms" if inside else "rms_plus_eps", eps)[0]
+    return _norm(x, weight, bias, "rms" if inside else "rms_plus_eps", eps)
 
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """As `reference.scale`."""
-    return _norm(x, weight, bias, None, "scale", eps)[0]
+    return _norm(x, weight, bias, "scale", eps)
 
 
 def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
     """As `reference.group`."""
-    return _norm(x, weight, bias, None, "layer", eps, groups)[0]
+    return _norm(x, weight, bias, "layer", eps, groups)
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
     """As `reference.group_rms`."""
-    return _norm(x, None, None, None, "rms", eps, groups)[0]
+    return _norm(x, None, None, "rms", eps, groups)
 
 
-def add_norm(
-    kind: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 1
-) -> tuple[Tensor, Tensor]:
-    """`norm(x + residual)` and `x + residual`, rounded first; `kind` is a key of `KINDS`."""
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"residual must be like x, {tuple(x.shape)} {x.dtype}; got {tuple(residual.shape)} {residual.dtype}"
-        )
-    return _norm(x, weight, bias, residual, kind, eps, groups)
-
-
-def _norm(x, weight, bias, residual, kind: str, eps: float, groups: int = 1) -> tuple[Tensor, Tensor]:
+def _norm(x, weight, bias, kind: str, eps: float, groups: int = 1) -> Tensor:
     if torch.compiler.is_compiling():
-        y, total, _, _ = row_norm(x, weight, bias, residual, KINDS[kind], eps, groups)
-        return y, total
-    if residual is None:
-        return RowNorm.apply(x, weight, bias, KINDS[kind], eps, groups), x
-    return AddNorm.apply(x, residual, weight, bias, KINDS[kind], eps, groups)
+        return row_norm(x, weight, bias, KINDS[kind], eps, groups)[0]
+    return RowNorm.apply(x, weight, bias, KINDS[kind], eps, groups)
 
 
 class RowNorm(torch.autograd.Function):
@@ -77,7 +61,7 @@ class RowNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, kind, eps, groups):  # noqa: D102
-        y, _, saved = forward(x, weight, bias, None, kind, eps, groups)
+        y, saved = forward(x, weight, bias, kind, eps, groups)
         ctx.save_for_backward(x, weight, *saved)
         ctx.options = kind, eps, groups
         ctx.bias = None if bias is None else bias.dtype
@@ -89,63 +73,36 @@ class RowNorm(torch.autograd.Function):
         x, weight, mean, inv = ctx.saved_tensors
         kind, eps, groups = ctx.options
         weights, biases = ctx.needs_input_grad[1:3]
-        given = dy, x, weight, None, Saved(mean, inv), kind, eps, groups
+        given = dy, x, weight, Saved(mean, inv), kind, eps, groups
         return *backward(*given, weights, biases, ctx.bias), None, None, None
 
 
-class AddNorm(torch.autograd.Function):
-    """A row norm of a sum, which is returned too; one backward pass takes both gradients."""
-
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, kind, eps, groups):  # noqa: D102
-        y, total, saved = forward(x, weight, bias, residual, kind, eps, groups)
-        ctx.save_for_backward(total, weight, *saved)
-        ctx.options = kind, eps, groups
-        ctx.bias = None if bias is None else bias.dtype
-        ctx.set_materialize_grads(False)
-        return y, total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, ds):  # type: ignore[override]  # noqa: D102
-        total, weight, mean, inv = ctx.saved_tensors
-        if dy is None:
-            return ds, ds, *[None] * 5
-        kind, eps, groups = ctx.options
-        weights, biases = ctx.needs_input_grad[2:4]
-        given = dy, total, weight, ds, Saved(mean, inv), kind, eps, groups
-        dx, dw, db = backward(*given, weights, biases, ctx.bias)
-        return dx, dx, dw, db, None, None, None
-
-
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, kind: int, eps: float,
-    groups: int = 1, launch: Launch | None = None,
-) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """Compute y, the sum (x itself without a residual) and row statistics, in one launch."""
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: int, eps: float, groups: int = 1,
+    launch: Launch | None = None,
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """Compute y and row statistics, in one launch."""
     rows, channels, width = _sizes(x, groups)
     flat = as_rows(x)
-    added = None if residual is None else as_rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = x if added is None else torch.empty_like(y)
     saved = Saved(*torch.empty(2, rows, groups, dtype=torch.float32, device=x.device).unbind(0))
     if rows == 0 or channels == 0:
-        return y, total, saved
+        return y, saved
     launch = launch or row_launch(rows, width)
     body = kernel.row_forward if width <= LONGEST else kernel.long_forward
     with device_of(x):
         body[(launch.programs, groups)](
-            flat, added, total, contiguous(weight), contiguous(bias), y, *saved, rows, width, flat.stride(0),
-            0 if added is None else added.stride(0), eps, KIND=kind, SCALAR=is_scalar(weight, channels), **launch.meta,
+            flat, contiguous(weight), contiguous(bias), y, *saved, rows, width, flat.stride(0), eps,
+            KIND=kind, SCALAR=is_scalar(weight, channels), **launch.meta,
         )  # fmt: skip
-    return y, total, saved
+    return y, saved
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None, saved: Saved, kind: int, eps: float, groups: int,
+    dy: Tensor, x: Tensor, weight: Tensor | None, saved: Saved, kind: int, eps: float, groups: int,
     want_weight: bool, want_bias: bool, bias_dtype: torch.dtype | None = None, launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x (plus `ds`), weight and bias: one launch, and one per parameter."""
+    """Gradients of x, weight and bias: one launch, and one per parameter."""
     rows, channels, width = _sizes(x, groups)
     scalar = is_scalar(weight, channels)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -153,8 +110,7 @@ def backward(
     db = sum_buffer((channels,), x, bias_dtype or x.dtype) if want_bias else None
     if rows == 0 or channels == 0:
         return dx, dw, db
-    flat, dy, ds = as_rows(x), as_rows(dy), None if ds is None else as_rows(ds)
-    ds_stride = 0 if ds is None else ds.stride(0)
+    flat, dy = as_rows(x), as_rows(dy)
     fits = width <= LONGEST
     launch = launch or (row_launch(rows, width, backward=True) if fits else column_launch(rows, channels))
     one = (launch.programs * groups, 1) if scalar and fits else (launch.programs, channels)
@@ -164,12 +120,12 @@ def backward(
     with device_of(x):
         if fits:
             kernel.row_backward[(launch.programs, groups)](
-                dy, flat, ds, contiguous(weight), *saved, dx, weights, biases, rows, width, *strides, ds_stride, eps,
+                dy, flat, contiguous(weight), *saved, dx, weights, biases, rows, width, *strides, eps,
                 KIND=kind, SCALAR=scalar, **launch.meta,
             )  # fmt: skip
         else:
             kernel.long_backward[(rows, groups)](
-                dy, flat, ds, contiguous(weight), *saved, dx, width, *strides, ds_stride, eps,
+                dy, flat, contiguous(weight), *saved, dx, width, *strides, eps,
                 KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 2, num_warps=8,
             )  # fmt: skip
             if dw is not None or db is not None:
@@ -242,53 +198,48 @@ def _sizes(x: Tensor, groups: int) -> tuple[int, int, int]:
 
 @torch.library.custom_op("normkit::row_norm", mutates_args=())
 def row_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, kind: int, eps: float, groups: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator: y, x + residual (empty without one), mean and inv `[rows, groups]`."""
-    y, total, saved = forward(x, weight, bias, residual, kind, eps, groups)
-    return y, x.new_empty(0) if residual is None else total, saved.mean.clone(), saved.inv.clone()
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: int, eps: float, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator: y, mean and inv `[rows, groups]`."""
+    y, saved = forward(x, weight, bias, kind, eps, groups)
+    return y, saved.mean.clone(), saved.inv.clone()
 
 
 @row_norm.register_fake
-def _(x, weight, bias, residual, kind, eps, groups):
+def _(x, weight, bias, kind, eps, groups):
     rows = x.numel() // x.shape[-1]
     stat = x.new_empty((rows, groups), dtype=torch.float32)
-    y = x.new_empty(x.shape)
-    return y, x.new_empty(0) if residual is None else x.new_empty(x.shape), stat, torch.empty_like(stat)
+    return x.new_empty(x.shape), stat, torch.empty_like(stat)
 
 
 @torch.library.custom_op("normkit::row_norm_grad", mutates_args=())
 def row_norm_grad(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, ds: Tensor | None, mean: Tensor, inv: Tensor,
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inv: Tensor,
     kind: int, eps: float, groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Operator: gradients of x, weight and bias, with empty tensors for missing parameters."""
     dx, dw, db = backward(
-        dy, x, weight, ds, Saved(mean, inv), kind, eps, groups, weight is not None, bias is not None,
+        dy, x, weight, Saved(mean, inv), kind, eps, groups, weight is not None, bias is not None,
         None if bias is None else bias.dtype,
     )  # fmt: skip
     return dx, x.new_empty(0) if dw is None else dw, x.new_empty(0) if db is None else db
 
 
 @row_norm_grad.register_fake
-def _(dy, x, weight, bias, ds, mean, inv, kind, eps, groups):
+def _(dy, x, weight, bias, mean, inv, kind, eps, groups):
     return x.new_empty(x.shape), *(x.new_empty(0) if p is None else p.new_empty(p.shape) for p in (weight, bias))
 
 
 def _save(ctx, inputs, output):
-    x, weight, bias, residual, *ctx.options = inputs
-    ctx.added = residual is not None
-    ctx.save_for_backward(output[1] if ctx.added else x, weight, bias, *output[2:])
-    ctx.set_materialize_grads(False)
+    x, weight, bias, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, bias, *output[1:])
 
 
-def _differentiate(ctx, dy, ds, _mean, _inv):
+def _differentiate(ctx, dy, _mean, _inv):
     x, weight, bias, mean, inv = ctx.saved_tensors
-    ds = ds if ctx.added else None
-    dy = torch.zeros_like(x) if dy is None else dy
-    dx, dw, db = row_norm_grad(dy, x, weight, bias, ds, mean, inv, *ctx.options)
+    dx, dw, db = row_norm_grad(dy, x, weight, bias, mean, inv, *ctx.options)
     dw, db = (None if p is None else d for p, d in ((weight, dw), (bias, db)))
-    return dx, dw, db, dx if ctx.added else None, None, None, None
+    return dx, dw, db, None, None, None
 
 
 row_norm.register_autograd(_differentiate, setup_context=_save)
