@@ -365,8 +365,9 @@ class UN(Channels):
 
     def __init__(
         self, dim, eps=1e-5, window=4, alpha=0.9, warmup=4000, outlier_filtration=False, window_bkw=None,
-        threshold="scalar", hold=False, warmup_grad="exact", compensate=False, compensate_after=1000,
+        alpha_bkw=None, threshold="scalar", hold=False, warmup_grad="exact", compensate=False, compensate_after=1000,
     ):  # fmt: skip
+        self.alpha_bkw = alpha if alpha_bkw is None else alpha_bkw
         self.eps, self.alpha, self.warmup, self.filtration, self.hold = eps, alpha, warmup, outlier_filtration, hold
         self.threshold, self.exact, self.compensate = threshold, warmup_grad == "exact", compensate
         self.compensate_after, self.forward, self.backward = compensate_after, window, window_bkw or window
@@ -399,7 +400,7 @@ class UN(Channels):
         s = (g * z)[keep].mean(0)
         self.gz[t % self.backward] = self.psi if outlier else s
         early = t <= self.backward or t < self.warmup or self.forward == 1
-        psi = self.alpha * self.psi + (1 - self.alpha) * (s if early or outlier else self.gz.mean(0))  # (17)
+        psi = self.alpha_bkw * self.psi + (1 - self.alpha_bkw) * (s if early or outlier else self.gz.mean(0))  # (17)
         removed = s if outlier or (early and self.exact) else psi
         if not (outlier and self.hold):
             self.psi = psi

@@ -85,8 +85,8 @@ def trained(spec: str, steps: int = 4, dtype: torch.dtype = torch.float64, seed:
 WITH_KERNEL_RULE = [
     "batch", "batch(running_var='biased', affine=False)", "pnv(bias=False)", "repbn", "un(window=2, warmup=2)",
     "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)",
-    "un(window=3, window_bkw=2, warmup_grad='ema')", "un(window=1, eps=0.0)", "power(groups=0, warmup=2)",
-    "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
+    "un(window=3, window_bkw=2, warmup_grad='ema', alpha_bkw=0.5)", "un(window=1, eps=0.0)",
+    "power(groups=0, warmup=2)", "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
 ]  # fmt: skip
 WITHOUT_KERNEL_RULE = [
     "batch(steps_per_update=2)", "power(groups=0, warmup=2, accumulate='ema')", "mabn(window=2, warmup=2, form='unp')",

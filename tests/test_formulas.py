@@ -28,7 +28,7 @@ PAPER = [  # the papers' settings, with warm-ups that end within fifty steps
     "un(warmup=20)", "un(warmup=20, outlier_filtration=True)", "un(warmup=12, window=3, window_bkw=6)",
     "un(warmup=0, window=5, window_bkw=2)", "un(warmup=12, outlier_filtration=True, threshold='channel')",
     "un(warmup=12, outlier_filtration=True, threshold='channel', hold=True)", "un(warmup=12, warmup_grad='ema')",
-    "un(warmup=12, compensate=True, compensate_after=20)", "un(window=1, warmup=12)",
+    "un(warmup=12, alpha_bkw=0.0)", "un(warmup=12, compensate=True, compensate_after=20)", "un(window=1, warmup=12)",
     "un(warmup=12, outlier_filtration=True, compensate=True, compensate_after=15, warmup_grad='ema', alpha=0.8)",
 ]  # fmt: skip
 PAPER += [f"power(groups={groups}, warmup=20)" for groups in (0, 1, 2)]

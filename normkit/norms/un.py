@@ -32,6 +32,8 @@ class UN(StatNorm):
         warmup: Training forwards by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
         outlier_filtration: Filter outliers; off, as in the released recipes for text. The paper turns it on for images.
         window_bkw: Batches per window of the backward pass; None means `window`.
+        alpha_bkw: Share of the old `psi` per step; None means `alpha`, 0 no momentum, as rows 4 and 5 of the paper's
+            ablations.
         threshold: V: "scalar", one variance over all entries, as the released code; "channel", one per channel, as the
             paper's lemma reads: the filter is then active in nearly every step.
         hold: Keep `running` and `psi` unchanged in a filtered step; off, as in the released code.
@@ -54,6 +56,7 @@ class UN(StatNorm):
     warmup: Steps = 4000
     outlier_filtration: bool = False
     window_bkw: Window | None = None
+    alpha_bkw: OldShare | None = None
     threshold: Literal["scalar", "channel"] = "scalar"
     hold: bool = False
     warmup_grad: Literal["exact", "ema"] = "exact"
@@ -105,7 +108,8 @@ class UN(StatNorm):
             early, entry = early | skip, torch.where(skip, self.psi, batch)
         window = push(self.window_g, step, entry[0])
         smooth = torch.where(early, batch, window.mean(0, keepdim=True))
-        psi = self.alpha * self.psi + (1 - self.alpha) * smooth
+        alpha = self.alpha if self.alpha_bkw is None else self.alpha_bkw
+        psi = alpha * self.psi + (1 - alpha) * smooth
         own = early if self.warmup_grad == "exact" else skip
         value = psi.to(batch.dtype) if own is None else torch.where(own, batch, psi.to(batch.dtype))
         if skip is not None and self.hold:
@@ -115,9 +119,10 @@ class UN(StatNorm):
     def kernel_rule(self) -> KernelRule | None:  # noqa: D102
         if self.outlier_filtration or self.compensate:
             return None
-        rate, floor = 1 - self.alpha, self.eps or torch.finfo(self.running.dtype).tiny
+        floor = self.eps or torch.finfo(self.running.dtype).tiny
+        rate, rate_grad = 1 - self.alpha, 1 - (self.alpha if self.alpha_bkw is None else self.alpha_bkw)
         return KernelRule(
-            "geometric", "windowed", rate, rate, warmup=self.warmup if self.window > 1 else 2**62, floor=floor,
+            "geometric", "windowed", rate, rate_grad, warmup=self.warmup if self.window > 1 else 2**62, floor=floor,
             window=self.window_x, window_grad=self.window_g, smooth_grad=self.psi,
             exact_early=self.warmup_grad == "exact",
         )  # fmt: skip
