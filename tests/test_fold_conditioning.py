@@ -70,3 +70,44 @@ def test_balance_and_limit_together_leave_no_more_than_the_limit_alone():
 def test_a_limit_below_one_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         fold(deep(), IDS, spread=0.5)
+
+
+class Padded(nn.Module):
+    """A norm between convolutions whose zero padding allows no shift."""
+
+    def __init__(self, given: bool):
+        super().__init__()
+        self.one, self.other = nn.Conv2d(2, 6, 1), nn.Conv2d(2, 6, 1)
+        self.norm = nn.BatchNorm2d(6)
+        self.before, self.after = nn.Conv2d(6, 3, 3, padding=1), nn.Conv2d(6, 3, 3, padding=1)
+        self.given = given
+
+    def forward(self, x):
+        one, other = self.one(x), self.other(x)
+        if self.given:  # the norm reads something nonlinear
+            return torch.cat([self.before(one), self.after(self.norm(other.relu()) + one)], 1)
+        return torch.cat([self.before(one + other), self.after(self.norm(one + other))], 1)
+
+
+def test_of_a_norm_before_padding_an_addition_stays_with_balance_too():
+    x, model = torch.randn(2, 2, 9, 9), randomize(Padded(given=False)).eval()
+    with torch.no_grad():
+        model.one.weight[2] *= 100
+    _, plain = fold(model, x)
+    _, balanced = fold(model, x, balance=[x])
+    assert [plain.count("add"), balanced.count("add")] == [1, 1]
+    assert plain.spread > 10
+    assert balanced.spread == pytest.approx(1.0)
+    assert balanced.max_error < 1e-12
+
+
+def test_a_gain_that_exceeds_the_limit_is_not_folded_to_leave_an_addition():
+    x, model = torch.randn(2, 2, 9, 9), randomize(Padded(given=True)).eval()
+    with torch.no_grad():
+        model.norm.weight[2] *= 1e-3
+    _, free = fold(model, x)
+    folded, limited = fold(model, x, spread=8)
+    assert [free.count("add"), limited.count("multiply-add")] == [1, 1]
+    assert limited.spread <= 8 < 100 < free.spread
+    assert limited.max_error < 1e-12
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-4, atol=1e-4)

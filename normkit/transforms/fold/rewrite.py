@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -78,14 +79,15 @@ def _weights(plan: FoldPlan, edit: "Edit") -> None:
 
 def _multiply(weight: Tensor, parts: list[Part]) -> None:
     """Multiply parts of a weight and subtract from them, each element once."""
-    if len(parts) > 1:
+    whole = [part for part in parts if prod(part[0].size) == weight.numel()]
+    if len(parts) > 1 and not whole:
         factors, shifts = torch.ones_like(weight), torch.zeros_like(weight)
         for view, read, written, shift in parts:
             view.of(factors).copy_(read * written)
             view.of(shifts).copy_(shift.expand(view.size))
         weight.mul_(factors).sub_(shifts)
         return
-    ((view, *factors, shift),) = parts
+    view, *factors, shift = (whole or parts)[0]  # uses that share elements ask for the same change of them
     part = view.of(weight)
     for factor in factors:
         if bool((factor != 1).any()):

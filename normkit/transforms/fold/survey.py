@@ -215,5 +215,10 @@ def shared_memory(model: nn.Module) -> dict[str, str]:
 
 def own_storage(model: nn.Module) -> None:
     """Make each parameter and buffer contiguous in its own memory; ties stay."""
+    seen: set[int] = set()
     for tensor in [*model.parameters(), *model.buffers()]:
-        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        storage = tensor.untyped_storage()
+        whole = tensor.is_contiguous() and storage.nbytes() == tensor.numel() * tensor.element_size()
+        if not whole or storage.data_ptr() in seen:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        seen.add(tensor.untyped_storage().data_ptr())
