@@ -19,6 +19,7 @@ import torch
 from deploy_models import make, used, with_random_statistics
 from torch import Tensor, nn
 
+from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.lab.timing import measure
 from normkit.lab.train.environment import environment
 from normkit.transforms import fold
@@ -31,6 +32,7 @@ MARKS = "<!-- measured: folding -->", "<!-- /measured -->"
 
 def model_and_example(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model whose norms are offline, and the keyword arguments of a call."""
+    load_torchvision()
     if name == "resnet":
         import timm
 
