@@ -98,6 +98,12 @@ def test_a_convolution_that_pads_takes_the_gain_and_leaves_the_shift():
     assert "zero padding" in report.rows[0].why
 
 
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_padding_that_repeats_elements_takes_the_shift_too(mode):
+    conv = nn.Conv1d(DIM, 4, 3, padding=1, padding_mode=mode)
+    check(Read(conv, lambda m, y: m.reader(y.transpose(1, 2))), torch.randn(3, 7, DIM), actions="folded")
+
+
 def test_zero_padding_that_only_other_sizes_show_is_seen():
     class Windows(nn.Module):
         def __init__(self):

@@ -30,7 +30,8 @@ MOVES = {  # operations that put elements elsewhere and compute nothing
     aten.unsqueeze, aten.squeeze, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind, aten.cat,
     aten.stack, aten.roll, aten.flip, aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten.repeat, aten.index,
     aten.index_select, aten.gather, aten.unfold, aten.im2col, aten.pixel_unshuffle, aten.pixel_shuffle, aten.where,
-    aten.constant_pad_nd, aten.masked_fill, aten._to_copy,
+    aten.constant_pad_nd, aten.masked_fill, aten._to_copy, aten.reflection_pad1d, aten.reflection_pad2d,
+    aten.replication_pad1d, aten.replication_pad2d,
 }  # fmt: skip
 SAME_ELEMENTS = {aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten._to_copy}
 SHAPES_ONLY = {  # operations that read a tensor's shape and type, not its numbers
