@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from deploy_models import make, used, with_random_statistics
-from torch import Tensor, nn
+from torch import nn
 
 from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.lab.timing import measure
@@ -30,7 +30,7 @@ MODELS = {"vit": "ViT-S/16", "resnet": "ResNet-18", "swin": "Swin-T", "bert": "B
 MARKS = "<!-- measured: folding -->", "<!-- /measured -->"
 
 
-def model_and_example(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def model_and_example(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """A model whose norms are offline, and the keyword arguments of a call."""
     load_torchvision()
     if name == "resnet":
