@@ -154,7 +154,9 @@ def test_every_cell_of_every_study_is_a_run(scale):
     """Recipes are there, settings fit each other, and runs of one folder are the same run."""
     runs = {}
     for study in STUDIES.values():
-        bases = [base for part in (*study.columns, *study.rows) for base in (part.base or {}).values()]
+        given = [part.base or {} for part in (*study.columns, *study.rows)]
+        each = [one for bases in given for one in (bases if isinstance(bases, tuple) else (bases,))]
+        bases = [base for one in each for base in one.values()]
         assert {base.recipe for base in bases} <= set(RECIPES.values())
         for cell in expand(study, scale):
             assert runs.setdefault(cell.folder, cell.run) == cell.run, (study.id, cell.folder)

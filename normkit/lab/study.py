@@ -78,14 +78,14 @@ class Row:
         label: Title of the row.
         settings: Settings that this row replaces; None if normkit cannot run it and shows the paper alone.
         printed: The paper's figure for each column, digit by digit.
-        base: Starting point in place of the columns' bases.
+        base: Starting points in place of the columns' bases, for all columns or one for each.
         at: Further settings, by scale.
     """
 
     label: str
     settings: Settings | None
     printed: tuple[str, ...] = ()
-    base: Bases | None = None
+    base: Bases | Sequence[Bases] | None = None
     at: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
     @property
@@ -134,6 +134,8 @@ class Study:
                 raise ValueError(
                     f"{self.id}: {row.label} has {len(row.printed)} figures for {len(self.columns)} columns"
                 )
+            if isinstance(row.base, Sequence) and len(row.base) != len(self.columns):
+                raise ValueError(f"{self.id}: {row.label} has {len(row.base)} bases for {len(self.columns)} columns")
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -177,7 +179,8 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
         if row.settings is None or (only and row.names.isdisjoint(only)):
             continue
         for place, column in enumerate(study.columns):
-            base = (column.base if row.base is None else row.base).get(scale)
+            bases = column.base if row.base is None else row.base
+            base = (bases if isinstance(bases, Mapping) else bases[place]).get(scale)
             if base is None:
                 continue
             start = run = override(base.recipe(), base.settings)

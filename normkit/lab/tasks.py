@@ -71,6 +71,7 @@ class TaskSpec:
 
 
 _TRAIN = "normkit.lab.train"
+_LANGUAGE = ("memory", "test_memory", "experts", "last_hidden", "weight_drop")
 _PAIRS = ("beam", "length_penalty", "length_offset", "bucket_by")
 
 TASKS: dict[str, TaskSpec] = {
@@ -100,6 +101,7 @@ TASKS: dict[str, TaskSpec] = {
         example=f"{_TRAIN}.build:text",
         data=f"{_TRAIN}.source:running_text",
         metrics=(PERPLEXITY,),
+        settings=("test_context", *(f"model.{name}" for name in _LANGUAGE)),
         fixed_length=True,
     ),
     "digits": TaskSpec(

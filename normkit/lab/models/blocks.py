@@ -11,14 +11,18 @@ from torch.nn.utils import parametrize
 from normkit.lab.models.adaptive import Adaptive
 from normkit.lab.models.config import Model
 from normkit.lab.models.convolution import Convolution
+from normkit.lab.models.relative import RelativeAttention
 from normkit.lab.models.tensorized import MultiLinear
 from normkit.norms import LayerNorm, Norm, fix_embedding, parse
 
 UNKNOWN = 3  # number of the unknown word in every vocabulary; those below mean padding, begin, end
 
 Cache = dict[str, tuple[Tensor, ...]]
-"""By the name of each block: an attention's keys and values, `[batch, heads, length, width / heads]`, or what a
-convolution keeps of earlier tokens, `[batch, length, width]`."""
+"""What a model keeps of earlier tokens, by the name of the block.
+
+Keys and values of attention, `[batch, heads, length, width / heads]`; inputs of relative attention or of a convolution,
+`[batch, length, width]`; states of an LSTM.
+"""
 
 
 class Attention(nn.Module):
@@ -60,13 +64,15 @@ class FeedForward(nn.Module):
         return self.outer(self.dropout(F.relu(self.inner(x))))
 
 
-def _mixer(config: Model, kernel: int) -> Attention | MultiLinear | Convolution:
+def _mixer(config: Model, kernel: int) -> Attention | MultiLinear | RelativeAttention | Convolution:
     """Build the block of a layer that mixes tokens."""
     width, dropout = config.width, config.attention_dropout
     if config.attention == "dot":
         return Attention(width, config.heads, dropout)
     if config.attention == "multilinear":
-        return MultiLinear(width, config.rank, config.max_length, dropout)
+        return MultiLinear(width, config.rank, config.max_length, dropout, config.cores)
+    if config.attention == "relative":
+        return RelativeAttention(width, config.heads, dropout, (config.memory, config.memory_at_test))
     return Convolution(width, config.heads, kernel, config.attention == "dynamicconv", dropout)
 
 
@@ -129,6 +135,12 @@ class Layer(nn.Module):
                 if cache is not None:
                     cache[name] = (past,)
                 return y
+            if isinstance(self.attention, RelativeAttention):
+                (past,) = (cache or {}).get(name, (None,))
+                seen, kept = self.attention.extend(past, y)
+                if cache is not None:
+                    cache[name] = (kept,)
+                return self.attention(y, seen)
             pair = self.attention.project(y)
             if cache is not None:
                 if name in cache:
@@ -190,7 +202,7 @@ class Embedding(nn.Module):
         self.table = Adaptive(words, config.width, config.adaptive) if config.adaptive else _table(config, words, pad)
         self.dropout, self.word_dropout = nn.Dropout(config.dropout), config.word_dropout
         positions = sinusoids(config.max_length, config.width)
-        if config.attention == "multilinear":  # it has positions of its own
+        if config.attention in ("multilinear", "relative"):  # they have positions of their own
             positions.zero_()
         self.register_buffer("positions", positions, persistent=False)
 

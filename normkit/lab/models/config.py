@@ -20,7 +20,8 @@ class Model(Checked):
     """
 
     arch: str = ""
-    """Images: architecture, e.g. resnet20. The sizes below are those of tiny_vit only."""
+    """Images: architecture, e.g. resnet20. The sizes below are those of tiny_vit only. Language models: empty for a
+    Transformer decoder, or lstm."""
     image_size: int = limited(32, at_least=1, at_most=WIDEST)
     """Images: height and width of the model's input, in pixels."""
     patch: int = limited(4, at_least=1, at_most=WIDEST)
@@ -41,13 +42,25 @@ class Model(Checked):
     """Specs for some modules: name pattern (decoder.*, *.final_norm), then spec; the first match counts."""
     placement: Literal["pre", "post"] = "pre"
     """Norm before each block, or after the residual addition."""
-    attention: Literal["dot", "multilinear", "lightconv", "dynamicconv"] = "dot"
-    """Self-attention by scaled dot products; by multi-linear attention (one core) over max_length words, in a language
-    model; or a lightweight or dynamic convolution in its place."""
+    attention: Literal["dot", "multilinear", "relative", "lightconv", "dynamicconv"] = "dot"
+    """Self-attention by scaled dot products. In a language model also multi-linear over max_length words (tensorized
+    Transformer), or by distances and with carried memory (Transformer-XL). Or a lightweight or dynamic convolution."""
     kernels: tuple[int, ...] = (3, 7, 15, 31)
     """Tokens that the convolution of each layer reads, odd numbers; the last one holds for all further layers."""
+    memory: int = limited(0, at_least=0, at_most=WIDEST)
+    """Words before a segment that its words attend to, carried from the segments before; needs attention=relative."""
+    test_memory: int | None = limited(None, at_least=0, at_most=WIDEST)
+    """The same at inference; None: as in training. With other attention the test reads these words again, unscored."""
     rank: int = limited(40, at_least=1, at_most=WIDEST)
     """Components of multi-linear attention."""
+    cores: int = limited(1, at_least=1, at_most=WIDEST)
+    """Cores of multi-linear attention; their mean counts."""
+    experts: int = limited(1, at_least=1, at_most=WIDEST)
+    """LSTM: softmaxes of which the output is a mixture; 1 for a single softmax."""
+    last_hidden: int | None = limited(None, at_least=1, at_most=WIDEST)
+    """LSTM: channels of the last layer; None: width. The others have `hidden`."""
+    weight_drop: float = limited(0.0, at_least=0, below=1)
+    """LSTM: dropout of recurrent weights."""
     init: Init = "xavier"
     """Initialization: Xavier, SmallInit of the attention, or smaller with depth (DS-Init, Fixup, T-Fixup)."""
     fixnorm: bool = False
@@ -80,3 +93,15 @@ class Model(Checked):
         odd = bool(self.kernels) and all(kernel % 2 and 0 < kernel <= WIDEST for kernel in self.kernels)
         require(odd, "kernels", self.kernels, f"odd numbers from 1 to {WIDEST}")
         require(not (self.adaptive and self.fixnorm), "fixnorm", self.fixnorm, "False with adaptive embeddings")
+        relative = self.attention == "relative"
+        require(relative or not self.memory, "memory", self.memory, "0 without attention=relative")
+
+    @property
+    def recurrent(self) -> bool:
+        """True if the model carries state from each segment of a text to the next."""
+        return self.arch == "lstm" or self.attention == "relative"
+
+    @property
+    def memory_at_test(self) -> int:
+        """`test_memory`, or `memory` if that is None."""
+        return self.memory if self.test_memory is None else self.test_memory

@@ -35,21 +35,25 @@ class DecoderLM(nn.Module):
 
         The first token is at position `start`.
 
-        With a cache, `tokens` holds the new ones only; the cache takes up their keys and values.
+        With a cache, `tokens` holds the new ones only; the cache takes up their keys and values, or with relative
+        attention what the next segment remembers.
         """
         x = self.hidden(tokens, cache, start)
         table = self.embedding.table
         return table(x) if isinstance(table, Adaptive) else self.output(x, table)
 
-    def nll(self, tokens: Tensor, target: Tensor) -> Tensor:
-        """Mean of `-log p` of `target [B, T]`; cheaper than all scores if embeddings are adaptive."""
-        x, table = self.hidden(tokens), self.embedding.table
+    def nll(self, tokens: Tensor, target: Tensor, cache: Cache | None = None) -> Tensor:
+        """Mean of `-log p` of `target [B, T]`, the words after the last T of `tokens`.
+
+        It is cheaper than all scores if embeddings are adaptive.
+        """
+        x, table = self.hidden(tokens, cache)[:, -target.shape[1] :], self.embedding.table
         if isinstance(table, Adaptive):
             return table.nll(x.flatten(0, 1), target.flatten())
         return F.cross_entropy(self.output(x, table).flatten(0, 1), target.flatten())
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
-        """The decoder's output `[B, T, width]`."""
+        """Return the decoder's output `[B, T, width]`."""
         real = None if self.pad is None else tokens != self.pad
         x, length = self.embedding(tokens, start), tokens.shape[1]
         mask = None

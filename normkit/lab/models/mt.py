@@ -30,8 +30,8 @@ class Seq2Seq(nn.Module):
             raise ValueError(
                 f"share=True needs one vocabulary; got {source_vocab} source and {target_vocab} target words"
             )
-        if config.adaptive or config.attention == "multilinear":
-            raise ValueError("adaptive embeddings and multi-linear attention are for language models")
+        if config.adaptive or config.attention in ("multilinear", "relative"):
+            raise ValueError("adaptive embeddings, multi-linear and relative attention are for language models")
         self.config, self.pad = config, pad
         self.target_embedding = Embedding(config, target_vocab, pad)
         self.source_embedding = self.target_embedding if config.share else Embedding(config, source_vocab, pad)

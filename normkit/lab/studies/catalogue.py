@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from normkit.lab import recipes
+from normkit.lab.papers.powernorm import language_models
 from normkit.lab.papers.powernorm import recipes as power_recipes
 from normkit.lab.papers.powernorm import tables as power
 from normkit.lab.papers.tears import recipes as tears_recipes
@@ -33,6 +34,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
         power_recipes.lm_ptb_core1,
         power_recipes.lm_ptb_pocket,
         power_recipes.lm_wikitext103,
+        *language_models.RECIPES,
         power_recipes.cifar10_resnet20_paper,
         power_recipes.cifar10_resnet20,
         power_recipes.cifar100_resnet20_paper,

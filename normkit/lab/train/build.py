@@ -10,6 +10,7 @@ from normkit.lab.models.classifiers import classifier
 from normkit.lab.models.config import Model
 from normkit.lab.models.detection import detector
 from normkit.lab.models.lm import DecoderLM
+from normkit.lab.models.lstm import LSTMLM
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.models.vit import TinyViT
 from normkit.lab.tasks import TASKS
@@ -40,9 +41,10 @@ def seq2seq(config: Model, vocabularies: Vocabularies) -> Seq2Seq:
     return Seq2Seq(config, len(vocabularies["source"]), len(vocabularies["target"]))
 
 
-def language_model(config: Model, vocabularies: Vocabularies) -> DecoderLM:
-    """Build a language model over words."""
-    return DecoderLM(config, len(vocabularies["words"]))
+def language_model(config: Model, vocabularies: Vocabularies) -> DecoderLM | LSTMLM:
+    """Build the language model `config.arch` over words; a Transformer decoder if that is empty."""
+    build: dict[str, type[DecoderLM | LSTMLM]] = {"": DecoderLM, "lstm": LSTMLM}
+    return pick(build, config.arch, "language model")(config, len(vocabularies["words"]))
 
 
 def digit_classifier(config: Model, vocabularies: Vocabularies) -> TinyViT:

@@ -19,6 +19,7 @@ from normkit.lab.train.checkpoints import checkpoint_path, checkpoints
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import is_rank_zero
 from normkit.lab.train.lightning import lightning
+from normkit.lab.train.nt_asgd import NTASGD, averaged
 from normkit.lab.train.parallel import all_gather
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.schedules import ValidationDecay
@@ -88,7 +89,11 @@ class RunCallback(lightning.Callback):
             self._log(trainer)
         if _due(self.step, self.run.valid_every) and not trainer.should_stop:
             self._pause()
-            self.valid.append(trainer.strategy.broadcast({"step": self.step, **pl_module.validate()}))
+            optimizer = trainer.optimizers[0]
+            with averaged(optimizer):
+                self.valid.append(trainer.strategy.broadcast({"step": self.step, **pl_module.validate()}))
+            if isinstance(optimizer, NTASGD):
+                optimizer.validated([point["loss"] for point in self.valid])
             if isinstance(schedule := trainer.lr_scheduler_configs[0].scheduler, ValidationDecay):
                 schedule.validated(self._goodness(self.valid[-1]))
             self._resume()

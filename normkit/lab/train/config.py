@@ -52,8 +52,11 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
         """Check settings that only some tasks accept."""
         spec = TASKS.get(self.task)
         longest = self.model.max_length
-        fits = spec is None or not spec.fixed_length or self.context <= longest
-        require(fits, "context", self.context, f"at most max_length={longest}")
+        if spec is not None and spec.fixed_length:
+            before = 0 if self.model.recurrent else self.model.memory_at_test
+            tested = before + (self.test_context or self.context)
+            require(self.context <= longest, "context", self.context, f"at most max_length={longest}")
+            require(tested <= longest, "test_context", tested, f"at most max_length={longest}, with test_memory")
         for name in sorted({name for task in TASKS.values() for name in task.settings}):
             *owner, field = name.split(".")
             settings = getattr(self, owner[0]) if owner else self
@@ -66,6 +69,8 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
         """Check settings of several processes."""
         if self.devices * self.nodes == 1:
             return
+        together = "1: a model that carries state trains in one process"
+        require(not self.model.recurrent, "devices * nodes", self.devices * self.nodes, together)
         fsdp2, spec = self.strategy == "fsdp2", TASKS.get(self.task)
         require(not (fsdp2 and self.record_every), "record_every", self.record_every, "0 for strategy=fsdp2")
         if self.model.layer_drop and not (spec and spec.drops_samples):

@@ -113,6 +113,7 @@ def _fit(task: "Task", callback: "RunCallback", resume: bool) -> None:
     """Train to the last step, to a divergence, or until an interrupt."""
     from normkit.lab.train.checkpoints import AtomicCheckpoints, checkpoints, model_state, read_checkpoint
     from normkit.lab.train.lightning import lightning
+    from normkit.lab.train.nt_asgd import use_average
     from normkit.lab.train.parallel import cluster_plugins, make_strategy, unshard
 
     run = task.settings
@@ -150,6 +151,7 @@ def _fit(task: "Task", callback: "RunCallback", resume: bool) -> None:
                 if isinstance(callback.error, KeyboardInterrupt):
                     raise KeyboardInterrupt from None
                 raise
+        use_average(trainer.optimizers[0])
         task.model._compiled_call_impl = None
         if run.strategy == "fsdp2" and trainer.world_size > 1:
             task.model = unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))

@@ -105,8 +105,8 @@ class Optimization(Checked):
 
     lr: float = limited(3e-3, above=0)
     """Peak learning rate."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or SGD with momentum."""
+    optimizer: Literal["adamw", "sgd", "nt-asgd"] = "adamw"
+    """AdamW; SGD with momentum; or SGD that averages its weights once validation stops improving (NT-ASGD)."""
     momentum: float = limited(0.9, at_least=0, below=1)
     """Momentum of SGD."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -189,6 +189,8 @@ class Evaluation(Checked):
     """Steps between validations; 0 validates once, at the end."""
     valid_bleu: bool = False
     """Translate in each validation; BLEU instead of the loss then decides what is best."""
+    test_context: int = limited(0, at_least=0)
+    """Language models: words in a piece of the test split; 0 for those of `context`."""
     record_every: int = limited(25, at_least=0)
     """Steps between records of the norms' statistics; 0 for no records."""
     quantities: tuple[str, ...] = ("default",)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from normkit.lab.train.config import Run
 from normkit.lab.train.lightning import lightning
+from normkit.lab.train.nt_asgd import NTASGD
 from normkit.lab.train.parallel import all_gather, shard
 from normkit.lab.train.schedules import make_schedule
 from normkit.norms import StatNorm
@@ -23,6 +24,7 @@ class Batch(NamedTuple):
     tensors: tuple[Any, ...]  # for a detector, lists of images and of targets
     words: int  # the unit of speed: words or images
     tokens: int  # the number of terms in the mean loss
+    fresh: bool = False  # the first batch of a text: it continues no batch before it
 
 
 class Task(lightning.LightningModule):
@@ -79,6 +81,8 @@ class Task(lightning.LightningModule):
         fused = run.precision != "16-mixed"  # Lightning clips there, which it does not allow for fused optimizers
         if run.optimizer == "sgd":
             optimizer = torch.optim.SGD(groups, lr=run.lr, momentum=run.momentum, fused=fused)
+        elif run.optimizer == "nt-asgd":
+            optimizer = NTASGD(groups, lr=run.lr)
         else:
             optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=fused)
         schedule = make_schedule(optimizer, run, run.steps)
@@ -192,7 +196,7 @@ class Task(lightning.LightningModule):
 
     def on_device(self, batch: Batch) -> Batch:
         """Move a batch to the device of the model."""
-        return Batch(tuple(tensor.to(self.device) for tensor in batch.tensors), batch.words, batch.tokens)
+        return batch._replace(tensors=tuple(tensor.to(self.device) for tensor in batch.tensors))
 
     @torch.no_grad()
     def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:

@@ -1,7 +1,8 @@
 """PowerNorm (Shen et al., ICML 2020): Tables 1 to 4 and Figures 2 to 7, as printed."""
 
+from normkit.lab.papers.powernorm import language_models as lm
 from normkit.lab.papers.powernorm.recipes import IWSLT14, PTB, RESNET20, SCALING_NMT, WIKITEXT103, WMT14_DE_BIG
-from normkit.lab.study import Column, Row, Settings, Study, Times
+from normkit.lab.study import Bases, Column, Row, Settings, Study, Times
 
 ENCODER = {"model.norm_at": {"decoder.*": "layer"}}
 NOTE = "In translation the decoder keeps LayerNorm (A.1); PN's layer-scale is before PN alone, in one group."
@@ -50,23 +51,37 @@ TABLE1 = Study(
     ),
 )
 
+CORES2 = {"model.cores": 2}
+LANGUAGE_MODELS = (
+    "The first rows are of other papers; each is evaluated as there, LSTMs and Transformer-XL with the state carried "
+    "over the whole test. At pocket scale they train small models on 512,000 words (0.55 epochs of PTB), the last four "
+    "rows on 5.1 million; WikiText-103's place is taken by WikiText-2."
+)
+
+
+def _both(bases: tuple[Bases, Bases]) -> tuple[Bases, ...]:
+    """Repeat the base of each corpus for the columns of its validation and its test."""
+    return tuple(base for base in bases for _ in range(2))
+
+
 TABLE2 = Study(
     id="pn.table2",
     title="perplexity of tensorized language models on the tests of PTB and WikiText-103",
     source="PowerNorm, Table 2",
     claim="PN is 5.6 and 3 points below LN; BN is the worst, PN-V between.",
+    note=LANGUAGE_MODELS,
     columns=(
         Column(title="PTB", metric="perplexity", base=PTB),
         Column(title="WikiText-103", metric="perplexity", base=WIKITEXT103),
     ),
     rows=(
-        Row(label="Tied-LSTM", settings=None, printed=("48.7", "48.7")),
-        Row(label="AWD-LSTM-MoS", settings=None, printed=("56.0", "29.2")),
-        Row(label="Adaptive Input", settings=None, printed=("57.0", "20.5")),
-        Row(label="Transformer-XL base", settings=None, printed=("54.5", "24.0")),
-        Row(label="Transformer-XL large", settings=None, printed=("-", "18.3")),
-        Row(label="Tensor-Transformer 1core", settings=None, printed=("57.9", "20.9")),
-        Row(label="Tensor-Transformer 2core", settings=None, printed=("49.8", "18.9")),
+        Row(label="Tied-LSTM", settings={}, base=lm.LSTM, printed=("48.7", "48.7")),
+        Row(label="AWD-LSTM-MoS", settings={}, base=lm.MOS, printed=("56.0", "29.2")),
+        Row(label="Adaptive Input", settings={}, base=lm.ADAPTIVE, printed=("57.0", "20.5")),
+        Row(label="Transformer-XL base", settings={}, base=lm.XL, printed=("54.5", "24.0")),
+        Row(label="Transformer-XL large", settings={}, base=lm.XL_LARGE, printed=("-", "18.3")),
+        Row(label="Tensor-Transformer 1core", settings={}, base=lm.CORE, printed=("57.9", "20.9")),
+        Row(label="Tensor-Transformer 2core", settings=CORES2, base=lm.CORE, printed=("49.8", "18.9")),
         Row(label="Tensor-Transformer 1core + LN", settings=LN, printed=("53.2*", "20.9*")),
         Row(label="Tensor-Transformer 1core + BN", settings=BN, printed=("60.7", "27.2")),
         Row(label="Tensor-Transformer 1core + PN-V", settings=PNV, printed=("55.3", "21.3")),
@@ -79,6 +94,7 @@ TABLE3 = Study(
     title="perplexity of tensorized language models on validation and test of PTB and WikiText-103",
     source="PowerNorm, Table 3",
     claim="Validation agrees with the test of Table 2.",
+    note=LANGUAGE_MODELS,
     columns=(
         Column(title="PTB valid", metric="perplexity valid", base=PTB),
         Column(title="PTB test", metric="perplexity", base=PTB),
@@ -86,13 +102,23 @@ TABLE3 = Study(
         Column(title="WikiText-103 test", metric="perplexity", base=WIKITEXT103),
     ),
     rows=(
-        Row(label="Tied-LSTM", settings=None, printed=("75.7", "48.7", "-", "48.7")),
-        Row(label="AWD-LSTM-MoS", settings=None, printed=("58.1", "56.0", "29.0", "29.2")),
-        Row(label="Adaptive Input", settings=None, printed=("59.1", "57.0", "19.8", "20.5")),
-        Row(label="Transformer-XL base", settings=None, printed=("56.7", "54.5", "23.1", "24.0")),
-        Row(label="Transformer-XL large", settings=None, printed=("-", "-", "-", "18.3")),
-        Row(label="Tensor-Transformer 1core", settings=None, printed=("55.4", "57.9", "23.6", "20.9")),
-        Row(label="Tensor-Transformer 2core", settings=None, printed=("54.3", "49.8", "19.7", "18.9")),
+        Row(label="Tied-LSTM", settings={}, base=_both(lm.LSTM), printed=("75.7", "48.7", "-", "48.7")),
+        Row(label="AWD-LSTM-MoS", settings={}, base=_both(lm.MOS), printed=("58.1", "56.0", "29.0", "29.2")),
+        Row(label="Adaptive Input", settings={}, base=_both(lm.ADAPTIVE), printed=("59.1", "57.0", "19.8", "20.5")),
+        Row(label="Transformer-XL base", settings={}, base=_both(lm.XL), printed=("56.7", "54.5", "23.1", "24.0")),
+        Row(label="Transformer-XL large", settings={}, base=_both(lm.XL_LARGE), printed=("-", "-", "-", "18.3")),
+        Row(
+            label="Tensor-Transformer 1core",
+            settings={},
+            base=_both(lm.CORE),
+            printed=("55.4", "57.9", "23.6", "20.9"),
+        ),
+        Row(
+            label="Tensor-Transformer 2core",
+            settings=CORES2,
+            base=_both(lm.CORE),
+            printed=("54.3", "49.8", "19.7", "18.9"),
+        ),
         Row(label="Tensor-Transformer 1core + LN", settings=LN, printed=("58.0*", "53.2*", "22.7*", "20.9*")),
         Row(label="Tensor-Transformer 1core + BN", settings=BN, printed=("71.7", "60.7", "28.4", "27.2")),
         Row(label="Tensor-Transformer 1core + PN-V", settings=PNV, printed=("59.7", "55.3", "23.6", "21.3")),
