@@ -1,4 +1,4 @@
-"""Language models that carry state: segments against whole texts, formulas, dropout, averaging, resumed runs."""
+"""Language models that carry state, against formulas; dropout, NT-ASGD, resumed runs."""
 
 import dataclasses
 import math

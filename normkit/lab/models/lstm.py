@@ -12,7 +12,7 @@ from normkit.lab.models.config import Model
 
 
 class WeightDropLSTM(nn.LSTM):
-    """A layer of `torch.nn.LSTM`; in training a random part `drop` of its recurrent weights is zero.
+    """A layer of `torch.nn.LSTM` with dropout of its recurrent weights in training.
 
     The same weights are zero for all words of a segment (weight drop, Merity et al. 2018).
     """
@@ -24,7 +24,7 @@ class WeightDropLSTM(nn.LSTM):
     def forward(  # type: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the outputs `[batch, time, hidden]` and the last state, `[1, batch, hidden]` each."""
+        """Return outputs `[batch, time, hidden]`, and both states `[1, batch, hidden]`."""
         inputs, recurrent, *biases = self.all_weights[0]
         weights = [inputs, F.dropout(recurrent, self.drop, self.training), *biases]
         state = state or (x.new_zeros(1, len(x), self.hidden_size),) * 2
@@ -34,9 +34,9 @@ class WeightDropLSTM(nn.LSTM):
 
 
 class LSTMLM(nn.Module):
-    """Scores of each next word by layers of LSTM; the output is tied to the embedding (Inan et al. 2017).
+    """Scores of each next word by layers of LSTM.
 
-    Dropout has one mask for all words of a segment (Gal & Ghahramani 2016). With `experts` the output is a mixture of
+    The output is tied to the embedding (Inan et al. 2017). Dropout has one mask for all words of a segment (Gal & Ghahramani 2016). With `experts` the output is a mixture of
     softmaxes (Yang et al. 2018): `p(word | h) = sum_k p(k | h) softmax(E tanh(W_k h) + b)`. There are no norms.
 
     >>> model = LSTMLM(Model(arch="lstm", width=8, hidden=12, depth=2, experts=3), vocab=5)

@@ -1,4 +1,4 @@
-"""Attention of Transformer-XL (Dai et al. 2019): relative positions, and memory of earlier segments."""
+"""Attention of Transformer-XL (Dai et al. 2019): relative positions and memory."""
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,10 @@ class RelativeAttention(nn.Module):
             nn.init.normal_(linear.weight, 0, 0.02)  # as the authors' code
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Attend from `x [batch, time, width]` to `seen [batch, memory + time, width]`, which ends with x."""
+        """Attend from `x [batch, time, width]` to `seen [batch, memory + time, width]`.
+
+        `seen` ends with `x`.
+        """
         time, length = x.shape[1], seen.shape[1]
         query, key, value = (self._split(y) for y in (self.query(x), self.key(seen), self.value(seen)))
         steps = torch.arange(length, device=x.device)
@@ -47,9 +50,9 @@ class RelativeAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def extend(self, past: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the words before `x` and x itself, and what of them to remember, without gradient.
+        """Return `past` and `x` together, and what of them the next segment remembers.
 
-        What is remembered is the attention's input. In a pre-norm model that has passed the norm, which therefore
+        That has no gradient, and is the attention's input. In a pre-norm model that has passed the norm, which therefore
         measures every word once, in the segment where it is new.
         """
         seen = x if past is None else torch.cat([past, x], 1)

@@ -42,7 +42,7 @@ def seq2seq(config: Model, vocabularies: Vocabularies) -> Seq2Seq:
 
 
 def language_model(config: Model, vocabularies: Vocabularies) -> DecoderLM | LSTMLM:
-    """Build the language model `config.arch` over words; a Transformer decoder if that is empty."""
+    """Build the language model `config.arch`; a Transformer decoder if that is empty."""
     build: dict[str, type[DecoderLM | LSTMLM]] = {"": DecoderLM, "lstm": LSTMLM}
     return pick(build, config.arch, "language model")(config, len(vocabularies["words"]))
 

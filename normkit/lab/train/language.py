@@ -31,7 +31,10 @@ class Language(Task):
         self.carried: Cache = {}
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Yield pieces in random order, with cuts that move with each epoch; to a recurrent model, in order."""
+        """Yield pieces in random order, or in order to a recurrent model.
+
+        The cuts between pieces in random order move with each epoch.
+        """
         length = self.settings.context
         pieces = max(1, self.settings.batch_tokens // length)
         needed = length * pieces if self.settings.model.recurrent else 2 * length
@@ -119,9 +122,9 @@ class Language(Task):
 
 
 def _streams(text: Tensor, length: int, rows: int) -> list[Batch]:
-    """Cut the text into `rows` streams side by side, and these into pieces in order; the last one may be shorter.
+    """Cut the text into `rows` streams side by side, and these into pieces in order.
 
-    Up to `rows - 1` words at the end of the text are left out, so that streams are equally long.
+    The last piece may be shorter. Up to `rows - 1` words at the end of the text are left out, so that streams are equally long.
     """
     size = (len(text) - 1) // rows
     given, target = (text[at : at + rows * size].view(rows, size) for at in (0, 1))
@@ -138,7 +141,7 @@ def _pieces(text: Tensor, starts: list[int], length: int, before: int = 0) -> Ba
 
 
 def _all_pieces(text: Tensor, length: int, before: int = 0, together: int = 16) -> list[Batch]:
-    """Cut the text into pieces in order; shorter ones, first and last, are batches of their own."""
+    """Cut the text into pieces; shorter ones, first and last, are batches of their own."""
     starts = range(0, len(text) - 1, length)
     alike = [start for start in starts if start >= before and start + length < len(text)]
     others = [start for start in starts if start < before or start + length >= len(text)]

@@ -1,4 +1,4 @@
-"""NT-ASGD (Merity et al. 2018): SGD that averages its weights once validation stops improving."""
+"""NT-ASGD (Merity et al. 2018): SGD that averages once validation stops improving."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ INTERVAL = 5  # validations that may be worse than an earlier one, as in the pap
 
 
 class NTASGD(torch.optim.ASGD):
-    """`torch.optim.ASGD` with a constant learning rate, whose averaging starts by a rule (Algorithm 1).
+    """`torch.optim.ASGD` whose averaging starts by a rule (Algorithm 1).
 
     Call `validated(losses)` after each validation. The checkpoint of the optimizer holds the start and the average.
 
@@ -30,7 +30,7 @@ class NTASGD(torch.optim.ASGD):
         return self.param_groups[0]["t0"] < NEVER
 
     def validated(self, losses: Sequence[float]) -> bool:
-        """Start to average if the last loss is above the lowest one of those more than INTERVAL validations ago.
+        """Start to average if a loss more than INTERVAL validations ago was lower.
 
         Args:
             losses: Losses of all validations, the last one at the end.

@@ -1,4 +1,4 @@
-"""Language models of other papers in PowerNorm's Tables 2 and 3: LSTMs, Adaptive Input, Transformer-XL.
+"""Language models of other papers in PowerNorm's Tables 2 and 3.
 
 Sizes and training are those of the paper that is named, as far as it gives them; each recipe lists what differs. The
 recipes `..._brief` train small models on the same 512,000 words of Penn Treebank, 0.55 epochs.
@@ -85,7 +85,7 @@ def lm_ptb_xl() -> Run:
 
 
 def lm_wikitext103_lstm() -> Run:
-    """Tied LSTM on WikiText-103, one layer of 1,024 (Grave et al. 2017, whose figure the tables print).
+    """Tied LSTM on WikiText-103 (Grave et al. 2017): one layer of 1,024.
 
     NORMKIT_DATA=FOLDER normkit train lm_wikitext103_lstm
 
@@ -237,7 +237,7 @@ def lm_ptb_xl_brief() -> Run:
 
 
 def lm_ptb_xl_large_brief() -> Run:
-    """Transformer-XL, twice as many parameters as `lm_ptb_xl_brief`, on 512,000 words of Penn Treebank.
+    """Transformer-XL of twice the size on 512,000 words of Penn Treebank.
 
     NORMKIT_DATA=FOLDER normkit train lm_ptb_xl_large_brief
 
