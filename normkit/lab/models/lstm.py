@@ -36,8 +36,9 @@ class WeightDropLSTM(nn.LSTM):
 class LSTMLM(nn.Module):
     """Scores of each next word by layers of LSTM.
 
-    The output is tied to the embedding (Inan et al. 2017). Dropout has one mask for all words of a segment (Gal & Ghahramani 2016). With `experts` the output is a mixture of
-    softmaxes (Yang et al. 2018): `p(word | h) = sum_k p(k | h) softmax(E tanh(W_k h) + b)`. There are no norms.
+    The output is tied to the embedding (Inan et al. 2017). Dropout has one mask for all words of a segment (Gal &
+    Ghahramani 2016). With `experts` the output is a mixture of softmaxes (Yang et al. 2018):
+    `p(word | h) = sum_k p(k | h) softmax(E tanh(W_k h) + b)`. There are no norms.
 
     >>> model = LSTMLM(Model(arch="lstm", width=8, hidden=12, depth=2, experts=3), vocab=5)
     >>> cache = {}

@@ -52,8 +52,8 @@ class RelativeAttention(nn.Module):
     def extend(self, past: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `past` and `x` together, and what of them the next segment remembers.
 
-        That has no gradient, and is the attention's input. In a pre-norm model that has passed the norm, which therefore
-        measures every word once, in the segment where it is new.
+        That has no gradient, and is the attention's input. In a pre-norm model it has passed the norm, which therefore
+        measures each word once, in the segment where it is new.
         """
         seen = x if past is None else torch.cat([past, x], 1)
         keep = self.memory[0] if self.training else self.memory[1]

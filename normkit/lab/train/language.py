@@ -124,7 +124,7 @@ class Language(Task):
 def _streams(text: Tensor, length: int, rows: int) -> list[Batch]:
     """Cut the text into `rows` streams side by side, and these into pieces in order.
 
-    The last piece may be shorter. Up to `rows - 1` words at the end of the text are left out, so that streams are equally long.
+    The last piece may be shorter. Up to `rows - 1` words at the end of the text are left out: streams are equally long.
     """
     size = (len(text) - 1) // rows
     given, target = (text[at : at + rows * size].view(rows, size) for at in (0, 1))

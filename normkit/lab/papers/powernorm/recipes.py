@@ -209,10 +209,7 @@ PTB: Bases = {
     "gpu": Base("ptb", lm_ptb_core1),  # the paper's setting is minutes of a GPU
     "paper": Base("ptb", lm_ptb_core1),
 }
-WIKITEXT103: Bases = {
-    "pocket": Base("wikitext-2.hour", lm_ptb_pocket, {"data": "wikitext-2"}),
-    "paper": Base("wikitext-103", lm_wikitext103),
-}
+WIKITEXT103: Bases = {"paper": Base("wikitext-103", lm_wikitext103)}
 RESNET20: Bases = {
     "pocket": Base("cifar10.resnet20", cifar10_resnet20),
     "gpu": Base("cifar10.resnet20", cifar10_resnet20_paper),  # the paper's setting is minutes of a GPU
