@@ -82,7 +82,7 @@ def _provenance(runs: list[dict]) -> list[str]:
     minutes = sorted(round(run["seconds"] / 60, 1) for run in runs if run.get("seconds"))
     return [
         str(len(runs)),
-        ", ".join(dict.fromkeys(str(run["seed"]) for run in runs)),
+        ", ".join(dict.fromkeys("-" if run["seed"] is None else str(run["seed"]) for run in runs)),
         "; ".join(dict.fromkeys(f"{run['device']}, threads: {run['threads']}" for run in runs)),
         ", ".join(dict.fromkeys(_commit(run) for run in runs)),
         " to ".join(map(str, dict.fromkeys((minutes[0], minutes[-1])))) if minutes else "-",

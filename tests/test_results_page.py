@@ -47,7 +47,7 @@ def test_kept_tables_match_their_results():
         for row in made["rows"]:
             for cell in row["cells"]:
                 for run in cell["runs"]:
-                    if run["status"].startswith("failed"):
+                    if run["status"].startswith("failed") or run["seed"] is None:  # measured by a script
                         continue
                     found = results.read(ROOT / "results" / "studies" / run["folder"])
                     assert found["status"] == run["status"]

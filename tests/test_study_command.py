@@ -15,11 +15,11 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
     assert main(["study", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in STUDIES)
-    assert main(["study", "un.table8", "--show", "--out", str(tmp_path)]) == 0
+    assert main(["study", "un.table8", "--show", "--scale", "gpu", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "ImageNet TPUT" in shown
-    assert "Not yet run at scale pocket: all columns." in shown
-    assert "It can be run at scale: none" in shown
+    assert "Not yet run at scale gpu: all columns." in shown
+    assert "It can be run at scale: pocket" in shown
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
         (["core.cmudict", "--scale", "big"], "no scale 'big'"),
         (["core.cmudict", "--seeds", "0"], "seeds must be at least 1; got 0"),
         (["core.cmudict", "--only", "laier"], "did you mean 'layer'"),
-        (["pn.table1", "--only", "Dynamic Conv"], "Dynamic Conv of pn.table1: only the paper's figures are shown"),
-        (["un.table8"], "un.table8 has no runs at scale pocket"),
+        (["tears.table6", "--only", "PostNorm + LN, published"], "published of tears.table6: the paper quotes these"),
+        (["un.table8", "--scale", "gpu"], "un.table8 has no runs at scale gpu"),
         (["core.cmudict", "--processes", "0"], "processes must be at least 1"),
     ],
 )

@@ -1,16 +1,22 @@
 """Tables of studies: counts, and the remarks on them."""
 
+import json
 import math
 import pathlib
 import shutil
 
+import image_files
 import pytest
 from test_study import TOY, put
 
 from normkit.lab.metrics import METRICS
-from normkit.lab.studies import runner, table
+from normkit.lab.papers.unified import throughput
+from normkit.lab.recipes import cifar10_tiny_vit
+from normkit.lab.studies import runner, similarity, table
 from normkit.lab.studies.catalogue import STUDIES
-from normkit.lab.study import expand
+from normkit.lab.study import Base, Column, Row, Study, expand, seeded
+from normkit.lab.train.run import train
+from normkit.watch import read_run
 
 
 def test_a_copy_beside_the_seeds_is_no_seed(tmp_path):
@@ -51,6 +57,42 @@ def test_a_part_of_a_corpus_is_none_at_paper_scale(tmp_path, monkeypatch):
         ValueError, match=r"in part alone \(53,561 of its 160,239 .*\), and scale paper is the original"
     ):
         runner.plan(study, "paper", tmp_path / "out")
+
+
+def test_table_8_shows_what_was_measured_and_where(tmp_path, monkeypatch):
+    made = table.collect(STUDIES["un.table8"], "pocket", tmp_path)
+    shown = table.text(made)
+    kept = json.loads((throughput.FOLDER / "swin-amd-epyc.json").read_text())
+    eager = {row["norm"]: row["images_per_s"] for row in kept["rows"] if row["runtime"] == "eager"}
+    assert [row["cells"][1]["mean"] for row in made["rows"]] == [eager["layer"], eager["folded"]]
+    assert not any(cell["runs"] for row in made["rows"] for cell in (row["cells"][0], *row["cells"][2:]))
+    assert "Device: AMD EPYC, 2 thread(s). Commit: e5139e8ff." in shown
+    assert runner.plan(STUDIES["un.table8"], "pocket", tmp_path).todo == {}
+    monkeypatch.setattr(throughput, "FOLDER", tmp_path)
+    assert table.collect(STUDIES["un.table8"], "pocket", tmp_path)["rows"][0]["cells"][1]["runs"] == []
+    with pytest.raises(ValueError, match="no runs at scale pocket"):
+        runner.plan(STUDIES["un.table8"], "pocket", tmp_path)
+
+
+def test_similarity_is_measured_once_against_the_first_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
+    image_files.write_cifar(tmp_path / "cifar10")
+    tiny = {"steps": 2, "batch_tokens": 8, "warmup": 1, "model.width": 8, "model.depth": 1, "model.hidden": 8}
+    base = {"pocket": Base("tiny", cifar10_tiny_vit, {**tiny, "images.held_out": 4})}
+    column = Column(title="CKA", metric="cka", base=base)
+    rows = (Row(label="LN", settings={}), Row(label="BN", settings={"model.norm": "batch"}))
+    study = Study(id="s", title="similarity", columns=(column,), rows=rows)
+    for cell in expand(study, "pocket"):
+        folder, run = seeded(cell, tmp_path, 0)
+        train(run, folder)
+    monkeypatch.setattr(similarity, "BATCH", 10)
+    for _ in range(2):
+        similarity.add_similarity(study, "pocket", tmp_path)
+    series = read_run(folder).of("cka")
+    assert {len(one.values) for one in series.values()} == {1}
+    means = [row["cells"][0]["mean"] for row in table.collect(study, "pocket", tmp_path)["rows"]]
+    assert means[0] == pytest.approx(1)
+    assert 0 < means[1] < 0.999
 
 
 def test_curves_of_an_early_stopped_run_end_at_its_last_step():

@@ -42,7 +42,7 @@ LAB = {  # the same inside lab/
     "study": {"metrics", "report", "train"},
     "recipes": {"study", "models", "train"},
     "papers": {"study", "recipes", "models", "train", "report", "tasks"},
-    "studies": {"tasks", "study", "recipes", "metrics", "papers", "models", "data", "train", "report", "timing"},
+    "studies": {"tasks", "study", "cka", "recipes", "metrics", "papers", "models", "data", "train", "report", "timing"},
 }
 ALLOWED = {  # third party -> where it may be imported
     "torch": set(PACKAGES),

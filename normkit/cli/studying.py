@@ -72,7 +72,7 @@ def _study(given: dict[str, Any], command: str) -> int:
     if given["show"]:
         write(table.text(table.collect(study, scale, out)))
         if scale not in study.scales:
-            write(f"It can be run at scale: {', '.join(study.scales) or 'none; only the paper is shown'}.")
+            write(f"It can be run at scale: {', '.join(study.scales) or 'none yet'}.")
         return 0
     plan = runner.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
     with Board(Console(), [run.name for run in plan.todo.values()], 1) as board:

@@ -114,6 +114,17 @@ def _singular_value(folder: Path, result: Result) -> float | None:
     return series[site].values[0] if (site := next(iter(recording.of(f"{prefix}0]")), "")) in series else None
 
 
+def _similarity(part: int) -> Reader:
+    """Read the mean CKA of layers with the same layers of another model, over the first `1 / part` of the layers."""
+
+    def read(folder: Path, result: Result) -> float | None:
+        series = _recording(folder).of("cka")
+        same = [series[site].values[-1] for site in series if len(set(site.split("|"))) == 1]
+        return statistics.fmean(same[: max(1, len(same) // part)]) if same else None
+
+    return read
+
+
 def _recording(folder: Path) -> Recording:
     path = folder / FILE
     return _read_once(folder, path.stat().st_mtime_ns) if path.is_file() else Recording()
@@ -174,7 +185,8 @@ METRICS: dict[str, Metric] = {
     "memory": Metric("peak MB allocated at inference", lambda _, r: r["speed"].get("inference_megabytes"), -1, 0),
     "speed": Metric("items per second at inference", lambda _, r: r["speed"].get("inference_items_per_s"), 1),
     "singular value": Metric("of the embedding, a tenth of the way down; the largest is 1", _singular_value, 1, 3),
-    **_of_quantity("cka", "similarity of feature maps (CKA)"),
+    "cka": Metric("similarity (CKA) of each layer with the same one of the first row, mean", _similarity(1), 1, 3),
+    "cka shallow": Metric("the same, mean over the first third of the layers", _similarity(3), 1, 3),
     **{
         name: metric
         for quantity, one in QUANTITIES.items()

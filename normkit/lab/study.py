@@ -76,7 +76,7 @@ class Row:
 
     Attributes:
         label: Title of the row.
-        settings: Settings that this row replaces; None if normkit cannot run it and shows the paper alone.
+        settings: Settings that this row replaces; None for figures that the paper quotes from others.
         printed: The paper's figure for each column, digit by digit.
         base: Starting points in place of the columns' bases, for all columns or one for each.
         at: Further settings, by scale.
@@ -109,6 +109,8 @@ class Study:
         source: Paper and place, such as "PowerNorm, Table 2"; empty for a question of our own.
         claim: The paper's conclusion. Figures print no numbers, so this is compared with our results.
         note: Differences between our runs and the paper's at every scale.
+        measured: Returns, for a scale, what a script measured: lists of runs of a table by row and column. Such a study
+            has no runs of its own.
 
     >>> from normkit.lab.recipes import g2p_cmudict
     >>> base = {"pocket": Base("toy", g2p_cmudict, {"steps": 10})}
@@ -125,6 +127,7 @@ class Study:
     source: str = ""
     claim: str = ""
     note: str = ""
+    measured: Callable[[str], Mapping[tuple[int, int], list[dict[str, Any]]]] | None = None
 
     def __post_init__(self):
         for column in self.columns:
@@ -139,8 +142,8 @@ class Study:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Scales at which some of the study can be run."""
-        return tuple(scale for scale in SCALES if expand(self, scale))
+        """Scales at which some of the study can be run, or was measured."""
+        return tuple(scale for scale in SCALES if (self.measured(scale) if self.measured else expand(self, scale)))
 
     @property
     def donors(self) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
         unified_recipes.cifar100_t2t_vit_14_tuned,
         unified_recipes.cifar10_swin_t_gpu,
         unified_recipes.cifar10_t2t_vit_14_gpu,
+        unified_recipes.cifar10_t2t_vit_14_pocket,
         detectors.mask_rcnn_coco_36,
         detectors.mask_rcnn_coco_12,
         detectors.faster_rcnn_coco_36,
@@ -119,7 +120,6 @@ STUDIES: dict[str, Study] = {
 def listing() -> str:
     """List all studies, one a line, with the scales at which they can be run."""
     rows = [
-        (name, f"{study.title} [{', '.join(study.scales) or 'printed figures only'}]")
-        for name, study in STUDIES.items()
+        (name, f"{study.title} [{', '.join(study.scales) or 'not measured yet'}]") for name, study in STUDIES.items()
     ]
     return align(rows)

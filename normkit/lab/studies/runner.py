@@ -10,6 +10,7 @@ from normkit.files import write_whole
 from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.report import results
 from normkit.lab.studies.progress import Board
+from normkit.lab.studies.similarity import add_similarity
 from normkit.lab.studies.table import FAILURE, Table, check, collect, write
 from normkit.lab.studies.workers import Workers, on_devices, train_job
 from normkit.lab.study import Study, expand, seeded, unique
@@ -54,11 +55,13 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
     printed = [row.label for row in study.rows if row.settings is None and row.label in only]
     if not cells and printed:
         raise ValueError(
-            f"{', '.join(printed)} of {study.id}: only the paper's figures are shown: normkit has no such method "
-            "or training; --only takes rows that can be run"
+            f"{', '.join(printed)} of {study.id}: the paper quotes these figures from others; --only takes rows that "
+            "can be run"
         )
+    if study.measured and scale in study.scales:
+        return StudyPlan({}, 0)
     if not cells:
-        available = ", ".join(study.scales) or "none: it shows only the paper's figures"
+        available = ", ".join(study.scales) or "none"
         raise ValueError(f"{study.id} has no runs at scale {scale} here; scales with runs: {available}")
     runs = dict(seeded(cell, out, seed) for seed in range(seeds) for cell in cells)
     todo = {folder: run for folder, run in runs.items() if not finished(folder, run, study.donors)}
@@ -156,6 +159,9 @@ def run_study(
         board.print("stopping; finished runs are kept, the others resume next time (Ctrl-C again: at once)")
         engine.stop()
         collect_ended()
+    if not interrupted and any(column.metric.startswith("cka") for column in study.columns):
+        board.print("comparing the layers of the models")
+        add_similarity(study, scale, out)
     table = collect(study, scale, out)
     write(table, out)
     return table, interrupted

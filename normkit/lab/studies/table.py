@@ -33,13 +33,14 @@ def collect(study: Study, scale: str, out: Path) -> Table:
         ValueError: If a run has other settings than this study at this scale: scales are never mixed.
     """
     cells = {(cell.row, cell.column): cell for cell in expand(study, scale)}
+    measured = study.measured(scale) if study.measured else {}
     rows = []
     for number, row in enumerate(study.rows):
         found = []
         for place, column in enumerate(study.columns):
             cell = cells.get((number, place))
             printed = row.printed[place] if row.printed else None
-            runs = [] if cell is None else _runs(cell, column, out)
+            runs = measured.get((number, place), []) if cell is None else _runs(cell, column, out)
             ours = row.settings is not None
             found.append({"printed": printed, "ours": ours, "runs": runs, **_summary(runs)})
         rows.append({"label": row.label, "cells": found})
@@ -198,7 +199,9 @@ def remarks(table: Table, commands: bool = True) -> list[str]:
         lines.append(f"{NOT_YET.capitalize()} at scale {table['scale']}: {which}.")
     if runs:
         lines += _trained_on(table)
-        lines.append(f"Ours: mean ± sample standard deviation (n runs of different seeds), scale {table['scale']}.")
+        seeded = any(run["seed"] is not None for run in runs)
+        how = "mean ± sample standard deviation (n runs of different seeds)" if seeded else "one measurement (1)"
+        lines.append(f"Ours: {how}, scale {table['scale']}.")
         made = [run for run in runs if "device" in run]
         machines = sorted({f"{run['device']}, {run['threads']} thread(s)" for run in made})
         commits = sorted({_commit(run) for run in made})

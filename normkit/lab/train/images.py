@@ -186,6 +186,12 @@ class ImageClassification(Task):
         percent = {name: 100 * value for name, value in shares.items()}
         return {"loss": total / seen, **percent, "n": seen, "accuracy_error": 100 * (share * (1 - share) / seen) ** 0.5}
 
+    def test_images(self, count: int, size: int) -> Iterator[Tensor]:
+        """Yield the first `count` test images in batches of `size`."""
+        ends = range(size, min(count, len(self.data.test.labels)) + 1, size)
+        for batch in self._load(self.data.test, [(0, range(end - size, end)) for end in ends], None, 0):
+            yield self.on_device(batch).tensors[0]
+
     def describe_data(self) -> dict[str, object]:
         """Return sizes of the splits, the origin of the weights, and what could not be used."""
         facts = super().describe_data()

@@ -128,7 +128,10 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
 
 
 def figure6(runs: Sequence[Recorded]) -> "Figure":
-    """Draw CKA between the layers "a|b" of two models as a map, a panel for each run."""
+    """Draw CKA between the layers "a|b" of two models as a map, a panel for each run.
+
+    `normkit study un.figure6` trains such runs and measures them.
+    """
     from matplotlib.ticker import MaxNLocator
 
     runs = with_quantities(runs, "cka")
@@ -141,7 +144,7 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
         axes = figure.add_subplot(1, len(runs), place + 1)
         edges = ([i + 0.5 for i in range(len(side) + 1)] for side in (across, down))
         image = axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="cividis", edgecolors="face")
-        axes.set(xlabel="norm of the second model, by depth", ylabel="norm of the first, by depth", aspect="equal")
+        axes.set(xlabel="layer of this model, by depth", ylabel="layer of the model with LN, by depth", aspect="equal")
         axes.grid(visible=False)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))

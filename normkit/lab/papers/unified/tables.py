@@ -1,7 +1,8 @@
 """Unified Normalization (Yang et al., 2022): Tables 1 to 10, Figures 1 and 3 to 6."""
 
 from normkit.lab.papers.unified.detectors import FASTER_RCNN, FASTER_RCNN_12, MASK_RCNN, MASK_RCNN_12
-from normkit.lab.papers.unified.recipes import CIFAR10, IMAGENET_SWIN, IMAGENET_T2T, IWSLT14_UN, WMT14_FR
+from normkit.lab.papers.unified.recipes import CIFAR10, CIFAR100, IMAGENET_SWIN, IMAGENET_T2T, IWSLT14_UN, T2T, WMT14_FR
+from normkit.lab.papers.unified.throughput import table8
 from normkit.lab.study import Bases, Column, Row, Settings, Study, with_options
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
@@ -78,7 +79,7 @@ TABLE2 = Study(
         Column(title="Swin-T ImageNet", metric="accuracy", base=IMAGENET_SWIN),
         Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=IMAGENET_T2T),
         Column(title="T2T-ViT-14 CIFAR10", metric="accuracy", base=CIFAR10),
-        Column(title="T2T-ViT-14 CIFAR100", metric="accuracy"),
+        Column(title="T2T-ViT-14 CIFAR100", metric="accuracy", base=CIFAR100),
     ),
     rows=(
         Row(label="LN", settings=LN, printed=("81.3", "81.5", "98.3", "88.4")),
@@ -204,7 +205,9 @@ TABLE8 = Study(
     title="memory (MB) and throughput (images a second) of Swin-T at inference, LN against UN folded, RTX 3090",
     source="Unified Normalization, Table 8",
     claim="Folding saves 17.7% of the memory and 31.2% of the time on ImageNet, 6.1% and 24.2% on COCO.",
-    note="Ours is measured by `python benchmarks/swin.py`, all variants in one run, and stands in docs/vision.md.",
+    note="`python benchmarks/swin.py` measures ours, all variants in one run, memory on GPUs alone. Shown are eager"
+    " models in float32; docs/vision.md has compiled ones, other norms, and how much the rounds scatter.",
+    measured=table8,
     columns=tuple(
         Column(title=f"{task} {title}", metric=metric)
         for task in ("ImageNet", "COCO")
@@ -317,7 +320,13 @@ FIGURE6 = Study(
     title="similarity (CKA) of T2T-ViT-14's feature maps with those of the model with LN",
     source="Unified Normalization, Figure 6",
     claim="UN's features are closer to LN's than BN's are, most of all in shallow layers.",
-    note="Similarity is of two models: `python benchmarks/figures.py` measures it, docs/figures.md shows it.",
-    columns=(Column(title="T2T-ViT-14", metric="cka"),),
-    rows=(Row(label="BN", settings=BN), _un("UN", outlier_filtration=True)),
+    note="CKA on 1,000 test images, of norms, attention and feed-forward blocks. `normkit figure un.figure6` draws the"
+    " maps from the run folders. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs: this tells"
+    " nothing of the similarity after 310 epochs on ImageNet.",
+    columns=(
+        Column(title="all layers", metric="cka", base=T2T),
+        Column(title="first third of the layers", metric="cka shallow", base=T2T),
+        Column(title="accuracy", metric="accuracy", base=T2T),
+    ),
+    rows=(Row(label="LN", settings=LN), Row(label="BN", settings=BN), _un("UN", outlier_filtration=True)),
 )

@@ -1,0 +1,35 @@
+"""After a study: similarity of its models' layers with those of its first row (UN, Figure 6)."""
+
+from pathlib import Path
+
+from normkit.lab.cka import cka
+from normkit.lab.report import results
+from normkit.lab.study import Study, expand, seeds, unique
+from normkit.lab.tasks import TASKS
+from normkit.lab.train.folder import load
+from normkit.lab.train.source import source
+from normkit.watch.row_files import FILE, Appender, read_run
+
+LAYERS = ("*norm*", "*.out", "*.outer")  # norms, attention and feed-forward blocks of our vision models
+IMAGES, BATCH = 1000, 125
+
+
+def add_similarity(study: Study, scale: str, out: Path) -> None:
+    """Measure CKA on test images where it is missing, and append it to the rows of the run folders.
+
+    Models of the same seed are compared.
+    """
+    cells = unique(expand(study, scale))
+    first = next(cell for cell in cells if cell.row == 0)
+    references = {seed: folder for seed, folder in seeds(out / first.folder).items() if _done(folder)}
+    for cell in cells:
+        for seed, folder in seeds(out / cell.folder).items():
+            if seed in references and _done(folder) and "cka" not in read_run(folder).quantities:
+                reference, other = load(references[seed]), load(folder)
+                task = TASKS[other.run.task].load("module")(other.run, other.model, source(other.run, lambda _: None)())
+                found = cka(reference.model, task.test_images(IMAGES, BATCH), other.model, LAYERS)
+                Appender(folder / FILE)(found.rows(other.run.steps))
+
+
+def _done(folder: Path) -> bool:
+    return (folder / results.FILE).is_file() and results.read(folder)["status"] == "done"
