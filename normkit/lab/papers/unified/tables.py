@@ -321,8 +321,8 @@ FIGURE6 = Study(
     source="Unified Normalization, Figure 6",
     claim="UN's features are closer to LN's than BN's are, most of all in shallow layers.",
     note="CKA on 1,000 test images, of norms, attention and feed-forward blocks. `normkit figure un.figure6` draws the"
-    " maps from the run folders. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs: this tells"
-    " nothing of the similarity after 310 epochs on ImageNet.",
+    " maps from the run folders. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs, which is"
+    " no evidence on the similarity after 310 epochs on ImageNet.",
     columns=(
         Column(title="all layers", metric="cka", base=T2T),
         Column(title="first third of the layers", metric="cka shallow", base=T2T),
