@@ -1,4 +1,4 @@
-"""After a study: similarity of its models' layers with those of its first row (UN, Figure 6)."""
+"""After a study: similarity of its models' layers with those of its first row."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ IMAGES, BATCH = 1000, 125
 
 
 def add_similarity(study: Study, scale: str, out: Path) -> None:
-    """Measure CKA on test images where it is missing, and append it to the rows of the run folders.
+    """Measure CKA on test images where it is missing, and append it to the rows of each run.
 
-    Models of the same seed are compared.
+    Models of the same seed are compared (UN, Figure 6).
     """
     cells = unique(expand(study, scale))
     first = next(cell for cell in cells if cell.row == 0)
