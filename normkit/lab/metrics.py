@@ -115,7 +115,7 @@ def _singular_value(folder: Path, result: Result) -> float | None:
 
 
 def _similarity(part: int) -> Reader:
-    """Read the mean CKA of layers with the same layers of another model, in the first `1 / part`."""
+    """Read the mean CKA of equal layers of two models, over the first `1 / part` of them."""
 
     def read(folder: Path, result: Result) -> float | None:
         series = _recording(folder).of("cka")
