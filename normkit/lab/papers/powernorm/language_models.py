@@ -1,7 +1,7 @@
 """Language models of other papers in PowerNorm's Tables 2 and 3.
 
 Sizes and training are those of the paper that is named, as far as it gives them; each recipe lists what differs. The
-recipes `..._brief` train small models on the same 256,000 words of Penn Treebank, 0.28 epochs.
+recipes `..._brief` train small models on 256,000 words of Penn Treebank, 0.28 epochs.
 """
 
 import dataclasses

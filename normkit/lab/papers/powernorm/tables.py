@@ -60,8 +60,8 @@ TABLE1 = Study(
 CORES2 = {"model.cores": 2}
 LANGUAGE_MODELS = (
     "Each model is evaluated as in its paper: LSTMs and Transformer-XL carry their state over the whole test. "
-    "Tensor-Transformer 1core, with LN, is one run of ours in two rows. At pocket scale all train on the same 256,000 "
-    "words, of PTB (0.28 epochs) or WikiText-2."
+    "Tensor-Transformer 1core, with LN, is one run of ours in two rows. At pocket scale all train on 256,000 words, "
+    "of PTB (0.28 epochs) or WikiText-2."
 )
 
 
