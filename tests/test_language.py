@@ -227,9 +227,9 @@ def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch
     batches = language._streams(texts(60), 5, 2)
     first = task.mean_loss(batches)
     task.loss(batches[3])
-    state = task.carried["1"][0]
+    state = task.carried[task.model]["1"][0]
     assert task.mean_loss(batches) == first
-    assert task.carried["1"][0] is state
+    assert task.carried[task.model]["1"][0] is state
     whole = task.mean_loss(language._streams(texts(60), 30, 2))
     assert first == pytest.approx(whole, rel=1e-5)
 
@@ -254,3 +254,11 @@ def test_models_refuse_what_they_lack():
         LSTMLM(dataclasses.replace(TIED, norm="un"), 11)
     with pytest.raises(ValueError, match="last_hidden must be width=8 with 1 expert; got 10"):
         LSTMLM(dataclasses.replace(TIED, last_hidden=10), 11)
+
+
+def test_models_of_one_task_carry_states_of_their_own():
+    """Two models see each batch in turns, as when one is trained towards the other."""
+    one, two = (random(DecoderLM(XL, 11)).float() for _ in range(2))
+    task, batches = language.Language(RUN, one, None), language._streams(texts(60), 5, 2)
+    for batch in batches:
+        torch.testing.assert_close(task.forward_norms(two, batch), task.forward_norms(one, batch))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +21,15 @@ VALID_STREAMS = 10  # parts of the validation split that are read beside each ot
 class Language(Task):
     """Cross-entropy of the next word; perplexity per word.
 
-    A recurrent model reads texts as streams: row r of a batch continues row r of the batch before, and `carried` is
-    the model's state in between. It starts empty with each epoch and each evaluation.
+    A recurrent model reads texts as streams: row r of a batch continues row r of the batch before, and `carried` has
+    the state in between, by model. It starts empty with each epoch and each evaluation.
     """
 
     calibration_batches: ClassVar[int] = 100
 
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__(run, model, data)
-        self.carried: Cache = {}
+        self.carried: WeakKeyDictionary[nn.Module, Cache] = WeakKeyDictionary()
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield pieces in random order, or in order to a recurrent model.
@@ -57,36 +58,35 @@ class Language(Task):
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy of the next words."""
         given, target = batch.tensors
-        cache = self._continue(batch)
+        cache = self._continue(self.model, batch)
         if isinstance(self.model, DecoderLM) and self.settings.model.adaptive and not smoothing:
             return self.model.nll(given, target, cache)
         logits = self.model(given, cache)[:, -target.shape[1] :]
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing)
 
-    def _continue(self, batch: Batch) -> Cache | None:
+    def _continue(self, model: nn.Module, batch: Batch) -> Cache | None:
         """Return the state that a batch continues and updates; None if the model carries none."""
         if not self.settings.model.recurrent:
             return None
-        if batch.fresh:
-            self.carried = {}
-        for name, state in self.carried.items():  # that of a checkpoint is on the CPU
-            self.carried[name] = tuple(part.to(self.device) for part in state)
-        return self.carried
+        before = {} if batch.fresh else self.carried.get(model, {})
+        now = {name: tuple(part.to(self.device) for part in state) for name, state in before.items()}
+        self.carried[model] = now  # a checkpoint's was on the CPU
+        return now
 
     def forward_norms(self, model: Any, batch: Batch) -> Any:
         """Compute the logits, with what the model carries."""
         batch = self.on_device(batch)
-        return model(batch.tensors[0], self._continue(batch))
+        return model(batch.tensors[0], self._continue(model, batch))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the state that the next batch continues."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["carried"] = self.carried
+        checkpoint["carried"] = self.carried.get(self.model, {})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the state that the next batch continues."""
         super().on_load_checkpoint(checkpoint)
-        self.carried = checkpoint.get("carried", {})
+        self.carried[self.model] = checkpoint.get("carried", {})
 
     def validation_batches(self) -> list[Batch]:
         """Return the whole validation split."""
@@ -96,7 +96,7 @@ class Language(Task):
 
     def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:
         """Return the mean loss of batches, at inference; the state of the training stays as it is."""
-        carried, self.carried = self.carried, {}
+        carried, self.carried = self.carried, WeakKeyDictionary()
         try:
             return super().mean_loss(batches, smoothing)
         finally:
