@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from third_party_models import Case, padding, pixels, randomize, tokens
@@ -128,6 +128,17 @@ def _transformers(kind: str, mapping: str, pictures: bool = False) -> nn.Module:
     return randomize(getattr(transformers, name or CLASSES[kind])(config)).eval()
 
 
+def _given(*shape: int) -> Tensor:
+    """Numbers that the caller passes: one set, the others zero."""
+    return torch.eye(*shape).long()
+
+
+MORE: dict[str, dict[str, Any]] = {  # arguments without which a call leaves weights unused
+    "longformer": {"global_attention_mask": _given(2, 7)},
+    "led": {"global_attention_mask": _given(2, 7)},
+    "prophetnet": {"labels": tokens(2, 5, seed=3)},
+    "blenderbot": {"encoder_hidden_states": torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))},
+}
 CLASSES = {"canine": "CanineForTokenClassification"}
 
 
@@ -141,6 +152,7 @@ def _text(kind: str, mapping: str) -> Case:
         del kwargs["attention_mask"]
     if "use_cache" in takes:
         kwargs["use_cache"] = False
+    kwargs |= MORE.get(kind, {})
     if kind == "tapas":
         kwargs["token_type_ids"] = torch.zeros(2, 7, 7, dtype=torch.long)
     return Case(model, (), kwargs, None, lambda out: out.logits)

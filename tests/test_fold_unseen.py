@@ -48,6 +48,18 @@ def test_a_layer_that_no_call_reached_keeps_the_norm_that_it_may_read(spec, acti
     assert both_agree(Two(lambda y, a, b: a(y) + b(y)), (x,), (long,), "folded") == ""
 
 
+def test_a_row_of_an_embedding_that_a_sum_reads_is_in_use():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.norm, self.a = nn.Embedding(3, DIM), make("batch", DIM), nn.Linear(DIM, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(self.norm(x + self.rows.weight[1]))
+
+    check(Rows(), torch.randn(2, 7, DIM), actions="folded")
+
+
 def test_a_layer_that_no_call_reached_keeps_the_centring():
     class Stream(nn.Module):
         def __init__(self):

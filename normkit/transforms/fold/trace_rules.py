@@ -221,6 +221,8 @@ def _combine(
     source.terms = [_joined(old, new) for old, new in zip(source.terms, terms, strict=True)] if source.terms else terms
     for part in parts:
         tracer.read(part, source)
+        if (parameter := tracer._parameter(part)) is not None and tracer.shadow(part) is None:
+            tracer.trace.weight_readers[parameter].add("a sum")
     if written:
         tracer._forget(parts[0])
     tracer.mark(out, source, dim)
