@@ -357,14 +357,22 @@ def test_experts_add_their_rows_to_a_stream_that_stays_tied():
     assert folded.head.weight is folded.embedding.weight
 
 
-def test_a_mask_that_multiplies_passes_gains_and_no_shift():
+def written(y: Tensor, mask: Tensor) -> Tensor:
+    """Rows where a mask is not 0, written into zeros."""
+    rows = torch.zeros_like(y)
+    rows[mask > 0] = y[mask > 0]
+    return rows
+
+
+@pytest.mark.parametrize("masked", [lambda y, mask: y * mask[..., None], written])
+def test_a_mask_that_multiplies_or_selects_passes_gains_and_no_shift(masked):
     class Masked(nn.Module):
         def __init__(self, spec: str):
             super().__init__()
             self.norm, self.head = make(spec, DIM), nn.Linear(DIM, 4)
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.head(self.norm(torch.tanh(x)) * mask[..., None])
+            return self.head(masked(self.norm(torch.tanh(x)), mask))
 
     example = torch.randn(2, 5, DIM), (torch.arange(10).view(2, 5) % 3 > 0).float()
     _, report = check(Masked("batch"), *example, actions="add")

@@ -147,6 +147,19 @@ def _index_add(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
     return _combine(tracer, [into, rows], terms, out, dim, packet is aten.index_add_)
 
 
+def _index_put(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """Rows written over rows of another tensor: both have the same coordinates."""
+    into, indices, rows = args[:3]
+    shadows = [tracer.shadow(into), tracer.shadow(rows)]
+    axes = sum(index.dim() if index is not None and index.dtype is torch.bool else 1 for index in indices)
+    if any(args[3:4]) or axes >= out.dim() or rows.shape[-1:] != out.shape[-1:]:
+        return False
+    if shadows[0] is None or shadows[1] is None or not is_channel_axis(shadows[1], -1):
+        return False
+    pairs = torch.cat([channel_pairs(shadow, -1) for shadow in shadows]).unique(dim=0)
+    return _combine(tracer, [into, rows], [(pairs, 1.0)], out, -1, packet is aten.index_put_)
+
+
 def _or_zero(pairs: Tensor) -> Tensor:
     """Pairs (code, channel), and zeros at the same channels, which allow no shift."""
     return torch.cat([torch.stack([torch.zeros(len(pairs)).double(), pairs[:, 1]], 1), pairs])
@@ -292,5 +305,7 @@ RULES: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys((aten.mean, aten.sum, aten._adaptive_avg_pool2d, *POOLS, *RESIZES), _average),
     aten.index_add: _index_add,
     aten.index_add_: _index_add,
+    aten.index_put: _index_put,
+    aten.index_put_: _index_put,
     aten.as_strided_: _restride,
 }
