@@ -150,13 +150,13 @@ def _index_add(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
 def _index_put(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
     """Rows written over rows of another tensor: both have the same coordinates."""
     into, indices, rows = args[:3]
-    shadows = [tracer.shadow(into), tracer.shadow(rows)]
+    before, written = tracer.shadow(into), tracer.shadow(rows)
     axes = sum(index.dim() if index is not None and index.dtype is torch.bool else 1 for index in indices)
     if any(args[3:4]) or axes >= out.dim() or rows.shape[-1:] != out.shape[-1:]:
         return False
-    if shadows[0] is None or shadows[1] is None or not is_channel_axis(shadows[1], -1):
+    if before is None or written is None or not is_channel_axis(written, -1):
         return False
-    pairs = torch.cat([channel_pairs(shadow, -1) for shadow in shadows]).unique(dim=0)
+    pairs = torch.cat([channel_pairs(before, -1), channel_pairs(written, -1)]).unique(dim=0)
     return _combine(tracer, [into, rows], [(pairs, 1.0)], out, -1, packet is aten.index_put_)
 
 
