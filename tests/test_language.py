@@ -7,6 +7,7 @@ import pytest
 import torch
 from corpus_files import write_text
 from norm_cases import short
+from safetensors.torch import load_file
 from test_resume import everything, same
 
 from normkit.lab.models.config import Model
@@ -15,6 +16,7 @@ from normkit.lab.models.lstm import LSTMLM, WeightDropLSTM
 from normkit.lab.models.relative import RelativeAttention
 from normkit.lab.models.tensorized import MultiLinear
 from normkit.lab.train import language
+from normkit.lab.train.checkpoints import checkpoints, model_state, read_checkpoint
 from normkit.lab.train.config import Run
 from normkit.lab.train.nt_asgd import NTASGD, averaged
 from normkit.lab.train.run import train
@@ -28,6 +30,8 @@ RUN = Run(
     name="text", task="lm", data="pydoc", context=5, model=XL, steps=24, batch_tokens=20, valid_every=6,
     checkpoint_every=5, record_every=4, warmup=2, threads=1, label_smoothing=0.0,
 )  # fmt: skip
+AVERAGED = {"model": LSTM, "record_every": 0, "optimizer": "nt-asgd", "lr": 3.0, "schedule": "constant",
+            "valid_every": 2, "checkpoint_every": 4}  # fmt: skip
 
 
 class Killed(Exception):
@@ -200,7 +204,7 @@ def test_nt_asgd_averages_from_its_start_on():
     "changes",
     [
         {"model": dataclasses.replace(XL, norm="un(warmup=9)", dropout=0.1)},
-        {"model": LSTM, "record_every": 0, "optimizer": "nt-asgd", "lr": 3.0, "schedule": "constant", "valid_every": 2},
+        AVERAGED,
     ],
 )
 def test_a_resumed_run_continues_its_streams_and_averages(changes, tmp_path, monkeypatch):
@@ -220,6 +224,19 @@ def test_a_resumed_run_continues_its_streams_and_averages(changes, tmp_path, mon
         for folder in ("whole", "killed"):
             (tmp_path / folder / "rows.csv").touch()
     same(everything(tmp_path / "killed"), everything(tmp_path / "whole"))
+
+
+def test_nt_asgd_saves_the_average(tmp_path, monkeypatch):
+    monkeypatch.setattr("normkit.lab.train.nt_asgd.INTERVAL", 1)
+    run = dataclasses.replace(RUN, data=str(write_text(tmp_path / "text")), **AVERAGED)
+    train(run, tmp_path)
+    last = read_checkpoint(checkpoints(tmp_path)[-1])
+    assert last["global_step"] == run.steps
+    assert last["optimizer_states"][0]["param_groups"][0]["t0"] < run.steps
+    saved, current = load_file(tmp_path / "model.safetensors")["bias"], model_state(last)["bias"]
+    averages = [state["ax"] for state in last["optimizer_states"][0]["state"].values()]
+    assert any(torch.equal(average, saved) for average in averages)
+    assert not torch.equal(saved, current)
 
 
 def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch):
