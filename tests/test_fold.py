@@ -231,6 +231,7 @@ def test_sums_and_multiples_of_a_norm_are_followed():
         lambda m, y: m.reader(y.flip(0) + y),
         lambda m, y: m.reader(y * 3.0 - y.flip(0) / 2),
         lambda m, y: m.reader(y.mean(1)),
+        lambda m, y: m.reader(sum([y, y.flip(0)])),
     ):
         check(Read(nn.Linear(DIM, 4), forward), torch.randn(3, 5, DIM), actions="folded")
 

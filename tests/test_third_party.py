@@ -163,8 +163,10 @@ def test_norms_that_cannot_be_read_are_named_and_stay():
 def test_rare_norms_are_read(path, name, kind, axis):
     load_torchvision()
     made = getattr(pytest.importorskip(path), name)(6)
-    found = find(randomize(nn.Sequential(made)))["0"]
+    model = randomize(nn.Sequential(made))
+    found = find(model)["0"]
     assert (found.dim, parse(found.kind)[0], found.channel_dim) == (6, kind, axis)
+    assert find(convert(model, "un"))["0"].dim == 6
 
 
 def test_norms_that_ignore_their_own_size_are_left_alone():

@@ -191,7 +191,7 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     name, given = parse(spec)
     if isinstance(old, Norm) and parse(old.spec)[0] == name and all(old.option(k) == v for k, v in given.items()):
         return old
-    computed = not isinstance(old, Norm) and found.weight is not old.weight
+    computed = not isinstance(old, Norm) and found.weight is not getattr(old, "weight", None)
     if computed and found.weight is not None and found.weight.is_meta:
         raise ValueError(
             f"the gain of a {type(old).__name__} is 1 + weight, which cannot be computed on the meta device; load the "
