@@ -13,6 +13,7 @@ from normkit.norms import (
     DyT,
     FixNorm,
     GroupNorm,
+    InstanceNorm,
     LayerNorm,
     NoNorm,
     Norm,
@@ -21,10 +22,14 @@ from normkit.norms import (
     RMSNorm,
     ScaleNorm,
     Split,
+    SwitchableNorm,
     TaperNorm,
     fix_embedding,
+    fold_weights,
     make,
     options,
+    spectral_norm,
+    weight_norm,
 )
 from normkit.transforms import (
     Int8,
@@ -48,9 +53,9 @@ from normkit.watch import diagnose, record
 __version__ = "0.2.0"
 
 __all__ = [
-    "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "Derf", "DyT", "FixNorm", "GroupNorm", "Int8",
-    "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "ScaleNorm", "Split", "TaperNorm", "audit",
-    "blend", "calibrate", "convert", "diagnose", "export", "find", "fit_norms", "fix_embedding", "fold",
-    "follow_optimizer", "keep_statistics", "kernels", "load_pretrained", "make", "options", "record",
-    "save_pretrained", "scale_loss", "settle", "to_rms",
+    "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "Derf", "DyT", "FixNorm", "GroupNorm",
+    "InstanceNorm", "Int8", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "ScaleNorm", "Split",
+    "SwitchableNorm", "TaperNorm", "audit", "blend", "calibrate", "convert", "diagnose", "export", "find", "fit_norms",
+    "fix_embedding", "fold", "fold_weights", "follow_optimizer", "keep_statistics", "kernels", "load_pretrained",
+    "make", "options", "record", "save_pretrained", "scale_loss", "settle", "spectral_norm", "to_rms", "weight_norm",
 ]  # fmt: skip

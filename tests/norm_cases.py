@@ -26,6 +26,7 @@ VARIANTS = [
     "un(window=2, warmup=2, compensate=True, compensate_after=2, window_bkw=3)",
     "mabn(window=2, warmup=2, form='unp')",
     "group(groups=2, over='sample')",
+    "switchable(over='sample')",
     "scale(unit_init=True)",
     "rms(eps_at='outside', bias=True)",
 ]
@@ -40,6 +41,11 @@ def short(name: str) -> str:
 
 SPECS = [short(name) for name in NORMS] + VARIANTS
 STAT_SPECS = [spec for spec in SPECS if isinstance(make(spec, DIM), StatNorm)]
+
+
+def reads_its_sample(spec: str) -> bool:
+    """Check if an output depends on other positions of its sample, in training and at inference."""
+    return getattr(make(spec, DIM), "over", "token") == "sample"
 
 
 def random_norm(spec: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Norm:

@@ -8,7 +8,7 @@ from norm_cases import DIM, SPECS, batch, train_step, trained
 from torch import nn
 from torch.testing import assert_close
 
-from normkit.norms import NORMS, UN, PowerNorm, RowNorm, make, options, parse
+from normkit.norms import NORMS, UN, PowerNorm, RowNorm, StatNorm, make, options, parse
 from normkit.transforms import calibrate, convert, find
 
 
@@ -34,18 +34,19 @@ def test_statistics_carry_over_only_to_norms_that_measure_the_same(old, to):
     """Statistics are right, as after calibration, or at their start."""
     model = nn.Sequential(make(old, DIM))
     batches = [rows()]
-    model = calibrate(model, batches) if hasattr(model[0], "running") else model
+    measured = isinstance(model[0], StatNorm)
+    model = calibrate(model, batches) if measured else model
     new = convert(model, to)[0]
-    if hasattr(new, "running"):
+    if isinstance(new, StatNorm):
         scaled = [isinstance(norm, PowerNorm) and norm.groups > 0 for norm in (model[0], new)]
         x = batches[0].double()
         x = x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt() if scaled[1] else x
         mean, square = x.mean(0), x.square().mean(0)
         right = torch.stack([mean, square - mean**2]) if new.center else square[None]
-        if hasattr(model[0], "running") and new.center and not model[0].center:
+        if measured and new.center and not model[0].center:
             right = torch.stack([0 * mean, square])  # of a quadratic mean: the same divisor
         start = make(to, DIM).running
-        goes = hasattr(model[0], "running") and scaled[0] == scaled[1]
+        goes = measured and scaled[0] == scaled[1]
         torch.testing.assert_close(new.running, right.float() if goes else start, rtol=1e-5, atol=1e-5)
 
 

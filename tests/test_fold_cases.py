@@ -3,6 +3,8 @@
 Each kind of model and each trap once, exact or refused with its reason.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from fold_cases import DIM, check
@@ -272,10 +274,11 @@ def test_a_norm_behind_a_norm_and_one_that_is_used_twice():
     assert report.count("folded") == 1
 
 
-@pytest.mark.parametrize("name", ["mt pre", "mt post", "lm"])
+@pytest.mark.parametrize("name", ["mt pre", "mt post", "mt dynamicconv", "lm"])
 def test_our_own_models_fold_whole_and_stay_tied(name):
     torch.manual_seed(0)
     config = Model(width=16, hidden=32, depth=2, heads=2, tie=True, placement="post" if name == "mt post" else "pre")
+    config = dataclasses.replace(config, attention="dynamicconv") if name == "mt dynamicconv" else config
     if name == "lm":
         model, example = DecoderLM(config, 20), (tokens(2, 7, high=20),)
     else:

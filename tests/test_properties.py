@@ -6,8 +6,8 @@ import traceback
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from norm_cases import short
+from hypothesis import HealthCheck, assume, given, settings
+from norm_cases import reads_its_sample, short
 from torch.testing import assert_close
 
 from normkit.lab.released import RELEASED
@@ -58,6 +58,7 @@ def test_every_shape_type_layout_and_mask(name, data):
     """Shape and type are kept; memory layout changes nothing; state stays finite."""
     dim, leading = data.draw(dims), data.draw(shapes)
     dtype, layout = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(LAYOUTS))
+    assume(leading or not reads_its_sample(short(name)))
     x = laid_out(layout, (*leading, dim), dtype)
     mask = None
     if data.draw(st.booleans()):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from normkit.cli.line import parse_arguments, write
-from normkit.norms import NORMS, StatNorm, make, options
+from normkit.norms import NORMS, make, options
 from normkit.text import align
 
 TASK_EXTRAS = {"mt": "text", "images": "vision", "detection": "vision"}  # beside `demo`, which all tasks need
@@ -52,17 +52,19 @@ def summary(documented: Any) -> str:
 def _norms() -> Iterator[str]:
     common, width = options("layer").items(), max(map(len, NORMS))
     for name, kind in NORMS.items():
-        offline, batch, own = make(name, 16).offline, issubclass(kind, StatNorm), options(name)
+        offline, batch, own = make(name, 16).offline, not kind.batch_free, options(name)
         if offline:
             inference = "folds away at inference"
         elif batch and "groups" in own:
             inference = "folds away with groups=0"
         else:
             inference = "folds away after its schedule" if "until" in own else "stays at inference"
-        yield f"  {name:<{width}}  {kind.__name__}: {'batch statistics' if batch else 'per token'}, {inference}"
+        each = "per sample" if "over" in vars(kind) and "over" not in own else "per token"
+        yield f"  {name:<{width}}  {kind.__name__}: {'batch statistics' if batch else each}, {inference}"
         indent = " " * (width + 6)
         text = ", ".join(f"{key}={value!r}" for key, value in own.items() if (key, value) not in common)
         yield from textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)
+    yield "  weight_norm, spectral_norm, fix_embedding: parametrizations of weights, no specs; weights fold into layers"
     yield f"  defaults of options that all norms have: {', '.join(f'{key}={value!r}' for key, value in common)}"
 
 

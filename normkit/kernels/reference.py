@@ -69,14 +69,18 @@ def group_sample(
     if split.numel() == 0:
         return x
     over = (*range(1, split.dim() - 2), split.dim() - 1)
-    if mask is None:
-        var, mean = torch.var_mean(split, over, correction=0, keepdim=True)
-    else:
-        keep = mask[..., None, None]
-        count = keep.sum(over, keepdim=True).clamp(min=1) * split.shape[-1]
-        mean = torch.where(keep, split, 0).sum(over, keepdim=True) / count
-        var = torch.where(keep, split - mean, 0).square().sum(over, keepdim=True) / count
+    mean, var = moments_over(split, over, None if mask is None else mask[..., None, None])
     return affine(((split - mean) * torch.rsqrt(var + eps)).flatten(-2), weight, bias).to(x.dtype)
+
+
+def moments_over(x: Tensor, axes: tuple[int, ...], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance over some axes, of elements where `keep` is True; differentiable."""
+    if keep is None:
+        var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+        return mean, var
+    count = keep.expand_as(x).sum(axes, keepdim=True).clamp(min=1)
+    mean = torch.where(keep, x, 0).sum(axes, keepdim=True) / count
+    return mean, torch.where(keep, x - mean, 0).square().sum(axes, keepdim=True) / count
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:

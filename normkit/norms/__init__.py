@@ -12,6 +12,7 @@ from normkit.norms.derf import Derf
 from normkit.norms.dyt import DyT
 from normkit.norms.fix import FixNorm, fix_embedding
 from normkit.norms.group import GroupNorm
+from normkit.norms.instance import InstanceNorm
 from normkit.norms.layer import LayerNorm
 from normkit.norms.mabn import MABN, CentralizeWeight, centralize_weight
 from normkit.norms.nonorm import NoNorm
@@ -21,18 +22,22 @@ from normkit.norms.renorm import BatchRenorm
 from normkit.norms.repbn import RepBN
 from normkit.norms.rms import RMSNorm
 from normkit.norms.scale import ScaleNorm
+from normkit.norms.switchable import SwitchableNorm
 from normkit.norms.taper import TaperNorm
 from normkit.norms.un import UN
+from normkit.norms.weights import fold_weights, spectral_norm, weight_norm
 
 NORMS: dict[str, type[Norm]] = {
     "layer": LayerNorm,
     "rms": RMSNorm,
     "scale": ScaleNorm,
     "group": GroupNorm,
+    "instance": InstanceNorm,
     "nonorm": NoNorm,
     "dyt": DyT,
     "derf": Derf,
     "taper": TaperNorm,
+    "switchable": SwitchableNorm,
     "batch": BatchNorm,
     "repbn": RepBN,
     "renorm": BatchRenorm,
@@ -44,8 +49,9 @@ NORMS: dict[str, type[Norm]] = {
 
 __all__ = [
     "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "CentralizeWeight", "Derf", "DyT", "FixNorm",
-    "GroupNorm", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "RowNorm", "ScaleNorm", "Split",
-    "Stat", "StatNorm", "TaperNorm", "centralize_weight", "fix_embedding", "make", "options", "parse",
+    "GroupNorm", "InstanceNorm", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "RowNorm", "ScaleNorm",
+    "Split", "Stat", "StatNorm", "SwitchableNorm", "TaperNorm", "centralize_weight", "fix_embedding", "fold_weights",
+    "make", "options", "parse", "spectral_norm", "weight_norm",
 ]  # fmt: skip
 
 

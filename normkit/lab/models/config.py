@@ -63,6 +63,8 @@ class Model(Checked):
     """LSTM: dropout of recurrent weights."""
     init: Init = "xavier"
     """Initialization: Xavier, SmallInit of the attention, or smaller with depth (DS-Init, Fixup, T-Fixup)."""
+    reparametrize: Literal["none", "weight", "spectral"] = "none"
+    """Weight or spectral normalization of linear and convolution layers; weight norm starts on the first batch."""
     fixnorm: bool = False
     """Word vectors of length one."""
     tie: bool = True

@@ -35,6 +35,7 @@ from normkit.lab.train.progress import Progress
 from normkit.lab.train.source import source
 from normkit.lab.train.utilization import utilization
 from normkit.lab.train.weights import check_fit, mean_weights, save_weights
+from normkit.norms import fold_weights, weight_norm
 
 if TYPE_CHECKING:
     from normkit.lab.train.callbacks import RunCallback
@@ -141,6 +142,9 @@ def _fit(task: "Task", callback: "RunCallback", resume: bool) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
+        if run.model.reparametrize == "weight" and checkpoint is None and not run.weights:
+            model = fold_weights(task.model).eval()
+            weight_norm(model, lambda: task.forward_norms(model, next(task.batches(0)))).train()
         if run.compile:
             task.model.compile(dynamic=not (run.static or TASKS[run.task].fixed_length))
         _prepare_folder(callback, task, resume)  # after all checks

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.norms import fold_weights
 from normkit.transforms.checks import copy_model, refuse_meta, refuse_quantized, refuse_training, refuse_wrapped
 from normkit.transforms.convert import find, unreadable
 from normkit.transforms.fold.float64 import in_float64, widened
@@ -76,7 +77,7 @@ class Survey:
 
     def copy(self) -> nn.Module:
         """A copy of the original in its own type, its output layer untied if requested."""
-        model = copy_model(self.original)
+        model = fold_weights(copy_model(self.original))
         if self.untie:
             untie_embeddings(model)
         return model

@@ -1,0 +1,90 @@
+"""Switchable normalization (Luo et al. 2018, arXiv:1806.10779)."""
+
+import copy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from normkit.kernels import reference
+from normkit.norms._base import Norm, Split
+from normkit.norms._options import OldShare
+from normkit.norms._recompute import inside_backward
+from normkit.norms._state import usable
+
+
+class SwitchableNorm(Norm):
+    """Standardize by learned mixtures of the statistics of several norms.
+
+    `y = weight * (x - sum_k p_k mu_k) / sqrt(sum_k q_k var_k + eps) + bias`, where p and q are softmaxes of the learned
+    `mean_logits` and `var_logits`, 0 at the start (Eq. 3 to 5). The gradient is exact. At inference the running mean
+    and variance replace those of the batch; the other statistics depend on the input, so the norm does not fold.
+
+    Each process computes statistics of its own batch. The variance of the batch is biased, as in the authors' code.
+
+    Args:
+        over: "token" mixes LayerNorm (k = 0) and BatchNorm (1), as the authors' one-dimensional form, and fits
+            decoders. "sample" mixes InstanceNorm (0), LayerNorm over the whole sample (1) and BatchNorm (2), as in the
+            paper, over the real positions of `x [batch, ..., dim]`.
+        alpha: Share of the old running statistics per step; 0.9 as in the authors' code.
+
+    >>> SwitchableNorm(2, eps=0.0)(torch.tensor([[1.0, 3.0], [3.0, 5.0]])).tolist()
+    [[-1.5, 0.5], [-0.5, 1.5]]
+    """
+
+    batch_free = False
+
+    over: Literal["token", "sample"] = "token"
+    alpha: OldShare = 0.9
+
+    def build(self) -> None:  # noqa: D102
+        super().build()
+        count = 2 + (self.over == "sample")
+        self.mean_logits, self.var_logits = nn.Parameter(torch.zeros(count)), nn.Parameter(torch.zeros(count))
+        self.running = nn.Buffer(torch.stack([torch.zeros(self.dim), torch.ones(self.dim)]))
+
+    def reset_parameters(self) -> None:  # noqa: D102
+        super().reset_parameters()
+        nn.init.zeros_(self.mean_logits)
+        nn.init.zeros_(self.var_logits)
+        with torch.no_grad():
+            self.running.copy_(torch.tensor([[0.0], [1.0]]).expand_as(self.running))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalize `x[..., dim]`; in training, update the running statistics."""
+        mask = self.check(x, mask)
+        if self.over == "sample" and x.dim() < 2:
+            raise ValueError(f'over="sample" takes x[batch, ..., {self.dim}]; got shape {tuple(x.shape)}')
+        if x.numel() == 0:
+            return x
+        shape = (len(x) if x.dim() > 1 else 1, -1)
+        wide = x.to(torch.promote_types(x.dtype, self.running.dtype)).reshape(*shape, self.dim)
+        keep = None if mask is None else mask.reshape(*shape, 1)
+        if self.over == "token":
+            found = [reference.moments_over(wide, (-1,))]
+        else:
+            found = [reference.moments_over(wide, axes, keep) for axes in ((1,), (1, 2))]
+        if self.training:
+            found.append(reference.moments_over(wide, (0, 1), keep))
+            if torch.compiler.is_compiling() or not inside_backward():  # a recomputed forward is no step
+                self._update(torch.cat(found[-1])[:, 0], keep)
+        else:
+            found.append((self.running[:1, None], self.running[1:, None]))
+        shares = zip(self.mean_logits.softmax(0), self.var_logits.softmax(0), found, strict=True)
+        mixed: Any = zip(*((p * mean, q * var) for p, q, (mean, var) in shares), strict=True)
+        mean, var = (sum(parts) for parts in mixed)
+        y = (wide - mean) / (var + self.eps) ** 0.5
+        return reference.affine(y, self.weight, self.bias).to(x.dtype).reshape(x.shape)
+
+    @torch.no_grad()
+    def _update(self, batch: Tensor, keep: Tensor | None) -> None:
+        ok = usable(batch, torch.ones((), device=batch.device) if keep is None else keep.sum())
+        new = self.running.lerp(batch.to(self.running.dtype), 1 - self.alpha)
+        self.running.copy_(torch.where(ok, new, self.running))
+
+    def split(self) -> Split:
+        """Return `Split(norm without weight and bias, weight, bias)`."""
+        rest = copy.deepcopy(self).eval()
+        rest.weight = rest.bias = None
+        scale = torch.ones_like(self.running[0]) if self.weight is None else self.weight
+        return Split(rest, scale, torch.zeros_like(scale) if self.bias is None else self.bias)
