@@ -74,8 +74,14 @@ class Norm(HasOptions):
         """Restart the warm-up before fine-tuning; no effect on norms without statistics."""
 
     def split(self) -> Split:
-        """Return the norm at inference, with `scale` and `shift` of shape `[dim]`."""
-        raise NotImplementedError
+        """Return the norm at inference: without weight and bias as `rest`, then these, of shape `[dim]`."""
+        options = {name: self.option(name) for name in option_defaults(type(self))}
+        rest = type(self)(self.dim, **{**options, "affine": False}).eval()
+        like = next(iter([*self.parameters(), *self.buffers()]), torch.empty(0))
+        own = {name: value for name, value in self.state_dict().items() if name not in ("weight", "bias")}
+        rest.to(like.device, like.dtype).load_state_dict(own)
+        scale = torch.ones(self.dim, device=like.device) if self.weight is None else self.weight.expand(self.dim)
+        return Split(rest, scale, torch.zeros_like(scale) if self.bias is None else self.bias)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register state, in float32 or wider whatever the default type is."""
@@ -168,10 +174,3 @@ class RowNorm(Norm):
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return the normalized `x`, computed in float32 or wider and cast back to `x.dtype`."""
         raise NotImplementedError
-
-    def split(self) -> Split:
-        """Return the norm without parameters as `rest`, then the affine part."""
-        rest = type(self)(self.dim, **{**{k: self.option(k) for k in option_defaults(type(self))}, "affine": False})
-        device = self.weight.device if self.weight is not None else None
-        scale = torch.ones(self.dim, device=device) if self.weight is None else self.weight.expand(self.dim)
-        return Split(rest, scale, torch.zeros_like(scale) if self.bias is None else self.bias)

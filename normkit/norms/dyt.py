@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels import reference
-from normkit.norms._base import RowNorm, Split
+from normkit.norms._base import RowNorm
 from normkit.norms._options import Positive
 
 
@@ -39,9 +39,3 @@ class DyT(RowNorm):
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         wide = x.to(torch.promote_types(x.dtype, self.a.dtype))
         return reference.affine(self.squash(wide), self.weight, self.bias).to(x.dtype)
-
-    def split(self) -> Split:  # noqa: D102
-        rest, scale, shift = super().split()
-        rest = rest.to(self.a.device, self.a.dtype)
-        rest.load_state_dict({name: value for name, value in self.state_dict().items() if name in rest.state_dict()})
-        return Split(rest, scale.to(self.a.device), shift.to(self.a.device))

@@ -1,13 +1,12 @@
 """Switchable normalization (Luo et al. 2018, arXiv:1806.10779)."""
 
-import copy
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from normkit.kernels import reference
-from normkit.norms._base import Norm, Split
+from normkit.norms._base import Norm
 from normkit.norms._options import OldShare
 from normkit.norms._recompute import inside_backward
 from normkit.norms._state import usable
@@ -45,10 +44,9 @@ class SwitchableNorm(Norm):
 
     def reset_parameters(self) -> None:  # noqa: D102
         super().reset_parameters()
-        nn.init.zeros_(self.mean_logits)
-        nn.init.zeros_(self.var_logits)
-        with torch.no_grad():
-            self.running.copy_(torch.tensor([[0.0], [1.0]]).expand_as(self.running))
+        for tensor in (self.mean_logits, self.var_logits, self.running[0]):
+            nn.init.zeros_(tensor)
+        nn.init.ones_(self.running[1])
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize `x[..., dim]`; in training, update the running statistics."""
@@ -66,8 +64,10 @@ class SwitchableNorm(Norm):
             found = [reference.moments_over(wide, axes, keep) for axes in ((1,), (1, 2))]
         if self.training:
             found.append(reference.moments_over(wide, (0, 1), keep))
+            batch = torch.cat(found[-1]).detach()[:, 0].to(self.running.dtype)
+            ok = usable(batch, torch.ones((), device=x.device) if keep is None else keep.sum())
             if torch.compiler.is_compiling() or not inside_backward():  # a recomputed forward is no step
-                self._update(torch.cat(found[-1])[:, 0], keep)
+                self.running.copy_(torch.where(ok, self.running.lerp(batch, 1 - self.alpha), self.running))
         else:
             found.append((self.running[:1, None], self.running[1:, None]))
         shares = zip(self.mean_logits.softmax(0), self.var_logits.softmax(0), found, strict=True)
@@ -75,16 +75,3 @@ class SwitchableNorm(Norm):
         mean, var = (sum(parts) for parts in mixed)
         y = (wide - mean) / (var + self.eps) ** 0.5
         return reference.affine(y, self.weight, self.bias).to(x.dtype).reshape(x.shape)
-
-    @torch.no_grad()
-    def _update(self, batch: Tensor, keep: Tensor | None) -> None:
-        ok = usable(batch, torch.ones((), device=batch.device) if keep is None else keep.sum())
-        new = self.running.lerp(batch.to(self.running.dtype), 1 - self.alpha)
-        self.running.copy_(torch.where(ok, new, self.running))
-
-    def split(self) -> Split:
-        """Return `Split(norm without weight and bias, weight, bias)`."""
-        rest = copy.deepcopy(self).eval()
-        rest.weight = rest.bias = None
-        scale = torch.ones_like(self.running[0]) if self.weight is None else self.weight
-        return Split(rest, scale, torch.zeros_like(scale) if self.bias is None else self.bias)

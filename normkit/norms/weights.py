@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
-KINDS = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
 
 
 def weight_norm(model: nn.Module, initialize: Callable[[], Any] | None = None, layers: str = "*") -> nn.Module:
@@ -69,7 +68,7 @@ def spectral_norm(model: nn.Module, layers: str = "*") -> nn.Module:
 
 
 def fold_weights(model: nn.Module) -> nn.Module:
-    """Replace both parametrizations by the weights that they give at inference, in place.
+    """Replace parametrizations of layers' weights by the weights that they give at inference, in place.
 
     `fold` does this in its copy first, so that norms of activations fold into these layers, too.
 
@@ -79,7 +78,7 @@ def fold_weights(model: nn.Module) -> nn.Module:
     module: Any
     for module in list(model.modules()):
         steps: Any = getattr(module, "parametrizations", {})
-        if list(steps) == ["weight"] and all(isinstance(step, KINDS) for step in steps["weight"]):
+        if isinstance(module, LAYERS) and list(steps) == ["weight"]:
             steps.eval()
             weight = nn.Parameter(module.weight.detach())
             module.__class__ = parametrize.type_before_parametrizations(module)  # copies share the class: leave it be
