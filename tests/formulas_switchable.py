@@ -6,7 +6,7 @@ ROWS = (0, 1)
 
 
 class Switchable:
-    """Luo et al. 2018, Eq. 3 to 5, with the exact gradient: statistics mixed by softmaxes of learned numbers."""
+    """Luo et al. 2018, Eq. 3 to 5, with the exact gradient."""
 
     def __init__(self, dim, eps=1e-5, over="token", alpha=0.9):
         self.eps, self.alpha = eps, alpha

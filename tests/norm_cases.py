@@ -44,7 +44,7 @@ STAT_SPECS = [spec for spec in SPECS if isinstance(make(spec, DIM), StatNorm)]
 
 
 def reads_its_sample(spec: str) -> bool:
-    """Check if an output depends on other positions of its sample, in training and at inference."""
+    """Check if an output depends on other positions of its sample, at inference too."""
     return getattr(make(spec, DIM), "over", "token") == "sample"
 
 

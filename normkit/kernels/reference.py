@@ -74,7 +74,7 @@ def group_sample(
 
 
 def moments_over(x: Tensor, axes: tuple[int, ...], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over some axes, of elements where `keep` is True; differentiable."""
+    """Return mean and biased variance over some axes, where `keep` is True; differentiable."""
     if keep is None:
         var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
         return mean, var

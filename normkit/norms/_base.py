@@ -74,7 +74,7 @@ class Norm(HasOptions):
         """Restart the warm-up before fine-tuning; no effect on norms without statistics."""
 
     def split(self) -> Split:
-        """Return the norm at inference: without weight and bias as `rest`, then these, of shape `[dim]`."""
+        """Return the norm at inference: `rest` without weight and bias, and these, `[dim]`."""
         options = {name: self.option(name) for name in option_defaults(type(self))}
         rest = type(self)(self.dim, **{**options, "affine": False}).eval()
         like = next(iter([*self.parameters(), *self.buffers()]), torch.empty(0))

@@ -1,4 +1,4 @@
-"""Weight and spectral normalization: parametrizations of weights, in place of norms of activations."""
+"""Weight and spectral normalization: parametrizations in place of norms of activations."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def spectral_norm(model: nn.Module, layers: str = "*") -> nn.Module:
 
 
 def fold_weights(model: nn.Module) -> nn.Module:
-    """Replace parametrizations of layers' weights by the weights that they give at inference, in place.
+    """Replace parametrized weights of layers by those that they give at inference, in place.
 
     `fold` does this in its copy first, so that norms of activations fold into these layers, too.
 
