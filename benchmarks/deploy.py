@@ -266,8 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
     from normkit.lab.train.environment import environment
 
     torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    with tempfile.TemporaryDirectory() as scratch:
+    with torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
         folder = given.files or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         for name in given.models:

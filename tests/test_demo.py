@@ -88,7 +88,7 @@ def test_three_norms_side_by_side_then_folded_and_timed(tmp_path):
     assert batch["status"].startswith("diverged at step ")
     assert batch["scores"] == {}
     assert set(layer["scores"]) == {"running", "beam"}
-    assert set(un["scores"]) == {"running", "batch", "calibrated", "beam", "folded"}
+    assert set(un["scores"]) == {"running", "donors", "calibrated", "beam", "folded"}
     assert un["scores"]["folded"]["per"] == pytest.approx(un["scores"]["running"]["per"], abs=1.0)
     assert un["scores"]["folded"]["loss"] == pytest.approx(un["scores"]["running"]["loss"], rel=1e-4)
     assert un["fold"]["foldable"] == "12 of 12"

@@ -135,7 +135,7 @@ def test_a_run_on_a_made_corpus(corpus, tmp_path, norm):
     model = dataclasses.replace(TINY, norm=norm, mask_logits=True, word_dropout=0.1, dropout=0.1)
     result = train(changed(corpus, model=model, test_items=20, valid_bleu=True), tmp_path)
     assert result["status"] == "done"
-    assert set(result["scores"]) == {"running", "beam"} | ({"batch", "calibrated"} if norm != "layer" else set())
+    assert set(result["scores"]) == {"running", "beam"} | ({"donors", "calibrated"} if norm != "layer" else set())
     assert all({"bleu", "bleu_error", "sacrebleu", "n"} <= set(score) for score in result["scores"].values())
     assert all(score["n"] == 20 for score in result["scores"].values())
     assert result["data"]["splits"]["train"]["lines"] == 300

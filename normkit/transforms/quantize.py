@@ -70,7 +70,6 @@ def calibration(int8: Int8, spec: Any, given: Sequence[Tensor], dynamic: bool) -
 
 def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: Int8) -> None:
     """Quantize an ONNX file by onnxruntime's static quantization; `feeds` are inputs by name."""
-    import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -83,12 +82,13 @@ def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: I
     in_float = {"OpTypesToExcludeOutputQuantization": PRODUCTS, "DedicatedQDQPair": True}  # all but the products
     prepared = source.with_suffix(".prepared.onnx")
     quant_pre_process(source, prepared, skip_symbolic_shape=True)
+    graph = _renamed(prepared)
     quantize_static(
         prepared,
         path,
         Reader(),
         op_types_to_quantize=SCOPES[int8.scope],
-        nodes_to_exclude=_masking(onnx.load(prepared).graph),
+        nodes_to_exclude=_masking(graph),
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         per_channel=int8.per_channel,
@@ -96,6 +96,24 @@ def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: I
         # CPUs without VNNI instructions saturate with weights of 8 bits. With a scale for each channel 7 suffice.
         reduce_range=int8.per_channel,
     )
+
+
+def _renamed(path: Path) -> Any:
+    """Rename what onnxruntime's fusion of products and biases named, and return the graph.
+
+    The fusion runs again when the quantized file is loaded, and fails at names that it gave before.
+    """
+    import onnx
+
+    model = onnx.load(path)
+    values = model.graph.initializer
+    new = {value.name: f"fused_{number}" for number, value in enumerate(values) if value.name.startswith("gemm_")}
+    for value in values:
+        value.name = new.get(value.name, value.name)
+    for node in model.graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
+    onnx.save(model, path)
+    return model.graph
 
 
 def _masking(graph: Any) -> list[str]:
