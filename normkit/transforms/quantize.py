@@ -31,6 +31,7 @@ class Int8:
         ValueError: If the scope is unknown.
 
     Example:
+        >>> import torch
         >>> Int8([torch.zeros(2, 3)]).scope
         'products'
     """
