@@ -100,7 +100,11 @@ def test_a_lock_leaves_no_empty_folder(tmp_path):
         ("run.json", {"model": {"width": 10**9}}, r"width must be at least 1 and at most \d+; got 1000000000"),
         ("run.json", {"model": {"depth": 10**8}}, r"depth must be at least 1 and at most 10000; got 100000000"),
         ("run.json", {"model": {"max_length": 10**10}}, r"max_length must be at least 1 and at most"),
-        ("run.json", {"model": {"norm": "un(window=999999999999)"}}, r"window must be a whole number from 1 to 65536; got 999999999999"),
+        (
+            "run.json",
+            {"model": {"norm": "un(window=999999999999)"}},
+            r"window must be a whole number from 1 to 65536",
+        ),
     ],
 )
 def test_damaged_files_are_refused_in_one_sentence(name, content, message, copy):
