@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from normkit.lab.donor_kinds import DONORS
 from normkit.lab.metrics import METRICS
 from normkit.lab.report.settings import flat
 from normkit.lab.train.config import Run
+from normkit.lab.train.donor_kinds import DONORS
 from normkit.names import pick
 from normkit.norms import options, parse
 from normkit.text import format_spec

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from normkit.lab.donor_kinds import DonorKind
+from normkit.lab.train.donor_kinds import DonorKind
 
 
 class Donors:
     """Finds donors in a table of training pairs, always the same ones.
 
-    >>> from normkit.lab.donor_kinds import DONORS
+    >>> from normkit.lab.train.donor_kinds import DONORS
     >>> donors = Donors(np.array([[5, 3], [5, 4], [9, 9]]))
     >>> donors.choose(np.array([[5, 4], [8, 8]]), DONORS["donors"]).tolist()
     [1, 2]
