@@ -103,8 +103,8 @@ def inference(folder: Path = RESULTS) -> str:
 
 
 def write_pages(folder: Path = RESULTS) -> None:
-    """Write docs/inference.md and the marked part of docs/deploying.md."""
+    """Write docs/inference.md and the marked parts of docs/deploying.md and README.md."""
     (ROOT / "docs" / "inference.md").write_text(inference(folder), encoding="utf8")
-    page = ROOT / "docs" / "deploying.md"
-    text = page.read_text(encoding="utf8")
-    page.write_text(PLACE.sub(lambda match: f"{match[1]}{headline(folder)}\n{match[2]}", text), encoding="utf8")
+    for page in (ROOT / "docs" / "deploying.md", ROOT / "README.md"):
+        text = page.read_text(encoding="utf8")
+        page.write_text(PLACE.sub(lambda match: f"{match[1]}{headline(folder)}\n{match[2]}", text), encoding="utf8")

@@ -170,10 +170,10 @@ def session(path: Path) -> Callable[..., Tensor]:
     return lambda **given: torch.from_numpy(made.run(None, {name: given[name].numpy() for name in names})[0])
 
 
-def measure(name: str, study: Study, path: Path, folds: list[str]) -> None:
-    """Score every variant that the result file does not have."""
+def measure(name: str, study: Study, path: Path, folds: list[str], more: str) -> None:
+    """Score every variant that the result file does not have; `more` are further flags of the command."""
     result = json.loads(path.read_text(encoding="utf8")) if path.exists() else {"rows": []}
-    result |= {"command": f"python benchmarks/integers.py {name} --weights FOLDER", "where": environment()}
+    result |= {"command": f"python benchmarks/integers.py {name} --weights FOLDER{more}", "where": environment()}
     done = {(row["norms"], row["scope"], row["per_channel"]) for row in result["rows"]}
 
     def add(row: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ def table(folder: Path = RESULTS) -> str:
         parts += [f"**{title}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for norms in dict.fromkeys(row["norms"] for row in result["rows"]):
             first = rows[norms, "float32", True]
-            wide = f"{first['spread']:,.0f}" if first["spread"] else ""
+            wide = f"{first['spread']:,.{0 if first['spread'] >= 100 else 1}f}" if first["spread"] else ""
             left = "" if first["left"] == "all" else str(first["left"])
             cells = [_cell(rows.get((norms, *kind))) for kind in KINDS]
             names = {"layer": "LayerNorm", "un": "UN, not folded"}
@@ -262,7 +262,10 @@ def main() -> None:
     for name in given.models:
         if given.weights is None:
             parser.error("--weights FOLDER is missing: the trained models")
-        measure(name, STUDIES[name][1](given.weights, given.decode), given.out / f"integers-{name}.json", given.folds)
+        more = f" --decode {given.decode}" if given.decode else ""
+        more += "" if given.folds == list(FOLDS) else " --folds " + " ".join(map(repr, given.folds))
+        study = STUDIES[name][1](given.weights, given.decode)
+        measure(name, study, given.out / f"integers-{name}.json", given.folds, more)
     page = ROOT / "docs" / "deploying.md"
     if given.show:
         text = page.read_text(encoding="utf8")

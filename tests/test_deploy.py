@@ -46,4 +46,5 @@ def test_the_pages_are_those_of_the_results():
     assert (ROOT / "docs" / "inference.md").read_text(encoding="utf8") == deploy_page.inference()
     page = (ROOT / "docs" / "deploying.md").read_text(encoding="utf8")
     assert deploy_page.headline() in page
+    assert deploy_page.headline() in (ROOT / "README.md").read_text(encoding="utf8")
     assert integers.table() in page
