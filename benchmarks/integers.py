@@ -171,7 +171,10 @@ def session(path: Path) -> Callable[..., Tensor]:
 
 
 def measure(name: str, study: Study, path: Path, folds: list[str], more: str) -> None:
-    """Score every variant that the result file does not have; `more` are further flags of the command."""
+    """Score every variant that the result file does not have.
+
+    `more` are further flags of the command.
+    """
     result = json.loads(path.read_text(encoding="utf8")) if path.exists() else {"rows": []}
     result |= {"command": f"python benchmarks/integers.py {name} --weights FOLDER{more}", "where": environment()}
     done = {(row["norms"], row["scope"], row["per_channel"]) for row in result["rows"]}
