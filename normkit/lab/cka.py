@@ -106,7 +106,8 @@ def _kernels(model: nn.Module, names: list[str], batch: Any) -> Tensor:
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             y = output[0] if isinstance(output, tuple) else output
-            y = y.flatten(1).to(torch.promote_types(y.dtype, torch.float32))
+            y = y.flatten(1).double()  # large common parts cancel in the criterion
+            y = y - y.mean(0)
             seen[name] = y @ y.T
 
         return hook
