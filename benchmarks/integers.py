@@ -152,7 +152,7 @@ def ours(name: str, weights: Path, decode: int) -> Study:
 
 
 STUDIES: dict[str, tuple[str, Callable[[Path, int], Study]]] = {
-    "minilm": ("MiniLM, post-norm: cosine to float", minilm),
+    "minilm": ("MiniLM, post-norm: cosine to the same model in float, to the original", minilm),
     "g2p": ("spelling to sound, pre-norm: symbols right, %", lambda *given: ours("g2p", *given)),
     "g2p-post": ("spelling to sound, post-norm: symbols right, %", lambda *given: ours("g2p-post", *given)),
     "multi30k": ("translation, pre-norm: symbols right, %", lambda *given: ours("multi30k", *given)),
@@ -243,7 +243,7 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     if "cosine" in row:
-        return f"{row['cosine']:.3f}"
+        return f"{row['cosine']:.3f}, {row['to_original']:.3f}"
     more = "".join(f", {name.upper()} {row[name]:.1f}" for name in ("per", "bleu") if name in row)
     return f"{row['symbols']:.2f}{more}"
 
