@@ -1,6 +1,7 @@
 """The page docs/compatibility.md, from the rows of compatibility.py and minilm.py."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -155,7 +156,10 @@ def _summary(rows: dict) -> str:
 
 
 def _why(reasons: dict[str, int]) -> str:
-    ordered = sorted(reasons.items(), key=lambda each: -each[1])
+    counts = Counter()
+    for why, count in reasons.items():
+        counts[re.sub(r"the output of norm \S+, which has", "a norm's output, which has", why)] += count
+    ordered = counts.most_common()
     return "; ".join(why if count == 1 else f"{why} ({count})" for why, count in ordered).replace("|", "/")
 
 
@@ -172,8 +176,9 @@ def _minilm() -> list[str]:
         f"original is {r['cosine_converted']:.2f}, so train it before use. The largest factor that a weight was "
         f"multiplied by is {r['largest_factor']:.3g}."
     )
-    narrow = [[way, row.get("gone", ""), f"{row['spread']:.3g}" if "spread" in row else "", f"{row['float16']:.4f}",
-               f"{row['8 bits']:.3f}"] for way, row in r.get("narrow", {}).items()]  # fmt: skip
+    narrow = [[way, row.get("gone", ""), f"{row['spread']:.3g}" if "spread" in row else "",
+               "overflows" if row["float16"] is None else f"{row['float16']:.4f}", f"{row['8 bits']:.3f}"]
+              for way, row in r.get("narrow", {}).items()]  # fmt: skip
     about = (
         "Cosine between its embeddings in float32 and with narrower numbers, on 64 sentences. In float16 weights and "
         "activations are rounded; with 8 bits inputs of products (a scale a tensor) and weights (a scale an output)."

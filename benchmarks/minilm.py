@@ -15,6 +15,7 @@ of the spread, and with a limit and balanced ranges.
 import argparse
 import copy
 import json
+import math
 import time
 from pathlib import Path
 
@@ -109,7 +110,8 @@ def narrow(model: nn.Module, example: dict, data: list, test: list) -> dict[str,
             folded, report = fold(model, outputs=lambda out: out.last_hidden_state, **options, **example)
             row = {"gone": report.foldable, "spread": report.spread, "error": report.max_error}
         plain = embeddings(folded, test)
-        row["float16"] = cosine(embeddings(copy.deepcopy(folded).half(), test), plain)
+        half = cosine(embeddings(copy.deepcopy(folded).half(), test), plain)
+        row["float16"] = None if math.isnan(half) else half  # None: it overflows
         row["8 bits"] = cosine(embeddings(rounded(folded, data[:4]), test), plain)
         found[way] = row
         print(way, row, flush=True)
