@@ -3,7 +3,7 @@
 These are Ethos-U (as Vela estimates), XNNPACK, and circuits of proofs (ezkl).
 
     python benchmarks/edge.py ethos   # needs benchmarks/edge-requirements.txt, in an environment of its own
-    python benchmarks/edge.py xnnpack # needs pip install -e ".[vision,executorch]"; no kept result
+    python benchmarks/edge.py xnnpack # needs pip install -e ".[vision,executorch]"
     python benchmarks/edge.py ezkl    # needs pip install -e ".[export]" ezkl==23.0.5
 
 Each model has LayerNorm, `un`, or `un` folded. `two-blocks` is a tiny ViT of this project (width 64, 49 tokens, ReLU)

@@ -52,9 +52,20 @@ def ezkl_table(rows: list[dict]) -> list[str]:
     ]
 
 
+def xnnpack_table(rows: list[dict]) -> list[str]:
+    """Pieces that XNNPACK takes, operations outside, and time."""
+    lines = ["| model | norms | pieces | operations outside | ms | to LayerNorm |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        ratio = row["obstacle"] or "{median:.2f} ({low:.2f} to {high:.2f})".format(**row["to_layer"])
+        cells = [row["model"], NORMS[row["norms"]], str(row["pieces"]), str(row["outside"]), f"{row['ms']:.1f}", ratio]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 TABLES = {
     "ethos": ("ethos", ethos_table, ("litert-torch", "ai-edge-quantizer", "ethos-u-vela")),
     "accuracy": ("ethos", accuracy_table, ("litert-torch", "ai-edge-quantizer")),
+    "xnnpack": ("xnnpack", xnnpack_table, ("executorch",)),
     "ezkl": ("ezkl", ezkl_table, ("ezkl", "onnx")),
 }
 """Tables of the page: the result file, the function that formats its rows, and packages to name."""
