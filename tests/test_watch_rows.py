@@ -127,6 +127,14 @@ def test_cka_of_two_models():
             cka(one, **{"batches": batches, **options})
 
 
+def test_cka_of_features_with_a_large_common_part():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5))
+    nn.init.constant_(model[1].bias, 1e4)
+    found = cka(model, [torch.randn(40, 5)], layers=["0", "1"])
+    assert 0.5 < found.values[0, 1] <= 1
+
+
 def test_singular_values_of_embeddings():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(30, 8))
