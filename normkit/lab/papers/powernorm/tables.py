@@ -27,8 +27,8 @@ TABLE1 = Study(
     " with Fixup none; LayerDrop of 0.2, as in its paper. Dynamic Conv has its own depth on GPUs, 7 and 6 layers."
     " Scaling NMT has its own learning rate, warm-up and batches (459k tokens on WMT14); at the other scales four times"
     " the batch and twice the learning rate, for a fourth of the updates. At pocket scale LN after each block takes a"
-    " learning rate of 5e-4: at 2e-3 its loss had not fallen by step 320. Pocket runs see less than a hundredth of the papers'"
-    " tokens, with a model an eighth as large: they show that a row trains, not which is best at the end.",
+    " learning rate of 5e-4: at 2e-3 its loss had not fallen by step 320. Pocket runs see less than a hundredth of the"
+    " papers' tokens, with a model an eighth as large: they show that a row trains, not which is best at the end.",
     columns=(
         Column(title="IWSLT14 small", metric="bleu", base=IWSLT14, settings=ENCODER),
         Column(title="WMT14 big", metric="bleu", base=WMT14_DE_BIG, settings=ENCODER),
