@@ -60,8 +60,8 @@ def lm_ptb_adaptive() -> Run:
     """
     epoch = 225
     return dataclasses.replace(
-        lm_ptb_core1(), name="lm_ptb_adaptive", context=128, batch_tokens=32 * 128,
-        model=Model(width=512, hidden=2048, depth=6, heads=8, adaptive=(2000, 6000), test_memory=384,
+        lm_ptb_core1(), name="lm_ptb_adaptive", context=128, test_context=32, batch_tokens=32 * 128,
+        model=Model(width=512, hidden=2048, depth=6, heads=8, adaptive=(2000, 6000), test_memory=96,
                     dropout=0.3, attention_dropout=0.1, hidden_dropout=0.1),
         steps=60 * epoch, label_smoothing=0.0, valid_every=epoch, checkpoint_every=epoch,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def lm_wikitext103_adaptive() -> Run:
     Differs: momentum is not Nesterov's; one cosine.
     """
     return Run(
-        name="lm_wikitext103_adaptive", task="lm", data="wikitext-103", context=512, test_context=512,
+        name="lm_wikitext103_adaptive", task="lm", data="wikitext-103", context=3072, test_context=512,
         model=Model(width=1024, hidden=4096, depth=16, heads=8, adaptive=(20_000, 60_000), max_length=3072,
                     test_memory=2560, dropout=0.3, attention_dropout=0.1, hidden_dropout=0.1),
         steps=286_000, batch_tokens=3072, accumulate=3, bucketing=False,
