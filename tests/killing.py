@@ -7,7 +7,7 @@ import time
 from normkit.lab.train.run import train
 
 
-def noted_job(title, run, folder, command):
+def noted_job(title, run, folder, command, kinds):
     """A study's job that records its process.
 
     It runs slowly enough to be killed in the middle.
