@@ -27,8 +27,9 @@ class SwitchableNorm(Norm):
             paper, over the real positions of `x [batch, ..., dim]`.
         alpha: Share of the old running statistics per step; 0.9 as in the authors' code.
 
+    >>> import torch
     >>> SwitchableNorm(2, eps=0.0)(torch.tensor([[1.0, 3.0], [3.0, 5.0]])).tolist()
-    [[-1.5, 0.5], [-0.5, 1.5]]
+    [[-1.0, 0.0], [0.0, 1.0]]
     """
 
     batch_free = False
