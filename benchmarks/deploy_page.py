@@ -60,11 +60,13 @@ def headline(folder: Path = RESULTS) -> str:
         cells = [span(picked[recipe], "to_same") for recipe in ("", "products", "stream")] + [span(best, "to_best")]
         lines.append(f"| {MODELS[rows[0]['model']][0]} | {' | '.join(cells)} |")
     where, n = shown[0]["where"], shown[0]["rows"][0]["n"]
+    spread = any(row["norm"] == "limited" for result in shown for row in result["rows"])
+    limited = " In int8, all-MiniLM-L6-v2 is folded with `spread=16`: two norms stay multiply-adds." if spread else ""
     return "\n".join([
         *lines, "",
         (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "
         f"{where['device']},\n{n} rounds by turns, median (20th to 80th percentile), commit {where['commit'][:7]}. "
-        f"`python benchmarks/deploy.py --models bert6`\nreproduces a row."),
+        f"`python benchmarks/deploy.py --models bert6`\nreproduces a row.{limited}"),
     ])  # fmt: skip
 
 

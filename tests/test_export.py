@@ -5,6 +5,7 @@ import sys
 import onnx
 import pytest
 import torch
+from test_export_int8 import Mixer
 from third_party_models import CASES, case_of, randomize
 from torch import Tensor, nn
 
@@ -79,19 +80,8 @@ def test_openvino_computes_the_same_without_a_norm(name, tmp_path):
 def test_xnnpack_delegates_a_folded_model_whole(tmp_path):
     pytest.importorskip("executorch")
 
-    class Mixer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(3)])
-            self.into, self.out = (nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for norm, into, out in zip(self.norms, self.into, self.out, strict=True):
-                x = x + out(torch.relu(into(norm(x))))
-            return x
-
     x = torch.randn(4, 8)
-    before = randomize(Mixer()).eval()
+    before = randomize(Mixer(width=8, depth=3)).eval()
     model = randomize(convert(before, "un")).eval()
     outside = export(before, tmp_path / "layer.pte", x)
     assert outside.normalizing == {"aten.native_layer_norm.default": 3}

@@ -15,12 +15,12 @@ PACKAGES = {"onnx": "onnxruntime", "xml": "nncf", "pte": "executorch"}
 
 
 class Mixer(nn.Module):
-    """Two pre-norm blocks."""
+    """Pre-norm blocks."""
 
-    def __init__(self):
+    def __init__(self, width: int = 16, depth: int = 2):
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(2)])
-        self.into, self.out = (nn.ModuleList([nn.Linear(16, 16) for _ in range(2)]) for _ in range(2))
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(depth)])
+        self.into, self.out = (nn.ModuleList([nn.Linear(width, width) for _ in range(depth)]) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, into, out in zip(self.norms, self.into, self.out, strict=True):

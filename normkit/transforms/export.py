@@ -60,9 +60,10 @@ class Exported:
 
     def __str__(self) -> str:
         kept = ", ".join(f"{n} {name}" for name, n in self.normalizing.items()) or "none"
+        int8 = f"; int8, cosine {self.cosine:.4f}" if self.cosine is not None else ""
         return (
             f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
-            f"{self.max_error:.1e} in {self.runtime}" + (f"; int8, cosine {self.cosine:.4f}" if self.cosine else "")
+            f"{self.max_error:.1e} in {self.runtime}{int8}"
         )
 
 

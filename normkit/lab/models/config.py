@@ -20,8 +20,9 @@ class Model(Checked):
     """
 
     arch: str = ""
-    """Images: architecture, e.g. resnet20. The sizes below are those of tiny_vit only. Language models: empty for a
-    Transformer decoder, or lstm."""
+    """Architecture. Images: e.g. resnet20. Language models: lstm, or empty for a decoder.
+
+    The sizes below are those of tiny_vit and of Transformers."""
     image_size: int = limited(32, at_least=1, at_most=WIDEST)
     """Images: height and width of the model's input, in pixels."""
     patch: int = limited(4, at_least=1, at_most=WIDEST)
@@ -46,11 +47,13 @@ class Model(Checked):
     """Self-attention by scaled dot products. In a language model also multi-linear over max_length words (tensorized
     Transformer), or by distances and with carried memory (Transformer-XL). Or a lightweight or dynamic convolution."""
     kernels: tuple[int, ...] = (3, 7, 15, 31)
-    """Tokens that the convolution of each layer reads, odd numbers; the last one holds for all further layers."""
+    """Tokens that each layer's convolution reads, odd; the last number holds for all further layers."""
     memory: int = limited(0, at_least=0, at_most=WIDEST)
-    """Words before a segment that its words attend to, carried from the segments before; needs attention=relative."""
+    """Words of earlier segments that a segment's words attend to; needs attention=relative."""
     test_memory: int | None = limited(None, at_least=0, at_most=WIDEST)
-    """The same at inference; None: as in training. With other attention the test reads these words again, unscored."""
+    """The same at inference; None: as in training.
+
+    With other attention the test reads these words again, unscored."""
     rank: int = limited(40, at_least=1, at_most=WIDEST)
     """Components of multi-linear attention."""
     cores: int = limited(1, at_least=1, at_most=WIDEST)
@@ -64,7 +67,7 @@ class Model(Checked):
     init: Init = "xavier"
     """Initialization: Xavier, SmallInit of the attention, or smaller with depth (DS-Init, Fixup, T-Fixup)."""
     reparametrize: Literal["none", "weight", "spectral"] = "none"
-    """Weight or spectral normalization of linear and convolution layers; weight norm starts on the first batch."""
+    """Weight (started on the first batch) or spectral normalization of linear and convolution layers."""
     fixnorm: bool = False
     """Word vectors of length one."""
     tie: bool = True

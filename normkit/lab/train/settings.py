@@ -106,7 +106,7 @@ class Optimization(Checked):
     lr: float = limited(3e-3, above=0)
     """Peak learning rate."""
     optimizer: Literal["adamw", "sgd", "nt-asgd"] = "adamw"
-    """AdamW; SGD with momentum; or SGD that averages its weights once validation stops improving (NT-ASGD)."""
+    """AdamW; SGD with momentum; or NT-ASGD: SGD with averaging once validation stops improving."""
     momentum: float = limited(0.9, at_least=0, below=1)
     """Momentum of SGD."""
     betas: tuple[float, float] = (0.9, 0.98)
