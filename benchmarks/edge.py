@@ -28,6 +28,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -85,8 +86,10 @@ VITS = {  # tiny ViTs of this project: settings, size of images
     "two-blocks": (Model(width=64, hidden=128, depth=2, heads=4), 28),
     "one-head": (Model(width=64, hidden=128, depth=2, heads=1), 28),
     "one-block": (Model(width=16, hidden=32, depth=1, heads=2), 12),
+    "width-8": (Model(width=8, hidden=16, depth=1, heads=1), 8),
 }
 MODELS = (*VITS, "deit-tiny")
+PROVED = "width-8"  # the model that is small enough to be proved many times
 
 
 def untrained(name: str) -> tuple[nn.Module, int]:
@@ -236,16 +239,63 @@ def ethos(given: argparse.Namespace) -> Iterator[dict]:
 
 
 def ezkl(given: argparse.Namespace) -> Iterator[dict]:
-    """Rows of the circuit."""
+    """Rows of the circuit; of the smallest model also the seconds of each proof, by turns on one thread."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import ezkl
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for case in cases(given):
-            with quiet():
+    rows, provers = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, case in enumerate(cases(given)):
+            place = Path(folder, str(number))
+            place.mkdir()
+            with contextlib.chdir(place), quiet():
                 torch.onnx.export(case.model, (case.calibration[:1],), "model.onnx", opset_version=15, dynamo=False)
-                ezkl.gen_settings("model.onnx", "settings.json")
-            settings = json.loads(Path("settings.json").read_text(encoding="utf8"))
-            yield {"model": case.name, "norms": case.norms, "rows": settings["num_rows"]}
+                ezkl.gen_settings("model.onnx", "settings.json", py_run_args=circuit(case.name))
+            settings = json.loads((place / "settings.json").read_text(encoding="utf8"))
+            rows.append({"model": case.name, "norms": case.norms, "rows": settings["num_rows"]})
+            if case.name == PROVED:
+                rows[-1]["seconds"] = []
+                provers.append((rows[-1]["seconds"], prover(place, case.calibration[:1])))
+        for _ in range(given.rounds if provers else 0):
+            for seconds, prove in provers:
+                start = time.perf_counter()
+                prove()
+                seconds.append(round(time.perf_counter() - start, 2))
+        yield from rows
+
+
+def circuit(name: str) -> Any:
+    """Settings of a circuit: ezkl's own, but smaller tables for the model that is proved."""
+    import ezkl
+
+    settings = ezkl.PyRunArgs()
+    if name == PROVED:
+        settings.logrows, settings.lookup_range = 12, (-512, 512)
+        settings.decomp_base, settings.decomp_legs = 1024, 3
+        settings.input_scale = settings.param_scale = 5
+    return settings
+
+
+def prover(place: Path, image: Tensor) -> Callable[[], None]:
+    """Set a circuit up, and return a call that proves one inference and checks the proof."""
+    import ezkl
+
+    (place / "input.json").write_text(json.dumps({"input_data": [image.flatten().tolist()]}), encoding="utf8")
+    with contextlib.chdir(place):
+        ezkl.compile_circuit("model.onnx", "circuit", "settings.json")
+        ezkl.gen_srs("srs", 12)
+        ezkl.setup("circuit", "vk", "pk", srs_path="srs")
+        ezkl.gen_witness("input.json", "circuit", "witness.json")
+
+    def prove() -> None:
+        with contextlib.chdir(place):
+            ezkl.prove("witness.json", "circuit", "pk", "proof.json", srs_path="srs")
+            if not ezkl.verify("proof.json", "settings.json", "vk", srs_path="srs"):
+                raise RuntimeError("the proof is wrong")
+
+    return prove
 
 
 # XNNPACK
@@ -323,7 +373,7 @@ def show(row: dict) -> None:
 TARGETS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[dict]], tuple[str, ...], list[str]]] = {
     "ethos": (ethos, ("litert-torch", "ai-edge-quantizer", "ethos-u-vela"), ["two-blocks", "deit-tiny"]),
     "xnnpack": (xnnpack, ("executorch", "torchao"), ["two-blocks", "deit-tiny"]),
-    "ezkl": (ezkl, ("ezkl", "onnx"), ["two-blocks", "one-head"]),
+    "ezkl": (ezkl, ("ezkl", "onnx"), ["two-blocks", "one-head", PROVED]),
 }
 """Functions that measure, the packages whose versions the result names, and models."""
 
@@ -336,7 +386,7 @@ def main() -> None:
     parser.add_argument("--un", type=Path, help="the same trained with un")
     parser.add_argument("--test", type=int, default=10_000, help="test images")
     parser.add_argument("--accelerators", nargs="+", default=["ethos-u55-128", "ethos-u65-256"])
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of timing; 0 only writes the programs")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of timing; 0 measures no time")
     parser.add_argument("--numbers", nargs="+", default=["float32"], choices=["float32", "int8"])
     parser.add_argument("--files", type=Path, default=Path("runs/edge"), help="folder of XNNPACK's programs")
     given = parser.parse_args()

@@ -7,6 +7,7 @@ python benchmarks/edge_page.py
 
 import json
 import re
+import statistics
 import textwrap
 from pathlib import Path
 
@@ -43,13 +44,17 @@ def accuracy_table(rows: list[dict]) -> list[str]:
 
 
 def ezkl_table(rows: list[dict]) -> list[str]:
-    """Rows of circuits."""
-    lines = ["| model | norms | rows | to LayerNorm |", "|---|---|---|---|"]
-    base = {row["model"]: row["rows"] for row in rows if row["norms"] == "layer"}
-    return lines + [
-        f"| {row['model']} | {NORMS[row['norms']]} | {row['rows']:,} | {row['rows'] / base[row['model']]:.2f} |"
-        for row in rows
-    ]
+    """Rows of circuits, and seconds of proofs."""
+    lines = ["| model | norms | rows | to LayerNorm | seconds of a proof | to LayerNorm |", "|---" * 6 + "|"]
+    base = {row["model"]: row for row in rows if row["norms"] == "layer"}
+    for row in rows:
+        layer, took = base[row["model"]], row.get("seconds", [])
+        time = f"{statistics.median(took):.1f}" if took else ""
+        ratios = [mine / other for mine, other in zip(took, layer.get("seconds", []), strict=True)]
+        to_layer = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+        cells = [row["model"], NORMS[row["norms"]], f"{row['rows']:,}", f"{row['rows'] / layer['rows']:.2f}", time]
+        lines.append(f"| {' | '.join([*cells, to_layer])} |")
+    return lines
 
 
 def xnnpack_table(rows: list[dict]) -> list[str]:

@@ -62,12 +62,12 @@ def test_the_scope_selects_what_computes_in_integers(mixer, tmp_path):
     assert read_by["stream"]["Add"] == 2
 
 
-def test_an_attention_mask_stays_in_float(tmp_path):
+@pytest.mark.parametrize("suffix", ["onnx", "xml"])
+def test_an_attention_mask_stays_in_float(suffix, tmp_path):
+    pytest.importorskip(PACKAGES[suffix])
     case = case_of("bert")
-    batches = [case.kwargs]
-    done = export(
-        case.model.eval(), tmp_path / "m.onnx", outputs=case.outputs, int8=Int8(batches, "stream"), **case.kwargs
-    )
+    int8 = Int8([case.kwargs], "stream")
+    done = export(case.model.eval(), tmp_path / f"m.{suffix}", outputs=case.outputs, int8=int8, **case.kwargs)
     assert (case.kwargs["attention_mask"] == 0).any()
     assert done.cosine > 0.99, str(done)
 

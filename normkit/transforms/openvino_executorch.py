@@ -39,14 +39,15 @@ def quantize_openvino(
 
     graph = openvino.Core().read_model(str(source))
     readers = [op.input_value(0).get_node() for op in graph.get_ops() if op.get_type_name() == "Softmax"]
-    masking = {op.get_friendly_name() for op in readers if op.get_type_name() == "Add"}
+    in_float = {op.get_friendly_name() for op in readers if op.get_type_name() == "Add"}  # masks
+    in_float |= {op.get_friendly_name() for op in graph.get_ops() if op.get_type_name() == "Gather"}  # nncf fails there
     weights = QuantizationParameters(per_channel=int8.per_channel)
     quantized = nncf.quantize(
         graph,
         nncf.Dataset([[t.numpy() for t in batch] for batch in batches]),
         subset_size=len(batches),
         model_type=nncf.ModelType.TRANSFORMER if int8.scope == "products" else None,  # leaves sums in float
-        ignored_scope=nncf.IgnoredScope(names=sorted(masking)),
+        ignored_scope=nncf.IgnoredScope(names=sorted(in_float)),
         advanced_parameters=AdvancedQuantizationParameters(weights_quantization_params=weights),
     )
     return _run_openvino(quantized, given, path)
