@@ -239,7 +239,7 @@ def ethos(given: argparse.Namespace) -> Iterator[dict]:
 
 
 def ezkl(given: argparse.Namespace) -> Iterator[dict]:
-    """Rows of the circuit; of the smallest model also the seconds of each proof, by turns on one thread."""
+    """Rows of the circuit; for the smallest model also seconds of proofs, by turns."""
     os.environ["RAYON_NUM_THREADS"] = "1"
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

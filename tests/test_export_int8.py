@@ -69,7 +69,7 @@ def test_an_attention_mask_stays_in_float(suffix, tmp_path):
     int8 = Int8([case.kwargs], "stream")
     done = export(case.model.eval(), tmp_path / f"m.{suffix}", outputs=case.outputs, int8=int8, **case.kwargs)
     assert (case.kwargs["attention_mask"] == 0).any()
-    assert done.cosine > 0.99, str(done)
+    assert done.cosine > {"onnx": 0.99, "xml": 0.97}[suffix], str(done)
 
 
 def test_weights_have_one_scale_or_one_for_each_channel(mixer, tmp_path):
