@@ -1,4 +1,4 @@
-"""Fill the measured tables of README.md from the files in results/.
+"""Fill the measured tables of README.md and docs/log.md from the files in results/.
 
 No figure in it is typed by hand.
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "log.md")
 DEMO = ROOT / "results" / "demo"
 TABLES = ROOT / "results" / "studies" / "pocket" / "tables"
 KEPT = ("table.txt", "curves.png", "statistics.png", "*/result.json")
@@ -101,7 +101,37 @@ def deploy() -> str:
     return deploy_page.headline()
 
 
-TABLE: dict[str, Callable[[], str]] = {"demo": demo, "deploy": deploy, "multi30k": multi30k}
+def length() -> str:
+    """Format the scores with statistics of donors, chosen by length: mean, deviation and number of seeds."""
+    made = json.loads((TABLES / "length.cmudict.json").read_text(encoding="utf8"))
+    titles = [column["title"].removeprefix("PER, ") for column in made["columns"] if column["title"].startswith("PER")]
+    lines = [f"| norm, batches | {' | '.join(titles)} |", "|" + "---|" * (len(titles) + 1)]
+    for row in made["rows"]:
+        cells = [re.sub(r" \(1\)$", "", _mean(cell)) or "-" for cell in row["cells"][: len(titles)]]
+        if cells[0] != "-":
+            norm, _, way = row["label"].rpartition(", ")
+            same = set(cells) == {cells[0]}  # no statistics
+            lines.append(
+                f"| `{norm}`, {way} | {' | '.join([cells[0], *('=' if same else each for each in cells[1:])])} |"
+            )
+    return "\n".join(lines)
+
+
+def advice() -> str:
+    """Format the runs by which the rule of `normkit.watch.advise` was fitted and tested."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import advice
+
+    return advice.show(json.loads(advice.FILE.read_text(encoding="utf8")))
+
+
+TABLE: dict[str, Callable[[], str]] = {
+    "advice": advice,
+    "demo": demo,
+    "deploy": deploy,
+    "length": length,
+    "multi30k": multi30k,
+}
 
 
 def fill(text: str) -> str:
@@ -112,4 +142,5 @@ def fill(text: str) -> str:
 if __name__ == "__main__":
     for run in sys.argv[1:]:
         keep(Path(run), DEMO)
-    README.write_text(fill(README.read_text(encoding="utf8")), encoding="utf8")
+    for page in PAGES:
+        page.write_text(fill(page.read_text(encoding="utf8")), encoding="utf8")

@@ -1,6 +1,7 @@
 """The documentation runs: Python blocks of pages, examples, links, generated pages."""
 
 import importlib.util
+import json
 import pathlib
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import normkit
 from normkit.cli import COMMANDS
 from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.watch import THRESHOLDS
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -85,15 +87,26 @@ def test_the_tables_of_laws_name_every_norm():
     assert all(f"`{name}`" in head for name in normkit.NORMS), "run `make laws`"
 
 
-def test_readme_figures_match_result_files():
+def test_readme_and_log_figures_match_result_files():
     spec = importlib.util.spec_from_file_location("measured", ROOT / "scripts" / "measured.py")
     assert spec is not None
     assert spec.loader is not None
     measured = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(measured)
-    text = (ROOT / "README.md").read_text(encoding="utf8")
-    assert measured.PLACE.search(text)
-    assert text == measured.fill(text), "run `python scripts/measured.py`"
+    for page in measured.PAGES:
+        text = page.read_text(encoding="utf8")
+        assert measured.PLACE.search(text)
+        assert text == measured.fill(text), "run `python scripts/measured.py`"
+
+
+def test_the_rule_of_advise_is_the_fitted_one(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import advice
+
+    fitting, test = advice.halves(json.loads(advice.FILE.read_text(encoding="utf8")))
+    threshold = advice.fit(fitting)
+    assert round(threshold, 2) == THRESHOLDS["target_share"].value, "edit THRESHOLDS and docs/watch.md"
+    assert advice.right(test, threshold) >= 0.9 * len(test), "advise must not predict"
 
 
 def test_every_command_has_its_line():

@@ -1,8 +1,10 @@
-"""Advice on batch statistics for norms that keep none, by what was recorded there."""
+"""Prediction for batch statistics at norms that keep none, by what was recorded there."""
 
 import math
 from collections.abc import Iterable
 
+from normkit.watch.faults import THRESHOLDS
+from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Row, as_recording
 from normkit.watch.row_names import format_sites, keeps_batch_statistics
 
@@ -13,9 +15,11 @@ UNKNOWN = (
 
 
 def advise(rows: Iterable[Row] | Recording) -> list[str]:
-    """State how far batch statistics would be from running ones at norms that keep none.
+    """Predict whether batch statistics would hold at evaluation, at norms that keep none.
 
-    It makes no prediction: no rule on these numbers was right in nine of ten of our runs (docs/log.md).
+    BatchNorm and PN-V fail where batches differ in the target's length, given the source's: the model reads it from
+    their statistics (`benchmarks/advice.py` fits and tests this rule). The result is "not known" if lengths were not
+    recorded, or gaps are above those of the runs that held.
 
     >>> rows = [Row(1, "norm", "LayerNorm", f"gap_{kind}", 0.9) for kind in ("batch", "quadratic")]
     >>> print(*advise(rows))
@@ -29,11 +33,20 @@ def advise(rows: Iterable[Row] | Recording) -> list[str]:
     found = [f"{format_sites(lacking)}: {UNKNOWN}"] if lacking else []
     if known:
         batch, quadratic = (max(gaps[site][side] for site in known) for side in (0, 1))
-        shares = [share for site in known if not math.isnan(share := recording.middle("length_share", site))]
-        length = f"; batch length explains up to {100 * max(shares):.0f} % of it" if shares else ""
         found.insert(
             0,
             f"{format_sites(known)}: BatchNorm would be off by {100 * batch:.0f} % at evaluation, PN-V and UN by"
-            f" {100 * quadratic:.0f} %{length}; whether a model bears that is not known",
+            f" {100 * quadratic:.0f} %; {_prediction(target_share(recording), batch, quadratic)}",
         )
     return found
+
+
+def _prediction(share: float, batch: float, quadratic: float) -> str:
+    """Predict by the share of target lengths that is between batches, and the largest gaps."""
+    lengths = f"{100 * share:.0f} % of the target's length, given the source's, differs between batches"
+    if share > THRESHOLDS["target_share"].value:
+        un = "UN would hold" if quadratic <= THRESHOLDS["gap"].value else "of UN this is not known"
+        return f"BatchNorm and PN-V would fail, as {lengths}; {un}"
+    if share <= THRESHOLDS["target_share"].value and max(batch, quadratic) <= THRESHOLDS["gap"].value:
+        return f"all three would hold, as {lengths}" if share else "all three would hold"
+    return "whether a model bears that is not known"

@@ -9,7 +9,7 @@ from torch import Tensor
 from normkit.kernels import ops, sync
 from normkit.norms import PowerNorm, StatNorm
 from normkit.norms.un import UN
-from normkit.watch.length import LengthShare, batch_length
+from normkit.watch.length import LengthShare, batch_lengths
 from normkit.watch.quantities import QUARTILES, Quantity
 from normkit.watch.sites import Site
 
@@ -100,7 +100,7 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     mean, var, count = moments(x, mask, module)
     batch = {"mean": mean, "var": var, "quadratic": var + mean.square()}
     fields = {**batch, **memory.average({k: v for k, v in batch.items() if f"running_{k}" not in own}), **own}
-    fields["length"] = batch_length(mask if real is None else real, x.shape[:-1], mean)
+    fields["length"], fields["length_spread"] = batch_lengths(mask if real is None else real, x.shape[:-1], mean)
     sigma = (var + site.eps).sqrt()
     moved = torch.cat([mean / sigma, sigma.log()]), (batch["quadratic"] + site.eps).log() / 2
     if (share := memory.share.add(fields["length"], *moved)) is not None:

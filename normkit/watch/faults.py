@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Series
 from normkit.watch.row_names import format_sites, freezes_quadratic_means, keeps_batch_statistics, relies_on_batch
 
@@ -24,6 +25,9 @@ THRESHOLDS: dict[str, Threshold] = {
     "gap": Threshold(0.25, "gap at evaluation, of the output's own size, above which frozen batch statistics fail"),
     "gap_holds": Threshold(0.15, "gap up to which a norm by quadratic means holds"),
     "length_share": Threshold(0.2, "share of the variance between batches that batch length explains"),
+    "target_share": Threshold(
+        0.06, "share of target lengths, given source lengths, that differs between batches: above, batch and pnv fail"
+    ),
     "steps": Threshold(20, "steps before which running statistics still show their initial values: no gap is judged"),
     "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
     "tokens": Threshold(32, "rows of a batch below which its statistics are mostly chance"),
@@ -187,7 +191,9 @@ def evaluation_quadratic(recording: Recording) -> list[Finding]:
 
 
 def batch_length(recording: Recording) -> list[Finding]:
-    """Find statistics of each batch that tell the model how long its input is."""
+    """Find statistics of each batch that tell the model how long its target is."""
+    if target_share(recording) <= THRESHOLDS["target_share"].value:
+        return []  # the source's length gives the target's away already, or all lengths are alike
     hit = {}
     for site, norm in recording.norms().items():
         kind = "length_share_quadratic" if freezes_quadratic_means(norm) else "length_share"

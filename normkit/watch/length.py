@@ -1,10 +1,16 @@
-"""Share of the variance between batches that the length of a batch explains."""
+"""What batches tell of their lengths: by the statistics of norms, and by how they were made."""
+
+import math
+import statistics
 
 import torch
 from torch import Tensor
 
+from normkit.watch.recording import Recording
+
 FORGET = 0.98  # weight of the past: about the last 50 samples count
 LEAST = 3  # samples from which on there is a share
+LEAST_BATCHES = 10  # sampled batches from which on lengths are compared
 
 
 class LengthShare:
@@ -47,7 +53,40 @@ class LengthShare:
         return (1 - (1 - share) * self.count / (self.count - 1)).clamp(min=0)
 
 
-def batch_length(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
-    """Return real tokens per sequence of `[batch, time, ...]`; 1 without time."""
-    count = like.new_full((), shape.numel()) if mask is None else mask.sum().to(like)
-    return count / max(shape[0], 1)
+def batch_lengths(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of the real tokens per sequence of `[batch, time, ...]`.
+
+    >>> [each.item() for each in batch_lengths(torch.tensor([[1, 1, 1], [1, 0, 0]]), torch.Size([2, 3]), torch.ones(1))]
+    [2.0, 1.0]
+    """
+    if mask is None:
+        return like.new_full((), shape.numel() / max(shape[0], 1)), like.new_zeros(())
+    lengths = mask.reshape(shape[0], -1).sum(1).to(like)
+    return lengths.mean(), lengths.std(correction=0)
+
+
+def target_share(recording: Recording) -> float:
+    """Return the share of the variance of target lengths, given source lengths, that is between batches.
+
+    The first norm reads sources, the last one targets. What a line through the batches' mean lengths leaves of the
+    targets' is compared with the spread in a batch. Shuffled batches have a share near 0, batches of one length 1.
+
+    Returns:
+        The share; 0 if all sequences have one length; nan if lengths were not recorded in ten batches, or the first and
+        last norm read the same sequences.
+    """
+    lengths, spreads = recording.of("length"), recording.of("length_spread")
+    if not lengths or not spreads:
+        return math.nan
+    first, *_, last = (*lengths, *lengths)
+    points = [dict(series.points()) for series in (lengths[first], lengths[last], spreads[last])]
+    steps = [step for step in points[0] if all(step in each for each in points)]
+    if len(steps) < LEAST_BATCHES:
+        return math.nan
+    x, y, spread = ([each[step] for step in steps] for each in points)
+    if min(x) == max(x) and min(y) == max(y) and not any(spread):
+        return 0.0
+    if x == y or min(x) == max(x) or min(y) == max(y):
+        return math.nan
+    between = statistics.pvariance(y) * (1 - statistics.correlation(x, y) ** 2)
+    return between / (between + statistics.fmean(each * each for each in spread))

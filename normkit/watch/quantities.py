@@ -119,6 +119,8 @@ QUANTITIES: dict[str, Quantity] = {
         "psi running_psi", lambda psi, before: _rms(psi / before - 1)),
     "length": Quantity(
         "real tokens per sequence of the batch", "normkit", "length", _identity),
+    "length_spread": Quantity(
+        "their standard deviation over the sequences", "normkit", "length_spread", _identity),
     "length_share": Quantity(
         "share of the variance between batches of mu_B / sigma_B and log sigma_B that batch length explains, linearly:"
         " last 50 samples, changes from one to the next, less what is chance", "normkit",

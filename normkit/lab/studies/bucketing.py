@@ -49,6 +49,7 @@ CMUDICT_BUCKETING = _study("bucketing.cmudict", "CMU Pronouncing Dictionary", "p
 
 STATISTICS = {
     "running": "running",
+    "calibrated": "calibrated",
     "same lengths": "donors",
     "same source length": "donors source",
     "target two longer": "donors longer",
@@ -69,7 +70,7 @@ def _length(id: str, data: str, metric: str, base: Bases, norms: tuple[str, ...]
         rows=_rows(norms, ways),
         columns=(
             *_columns(metric, base, {f"{metric.upper()}, {title}": kind for title, kind in STATISTICS.items()}),
-            *_columns("symbols", base, {f"symbols, {title}": STATISTICS[title] for title in list(STATISTICS)[1:5]}),
+            *_columns("symbols", base, {f"symbols, {title}": STATISTICS[title] for title in list(STATISTICS)[2:6]}),
         ),
     )
 
