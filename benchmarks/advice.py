@@ -1,4 +1,4 @@
-"""Fit and test the rule by which `normkit.watch.advise` predicts that running statistics fail.
+"""Fit and test the rule by which `normkit.watch.advise` predicts failure.
 
 python benchmarks/advice.py            compute results/advice.json from the kept results and their training data
 python benchmarks/advice.py --show     print the table from that file
@@ -94,7 +94,7 @@ def predicts_failure(norm: str, share: float, threshold: float) -> bool:
 
 
 def fit(runs: list[dict]) -> float:
-    """Threshold between the shares of runs that fail and those that hold, of norms that rely on their batch.
+    """Fit the threshold, to shares of norms that rely on their batch.
 
     Of all thresholds with the fewest wrong predictions, the middle of the lowest range, in logarithms.
     """

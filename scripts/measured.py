@@ -102,7 +102,7 @@ def deploy() -> str:
 
 
 def length() -> str:
-    """Format the scores with statistics of donors, chosen by length: mean, deviation and number of seeds."""
+    """Format scores with statistics of donors: mean, standard deviation and seeds."""
     made = json.loads((TABLES / "length.cmudict.json").read_text(encoding="utf8"))
     titles = [column["title"].removeprefix("PER, ") for column in made["columns"] if column["title"].startswith("PER")]
     lines = [f"| norm, batches | {' | '.join(titles)} |", "|" + "---|" * (len(titles) + 1)]

@@ -10,12 +10,9 @@ from torch import nn
 
 import normkit
 from normkit.cli import main
-from normkit.lab.data.batches import batches_of
 from normkit.lab.report import results
 from normkit.watch import NOT_CHECKED, QUANTITIES, THRESHOLDS, Row, advise, checked, diagnose, train_eval_gap, write
 from normkit.watch.diagnose import CHECKS
-from normkit.watch.length import target_share
-from normkit.watch.recording import as_recording
 from normkit.watch.row_names import format_sites
 
 
@@ -302,38 +299,6 @@ def test_a_check_that_cannot_be_made_is_named(check, tmp_path, capsys):
         write(tmp_path / "rows.csv", [row for row in healthy() if row.quantity not in check.needs.split()])
         assert main(["doctor", str(tmp_path)]) == 0
         assert f"not checked:\n- {check.kind}" in capsys.readouterr().out
-
-
-def pairs(by, gap=0.2, steps=200):
-    """Rows of two norms, of batches bucketed by some columns of pairs whose target length differs by chance."""
-    source = torch.randint(4, 12, (8000,), generator=torch.Generator().manual_seed(0))
-    both = torch.stack([source, source + (sample(0, 8000) > 0)], 1).numpy()
-    batches = batches_of(both.sum(1), 500, bucketing=by > 0, by=both[:, :by])
-    for step, items in enumerate(batches[:steps]):
-        for site, lengths in zip(("encoder", "decoder"), both[items].T, strict=True):
-            values = {"length": lengths.mean(), "length_spread": lengths.std(), "gap_batch": gap, "gap_quadratic": 0.1}
-            for name, value in {**values, "length_share": 0.5}.items():
-                yield Row(step + 1, site, "LayerNorm", name, float(value))
-
-
-def test_share_of_target_lengths_between_batches():
-    """Each source has two lengths of targets: by chance, 1 / 31 of their variance is between batches of 31 pairs."""
-    shuffled, by_source, by_both = (target_share(as_recording(pairs(by))) for by in (0, 1, 2))
-    assert shuffled < 0.01, "sources of all lengths add to the variance in a batch"
-    assert by_source == pytest.approx(1 / 31, abs=0.015)
-    assert by_both > 0.5
-
-
-def test_advice_by_the_lengths_of_targets():
-    start = "encoder, decoder: BatchNorm would be off by 20 % at evaluation, PN-V and UN by 10 %; "
-    [both], [source] = advise(pairs(2)), advise(pairs(1))
-    assert both.startswith(f"{start}BatchNorm and PN-V would fail, as 8")
-    assert both.endswith(" % of the target's length, given the source's, differs between batches; UN would hold")
-    assert source.startswith(f"{start}all three would hold, as 3 % of the target's length")
-    assert advise(pairs(1, gap=0.3))[0].endswith("whether a model bears that is not known")
-    assert advise(pairs(2, steps=9))[0].endswith("whether a model bears that is not known")
-    carried = {by: kinds(row._replace(norm="batch") for row in pairs(by)) for by in (1, 2)}
-    assert carried == {1: [], 2: ["batch length"]}
 
 
 def test_too_little_to_judge_by():

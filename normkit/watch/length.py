@@ -1,4 +1,4 @@
-"""What batches tell of their lengths: by the statistics of norms, and by how they were made."""
+"""Lengths of batches: in the statistics of norms, and of sources and targets."""
 
 import math
 import statistics
@@ -54,7 +54,7 @@ class LengthShare:
 
 
 def batch_lengths(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the real tokens per sequence of `[batch, time, ...]`.
+    """Return mean and deviation of the real tokens per sequence of `[batch, time, ...]`.
 
     >>> [each.item() for each in batch_lengths(torch.tensor([[1, 1, 1], [1, 0, 0]]), torch.Size([2, 3]), torch.ones(1))]
     [2.0, 1.0]
@@ -66,9 +66,9 @@ def batch_lengths(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple
 
 
 def target_share(recording: Recording) -> float:
-    """Return the share of the variance of target lengths, given source lengths, that is between batches.
+    """Return the share of target lengths, given source lengths, that is between batches.
 
-    The first norm reads sources, the last one targets. What a line through the batches' mean lengths leaves of the
+    It is a share of variance. The first norm reads sources, the last one targets. What a line through the batches' mean lengths leaves of the
     targets' is compared with the spread in a batch. Shuffled batches have a share near 0, batches of one length 1.
 
     Returns:

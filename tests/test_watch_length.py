@@ -1,0 +1,46 @@
+"""Lengths of source and target in the batches: what they predict for batch statistics."""
+
+import pytest
+import torch
+
+from normkit.lab.data.batches import batches_of
+from normkit.watch import NOT_CHECKED, Row, advise, diagnose
+from normkit.watch.length import target_share
+from normkit.watch.recording import as_recording
+
+
+def pairs(by, gap=0.2, steps=200):
+    """Rows of two norms; batches are bucketed by the first columns of pairs of lengths."""
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randint(4, 12, (8000,), generator=generator)
+    both = torch.stack([source, source + torch.randint(2, (8000,), generator=generator)], 1).numpy()
+    batches = batches_of(both.sum(1), 500, bucketing=by > 0, by=both[:, :by])
+    for step, items in enumerate(batches[:steps]):
+        for site, lengths in zip(("encoder", "decoder"), both[items].T, strict=True):
+            values = {"length": lengths.mean(), "length_spread": lengths.std(), "gap_batch": gap, "gap_quadratic": 0.1}
+            for name, value in {**values, "length_share": 0.5}.items():
+                yield Row(step + 1, site, "LayerNorm", name, float(value))
+
+
+def test_share_of_target_lengths_between_batches():
+    """Batches of 31 pairs, two lengths of targets for each source: 1 / 31 is chance."""
+    shuffled, by_source, by_both = (target_share(as_recording(pairs(by))) for by in (0, 1, 2))
+    assert shuffled < 0.01, "sources of all lengths add to the variance in a batch"
+    assert by_source == pytest.approx(1 / 31, abs=0.015)
+    assert by_both > 0.5
+
+
+def test_advice_by_the_lengths_of_targets():
+    start = "encoder, decoder: BatchNorm would be off by 20 % at evaluation, PN-V and UN by 10 %; "
+    [both], [source] = advise(pairs(2)), advise(pairs(1))
+    assert both.startswith(f"{start}BatchNorm and PN-V would fail, as 8")
+    assert both.endswith(" % of the target's length, given the source's, differs between batches; UN would hold")
+    assert source.startswith(f"{start}all three would hold, as 3 % of the target's length")
+    assert advise(pairs(1, gap=0.3))[0].endswith("whether a model bears that is not known")
+    assert advise(pairs(2, steps=9))[0].endswith("whether a model bears that is not known")
+
+
+def test_no_finding_if_target_lengths_follow_from_the_sources():
+    for by, expected in ((1, set()), (2, {"batch length"})):
+        found = diagnose(row._replace(norm="batch") for row in pairs(by))
+        assert {finding.kind for finding in found} - {NOT_CHECKED} == expected
