@@ -68,8 +68,8 @@ def batch_lengths(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple
 def target_share(recording: Recording) -> float:
     """Return the share of target lengths, given source lengths, that is between batches.
 
-    It is a share of variance. The first norm reads sources, the last one targets. What a line through the batches' mean lengths leaves of the
-    targets' is compared with the spread in a batch. Shuffled batches have a share near 0, batches of one length 1.
+    It is a share of variance. The first norm reads sources, the last one targets. What a line through the batches' mean
+    lengths leaves of the targets' is compared with the spread in a batch. Shuffled batches have a share near 0.
 
     Returns:
         The share; 0 if all sequences have one length; nan if lengths were not recorded in ten batches, or the first and
