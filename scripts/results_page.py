@@ -25,8 +25,8 @@ This page lists every kept measurement: studies, with the papers' numbers beside
 that were not run. `python scripts/results_page.py` generates it from the files in `results/`; do not edit it. Under
 each table are the number of runs, seeds, device, commit and command. Scales are not comparable: `pocket` is minutes on
 one CPU core, `gpu` ten minutes on one GPU, `paper` the original setting. Columns "donors" use the statistics of other
-training items of the same lengths. Columns "batch" (until 0.2) use those of each test batch itself: they depend on its
-right answers, and flatter norms that read the batch's length.
+training items of the same lengths. Columns "own" and "of each test batch itself" (until 0.2) depend on the right
+answers of that batch, and flatter norms that read its length.
 """
 
 

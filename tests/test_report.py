@@ -72,7 +72,7 @@ def test_columns_are_there_only_where_a_result_fills_them():
         "parameters",
         "loss",
         "perplexity running",
-        "perplexity batch",
+        "perplexity own",
         "status",
     ]
     both = summary.table({1: lm, 2: result()})

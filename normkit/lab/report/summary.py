@@ -98,12 +98,13 @@ KINDS = {
     "beam": "by beam search, running statistics",
     "folded": "after the norms were folded away",
 }
+SHORT = {"batch": "own"}
 COLUMNS = (
     Column("", "seeds", "number of runs, of which the row shows means", lambda result: _number(result.get("seeds"), 0)),
     Column("", "parameters", "learned parameters", lambda result: _number(result["parameters"], 0)),
     Column("", "loss", "cross-entropy on the test split, running statistics", _loss, -1),
     *(
-        Column(metric.name, kind, f"{metric.about} {how}", _score(kind, metric.key), metric.better)
+        Column(metric.name, SHORT.get(kind, kind), f"{metric.about} {how}", _score(kind, metric.key), metric.better)
         for metric in METRICS
         if metric is not LOSS
         for kind, how in KINDS.items()
