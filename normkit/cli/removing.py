@@ -34,7 +34,7 @@ def remove_norms(arguments: list[str]) -> int:
             text: Text to train a Hugging Face model on: a file with one text a line, or a corpus such as wikitext-2.
             loss: outputs: no labels, the original's outputs and inner activations; task: the loss of the run's task.
             to: Spec of the offline norm that is folded.
-            lr: Highest learning rate; a third of the run's, or 1.5e-4.
+            lr: Highest learning rate; a third of the run's, or 3e-4.
             seed: Seed of the order of batches and of dropout.
             resume: Continue an interrupted removal with the same settings.
         """

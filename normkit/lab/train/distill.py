@@ -142,9 +142,10 @@ def fit(
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=lr, fused=True
-    )
-    warmup = min(20, steps // 10 + 1)
+        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
+        lr=lr, betas=(0.9, 0.98), fused=True,
+    )  # fmt: skip
+    warmup = min(100, steps // 10 + 1)
     start = _resume(checkpoint, model, optimizer) if checkpoint is not None and checkpoint.exists() else 0
     for step, batch in zip(range(start, steps), batches(start), strict=False):
         torch.manual_seed(step)  # for dropout, so that a resumed run is the same

@@ -3,6 +3,7 @@
 A run of ours, or a Hugging Face folder with text.
 """
 
+import copy
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from normkit.lab.train.distill import Outputs, distance, pooled
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.source import source
+from normkit.lab.train.tables import scale_rows
 from normkit.transforms import Report, fold, load_pretrained, save_pretrained
 
 HELD_OUT = 400  # texts to measure on
@@ -42,6 +44,10 @@ class RemovableRun:
         self.task = TASKS[run.task].load("module")(run, self.model, source(run, lambda stage: None)())
         self.lr = run.lr / 3
         self.has_padding = "source" in self.loaded.vocabularies
+
+    def student(self, batches: list[Any]) -> nn.Module:
+        """Return the model whose norms are replaced."""
+        return self.model
 
     def batches(self, start: int) -> Iterator[Any]:
         """Return training batches from a number on, other ones than training began with."""
@@ -90,7 +96,7 @@ class RemovableText:
     """A model of Hugging Face that reads tokens, with its tokenizer and a text."""
 
     mask_from = "attention_mask"
-    lr = 1.5e-4
+    lr = 3e-4
 
     def __init__(self, folder: Path, text: str, batch: int = 24, length: int = 48):
         self.model = load_pretrained(folder)
@@ -103,6 +109,18 @@ class RemovableText:
         self.causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         if len(self.train) < TOGETHER * batch:
             raise ValueError(f"{text} has {len(self.train)} texts to train on; needs {TOGETHER * batch} or more")
+
+    def student(self, batches: list[dict[str, Tensor]]) -> nn.Module:
+        """Return the model whose norms are replaced: embeddings are scaled by row if that changes little, then stay.
+
+        Adam moves a row whose token is rare by a full step for each single gradient.
+        """
+        model = scale_rows(self.model, batches, self._differ)
+        model = copy.deepcopy(model)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.requires_grad_(False)
+        return model
 
     def encode(self, texts: list[str]) -> dict[str, Tensor]:
         """Return tokens and their mask."""
@@ -163,6 +181,9 @@ class RemovableText:
         save_pretrained(folded, out)
         self.tokenizer.save_pretrained(out)
         return folded, report
+
+    def _differ(self, model: nn.Module, other: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return distance(self.outputs(model, batch), self.outputs(other, batch))
 
     def _held_out(self) -> list[dict[str, Tensor]]:
         return [self.encode(self.held_out[at : at + 50]) for at in range(0, len(self.held_out), 50)]

@@ -35,7 +35,7 @@ class Removal:
         steps: Training steps.
         to: Spec of the offline norm that takes the place of each norm, and is folded.
         loss: "outputs": those of the original, and its inner activations; "task": the loss of a run's task.
-        lr: Highest learning rate; None for a third of the run's, or 1.5e-4.
+        lr: Highest learning rate; None for a third of the run's, or 3e-4.
         text: Text for a Hugging Face model: a file, or the name of a corpus.
         seed: Seed.
     """
@@ -135,11 +135,11 @@ def remove_norms(
             )  # fmt: skip
 
         measure("original", original)
-        model = convert(original, settings.to, mask_from=subject.mask_from)
+        first = [batch for batch, _ in zip(subject.batches(0), range(FITTED), strict=False)]
+        model = convert(subject.student(first), settings.to, mask_from=subject.mask_from)
         sites = [name for name, module in model.named_modules() if isinstance(module, StatNorm)]
         if not _checkpoint(state, "without norms").exists():
             show("fitting")
-            first = [batch for batch, _ in zip(subject.batches(0), range(FITTED), strict=False)]
             fit_norms(model, original, first, forward=subject.forward, inplace=True)
             measure("fitted", model)
         train("without norms", model)

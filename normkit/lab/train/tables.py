@@ -1,0 +1,88 @@
+"""Move the work of a norm that reads embeddings, and nothing else, into their table."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normkit.norms import Norm
+from normkit.transforms import find
+from normkit.transforms.third_party import equivalent
+from normkit.transforms.third_party import read as read_norm
+
+LENGTH = 32  # each token is measured at these positions after the first
+OCCURRED = 10.0  # weight of a token in a text
+
+
+class _Found(Exception):
+    """Ends a forward pass at the norm."""
+
+
+@torch.no_grad()
+def scale_rows(
+    model: nn.Module, batches: Sequence[dict[str, Tensor]], differ: Callable[[nn.Module, nn.Module, Any], Tensor]
+) -> nn.Module:
+    """Give each row of the embedding the scale that the first norm would give to its token.
+
+    A norm with frozen statistics cannot treat tokens differently, but rows of a table can differ. LayerNorm's output
+    does not depend on its input's scale, so models of the BERT family compute nearly the same with the new table.
+
+    Args:
+        model: A model of Hugging Face that reads tokens, in evaluation mode.
+        batches: Inputs, from which the common scale is taken.
+        differ: Distance of the outputs of two models on a batch, by token.
+
+    Returns:
+        A copy with the new table; the model itself if it has none, or if more than the first norm reads the embeddings:
+        if outputs with the new table differ by more than 0.01.
+    """
+    table, old = model.get_input_embeddings(), model.get_submodule(next(iter(find(model))))  # type: ignore[operator]
+    if not isinstance(table, nn.Embedding):
+        return model
+    rest = (old if isinstance(old, Norm) else equivalent(read_norm(old))).split().rest
+    mixed = torch.randperm(len(table.weight))
+    mixed = torch.cat([mixed, mixed[: -len(mixed) % LENGTH]])
+    read = [
+        (batch["input_ids"][real], _input(model, old, batch)[real])
+        for batch in batches
+        for real in [batch["attention_mask"].bool()]
+    ]
+    inputs = torch.cat([x for _, x in read])
+    scale = (inputs * rest(inputs)).sum() / rest(inputs).square().sum()
+    change, count = torch.zeros_like(table.weight), torch.zeros(len(table.weight), 1)
+
+    def add(ids: Tensor, x: Tensor, weight: float) -> None:
+        change.index_add_(0, ids, weight * (scale * rest(x) - x))
+        count.index_add_(0, ids, torch.full((len(ids), 1), weight))
+
+    for ids, x in read:  # where tokens really are: the first position is special
+        add(ids, x, OCCURRED)
+    for shift in range(LENGTH):
+        for ids in mixed.roll(shift).view(-1, LENGTH).split(256):
+            text = F.pad(ids, (1, 0), value=int(batches[0]["input_ids"][0, 0]))
+            x = _input(model, old, {"input_ids": text, "attention_mask": torch.ones_like(text)})
+            add(ids.flatten(), x[:, 1:].flatten(0, 1), 1.0)
+    scaled = copy.deepcopy(model)
+    scaled.get_input_embeddings().weight += change / count  # type: ignore[operator]
+    return scaled if float(differ(scaled, model, batches[0]).mean()) < 0.01 else model
+
+
+def _input(model: nn.Module, norm: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return what a norm reads, `[batch, time, channels]`."""
+    found: list[Tensor] = []
+
+    def stop(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append(args[0])
+        raise _Found
+
+    handle = norm.register_forward_pre_hook(stop)
+    try:
+        model(**batch)
+    except _Found:
+        return found[0]
+    finally:
+        handle.remove()
+    raise ValueError("the first norm of the model did not run")
