@@ -10,7 +10,8 @@ Each row is one run of ours (LayerNorm), one recipe and one number of steps:
 - "fitted": gains and biases fitted by least squares (`fit_norms`), then trained with frozen statistics;
 - "fitted, batches": fitted, then trained on the statistics of batches and calibrated;
 - "blend": LayerNorm fades out over the first 60 % of the steps; "staged": site by site over the first 60 %, in the
-  default order; "staged, scales": the same with 0.1 times the scale loss; both end calibrated.
+  default order; "staged, in order": from the first norm to the last; "staged, scales": staged with 0.1 times the scale
+  loss; these end calibrated.
 
 0 steps of "calibrated" and "fitted" show where training starts. The loss is that of the task ("labels"), or the
 distance from the outputs and inner activations of the original ("outputs"). Scores are those of the task on the test
@@ -34,7 +35,9 @@ from normkit.lab.train.removal import FITTED, summarize
 from normkit.norms import StatNorm
 from normkit.transforms import blend, calibrate, convert, find, fit_norms, fold, scale_loss, settle
 
-RECIPES = ("trained on", "calibrated", "fitted", "fitted, batches", "blend", "staged", "staged, scales")
+RECIPES = (
+    "trained on", "calibrated", "fitted", "fitted, batches", "blend", "staged", "staged, in order", "staged, scales",
+)  # fmt: skip
 CALIBRATED = 100  # batches
 
 
@@ -49,7 +52,8 @@ def start(recipe: str, subject: RemovableRun, spec: str, steps: int, calibration
         return fit_norms(convert(original, spec), original, calibration[:FITTED], forward=subject.forward)
     if recipe == "blend":
         return blend(original, spec, steps=max(1, int(0.6 * steps)))
-    return blend(original, spec, steps=1, gap=max(1, int(0.6 * steps / len(find(original)))))
+    order = list(find(original)) if recipe == "staged, in order" else None
+    return blend(original, spec, steps=1, gap=max(1, int(0.6 * steps / len(find(original)))), order=order)
 
 
 def run(recipe: str, subject: RemovableRun, given: argparse.Namespace, steps: int, seed: int) -> dict:
@@ -73,7 +77,7 @@ def run(recipe: str, subject: RemovableRun, given: argparse.Namespace, steps: in
                 model, loss, lambda at: subject.batches(1000 + 7919 * seed + at), steps=steps,
                 lr=given.lr or subject.lr, dropout=labels, frozen=frozen,
             )  # fmt: skip
-        if recipe in ("blend", "staged", "staged, scales"):
+        if recipe == "blend" or recipe.startswith("staged"):
             model = settle(model)
         if not frozen:
             model = calibrate(model, calibration, forward=subject.forward)
