@@ -12,8 +12,9 @@ from third_party_models import randomize
 from normkit.cli import main
 from normkit.lab.models.config import Model
 from normkit.lab.train.config import Run
-from normkit.lab.train.distill import Distillation, Outputs, fit
+from normkit.lab.train.distill import Distillation, Outputs, captured, fit
 from normkit.lab.train.folder import load
+from normkit.lab.train.removable import RemovableText
 from normkit.lab.train.removal import FILE, Removal, remove_norms
 from normkit.lab.train.run import train
 from normkit.norms import LayerNorm, StatNorm
@@ -138,6 +139,32 @@ def test_distillation_brings_outputs_and_inner_activations_closer():
         fit(model, loss, lambda start: iter(3 * data), steps=90, lr=1e-2)
         assert sum(float(loss(model, x).detach()) for x in data) < 0.9 * before
     assert torch.equal(model[2].running, running), "statistics stay"
+
+
+def test_rows_of_embeddings_take_the_scale_of_a_norm_that_alone_reads_them(pretrained, text):
+    subject = RemovableText(pretrained, str(text))
+    with torch.no_grad():
+        table = subject.model.eval().get_input_embeddings().weight
+        table *= torch.linspace(0.5, 4, len(table))[:, None]
+        for name, parameter in subject.model.named_parameters():
+            if "position" in name or "token_type" in name or "wpe" in name:
+                parameter.mul_(0.05)  # small beside the table
+    batches = [batch for batch, _ in zip(subject.batches(0), range(4), strict=False)]
+    student = subject.student(batches)
+    assert not student.get_input_embeddings().weight.requires_grad
+    if subject.causal:  # the residual stream reads GPT-2's embeddings, too
+        assert torch.equal(student.get_input_embeddings().weight, table)
+        return
+
+    def error(model):
+        fitted = fit_norms(convert(model, "un", mask_from="attention_mask"), subject.model, batches)
+        site = "embeddings.LayerNorm"
+        with torch.no_grad(), captured(fitted, [site]) as mine, captured(subject.model, [site]) as wanted:
+            [model(**batches[0]) for model in (fitted, subject.model)]
+        real = batches[0]["attention_mask"].bool()
+        return float((mine[0][0] - wanted[0][0])[real].square().mean())
+
+    assert error(student) < 0.2 * error(subject.model)
 
 
 def test_bad_input_raises(run, text, pretrained, tmp_path):

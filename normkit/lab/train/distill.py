@@ -53,7 +53,7 @@ class Distillation(NamedTuple):
             theirs = self.outputs(self.teacher, batch)
         with captured(model, self.sites) as found:
             mine = self.outputs(model, batch)
-        inner = [_error(x, y, mask) for (x, mask), (y, _) in zip(found, wanted, strict=True)]
+        inner = [relative_error(x, y, mask) for (x, mask), (y, _) in zip(found, wanted, strict=True)]
         total = distance(mine, theirs).mean() + torch.stack(inner).mean()
         if mine.logits:
             return total
@@ -95,7 +95,7 @@ def captured(model: nn.Module, sites: Sequence[str]) -> Iterator[list[tuple[Tens
             handle.remove()
 
 
-def _error(x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
+def relative_error(x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
     """Return the squared error over real tokens, relative to the variance of `y`."""
     x, y = x.float(), y.float()
     x, y = (x, y) if mask is None else (x[mask], y[mask])

@@ -115,8 +115,7 @@ class RemovableText:
 
         Adam moves a row whose token is rare by a full step for each single gradient.
         """
-        model = scale_rows(self.model, batches, self._differ)
-        model = copy.deepcopy(model)
+        model = copy.deepcopy(scale_rows(self.model, batches, self.outputs))
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 module.requires_grad_(False)
@@ -181,9 +180,6 @@ class RemovableText:
         save_pretrained(folded, out)
         self.tokenizer.save_pretrained(out)
         return folded, report
-
-    def _differ(self, model: nn.Module, other: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return distance(self.outputs(model, batch), self.outputs(other, batch))
 
     def _held_out(self) -> list[dict[str, Tensor]]:
         return [self.encode(self.held_out[at : at + 50]) for at in range(0, len(self.held_out), 50)]

@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normkit.lab.train.distill import Outputs, relative_error
 from normkit.norms import Norm
 from normkit.transforms import find
 from normkit.transforms.third_party import equivalent
 from normkit.transforms.third_party import read as read_norm
 
-LENGTH = 32  # each token is measured at these positions after the first
+LENGTH = 32  # each token is measured at as many positions after the first
 OCCURRED = 10.0  # weight of a token in a text
+SAME = 0.01  # largest relative error of outputs
 
 
 class _Found(Exception):
@@ -23,7 +25,7 @@ class _Found(Exception):
 
 @torch.no_grad()
 def scale_rows(
-    model: nn.Module, batches: Sequence[dict[str, Tensor]], differ: Callable[[nn.Module, nn.Module, Any], Tensor]
+    model: nn.Module, batches: Sequence[dict[str, Tensor]], outputs: Callable[[nn.Module, Any], Outputs]
 ) -> nn.Module:
     """Give each row of the embedding the scale that the first norm would give to its token.
 
@@ -33,23 +35,21 @@ def scale_rows(
     Args:
         model: A model of Hugging Face that reads tokens, in evaluation mode.
         batches: Inputs, from which the common scale is taken.
-        differ: Distance of the outputs of two models on a batch, by token.
+        outputs: Called as `outputs(model, batch)`.
 
     Returns:
-        A copy with the new table; the model itself if it has none, or if more than the first norm reads the embeddings:
-        if outputs with the new table differ by more than 0.01.
+        A copy with the new table. If more than the first norm reads the embeddings, the outputs change; if by more than
+        1 % of their variance, the model itself.
     """
     table, old = model.get_input_embeddings(), model.get_submodule(next(iter(find(model))))  # type: ignore[operator]
     if not isinstance(table, nn.Embedding):
         return model
+    length = min(LENGTH, max(batch["input_ids"].shape[1] for batch in batches) - 1)
     rest = (old if isinstance(old, Norm) else equivalent(read_norm(old))).split().rest
     mixed = torch.randperm(len(table.weight))
-    mixed = torch.cat([mixed, mixed[: -len(mixed) % LENGTH]])
-    read = [
-        (batch["input_ids"][real], _input(model, old, batch)[real])
-        for batch in batches
-        for real in [batch["attention_mask"].bool()]
-    ]
+    mixed = torch.cat([mixed, mixed[: -len(mixed) % length]])
+    masks = [batch["attention_mask"].bool() for batch in batches]
+    read = [(b["input_ids"][real], _input(model, old, b)[real]) for b, real in zip(batches, masks, strict=True)]
     inputs = torch.cat([x for _, x in read])
     scale = (inputs * rest(inputs)).sum() / rest(inputs).square().sum()
     change, count = torch.zeros_like(table.weight), torch.zeros(len(table.weight), 1)
@@ -60,14 +60,15 @@ def scale_rows(
 
     for ids, x in read:  # where tokens really are: the first position is special
         add(ids, x, OCCURRED)
-    for shift in range(LENGTH):
-        for ids in mixed.roll(shift).view(-1, LENGTH).split(256):
+    for shift in range(length):
+        for ids in mixed.roll(shift).view(-1, length).split(256):
             text = F.pad(ids, (1, 0), value=int(batches[0]["input_ids"][0, 0]))
             x = _input(model, old, {"input_ids": text, "attention_mask": torch.ones_like(text)})
             add(ids.flatten(), x[:, 1:].flatten(0, 1), 1.0)
     scaled = copy.deepcopy(model)
     scaled.get_input_embeddings().weight += change / count  # type: ignore[operator]
-    return scaled if float(differ(scaled, model, batches[0]).mean()) < 0.01 else model
+    (x, real, _), (y, _, _) = (outputs(each, batches[0]) for each in (scaled, model))
+    return scaled if float(relative_error(x, y, real)) < SAME else model
 
 
 def _input(model: nn.Module, norm: nn.Module, batch: dict[str, Tensor]) -> Tensor:
