@@ -111,9 +111,10 @@ class RemovableText:
             raise ValueError(f"{text} has {len(self.train)} texts to train on; needs {TOGETHER * batch} or more")
 
     def student(self, batches: list[dict[str, Tensor]]) -> nn.Module:
-        """Return the model whose norms are replaced: embeddings are scaled by row if that changes little, then stay.
+        """Return the model whose norms are replaced.
 
-        Adam moves a row whose token is rare by a full step for each single gradient.
+        Rows of its embeddings are scaled if that changes little, and stay: Adam would move the row of a rare token by a
+        full step for each single gradient.
         """
         model = copy.deepcopy(scale_rows(self.model, batches, self.outputs))
         for module in model.modules():
