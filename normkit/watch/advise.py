@@ -43,7 +43,7 @@ def advise(rows: Iterable[Row] | Recording) -> list[str]:
 
 def _prediction(share: float, batch: float, quadratic: float) -> str:
     """Predict by the share of target lengths that is between batches, and the largest gaps."""
-    lengths = f"{100 * share:.0f} % of the target's length, given the source's, differs between batches"
+    lengths = f"{100 * share:.0f} % of the variance of target lengths, given source lengths, is between batches"
     if share > THRESHOLDS["target_share"].value:
         un = "UN would hold" if quadratic <= THRESHOLDS["gap"].value else "of UN this is not known"
         return f"BatchNorm and PN-V would fail, as {lengths}; {un}"
