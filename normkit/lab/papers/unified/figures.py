@@ -143,7 +143,7 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
         grid = [[cells.get(f"{a}|{b}", float("nan")) for b in across] for a in down]
         axes = figure.add_subplot(1, len(runs), place + 1)
         edges = ([i + 0.5 for i in range(len(side) + 1)] for side in (across, down))
-        image = axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="cividis", edgecolors="face")
+        image = axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="cividis", rasterized=True)
         axes.set(xlabel="layer of this model, by depth", ylabel="layer of the model with LN, by depth", aspect="equal")
         axes.grid(visible=False)
         for axis in (axes.xaxis, axes.yaxis):
