@@ -144,7 +144,11 @@ def ours(name: str, weights: Path, decode: int) -> Study:
         found = {"symbols": 100 * right / total, "n": total}
         if decode:
             standing = Decoding(forward, length)
-            found |= task.rate(task.decode_all(lambda _, source, limit: greedy(standing, source, limit), short))
+
+            def search(_: Any, source: Tensor, limit: int | Tensor) -> Any:
+                return greedy(standing, source, torch.as_tensor(limit).clamp(max=length))
+
+            found |= task.rate(task.decode_all(search, short))
         return found
 
     models = {norm: each.model.eval() for norm, each in loaded.items()}
