@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SUFFIXES = {"onnxruntime": ".onnx", "openvino": ".xml", "executorch": ".pte", "tensorrt": ".onnx"}
 RUNTIMES = ("eager", "compiled", *SUFFIXES)
+PRECISIONS = ["float32", "int8"]
 RECIPES = {"float32": ("",), "int8": ("products", "stream"), "bfloat16": ("",)}
 QUIET = {  # before Python starts: no spinning threads, one thread, no fresh pages for every tensor
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -239,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["bert6"])
     parser.add_argument("--runtimes", nargs="+", default=["onnxruntime"], choices=RUNTIMES)
-    parser.add_argument("--precisions", nargs="+", default=["float32", "int8"], choices=RECIPES)
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=RECIPES)
     parser.add_argument("--norms", nargs="+", default=["layer", "un", "folded", "limited"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, help="60 by default; fewer allow no verdict")
@@ -277,6 +278,8 @@ def main(arguments: list[str] | None = None) -> None:
                     if rows:
                         command = f"python benchmarks/deploy.py --models {name} --runtimes {runtime} --batches {batch}"
                         command += " --weights FOLDER" if given.weights else ""
+                        if given.precisions != PRECISIONS:
+                            command += f" --precisions {' '.join(given.precisions)}"
                         keep(rows, given.out, name, runtime, batch, command, environment())
                     print(f"{name}, {runtime}, batch {batch}: {time.perf_counter() - start:.0f} s", flush=True)
 

@@ -56,16 +56,18 @@ def headline(folder: Path = RESULTS) -> str:
         rows = result["rows"]
         in_integers = "limited" if any(row["norm"] == "limited" for row in rows) else "folded"
         picked = {row["recipe"]: row for row in rows if row["norm"] == (in_integers if row["recipe"] else "folded")}
-        best = next(row for row in rows if row["norm"] == in_integers and row["recipe"] and row["is_best"])
-        cells = [span(picked[recipe], "to_same") for recipe in ("", "products", "stream")] + [span(best, "to_best")]
+        best = [row for row in rows if row["norm"] == in_integers and row["recipe"] and row["is_best"]]
+        cells = [span(picked[recipe], "to_same") if recipe in picked else "" for recipe in ("", "products", "stream")]
+        cells += [span(row, "to_best") for row in best] or [""]
         lines.append(f"| {MODELS[rows[0]['model']][0]} | {' | '.join(cells)} |")
     where, n = shown[0]["where"], shown[0]["rows"][0]["n"]
+    commits = ", ".join(dict.fromkeys(result["where"]["commit"][:7] for result in shown))
     spread = any(row["norm"] == "limited" for result in shown for row in result["rows"])
     limited = " In int8, all-MiniLM-L6-v2 is folded with `spread=16`: two norms stay multiply-adds." if spread else ""
     return "\n".join([
         *lines, "",
         (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "
-        f"{where['device']},\n{n} rounds by turns, median (20th to 80th percentile), commit {where['commit'][:7]}. "
+        f"{where['device']},\n{n} rounds by turns, median (20th to 80th percentile), commit {commits}. "
         f"`python benchmarks/deploy.py --models bert6`\nreproduces a row.{limited}"),
     ])  # fmt: skip
 
