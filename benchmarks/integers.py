@@ -134,6 +134,8 @@ def ours(name: str, weights: Path, decode: int) -> Study:
     test = [padded(kept, items) for items in kept.sorted_items(100)]
     few = [fits[at] for at in spread(len(fits), decode or 1)]
     short, task._test_items = task._test.take(few), [task._test_items[item] for item in few]
+    if "reference" in task.outputs:
+        task.outputs["reference"] = [task.outputs["reference"][item] for item in few]
 
     def score(forward: Callable[..., Tensor], norm: str) -> dict[str, float]:
         right = total = 0
