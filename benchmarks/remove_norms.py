@@ -15,8 +15,8 @@ Each row is one run of ours (LayerNorm), one recipe and one number of steps:
 
 0 steps of "calibrated" and "fitted" show where training starts. The loss is that of the task ("labels"), or the
 distance from the outputs and inner activations of the original ("outputs"). Scores are those of the task on the test
-split by greedy search; the tail is the loss of single tokens of the validation split. Rows that the file has are not
-repeated.
+split by greedy search; the tail is the loss of single tokens of the validation split. "beta2" is AdamW's second
+momentum; rows with 0.999 had a warm-up of 20 steps. Rows that the file has are not repeated.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from normkit.lab.train.distill import Distillation, fit
+from normkit.lab.train.distill import BETAS, Distillation, fit
 from normkit.lab.train.environment import environment
 from normkit.lab.train.removable import RemovableRun
 from normkit.lab.train.removal import FITTED, summarize
@@ -111,7 +111,7 @@ def main() -> None:
             if recipe not in ("calibrated", "fitted", "original") and not steps:
                 continue
             key = {"run": folder.name, "recipe": recipe, "steps": steps, "spec": given.spec,
-                   "loss": given.loss, "lr": given.lr or subject.lr}  # fmt: skip
+                   "loss": given.loss, "lr": given.lr or subject.lr, "beta2": BETAS[1]}  # fmt: skip
             if any(all(row.get(k) == v for k, v in key.items()) for row in result["rows"]):
                 continue
             if recipe == "original":

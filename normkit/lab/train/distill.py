@@ -18,6 +18,7 @@ from normkit.lab.train.progress import Progress
 from normkit.norms import Norm
 
 CLIP = 1.0  # largest norm of a gradient
+BETAS = (0.9, 0.98)  # momentums of AdamW
 
 
 class Outputs(NamedTuple):
@@ -143,7 +144,7 @@ def fit(
     matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
-        lr=lr, betas=(0.9, 0.98), fused=True,
+        lr=lr, betas=BETAS, fused=True,
     )  # fmt: skip
     warmup = min(100, steps // 10 + 1)
     start = _resume(checkpoint, model, optimizer) if checkpoint is not None and checkpoint.exists() else 0
