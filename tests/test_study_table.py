@@ -66,7 +66,8 @@ def test_table_8_shows_what_was_measured_and_where(tmp_path, monkeypatch):
     eager = {row["norm"]: row["images_per_s"] for row in kept["rows"] if row["runtime"] == "eager"}
     assert [row["cells"][1]["mean"] for row in made["rows"]] == [eager["layer"], eager["folded"]]
     assert not any(cell["runs"] for row in made["rows"] for cell in (row["cells"][0], *row["cells"][2:]))
-    assert "Device: AMD EPYC, 2 thread(s). Commit: e5139e8ff." in shown
+    where = kept["where"]
+    assert f"Device: {where['device']}, {where['threads']} thread(s). Commit: {where['commit'][:9]}." in shown
     assert runner.plan(STUDIES["un.table8"], "pocket", tmp_path).todo == {}
     monkeypatch.setattr(throughput, "FOLDER", tmp_path)
     assert table.collect(STUDIES["un.table8"], "pocket", tmp_path)["rows"][0]["cells"][1]["runs"] == []
