@@ -80,11 +80,8 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
         ratios = [span(row, key) for key in ("to_same", "to_best")]
         cosine = f"{row['cosine']:.4f}" if row.get("cosine") else ""
         memory = f"{row['file_mb']:.1f}, {row['memory_mb'] or float('nan'):.0f}" if "file_mb" in row else ""
-        pairs = (
-            f"{row['quantize']}, {row['dequantize']}"
-            if row["precision"] == "int8" and row["runtime"] == "onnxruntime"
-            else ""
-        )
+        in_onnx = row["precision"] == "int8" and row["runtime"] == "onnxruntime"
+        pairs = f"{row['quantize']}, {row['dequantize']}" if in_onnx else ""
         cells = [kind, NORMS[row["norm"]], f"{row['ms']:.2f}", *ratios, cosine, memory, str(row.get("operations", "")),
                  pairs]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
