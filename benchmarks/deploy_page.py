@@ -62,8 +62,8 @@ def headline(folder: Path = RESULTS) -> str:
         lines.append(f"| {MODELS[rows[0]['model']][0]} | {' | '.join(cells)} |")
     where, n = shown[0]["where"], shown[0]["rows"][0]["n"]
     commits = ", ".join(dict.fromkeys(result["where"]["commit"][:7] for result in shown))
-    spread = any(row["norm"] == "limited" for result in shown for row in result["rows"])
-    limited = " In int8, all-MiniLM-L6-v2 is folded with `spread=16`: two norms stay multiply-adds." if spread else ""
+    notes = {MODELS[row["model"]][0]: row["note"] for r in shown for row in r["rows"] if row["norm"] == "limited"}
+    limited = "".join(f"\nIn int8 with a limited `spread`: {name}, {note}s." for name, note in notes.items())
     return "\n".join([
         *lines, "",
         (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "

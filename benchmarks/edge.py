@@ -4,7 +4,7 @@ These are Ethos-U (as Vela estimates), XNNPACK, and circuits of proofs (ezkl).
 
     python benchmarks/edge.py ethos   # needs benchmarks/edge-requirements.txt, in an environment of its own
     python benchmarks/edge.py xnnpack # needs pip install -e ".[vision,executorch]"
-    python benchmarks/edge.py ezkl    # needs pip install -e ".[export]" ezkl==23.0.5
+    python benchmarks/edge.py ezkl --rounds 3  # needs pip install -e ".[export]" ezkl==23.0.5; a proof takes 10 to 20 s
 
 Each model has LayerNorm, `un`, or `un` folded. `two-blocks` is a tiny ViT of this project (width 64, 49 tokens, ReLU)
 and `deit-tiny` that of timm, with random weights. `--layer` and `--un` name run folders of image classifiers; their
@@ -90,6 +90,7 @@ VITS = {  # tiny ViTs of this project: settings, size of images
 }
 MODELS = (*VITS, "deit-tiny")
 PROVED = "width-8"  # the model that is small enough to be proved many times
+LOGROWS = 12  # its circuit has 2^12 rows a column
 
 
 def untrained(name: str) -> tuple[nn.Module, int]:
@@ -272,7 +273,7 @@ def circuit(name: str) -> Any:
 
     settings = ezkl.PyRunArgs()
     if name == PROVED:
-        settings.logrows, settings.lookup_range = 12, (-512, 512)
+        settings.logrows, settings.lookup_range = LOGROWS, (-512, 512)
         settings.decomp_base, settings.decomp_legs = 1024, 3
         settings.input_scale = settings.param_scale = 5
     return settings
@@ -285,7 +286,7 @@ def prover(place: Path, image: Tensor) -> Callable[[], None]:
     (place / "input.json").write_text(json.dumps({"input_data": [image.flatten().tolist()]}), encoding="utf8")
     with contextlib.chdir(place):
         ezkl.compile_circuit("model.onnx", "circuit", "settings.json")
-        ezkl.gen_srs("srs", 12)
+        ezkl.gen_srs("srs", LOGROWS)
         ezkl.setup("circuit", "vk", "pk", srs_path="srs")
         ezkl.gen_witness("input.json", "circuit", "witness.json")
 

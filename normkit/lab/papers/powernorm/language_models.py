@@ -194,7 +194,7 @@ def lm_ptb_lstm_brief() -> Run:
 
     NORMKIT_DATA=FOLDER normkit train lm_ptb_lstm_brief
 
-    Cost: five minutes on one CPU core. With SGD: trained by AdamW, its state went astray on validation text.
+    Cost: five minutes on one CPU core. With SGD: with AdamW the validation loss rose while the model trained.
     """
     model = Model(arch="lstm", width=256, hidden=256, depth=2, dropout=0.2, hidden_dropout=0.2, weight_drop=0.2)
     return _brief("lm_ptb_lstm_brief", model, batch_tokens=320, steps=800, optimizer="sgd", momentum=0.0, lr=20.0,

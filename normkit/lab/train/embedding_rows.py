@@ -1,4 +1,4 @@
-"""Move the work of a norm that reads embeddings, and nothing else, into their table."""
+"""Scale the rows of an embedding table, in place of the norm that reads them."""
 
 import copy
 from collections.abc import Callable, Sequence
