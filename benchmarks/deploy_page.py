@@ -63,7 +63,7 @@ def headline(folder: Path = RESULTS) -> str:
     where, n = shown[0]["where"], shown[0]["rows"][0]["n"]
     commits = ", ".join(dict.fromkeys(result["where"]["commit"][:7] for result in shown))
     notes = {MODELS[row["model"]][0]: row["note"] for r in shown for row in r["rows"] if row["norm"] == "limited"}
-    limited = "".join(f"\nIn int8 with a limited `spread`: {name}, {note}s." for name, note in notes.items())
+    limited = "".join(f" In int8 with limited `spread`: {name}: {note}s." for name, note in notes.items())
     return "\n".join([
         *lines, "",
         (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "

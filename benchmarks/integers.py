@@ -237,7 +237,7 @@ def table(folder: Path = RESULTS) -> str:
             names = {"layer": "LayerNorm", "un": "UN, not folded"}
             parts.append(f"| {' | '.join([names.get(norms, f'UN {norms}'), left, wide, *cells])} |")
         where = result["where"]
-        decoded = " decoded, and the whole test split for symbols" if "symbols" in first else ""
+        decoded = " decoded, for symbols all test items up to the exported length" if "symbols" in first else ""
         parts += [
             "",
             f"n = {first['n']:,}{decoded}; one {where['device']}, commit {where['commit'][:7]}; `{result['command']}`",

@@ -20,10 +20,10 @@ from normkit.lab.data.vocab import PAD
 from normkit.lab.pretrained import example_for, is_pretrained_dir
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.distill import Outputs, distance, pooled
+from normkit.lab.train.embedding_rows import scale_rows
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.source import source
-from normkit.lab.train.embedding_rows import scale_rows
 from normkit.transforms import Report, fold, load_pretrained, save_pretrained
 
 HELD_OUT = 400  # texts to measure on
