@@ -62,12 +62,12 @@ STATISTICS = {
 SHORT: Settings = {"steps": 600, "warmup": 75, "valid_every": 300, "test_items": 500}
 
 
-def _length(id: str, data: str, metric: str, base: Bases, norms: tuple[str, ...], ways: tuple[str, ...]) -> Study:
+def _length(id: str, data: str, metric: str, base: Bases) -> Study:
     return Study(
         id=id,
         title=f"test batches with the statistics of other training items, chosen by length, {data}",
         note="Greedy search. Symbols: mean length of an output.",
-        rows=_rows(norms, ways),
+        rows=_rows(("batch", "pnv", "un", "renorm", "power(groups=0)", "layer"), tuple(WAYS)),
         columns=(
             *_columns(metric, base, {f"{metric.upper()}, {title}": kind for title, kind in STATISTICS.items()}),
             *_columns("symbols", base, {f"symbols, {title}": STATISTICS[title] for title in list(STATISTICS)[2:6]}),
@@ -78,13 +78,9 @@ def _length(id: str, data: str, metric: str, base: Bases, norms: tuple[str, ...]
 CMUDICT_LENGTH = _length(
     "length.cmudict", "CMU Pronouncing Dictionary", "per",
     {"pocket": CMUDICT["pocket"]._replace(name="cmudict.length")},
-    ("batch", "pnv", "un", "renorm", "power(groups=0)", "layer"), tuple(WAYS),
 )  # fmt: skip
 MULTI30K_LENGTH, IWSLT14_LENGTH = (
-    _length(
-        f"length.{name}", data, "bleu", {"pocket": Base(f"{name}.de-en.short", recipe, SHORT)},
-        ("batch", "pnv", "un"), ("bucketed", "shuffled"),
-    )
+    _length(f"length.{name}", data, "bleu", {"pocket": Base(f"{name}.de-en.short", recipe, SHORT)})
     for name, data, recipe in (
         ("multi30k", "Multi30k De-En, 600 steps", mt_multi30k),
         ("iwslt14", "IWSLT14 De-En, 600 steps", mt_iwslt14_pocket),
