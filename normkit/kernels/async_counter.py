@@ -17,18 +17,18 @@ class AsyncCounter:
     """
 
     def __init__(self) -> None:
-        self._seen = -1
+        self.seen = -1
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def at_least(self, least: int, counter: Tensor) -> bool:
         """Return True once the host has seen the counter reach `least`."""
-        if self._seen >= least:
+        if self.seen >= least:
             return True
         if not counter.is_cuda:
-            self._seen = int(counter.tolist())  # type: ignore[arg-type]  # on a CPU reading takes no wait
+            self.seen = int(counter.tolist())  # type: ignore[arg-type]  # on a CPU reading takes no wait
         elif not torch.cuda.is_current_stream_capturing():
             self._poll(counter)
-        return self._seen >= least
+        return self.seen >= least
 
     def _poll(self, counter: Tensor) -> None:
         if self._copy is None:
@@ -38,4 +38,4 @@ class AsyncCounter:
             event.record()
             self._copy = copy, event
         elif self._copy[1].query():
-            self._seen, self._copy = int(self._copy[0]), None
+            self.seen, self._copy = int(self._copy[0]), None

@@ -22,7 +22,7 @@ class KernelRule(NamedTuple):
         warmup: Steps of warm-up.
         until: Step from which a factor is free, or the steps at which bounds are reached.
         bounds: Bounds of a factor and of a shift.
-        floor: Least value that a window records.
+        floor: Least value that a window records; with "running", least share of a new value in the warm-up.
         unbiased: Running variance with n / (n - 1).
         exact_early: The warm-up has the exact gradient.
         clamp: Limit the decay of PowerNorm's gradient statistics.

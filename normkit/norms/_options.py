@@ -40,6 +40,9 @@ def is_number(value: object) -> bool:
 Count = Annotated[int, Allowed("a whole number >= 1", lambda v: is_int(v) and 1 <= v < 2**62)]
 Window = Annotated[int, Allowed("a whole number from 1 to 65536", lambda v: is_int(v) and 1 <= v <= 65536)]
 Steps = Annotated[int, Allowed("a whole number >= 0", lambda v: is_int(v) and 0 <= v < 2**62)]
+Warmup = Annotated[
+    int | str, Allowed('a whole number >= 0 or "auto"', lambda v: v == "auto" or (is_int(v) and 0 <= v < 2**62))
+]
 Epsilon = Annotated[float, Allowed("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)]
 OldShare = Annotated[float, Allowed("a number >= 0 and < 1", lambda v: is_number(v) and 0 <= v < 1)]
 Positive = Annotated[float, Allowed("a number above 0, at most 1e9", lambda v: is_number(v) and 0 < v <= 1e9)]

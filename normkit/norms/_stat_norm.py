@@ -108,6 +108,9 @@ class StatNorm(StatefulNorm):
         """Return both rules in the form that kernels apply, or None."""
         return None
 
+    def after_kernel(self, statistics: StepStatistics) -> None:
+        """Update state that kernels do not know, after a forward by kernels."""
+
     # -- the training step --------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -157,6 +160,7 @@ class StatNorm(StatefulNorm):
         known_in_advance, y = self.known_in_advance() if kernels else None, None
         if kernels and x.numel() and (kernel_rule := find_kernel_rule(self)):
             y, statistics = ops.train(self, kernel_rule, x, mask, known_in_advance, groups)
+            self.after_kernel(statistics)
             return statistics, y, known_in_advance is not None
         if known_in_advance is None:
             local, count = ops.moments(x, mask, self.center, wide, groups, self.eps)

@@ -10,7 +10,9 @@ from normkit.norms._base import Norm
 from normkit.norms._options import Count
 from normkit.norms._recompute import Records
 
-ACCUMULATION = ("pending", "pending_grad", "micro_step", "micro_step_grad")
+OPTIONAL = (  # buffers of some options
+    "pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end",
+)  # fmt: skip
 
 
 class StatefulNorm(Norm):
@@ -43,7 +45,8 @@ class StatefulNorm(Norm):
                 self.register_buffer(f"pending{side}", torch.zeros(k * self.dim + 1))
         self.running[-1] = 1.0
         self.next_state: dict[str, tuple[str, ...]] = {}  # names of buffers `next_*`, by their sums
-        self._records, self._steps = Records(), AsyncCounter()
+        self._records = Records()
+        vars(self).update(_counters())
 
     @property
     def accumulates(self) -> bool:
@@ -90,17 +93,17 @@ class StatefulNorm(Norm):
             for buffer in self.buffers(recurse=False):
                 buffer.zero_()
             self.running[-1] = 1.0
-        self._steps = AsyncCounter()
+        vars(self).update(_counters())
 
     def reset_warmup(self) -> None:
         """Restart the warm-up before fine-tuning: all state but `running` becomes zero."""
         for name, buffer in self.named_buffers(recurse=False):
             if name != "running":
                 buffer.zero_()
-        self._steps = AsyncCounter()
+        vars(self).update(_counters())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in ACCUMULATION:  # steps_per_update may differ from that of the saved norm
+        for name in OPTIONAL:  # options may differ from those of the saved norm
             buffer = self._buffers.get(name)
             if buffer is not None and name not in self._non_persistent_buffers_set:
                 state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
@@ -109,11 +112,16 @@ class StatefulNorm(Norm):
             if buffer is not None:
                 buffer.zero_()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._steps = AsyncCounter()
+        vars(self).update(_counters())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the records of forwards: their graphs are those of the original."""
-        return {**super().__getstate__(), "_records": Records(), "_steps": AsyncCounter()}
+        return {**super().__getstate__(), "_records": Records(), **_counters()}
+
+
+def _counters() -> dict[str, AsyncCounter]:
+    """Attributes by which the host sees counters of the device."""
+    return {"_steps": AsyncCounter(), "_ended": AsyncCounter()}
 
 
 def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels.kernel_rule import KernelRule
-from normkit.norms._options import Bound, OldShare, Steps, Window
-from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._options import Bound, OldShare, Steps, Warmup, Window
+from normkit.norms._stat_norm import Stat
 from normkit.norms._state import push
+from normkit.norms._warmup import WarmupNorm
 
 
-class MABN(StatNorm):
+class MABN(WarmupNorm):
     """Quadratic means and gradient means averaged over the last `window` batches.
 
     Once `step > window` and `step >= warmup`, `v = mean(window of mean(x^2))`, before that the batch's own;
@@ -23,7 +24,7 @@ class MABN(StatNorm):
     Args:
         window: Batches per window.
         alpha: Share of the old running statistics per step.
-        warmup: Training forwards by the batch's own statistics.
+        warmup: Training forwards by the batch's own statistics; "auto" ends it by drift (`WarmupNorm`).
         form: "megvii" as above: all published MABN figures come from that code. "unp" as the UN paper describes MABN
             (Eq. 13-14): forward by the running value including this batch, no r.
         renorm_after: Training forwards before r applies.
@@ -39,7 +40,7 @@ class MABN(StatNorm):
 
     window: Window = 16
     alpha: OldShare = 0.98
-    warmup: Steps = 100
+    warmup: Warmup = 100
     form: Literal["megvii", "unp"] = "megvii"
     renorm_after: Steps = 1000
     r_max: Bound = 5.0
@@ -50,17 +51,18 @@ class MABN(StatNorm):
         self.window_g = nn.Buffer(torch.zeros(self.window, self.dim))
 
     def _batch_phase(self, step: Tensor) -> Tensor:
-        return (step <= self.window) | (step < self.warmup)
+        return (step <= self.window) | (step < self.end_of_warmup())
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
-        window = push(self.window_x, step, batch[0])
+        window, drift = push(self.window_x, step, batch[0]), self.drift_state(batch, step)
         if self.form == "unp":
             running = self.average(batch)
-            return Stat(torch.where(self._batch_phase(step), batch, running), {"window_x": window, "running": running})
+            value = torch.where(self._batch_phase(step), batch, running)
+            return Stat(value, {"window_x": window, "running": running, **drift})
         value = torch.where(self._batch_phase(step), batch, window.mean(0, keepdim=True))
         r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / self.r_max, self.r_max)
-        r = torch.where(step <= max(self.renorm_after, self.warmup), 1.0, r)
-        return Stat(value, {"window_x": window, "running": self.average(value)}, output_scale=r)
+        r = torch.where((step <= self.renorm_after) | (step <= self.end_of_warmup()), 1.0, r)
+        return Stat(value, {"window_x": window, "running": self.average(value), **drift}, output_scale=r)
 
     def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         window = push(self.window_g, step, batch[0])
@@ -71,8 +73,8 @@ class MABN(StatNorm):
         if self.form == "unp":
             return None
         return KernelRule(
-            "arithmetic", "windowed", rate=1 - self.alpha, warmup=self.warmup, window=self.window_x,
-            window_grad=self.window_g, until=(max(self.renorm_after, self.warmup), 0), bounds=(self.r_max, 0.0),
+            "arithmetic", "windowed", rate=1 - self.alpha, warmup=self.known_end(), window=self.window_x,
+            window_grad=self.window_g, until=(max(self.renorm_after, self.known_end()), 0), bounds=(self.r_max, 0.0),
         )  # fmt: skip
 
 

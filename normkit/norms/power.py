@@ -9,10 +9,11 @@ from normkit.kernels import ops
 from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Split
 from normkit.norms._options import OldShare, Steps, require
-from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._stat_norm import Stat
+from normkit.norms._warmup import WarmupNorm
 
 
-class PowerNorm(StatNorm):
+class PowerNorm(WarmupNorm):
     """Divide each channel by a running quadratic mean from *before* this batch.
 
     After the warm-up, with `psi`, `nu` from before the step and g = weight * dy:
@@ -31,6 +32,7 @@ class PowerNorm(StatNorm):
         alpha_fwd: Share of the old `psi^2` per step; 0.9 as in the released code.
         alpha_bkw: Share of the old `nu` per step; 0.9 as in the released code.
         warmup: Training forwards by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
+            "auto" ends it by drift (`WarmupNorm`); psi in it is then at least as young as after it.
         accumulate: psi in the warm-up: "average", plain; "ema", Eq. 10 from the first step; "released", the code's
             average and EMA in one step.
         warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "nu" as the released code.
@@ -49,7 +51,6 @@ class PowerNorm(StatNorm):
     groups: Steps = 1
     alpha_fwd: OldShare = 0.9
     alpha_bkw: OldShare = 0.9
-    warmup: Steps = 4000
     accumulate: Literal["average", "ema", "released"] = "average"
     warmup_grad: Literal["exact", "nu"] = "exact"
     denominator: Literal["forward", "batch"] = "forward"
@@ -66,35 +67,42 @@ class PowerNorm(StatNorm):
         """True without layer-scale: then nothing is computed at inference."""
         return self.groups == 0
 
+    @property
+    def _least_share(self) -> float:
+        """Least share of a new value in the warm-up's average, whose length "auto" does not limit."""
+        return 1 - self.alpha_fwd if self.warmup == "auto" else 0.0
+
     def split(self) -> Split:  # noqa: D102
         rest, scale, shift = super().split()
         return Split(GroupRMS(self.groups, self.eps) if self.groups else rest, scale, shift)
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
-        warm = step <= self.warmup
+        end = self.end_of_warmup()
+        warm = step <= end
         before = self.running.to(batch.dtype)
         value = torch.where(warm, batch, before)
-        average = before + (batch - before) / step
+        average = before + (batch - before) * (1 / step.to(batch.dtype)).clamp(min=self._least_share)
         if self.accumulate == "ema":
             running = before.lerp(batch, 1 - self.alpha_fwd)
         elif self.accumulate == "released":  # the code's average ends one step before its warm-up does
-            base = torch.where(step < self.warmup, average, before)
+            base = torch.where(step < end, average, before)
             running = base.lerp(batch, 1 - self.alpha_fwd)
         else:
             running = torch.where(warm, average, before.lerp(batch, 1 - self.alpha_fwd))
         gamma = batch / (value + self.eps)
         dx_scale = torch.sqrt((value[0] + self.eps) / (batch[0] + self.eps)) if self.denominator == "batch" else None
-        return Stat(value, {"running": running}, dx_scale=dx_scale, saved=(self.nu.clone(), gamma))
+        state = {"running": running, **self.drift_state(batch, step)}
+        return Stat(value, state, dx_scale=dx_scale, saved=(self.nu.clone(), gamma))
 
     def known_in_advance(self) -> Tensor | None:  # noqa: D102
-        return self.running if self._steps.at_least(self.warmup, self.step) else None
+        return self.running if self._steps.at_least(self.known_end(), self.step) else None
 
     def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:  # noqa: D102
         return saved[0]
 
     def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         nu, gamma = saved
-        exact = (step <= self.warmup) if self.warmup_grad == "exact" else torch.zeros_like(step, dtype=torch.bool)
+        exact = (step <= self.end_of_warmup()) & (self.warmup_grad == "exact")
         lost = (1 - self.alpha_bkw) * gamma
         new = self.nu - nu * (lost.clamp(max=1) if self.clamp else lost) + (1 - self.alpha_bkw) * batch
         return torch.where(exact, batch, nu.to(batch.dtype)), {"nu": new}
@@ -103,8 +111,8 @@ class PowerNorm(StatNorm):
         if self.accumulate != "average" or self.denominator == "batch":
             return None
         return KernelRule(
-            "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.warmup, clamp=self.clamp,
-            exact_early=self.warmup_grad == "exact", smooth_grad=self.nu,
+            "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.known_end(), clamp=self.clamp,
+            floor=self._least_share, exact_early=self.warmup_grad == "exact", smooth_grad=self.nu,
         )  # fmt: skip
 
 

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._options import OldShare, Steps, Window
-from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._stat_norm import Stat
 from normkit.norms._state import push
+from normkit.norms._warmup import NEVER, WarmupNorm
 
 
-class UN(StatNorm):
+class UN(WarmupNorm):
     """Quadratic means smoothed by a geometric mean over the last `window` batches.
 
     Once `step > window` and `step >= warmup`: `v = exp(mean(log(window of mean(x^2))))` (Eq. 16),
@@ -30,6 +31,7 @@ class UN(StatNorm):
         window: Batches per window of the forward pass; 4 as in the paper. 1 is PN-V.
         alpha: Share of the old running statistics per step; 0.9, as 0.6 fails in the paper's Table 9.
         warmup: Training forwards by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
+            "auto" ends it by drift (`WarmupNorm`).
         outlier_filtration: Filter outliers; off, as in the released recipes for text. The paper turns it on for images.
         window_bkw: Batches per window of the backward pass; None means `window`.
         alpha_bkw: Share of the old `psi` per step; None means `alpha`, 0 no momentum, as rows 4 and 5 of the paper's
@@ -53,7 +55,6 @@ class UN(StatNorm):
 
     window: Window = 4
     alpha: OldShare = 0.9
-    warmup: Steps = 4000
     outlier_filtration: bool = False
     window_bkw: Window | None = None
     alpha_bkw: OldShare | None = None
@@ -72,7 +73,7 @@ class UN(StatNorm):
 
     def _batch_phase(self, step: Tensor, window: Tensor) -> Tensor:
         """Return True while statistics are the batch's own; always with a window of one."""
-        return (step <= len(window)) | (step < self.warmup) | (self.window == 1)
+        return (step <= len(window)) | (step < self.end_of_warmup()) | (self.window == 1)
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
         early = self._batch_phase(step, self.window_x)
@@ -84,7 +85,7 @@ class UN(StatNorm):
             window = torch.where(skip, push(self.window_x, step, self.running[0].clamp(min=floor)), window)
             early = early | skip
         value = torch.where(early, batch, _geometric_mean(window)[None].to(batch.dtype))
-        state = {"window_x": window, "running": self.average(value)}
+        state = {"window_x": window, "running": self.average(value), **self.drift_state(batch, step)}
         if skip is not None:
             state["filtered"] = self.filtered + skip
             if self.hold:
@@ -92,7 +93,7 @@ class UN(StatNorm):
         grad_scale = None
         if self.compensate:
             r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / 5, 5)
-            late = step > max(self.compensate_after, self.warmup)
+            late = (step > self.compensate_after) & (step > self.end_of_warmup())
             grad_scale = torch.where(late if skip is None else late & ~skip, r, 1.0)
         return Stat(value, state, grad_scale=grad_scale, saved=() if skip is None else (skip,))
 
@@ -122,7 +123,8 @@ class UN(StatNorm):
         floor = self.eps or torch.finfo(self.running.dtype).tiny
         rate, rate_grad = 1 - self.alpha, 1 - (self.alpha if self.alpha_bkw is None else self.alpha_bkw)
         return KernelRule(
-            "geometric", "windowed", rate, rate_grad, warmup=self.warmup if self.window > 1 else 2**62, floor=floor,
+            "geometric", "windowed", rate, rate_grad, floor=floor,
+            warmup=self.known_end() if self.window > 1 else NEVER,
             window=self.window_x, window_grad=self.window_g, smooth_grad=self.psi,
             exact_early=self.warmup_grad == "exact",
         )  # fmt: skip

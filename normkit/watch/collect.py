@@ -8,6 +8,7 @@ from torch import Tensor
 
 from normkit.kernels import ops, sync
 from normkit.norms import PowerNorm, StatNorm
+from normkit.norms._warmup import NOTICE, WarmupNorm
 from normkit.norms.un import UN
 from normkit.watch.length import LengthShare, batch_lengths
 from normkit.watch.quantities import QUARTILES, Quantity
@@ -122,18 +123,19 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
 def _state(norm: StatNorm, fields: Fields) -> Fields:
     """The state of a normkit norm before this batch."""
     found = {"skipped": norm.skipped.clone(), "skipped_grad": norm.skipped_grad.clone()}
-    warmup: int | None = getattr(norm, "warmup", None)
+    warmup = norm.end_of_warmup() if isinstance(norm, WarmupNorm) else getattr(norm, "warmup", None)
     if warmup is not None:
-        found["warmup_left"] = (warmup - norm.step).clamp(min=0)
+        most = NOTICE if isinstance(warmup, Tensor) else None  # with "auto" the end is not known before
+        found["warmup_left"] = (warmup - norm.step).clamp(min=0, max=most)
     if isinstance(norm, PowerNorm):
         batch, running = fields["quadratic"], fields["running_quadratic"]
-        used = torch.where(norm.step < norm.warmup, batch, running)
+        used = torch.where(norm.step < norm.end_of_warmup(), batch, running)
         found["nu"] = norm.nu[0].clone()
         found["Gamma"] = batch / (used + norm.eps)
         found["Gamma_bound"] = batch.new_full((), 2 / (1 - norm.alpha_bkw))
     if isinstance(norm, UN) and norm.outlier_filtration:
         found["filtered"] = norm.filtered.clone()
-        found["smoothed"] = norm.step - max(norm.warmup - 1, norm.window)
+        found["smoothed"] = norm.step - (torch.as_tensor(warmup) - 1).clamp(min=norm.window)
     return found
 
 

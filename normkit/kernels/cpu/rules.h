@@ -90,7 +90,7 @@ void train(const Train& given, int threads) {
             used = early ? seen : old;
             given.saved_grad[c] = given.smooth_grad[c];
             given.saved_gamma[c] = seen / (used + eps);
-            fresh = old + (early ? 1 / float(step) : rate) * (seen - old);
+            fresh = old + (early ? std::max(1 / float(step), given.floor) : rate) * (seen - old);
         } else if (rule == RENORM) {
             const float sigma = std::sqrt(old + eps), sigma_now = std::sqrt(seen + eps);
             const float mean = ok ? mean_now[c] : running[c], moved = sigma + rate * (sigma_now - sigma);

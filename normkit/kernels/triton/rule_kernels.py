@@ -85,7 +85,7 @@ def train_rule(
     elif RULE == "running":
         warm = step <= warmup
         value = tl.where(warm, batch, running)
-        new = running + tl.where(warm, 1.0 / step.to(tl.float32), rate) * (batch - running)
+        new = running + tl.where(warm, tl.maximum(1.0 / step.to(tl.float32), floor), rate) * (batch - running)
         tl.store(SAVED_GRAD + channel, tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0), mask=real)
         tl.store(SAVED_GAMMA + channel, batch / (value + eps), mask=real)
     elif RULE == "renorm":

@@ -1,0 +1,76 @@
+"""Warm-up of statistics: a number of steps, or "auto", by their drift."""
+
+import torch
+from torch import Tensor, nn
+
+from normkit.kernels.step_statistics import StepStatistics
+from normkit.norms._options import Warmup
+from normkit.norms._stat_norm import StatNorm
+from normkit.norms._state import usable
+
+FAST, SLOW = 1 / 8, 1 / 32  # shares of the new value in the averages whose difference is the drift
+LARGEST_LAG = 0.15  # the warm-up ends below it; 0.04 without any drift
+UNSEEN = 1e-4  # variance of a difference of 1 %, which is no drift
+NOTICE = 16  # steps from the decision to the end, so that a GPU's copy reaches the host before
+NEVER = 2**62
+
+
+class WarmupNorm(StatNorm):
+    """Norm that starts with each batch's own statistics, and goes over to past ones after a warm-up.
+
+    Past statistics lag behind while a model changes fast, above all when the learning rate peaks. With `warmup="auto"`
+    the norm measures that. Per channel, it averages the log of each batch's mean square over about 8 and about 32
+    steps. `lag` is the mean square of their difference, relative to the variance between batches, and smoothed. Once
+    it falls below 0.15, the warm-up ends: past statistics are then nearer to the true ones than a batch's own.
+
+    Buffers with "auto": `averages [3, C]` (fast, slow, variance), `lag`, and `warmup_end`, the last step of the
+    warm-up, 0 until it is known.
+
+    Args:
+        warmup: Training forwards by the batch's own statistics, or "auto".
+    """
+
+    warmup: Warmup = 4000
+
+    def build(self) -> None:
+        super().build()
+        if self.warmup == "auto":
+            self.averages = nn.Buffer(torch.zeros(3, self.dim))
+            self.lag = nn.Buffer(torch.zeros(()))
+            self.warmup_end = nn.Buffer(torch.zeros((), dtype=torch.long))
+
+    def end_of_warmup(self) -> int | Tensor:
+        """Return the last step of the warm-up, a very large number while that is not known."""
+        if isinstance(self.warmup, int):
+            return self.warmup
+        return torch.where(self.warmup_end > 0, self.warmup_end, NEVER)
+
+    def known_end(self) -> int:
+        """Return the same as far as the host has seen it, for kernels."""
+        if isinstance(self.warmup, int):
+            return self.warmup
+        return self._ended.seen if self._ended.at_least(1, self.warmup_end) else NEVER
+
+    def drift_state(self, batch: Tensor, step: Tensor) -> dict[str, Tensor]:
+        """Return the new values of the buffers of "auto", after a batch with these statistics."""
+        if self.warmup != "auto":
+            return {}
+        floor = self.eps or torch.finfo(self.running.dtype).tiny
+        level = batch[-1].to(self.running.dtype).clamp(min=floor).log()
+        first, before = self.lag == 0, self.averages
+        fast, slow = torch.where(first, level, before[0]), torch.where(first, level, before[1])
+        variance = before[2].lerp((level - slow).square(), SLOW)
+        fast, slow = fast.lerp(level, FAST), slow.lerp(level, SLOW)
+        share = (fast - slow).square().mean() / (variance.mean() + UNSEEN)
+        lag = torch.where(first, 1.0, self.lag).lerp(share, SLOW)
+        open_ = self.warmup_end == 0
+        return {
+            "averages": torch.where(open_, torch.stack([fast, slow, variance]), before),
+            "lag": torch.where(open_, lag, self.lag),
+            "warmup_end": torch.where(open_ & (lag < LARGEST_LAG), step + NOTICE, self.warmup_end),
+        }
+
+    def after_kernel(self, statistics: StepStatistics) -> None:
+        if self.warmup == "auto" and not self._ended.at_least(1, self.warmup_end):
+            ok = usable(statistics.batch, statistics.count)
+            self._commit(self.drift_state(statistics.batch, statistics.step), ok)
