@@ -28,6 +28,9 @@ class StatefulNorm(Norm):
     alpha = 0.9  # share of the old value in `average`
     follows_optimizer = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
 
+    _steps: AsyncCounter  # the host's view of `step`
+    _ended: AsyncCounter  # and of the end of an automatic warm-up
+
     sync: bool = False
     steps_per_update: Count = 1
 

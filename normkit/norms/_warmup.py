@@ -16,7 +16,7 @@ NEVER = 2**62
 
 
 class WarmupNorm(StatNorm):
-    """Norm that starts with each batch's own statistics, and goes over to past ones after a warm-up.
+    """Norm that uses past statistics after a warm-up by each batch's own.
 
     Past statistics lag behind while a model changes fast, above all when the learning rate peaks. With `warmup="auto"`
     the norm measures that. Per channel, it averages the log of each batch's mean square over about 8 and about 32
@@ -63,11 +63,11 @@ class WarmupNorm(StatNorm):
         fast, slow = fast.lerp(level, FAST), slow.lerp(level, SLOW)
         share = (fast - slow).square().mean() / (variance.mean() + UNSEEN)
         lag = torch.where(first, 1.0, self.lag).lerp(share, SLOW)
-        open_ = self.warmup_end == 0
+        lasts = self.warmup_end == 0
         return {
-            "averages": torch.where(open_, torch.stack([fast, slow, variance]), before),
-            "lag": torch.where(open_, lag, self.lag),
-            "warmup_end": torch.where(open_ & (lag < LARGEST_LAG), step + NOTICE, self.warmup_end),
+            "averages": torch.where(lasts, torch.stack([fast, slow, variance]), before),
+            "lag": torch.where(lasts, lag, self.lag),
+            "warmup_end": torch.where(lasts & (lag < LARGEST_LAG), step + NOTICE, self.warmup_end),
         }
 
     def after_kernel(self, statistics: StepStatistics) -> None:

@@ -78,7 +78,7 @@ CHECKS = (
     Check("nan", faults.bad_batches, "nonfinite", _any),
     _by_site("warm-up", "warmup_left", 0, warms_up,
              "so far trained with each batch's own statistics, and for {0:.0f} more steps; evaluation uses the running"
-             " ones", "if the run ends before, give the norm a shorter warmup=", number=faults.last),
+             " ones", "if the run ends before, give the norm a shorter warmup=, or \"auto\"", number=faults.last),
     _by_site("padding", "padding", LIMITS["padding"], keeps_batch_statistics,
              "{percent:.0f} % of the rows that the statistics are taken over are padding",
              "pass the norm its mask (convert(..., mask_from=...))")._replace(how=MASK),
