@@ -25,8 +25,8 @@ def batches(steps: int, growth: int, rows: int = 50) -> list[torch.Tensor]:
 def train(norm, given, run=None):
     """Run forward and backward on each batch; return the last gradient."""
     direction = torch.sin(torch.arange(DIM * len(given[0])).float()).view(-1, DIM)
-    for x in given:
-        x = x.clone().requires_grad_()
+    for batch in given:
+        x = batch.clone().requires_grad_()
         ((norm if run is None else run)(x) * direction).sum().backward()
     return x.grad
 
@@ -111,5 +111,5 @@ def test_the_doctor_reports_a_warmup_that_has_not_ended():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(ValueError, match='warmup must be a whole number >= 0 or "auto"; got \'soon\''):
+    with pytest.raises(ValueError, match="warmup must be a whole number >= 0 or \"auto\"; got 'soon'"):
         nk.make('un(warmup="soon")', DIM)

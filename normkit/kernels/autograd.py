@@ -105,7 +105,7 @@ class Standardize(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, mask, *tensors = ctx.saved_tensors
         statistics = StepStatistics.from_tensors(tensors)
-        if torch.compiler.is_compiling():
+        if ctx.block is None or torch.compiler.is_compiling():
             return *_backward(ctx, dy, x, weight, mask, statistics), None, None
         with dispatch.resumed(ctx.block):
             return *_backward(ctx, dy, x, weight, mask, statistics), None, None

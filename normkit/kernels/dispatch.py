@@ -139,19 +139,25 @@ def select(
     narrow = wide is None or wide is torch.float32
     if torch.compiler.is_compiling():
         return "triton" if narrow and x.dtype in TRITON_DTYPES and current_choice() == "triton" else "reference"
-    if narrow and can_use_triton(x, name):
+    choice = current_choice()
+    if narrow and can_use_triton(x, name, choice):
         kind = "triton"
-    elif native and narrow and can_use_native(x):
+    elif native and narrow and can_use_native(x, choice):
         kind = "native"
-    elif fused and (can_use_torch_kernels(x) if wide is None else can_join(x, wide)):
+    elif fused and (can_use_torch_kernels(x, choice) if wide is None else can_join(x, wide)):
         kind = "fused"
     else:
         kind = "reference"
+    count(kind, name)
+    return kind
+
+
+def count(kind: str, name: str) -> None:
+    """Count an op for the blocks around it."""
     block = _block.get()
     while block is not None:
         block.ran[f"{kind} {name}"] += 1
         block = block.outer
-    return kind
 
 
 def custom_kernels(x: Tensor, wide: torch.dtype) -> ModuleType | None:
@@ -162,14 +168,14 @@ def custom_kernels(x: Tensor, wide: torch.dtype) -> ModuleType | None:
     """
     if wide is not torch.float32 or torch.compiler.is_compiling():
         return None
-    if can_use_triton(x, "standardize"):
-        return load_triton()
-    return cpu if can_use_native(x) else None
-
-
-def can_use_triton(x: Tensor, name: str) -> bool:
-    """Check for a Triton kernel on `x` in eager mode; RuntimeError if chosen in vain."""
     choice = current_choice()
+    if can_use_triton(x, "standardize", choice):
+        return load_triton()
+    return cpu if can_use_native(x, choice) else None
+
+
+def can_use_triton(x: Tensor, name: str, choice: str) -> bool:
+    """Check for a Triton kernel on `x` in eager mode; RuntimeError if chosen in vain."""
     if choice not in ("auto", "triton") or (choice == "auto" and not x.is_cuda):
         return False
     obstacle = _triton_obstacle(x)
@@ -178,18 +184,19 @@ def can_use_triton(x: Tensor, name: str) -> bool:
     return not obstacle
 
 
-def can_use_native(x: Tensor) -> bool:
+def can_use_native(x: Tensor, choice: str = "") -> bool:
     """True if the C++ kernels run on `x`."""
+    choice = choice or current_choice()
     return (
         x.dtype in cpu.DTYPES
-        and current_choice() in ("auto", "native")
-        and can_use_torch_kernels(x)
+        and choice in ("auto", "native")
+        and can_use_torch_kernels(x, choice)
         and not _is_traced()
         and cpu.library() is not None
     )
 
 
-def can_use_torch_kernels(x: Tensor) -> bool:
+def can_use_torch_kernels(x: Tensor, choice: str = "") -> bool:
     """True if kernels for CPUs may run on `x`: a plain tensor, not empty, in eager mode."""
     return (
         x.device.type == "cpu"
@@ -199,7 +206,7 @@ def can_use_torch_kernels(x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and not torch._C._are_functorch_transforms_active()
-        and current_choice() in ("auto", "native", "fused")
+        and (choice or current_choice()) in ("auto", "native", "fused")
     )
 
 

@@ -55,7 +55,7 @@ def find_kernel_rule(norm: Any) -> KernelRule | None:
     """
     if norm.sync or norm.accumulates or norm.scalar or not has_kernel_rule(type(norm)):
         return None
-    plain = all(type(b) is Tensor and b.is_contiguous() for b in norm.buffers(recurse=False))
+    plain = all(type(b) is Tensor and b.is_contiguous() for b in norm._buffers.values() if b is not None)
     return norm.kernel_rule() if plain else None
 
 

@@ -4,6 +4,7 @@
 only the kernels of `dispatch.custom_kernels` with `SUPPORTS_GROUPS` apply on their way.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -176,13 +177,14 @@ def infer(norm: Any, x: Tensor) -> Tensor | None:
 
 
 def train(
-    norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None, known_in_advance: Tensor | None, groups: int
+    module: ModuleType, norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None,
+    known_in_advance: Tensor | None, groups: int,
 ) -> tuple[Tensor | None, StepStatistics]:  # fmt: skip
-    """Sum over `x`, apply the norm's rule and move its state; needs `dispatch.custom_kernels`.
+    """Sum over `x`, apply the norm's rule and move its state, by `dispatch.custom_kernels`.
 
     Returns:
         y, if the kernels have written it already, and the decisions of the step.
     """
     name = "moments" if known_in_advance is None else "standardize_and_moments"
-    module = dispatch.load_triton() if dispatch.select(x, name, torch.float32) == "triton" else cpu
+    dispatch.count("native" if module is cpu else "triton", name)
     return module.train(norm, kernel_rule, x, mask, known_in_advance, groups)

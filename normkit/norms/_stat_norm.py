@@ -1,5 +1,6 @@
 """The training step of norms whose statistics outlive the batch."""
 
+from types import ModuleType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -130,7 +131,7 @@ class StatNorm(StatefulNorm):
                 lambda: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
             )
             if statistics is None:
-                statistics, y, one_pass = self._train_step(data, mask, wide, groups, kernels is not None)
+                statistics, y, one_pass = self._train_step(data, mask, wide, groups, kernels)
             statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
         record = self._records.add(statistics)
         options = autograd.StandardizeOptions(self, mask, groups, one_pass, y)
@@ -150,7 +151,7 @@ class StatNorm(StatefulNorm):
         return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])
 
     def _train_step(
-        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: bool
+        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None
     ) -> tuple[StepStatistics, Tensor | None, bool]:
         """Measure the batch, apply the method's rule and update the state.
 
@@ -159,7 +160,7 @@ class StatNorm(StatefulNorm):
         """
         known_in_advance, y = self.known_in_advance() if kernels else None, None
         if kernels and x.numel() and (kernel_rule := find_kernel_rule(self)):
-            y, statistics = ops.train(self, kernel_rule, x, mask, known_in_advance, groups)
+            y, statistics = ops.train(kernels, self, kernel_rule, x, mask, known_in_advance, groups)
             self.after_kernel(statistics)
             return statistics, y, known_in_advance is not None
         if known_in_advance is None:

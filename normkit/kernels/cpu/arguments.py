@@ -18,17 +18,16 @@ observers: list[Callable[[str, dict[str, Any]], object]] = []  # called with nam
 
 @functools.cache
 def structs() -> dict[str, tuple[type[ctypes.Structure], dict[str, torch.dtype | None]]]:
-    """Struct of arguments of each kernel, and the type of tensor of each pointer."""
+    """Struct of arguments of each kernel, and the type of tensor of each field; None: that of x, or a number."""
     text = re.sub(r"//.*", "", (SOURCES / "arguments.h").read_text(encoding="utf8"))
     found = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
-        fields, pointers = [], {}
+        fields, types = [], {}
         for kind, star, field in re.findall(r"(?:const )?(?:std::)?(\w+)(\*?) (\w+);", body):
             fields.append((field, ctypes.c_void_p if star else NUMBERS[kind]))
-            if star:
-                pointers[field] = POINTERS.get(kind)
+            types[field] = POINTERS.get(kind) if star else None
         kernel = re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
-        found[kernel] = type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields}), pointers
+        found[kernel] = type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields}), types
     return found
 
 
@@ -52,17 +51,19 @@ def call(kernel: str, **given: Any) -> None:
     """
     for observer in observers:
         observer(kernel, given)
-    struct, pointers = structs()[kernel]
-    dtype = given["x"].dtype
-    arguments = struct()
-    for name, value in given.items():
+    struct, types = structs()[kernel]
+    dtype, values = given["x"].dtype, []
+    for name, kind in types.items():
+        value = given.get(name, 0)  # `given` keeps temporary tensors alive until the kernel has run
         if isinstance(value, Tensor):
-            expected = pointers[name] or dtype
+            expected = kind or dtype
             if not (value.is_cpu and value.dtype is expected and value.is_contiguous()):  # C++ would read past it
                 raise RuntimeError(
                     f"{kernel} of {dtype}: {name} is {value.dtype} on {value.device}; it must be {expected}, "
                     f"contiguous, on a CPU"
                 )
-            value = value.data_ptr()  # noqa: PLW2901
-        setattr(arguments, name, value)
-    _function(kernel, dtype)(arguments, torch.get_num_threads())
+            value = value.data_ptr()
+        values.append(value)
+    if unknown := given.keys() - types.keys():
+        raise AttributeError(f"{kernel} has no argument {', '.join(unknown)}")
+    _function(kernel, dtype)(struct(*values), torch.get_num_threads())
