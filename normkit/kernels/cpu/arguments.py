@@ -18,7 +18,7 @@ observers: list[Callable[[str, dict[str, Any]], object]] = []  # called with nam
 
 @functools.cache
 def structs() -> dict[str, tuple[type[ctypes.Structure], dict[str, torch.dtype | None]]]:
-    """Struct of arguments of each kernel, and the type of tensor of each field; None: that of x, or a number."""
+    """Struct of arguments of each kernel, and types of tensors by field; None: that of x."""
     text = re.sub(r"//.*", "", (SOURCES / "arguments.h").read_text(encoding="utf8"))
     found = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
