@@ -1,4 +1,4 @@
-"""`warmup="auto"`: the warm-up ends by drift, at the same step on every way through the code."""
+"""Automatic warm-up ends by drift, at the same step in kernels, graphs and recomputation."""
 
 import math
 
