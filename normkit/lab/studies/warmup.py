@@ -1,33 +1,57 @@
-"""Study: length of the warm-up of statistics.
+"""Studies: length of the warm-up of statistics, by hand and automatic.
 
 During their warm-up `un`, `mabn` and `power(groups=0)` are `pnv`, with its exact gradient. Afterwards they use
 statistics of past batches and past gradients, which is right if both change slowly. At the peak of the learning rate,
 where its own warm-up ends, they do not.
 """
 
-from normkit.lab.papers.powernorm.recipes import IWSLT14
-from normkit.lab.recipes import MULTI30K
-from normkit.lab.studies.core import IWSLT14_CORE, MULTI30K_CORE
-from normkit.lab.study import Bases, Column, Row, Study
+import dataclasses
 
-LONGER = ("un", "un(warmup=600)", "power(groups=0)", "power(groups=0, warmup=600)")
+from normkit.lab.papers.powernorm.recipes import IWSLT14, PTB, RESNET20
+from normkit.lab.papers.tears.recipes import TED
+from normkit.lab.papers.unified.detectors import MASK_RCNN
+from normkit.lab.papers.unified.recipes import CIFAR10
+from normkit.lab.recipes import CMUDICT, MULTI30K
+from normkit.lab.studies.core import CMUDICT_CORE, IWSLT14_CORE, MULTI30K_CORE, PTB_CORE
+from normkit.lab.study import Base, Column, Row, Settings, Study, override, with_options
+
+TIMES = (3, 10)  # warm-ups of statistics, relative to that of the learning rate
 
 
-def _study(id: str, data: str, base: Bases, norms: tuple[str, ...], columns: tuple[Column, ...], note: str) -> Study:
+def _study(id: str, data: str, base: Base, columns: tuple[Column, ...], options: Settings, note: str = "") -> Study:
+    steps = override(base.recipe(), base.settings).warmup
+    warmups: list[Settings] = [{}, *({"warmup": times * steps} for times in TIMES), {"warmup": "auto"}]
+    norms = [
+        with_options(norm, {**warmup, **options}) for norm in ("un", "power(groups=0)", "mabn") for warmup in warmups
+    ]
     return Study(
-        id=id,
-        title=f"statistics that warm up as long as the learning rate, 200 steps, or longer, {data}",
+        id=f"warmup.{id}",
+        title=f"statistics that warm up as long as the learning rate, {steps} steps, or longer, {data}",
         note=note,
-        rows=tuple(Row(label=norm, settings={"model.norm": norm}) for norm in ("pnv", *norms)),
-        columns=tuple(Column(title=c.title, metric=c.metric, base={"pocket": base["pocket"]}) for c in columns),
+        rows=tuple(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "pnv", *norms)),
+        columns=tuple(dataclasses.replace(column, base={"pocket": base}) for column in columns),
     )
 
 
-MULTI30K_WARMUP = _study(
-    "warmup.multi30k", "Multi30k De-En", MULTI30K, LONGER,
-    (*MULTI30K_CORE.columns, Column(title="valid perplexity", metric="perplexity valid")), MULTI30K_CORE.note,
+VALID = Column(title="valid perplexity", metric="perplexity valid")
+BLEU = (Column(title="BLEU", metric="bleu"), Column(title="BLEU greedy", metric="bleu running"))
+ACCURACY = (
+    Column(title="accuracy", metric="accuracy"), Column(title="accuracy, calibrated", metric="accuracy calibrated"),
 )  # fmt: skip
-IWSLT14_WARMUP = _study(
-    "warmup.iwslt14", "IWSLT14 De-En", IWSLT14, (*LONGER, "mabn", "mabn(warmup=600)"), IWSLT14_CORE.columns,
-    IWSLT14_CORE.note,
+FILTERED: Settings = {"outlier_filtration": True}  # as the paper for images
+
+WARMUPS = (
+    _study("cmudict", "CMU Pronouncing Dictionary", CMUDICT["pocket"], CMUDICT_CORE.columns[:2], {}),
+    _study(
+        "multi30k", "Multi30k De-En", MULTI30K["pocket"], (*MULTI30K_CORE.columns, VALID), {}, MULTI30K_CORE.note
+    ),
+    _study("iwslt14", "IWSLT14 De-En", IWSLT14["pocket"], IWSLT14_CORE.columns, {}, IWSLT14_CORE.note),
+    _study("ted-gl", "TED gl-en", TED["gl"]["pocket"], (*BLEU, VALID), {}),
+    _study("ptb", "PTB, tensorized language model", PTB["pocket"], PTB_CORE.columns, {}),
+    _study("cifar10", "CIFAR-10, tiny ViT", CIFAR10["pocket"], ACCURACY, FILTERED),
+    _study("resnet20", "CIFAR-10, ResNet-20", RESNET20["pocket"], ACCURACY, FILTERED),
+    _study(
+        "pennfudan", "Penn-Fudan, Mask R-CNN", MASK_RCNN["pocket"],
+        (Column(title="box AP", metric="box AP"), Column(title="mask AP", metric="mask AP")), FILTERED,
+    ),
 )  # fmt: skip
