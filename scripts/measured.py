@@ -86,11 +86,11 @@ def multi30k() -> str:
     return "\n".join(lines)
 
 
-def _mean(cell: dict) -> str:
+def _mean(cell: dict, digits: int = 1) -> str:
     if not cell.get("n"):
         return ""
-    spread = f" ± {cell['spread']:.1f}" if cell.get("spread") is not None else ""
-    return f"{cell['mean']:.1f}{spread} ({cell['n']})"
+    spread = f" ± {cell['spread']:.{digits}f}" if cell.get("spread") is not None else ""
+    return f"{cell['mean']:.{digits}f}{spread} ({cell['n']})"
 
 
 def deploy() -> str:
@@ -101,16 +101,24 @@ def deploy() -> str:
     return deploy_page.headline()
 
 
-def length() -> str:
-    """Format scores with statistics of donors: mean, standard deviation and seeds."""
-    made = json.loads((TABLES / "length.cmudict.json").read_text(encoding="utf8"))
-    titles = [column["title"].removeprefix("PER, ") for column in made["columns"] if column["title"].startswith("PER")]
+def length(study: str, metric: str) -> str:
+    """Format scores with statistics of donors, then losses: mean, standard deviation and seeds."""
+    path = TABLES / f"{study}.json"
+    if not path.is_file():
+        return "(not run)"
+    made = json.loads(path.read_text(encoding="utf8"))
+    places = {column["title"]: place for place, column in enumerate(made["columns"])}
+    titles = [title.removeprefix(f"{metric}, ") for title in places if title.startswith(metric)]
     lines = [f"| norm, batches | {' | '.join(titles)} |", "|" + "---|" * (len(titles) + 1)]
     for row in made["rows"]:
-        cells = [re.sub(r" \(1\)$", "", _mean(cell)) or "-" for cell in row["cells"][: len(titles)]]
-        if cells[0] != "-":
+        cells = []
+        for title in titles:
+            kinds = [places[name] for name in (f"{metric}, {title}", f"loss, {title}") if name in places]
+            found = [_mean(row["cells"][place], 1 + number) for number, place in enumerate(kinds)]
+            cells.append(re.sub(r" \(1\)", "", "; ".join(found)) or "-")
+        if cells[0].strip("; -"):
             norm, _, way = row["label"].rpartition(", ")
-            same = set(cells) == {cells[0]}  # no statistics
+            same = len({cell.partition(";")[0] for cell in cells}) == 1  # no statistics
             lines.append(
                 f"| `{norm}`, {way} | {' | '.join([cells[0], *('=' if same else each for each in cells[1:])])} |"
             )
@@ -129,7 +137,9 @@ TABLE: dict[str, Callable[[], str]] = {
     "advice": advice,
     "demo": demo,
     "deploy": deploy,
-    "length": length,
+    "length": lambda: length("length.cmudict", "PER"),
+    "length.multi30k": lambda: length("length.multi30k", "BLEU"),
+    "length.iwslt14": lambda: length("length.iwslt14", "BLEU"),
     "multi30k": multi30k,
 }
 

@@ -63,6 +63,8 @@ SHORT: Settings = {"steps": 600, "warmup": 75, "valid_every": 300, "test_items":
 
 
 def _length(id: str, data: str, metric: str, base: Bases) -> Study:
+    lengths = list(STATISTICS)[2:6]
+    losses = ["running", *lengths, "any lengths"] if metric == "bleu" else []  # BLEU of short runs is coarse
     return Study(
         id=id,
         title=f"test batches with the statistics of other training items, chosen by length, {data}",
@@ -70,7 +72,8 @@ def _length(id: str, data: str, metric: str, base: Bases) -> Study:
         rows=_rows(("batch", "pnv", "un", "renorm", "power(groups=0)", "layer"), tuple(WAYS)),
         columns=(
             *_columns(metric, base, {f"{metric.upper()}, {title}": kind for title, kind in STATISTICS.items()}),
-            *_columns("symbols", base, {f"symbols, {title}": STATISTICS[title] for title in list(STATISTICS)[2:6]}),
+            *_columns("symbols", base, {f"symbols, {title}": STATISTICS[title] for title in lengths}),
+            *_columns("loss", base, {f"loss, {title}": STATISTICS[title] for title in losses}),
         ),
     )
 
