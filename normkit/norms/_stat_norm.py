@@ -110,7 +110,7 @@ class StatNorm(StatefulNorm):
         return None
 
     def after_kernel(self, statistics: StepStatistics) -> None:
-        """Update state that kernels do not know, after a forward by kernels."""
+        """Update state that kernels leave alone, after a forward by kernels."""
 
     # -- the training step --------------------------------------------------------------------------------------------
 
