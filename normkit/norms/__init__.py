@@ -87,15 +87,15 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         TypeError: if the spec is no string.
         ValueError: if it cannot be parsed, or its name or an option is unknown.
 
-    >>> parse("un(window=2)")
-    ('un', {'window': 2})
+    >>> parse("un(window=2, warmup=auto)")
+    ('un', {'window': 2, 'warmup': 'auto'})
     """
     if not isinstance(spec, str):
         raise TypeError(f"a norm spec is a string such as 'un(window=4)'; got {type(spec).__name__}")
     try:
         call = ast.parse(spec.strip(), mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
-            name, given = call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            name, given = call.func.id, {str(k.arg): _value(k.value) for k in call.keywords}
         elif isinstance(call, ast.Name):
             name, given = call.id, {}
         else:
@@ -108,6 +108,11 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     for key in given:
         pick(known, key, f"option of {name}")
     return name, given
+
+
+def _value(node: ast.expr) -> Any:
+    """Return the value of an option; a word needs no quotes."""
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def options(name: str) -> dict[str, object]:

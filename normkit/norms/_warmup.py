@@ -30,7 +30,7 @@ class WarmupNorm(StatNorm):
         warmup: Training forwards by the batch's own statistics, or "auto".
     """
 
-    warmup: Warmup = 4000
+    warmup: Warmup
 
     def build(self) -> None:
         super().build()

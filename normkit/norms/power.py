@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from normkit.kernels import ops
 from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Split
-from normkit.norms._options import OldShare, Steps, require
+from normkit.norms._options import OldShare, Steps, Warmup, require
 from normkit.norms._stat_norm import Stat
 from normkit.norms._warmup import WarmupNorm
 
@@ -51,6 +51,7 @@ class PowerNorm(WarmupNorm):
     groups: Steps = 1
     alpha_fwd: OldShare = 0.9
     alpha_bkw: OldShare = 0.9
+    warmup: Warmup = 4000
     accumulate: Literal["average", "ema", "released"] = "average"
     warmup_grad: Literal["exact", "nu"] = "exact"
     denominator: Literal["forward", "batch"] = "forward"

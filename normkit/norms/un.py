@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels.kernel_rule import KernelRule
-from normkit.norms._options import OldShare, Steps, Window
+from normkit.norms._options import OldShare, Steps, Warmup, Window
 from normkit.norms._stat_norm import Stat
 from normkit.norms._state import push
 from normkit.norms._warmup import NEVER, WarmupNorm
@@ -55,6 +55,7 @@ class UN(WarmupNorm):
 
     window: Window = 4
     alpha: OldShare = 0.9
+    warmup: Warmup = 4000
     outlier_filtration: bool = False
     window_bkw: Window | None = None
     alpha_bkw: OldShare | None = None

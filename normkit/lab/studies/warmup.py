@@ -28,7 +28,9 @@ def _study(id: str, data: str, base: Base, columns: tuple[Column, ...], options:
         id=f"warmup.{id}",
         title=f"statistics that warm up as long as the learning rate, {steps} steps, or longer, {data}",
         note=note,
-        rows=tuple(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "pnv", *norms)),
+        rows=tuple(
+            Row(label=norm.replace("'", ""), settings={"model.norm": norm}) for norm in ("layer", "pnv", *norms)
+        ),
         columns=tuple(dataclasses.replace(column, base={"pocket": base}) for column in columns),
     )
 
