@@ -95,7 +95,8 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     try:
         call = ast.parse(spec.strip(), mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
-            name, given = call.func.id, {str(k.arg): _value(k.value) for k in call.keywords}
+            given = {str(k.arg): getattr(k.value, "id", None) or ast.literal_eval(k.value) for k in call.keywords}
+            name = call.func.id  # a value that is a word needs no quotes
         elif isinstance(call, ast.Name):
             name, given = call.id, {}
         else:
@@ -108,11 +109,6 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     for key in given:
         pick(known, key, f"option of {name}")
     return name, given
-
-
-def _value(node: ast.expr) -> Any:
-    """Return the value of an option; a word needs no quotes."""
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def options(name: str) -> dict[str, object]:
