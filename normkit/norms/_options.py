@@ -40,9 +40,7 @@ def is_number(value: object) -> bool:
 Count = Annotated[int, Allowed("a whole number >= 1", lambda v: is_int(v) and 1 <= v < 2**62)]
 Window = Annotated[int, Allowed("a whole number from 1 to 65536", lambda v: is_int(v) and 1 <= v <= 65536)]
 Steps = Annotated[int, Allowed("a whole number >= 0", lambda v: is_int(v) and 0 <= v < 2**62)]
-Warmup = Annotated[
-    int | str, Allowed('a whole number >= 0 or "auto"', lambda v: v == "auto" or (is_int(v) and 0 <= v < 2**62))
-]
+Warmup = Steps | Literal["auto"]
 Epsilon = Annotated[float, Allowed("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)]
 OldShare = Annotated[float, Allowed("a number >= 0 and < 1", lambda v: is_number(v) and 0 <= v < 1)]
 Positive = Annotated[float, Allowed("a number above 0, at most 1e9", lambda v: is_number(v) and 0 < v <= 1e9)]
@@ -168,7 +166,7 @@ def _rule(kind: Any) -> Allowed:
         return next((each for each in kind.__metadata__ if isinstance(each, Allowed)), _rule(kind.__origin__))
     if get_origin(kind) is Literal:
         *others, last = (f'"{each}"' for each in get_args(kind))
-        return Allowed(f"{', '.join(others)} or {last}", lambda v: v in get_args(kind))
+        return Allowed(" or ".join([*filter(None, [", ".join(others)]), last]), lambda v: v in get_args(kind))
     return PLAIN.get(kind, Allowed("anything", lambda _: True))
 
 
