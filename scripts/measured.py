@@ -102,7 +102,7 @@ def deploy() -> str:
 
 
 def length(study: str, metric: str) -> str:
-    """Format scores with statistics of donors, then losses: mean, standard deviation and seeds."""
+    """Format scores and losses with statistics of donors: mean, deviation, seeds."""
     path = TABLES / f"{study}.json"
     if not path.is_file():
         return "(not run)"
