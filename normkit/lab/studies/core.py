@@ -21,6 +21,10 @@ CORE = (
 FIXED = Row(
     label="layer + FixNorm", settings={"model.norm": "layer", "model.fixnorm": True}
 )  # separates FixNorm's gain from ScaleNorm's
+AUTOMATIC = tuple(
+    Row(label=norm, settings={"model.norm": norm.replace("auto", "'auto'")})
+    for norm in ("un(warmup=auto)", "power(groups=0, warmup=auto)", "power(groups=1, warmup=auto)")
+)
 OTHERS = tuple(
     Row(label=norm, settings={"model.norm": norm}) for norm in ("rms", "group", "renorm", "mabn", "nonorm", "dyt")
 )
@@ -41,7 +45,15 @@ MULTI30K_CORE = Study(
 MULTI30K_LONG = Study(
     id="core.multi30k-hour",
     title="norms in translation, an hour of one CPU core each, Multi30k De-En",
-    rows=tuple(row for row in CORE if row.label in ("layer", "power(groups=1)", "un")),
+    rows=(
+        *(row for row in CORE if row.label in ("layer", "power(groups=1)", "un", "batch", "scale + FixNorm")),
+        FIXED,
+        *AUTOMATIC,
+        *(
+            Row(label=f"{norm}, shuffled", settings={"model.norm": norm, "bucketing": False})
+            for norm in ("layer", "batch")
+        ),
+    ),
     columns=tuple(dataclasses.replace(column, base=MULTI30K_HOUR) for column in MULTI30K_CORE.columns),
 )
 
