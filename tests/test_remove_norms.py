@@ -11,6 +11,7 @@ from third_party_models import randomize
 
 from normkit.cli import main
 from normkit.lab.models.config import Model
+from normkit.lab.train import removal
 from normkit.lab.train.config import Run
 from normkit.lab.train.distill import Distillation, Outputs, captured, fit
 from normkit.lab.train.folder import load
@@ -122,6 +123,21 @@ def test_an_interrupted_removal_resumes_to_the_same_weights(run, tmp_path):
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     for name, tensor in whole.items():
         assert torch.equal(tensor, parts[name]), name
+
+
+@pytest.mark.parametrize(("statistics", "moved"), [(None, True), ("frozen", False)])
+def test_the_task_trains_on_the_statistics_of_batches(statistics, moved, run, tmp_path, monkeypatch):
+    seen = []
+
+    def spy(model, *args, frozen, **kwargs):
+        seen.append(frozen)
+        fit(model, *args, frozen=frozen, **kwargs)
+        norms = [module for module in model.modules() if isinstance(module, StatNorm)]
+        assert all((int(norm.step) > 0) == moved for norm in norms)
+
+    monkeypatch.setattr(removal, "fit", spy)
+    remove_norms(run, tmp_path / "out", Removal(steps=3, loss="task", statistics=statistics))
+    assert seen == [not moved] * 2
 
 
 def test_distillation_brings_outputs_and_inner_activations_closer():

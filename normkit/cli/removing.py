@@ -18,7 +18,8 @@ def remove_norms(arguments: list[str]) -> int:
         out: Path,
         text: str | None = None,
         loss: Literal["outputs", "task"] = "outputs",
-        to: str = "un",
+        to: str = "un(warmup=0)",
+        statistics: Literal["frozen", "batches"] | None = None,
         lr: float | None = None,
         seed: int = 0,
         resume: bool = False,
@@ -34,6 +35,8 @@ def remove_norms(arguments: list[str]) -> int:
             text: Text to train a Hugging Face model on: a file with one text a line, or a corpus such as wikitext-2.
             loss: outputs: no labels, the original's outputs and inner activations; task: the loss of the run's task.
             to: Spec of the offline norm that is folded.
+            statistics: Statistics of the new norms while training: frozen, or those of the batches, calibrated at the
+                end; batches with the loss of the task, else frozen.
             lr: Highest learning rate; a third of the run's, or 3e-4.
             seed: Seed of the order of batches and of dropout.
             resume: Continue an interrupted removal with the same settings.

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from normkit.lab.train.progress import Progress
 from normkit.lab.train.removable import RemovableRun, open_removable
 from normkit.norms import StatNorm, parse
 from normkit.text import align
-from normkit.transforms import convert, fit_norms
+from normkit.transforms import calibrate, convert, fit_norms
 
 FITTED = 8  # batches that gains and biases are fitted to
+CALIBRATED = 100  # batches that statistics are taken of in the end
 STATE = ".removal"  # folder of checkpoints inside the output folder
 FILE = "removal.json"
 
@@ -37,15 +39,23 @@ class Removal:
         loss: "outputs": those of the original, and its inner activations; "task": the loss of a run's task.
         lr: Highest learning rate; None for a third of the run's, or 3e-4.
         text: Text for a Hugging Face model: a file, or the name of a corpus.
+        statistics: Statistics of the new norms while training: "frozen"; "batches", those of each batch, calibrated at
+            the end; None for "batches" with the loss of a task, else "frozen".
         seed: Seed.
     """
 
     steps: int
-    to: str = "un"
+    to: str = "un(warmup=0)"
     loss: Literal["outputs", "task"] = "outputs"
     lr: float | None = None
     text: str | None = None
+    statistics: Literal["frozen", "batches"] | None = None
     seed: int = 0
+
+    @property
+    def frozen(self) -> bool:
+        """True if training keeps the statistics of the new norms."""
+        return (self.statistics or ("batches" if self.loss == "task" else "frozen")) == "frozen"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +140,7 @@ def remove_norms(
                 loss = subject.loss
             fit(
                 model, loss, lambda start: subject.batches(FITTED + settings.seed * 7919 + start), steps=settings.steps,
-                lr=lr, dropout=settings.loss == "task", checkpoint=_checkpoint(state, stage),
+                lr=lr, dropout=settings.loss == "task", frozen=settings.frozen, checkpoint=_checkpoint(state, stage),
                 on_progress=on_progress and functools.partial(on_progress, stage),
             )  # fmt: skip
 
@@ -143,6 +153,9 @@ def remove_norms(
             fit_norms(model, original, first, forward=subject.forward, inplace=True)
             measure("fitted", model)
         train("without norms", model)
+        if not settings.frozen:
+            show("calibrating")
+            calibrate(model, itertools.islice(subject.batches(0), CALIBRATED), forward=subject.forward, inplace=True)
         show("folding")
         folded, report = subject.fold_and_save(model, out)
         measure("without norms", folded)
