@@ -17,6 +17,7 @@ SPECS = [
     "power(sync=True, warmup=2)",
     "power(sync=True, groups=0, warmup=2)",
     "un(sync=True, window=2, warmup=2)",
+    "un(sync=True, window=2, warmup=auto)",
     "repbn(sync=True)",
     "taper(sync=True, warmup=2, until=5)",
 ]
