@@ -297,9 +297,13 @@ def test_norm_folds_backward_into_embeddings_and_class_token():
             y = self.norm(x + self.positions[:, : x.shape[1]])
             return y + self.after(y)
 
-    folded, report = check(Embedded(), tokens(3, 7), torch.zeros(3, 7, dtype=torch.long), actions="folded")
+    model = Embedded()
+    folded, report = check(model, tokens(3, 7), torch.zeros(3, 7, dtype=torch.long), actions="folded")
     assert set(report.rows[0].into) == {"words", "types", "cls", "positions", "after"}
     assert isinstance(folded.norm, nn.Identity)
+    for length in (1, 8, 19):  # positions that the example did not reach
+        given = tokens(2, length), torch.zeros(2, length, dtype=torch.long)
+        torch.testing.assert_close(folded.eval()(*given), model.eval()(*given), rtol=1e-4, atol=1e-5)
 
 
 def test_an_online_norm_or_another_reader_of_its_input_keeps_a_norm_where_it_is():

@@ -65,16 +65,39 @@ def _factors(plan: FoldPlan, product: Product) -> tuple[Tensor, Tensor]:
 def _weights(plan: FoldPlan, edit: "Edit") -> None:
     """`W <- diag(1 / s_out) W diag(s_in)`; a table `E <- (E - t) / s`."""
     changed: dict[str, list[Part]] = {}
+    tables = {source.product: source for source in plan.relations.trace.sources.values() if source.kind == "table"}
     for product in plan.relations.inputs:
         read, written = _factors(plan, product)
         shift = torch.zeros_like(written)
         if product.adds:
             nodes = plan.relations.outputs[product]
             shift = (plan.at.shift[nodes] / plan.at.scale[nodes]).view(written.shape)
+        if product in tables:
+            shape = edit.read(product.view.parameter).shape
+            written, shift = _of_longer_inputs(tables[product], shape, written, shift)
         if bool((read != 1).any() | (written != 1).any() | (shift != 0).any()):
             changed.setdefault(product.view.parameter, []).append((product.view, read, written, shift))
     for name, parts in changed.items():
         edit.change(name, lambda weight, parts=parts: _multiply(weight, parts))
+
+
+def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> list[Tensor]:
+    """Change rows of a table that no call has read, those of longer inputs, as the rows before."""
+    read = torch.zeros(table.size, dtype=torch.bool)
+    for codes in table.reads.values():
+        read[(codes - table.base).long()] = True
+    read = read.view(shape)
+    lines = [read.movedim(axis, 0).flatten(1).any(1) for axis in range(read.dim())]
+    box = torch.ones((), dtype=torch.bool)
+    for line in lines:
+        box = box[..., None] & line
+    if not torch.equal(box, read) or not any(bool(line.all()) for line in lines) or not bool(read.any()):
+        return list(changes)
+    result = [change.view(shape) for change in changes]
+    for axis, line in enumerate(lines):
+        last = torch.where(line, torch.arange(len(line)), line.byte().argmax()).cummax(0).values
+        result = [change.index_select(axis, last) for change in result]
+    return [change.reshape(changes[0].shape) for change in result]
 
 
 def _multiply(weight: Tensor, parts: list[Part]) -> None:
