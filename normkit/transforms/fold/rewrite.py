@@ -83,6 +83,8 @@ def _weights(plan: FoldPlan, edit: "Edit") -> None:
 
 def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> list[Tensor]:
     """Change rows of a table that no call has read, those of longer inputs, as the rows before."""
+    if len(shape) < 2:
+        return list(changes)
     read = torch.zeros(table.size, dtype=torch.bool)
     for codes in table.reads.values():
         read[(codes - table.base).long()] = True
