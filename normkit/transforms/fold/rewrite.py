@@ -82,7 +82,7 @@ def _weights(plan: FoldPlan, edit: "Edit") -> None:
 
 
 def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> list[Tensor]:
-    """Change rows of a table that no call has read, those of longer inputs, as the rows before."""
+    """Change rows of a table that only longer inputs read as the rows before them."""
     if len(shape) < 2:
         return list(changes)
     read = torch.zeros(table.size, dtype=torch.bool)
