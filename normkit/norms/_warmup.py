@@ -45,6 +45,11 @@ class WarmupNorm(StatNorm):
             return self.warmup
         return torch.where(self.warmup_end > 0, self.warmup_end, NEVER)
 
+    def is_later(self, step: Tensor, least: int) -> Tensor:
+        """Return True after the warm-up and `least` steps."""
+        end = self.end_of_warmup()
+        return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
+
     def known_end(self) -> int:
         """Return the same as far as the host has seen it, for kernels."""
         if isinstance(self.warmup, int):

@@ -61,7 +61,7 @@ class MABN(WarmupNorm):
             return Stat(value, {"window_x": window, "running": running, **drift})
         value = torch.where(self._batch_phase(step), batch, window.mean(0, keepdim=True))
         r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / self.r_max, self.r_max)
-        r = torch.where((step <= self.renorm_after) | (step <= self.end_of_warmup()), 1.0, r)
+        r = torch.where(self.is_later(step, self.renorm_after), r, 1.0)
         return Stat(value, {"window_x": window, "running": self.average(value), **drift}, output_scale=r)
 
     def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102

@@ -82,7 +82,8 @@ class PowerNorm(WarmupNorm):
         warm = step <= end
         before = self.running.to(batch.dtype)
         value = torch.where(warm, batch, before)
-        average = before + (batch - before) * (1 / step.to(batch.dtype)).clamp(min=self._least_share)
+        looks = step.to(batch.dtype).clamp(max=1 / self._least_share) if self._least_share else step
+        average = before + (batch - before) / looks
         if self.accumulate == "ema":
             running = before.lerp(batch, 1 - self.alpha_fwd)
         elif self.accumulate == "released":  # the code's average ends one step before its warm-up does
@@ -103,10 +104,10 @@ class PowerNorm(WarmupNorm):
 
     def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         nu, gamma = saved
-        exact = (step <= self.end_of_warmup()) & (self.warmup_grad == "exact")
+        end = self.end_of_warmup() if self.warmup_grad == "exact" else 0
         lost = (1 - self.alpha_bkw) * gamma
         new = self.nu - nu * (lost.clamp(max=1) if self.clamp else lost) + (1 - self.alpha_bkw) * batch
-        return torch.where(exact, batch, nu.to(batch.dtype)), {"nu": new}
+        return torch.where(step <= end, batch, nu.to(batch.dtype)), {"nu": new}
 
     def kernel_rule(self) -> KernelRule | None:  # noqa: D102
         if self.accumulate != "average" or self.denominator == "batch":

@@ -94,7 +94,7 @@ class UN(WarmupNorm):
         grad_scale = None
         if self.compensate:
             r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / 5, 5)
-            late = (step > self.compensate_after) & (step > self.end_of_warmup())
+            late = self.is_later(step, self.compensate_after)
             grad_scale = torch.where(late if skip is None else late & ~skip, r, 1.0)
         return Stat(value, state, grad_scale=grad_scale, saved=() if skip is None else (skip,))
 
