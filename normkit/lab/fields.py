@@ -52,9 +52,11 @@ class Checked:
             if typing.get_origin(hint) is tuple and isinstance(value, list):
                 value = tuple(value)
                 object.__setattr__(self, field.name, value)
-            require(_fits(value, hint), name, value, _describe(hint))
-            for kind, bound in field.metadata.get("bounds", {}).items() if value is not None else ():
-                require(BOUNDS[kind][1](value, bound), name, value, _bounds(field.metadata["bounds"]))
+            fits = _fits(value, hint)
+            require(fits, name, value, "" if fits else _describe(hint))  # the words take longer than the checks
+            bounds = field.metadata.get("bounds", {}) if value is not None else {}
+            if not all(BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
+                require(False, name, value, _bounds(bounds))
 
     @classmethod
     def _prefix(cls) -> str:

@@ -143,7 +143,15 @@ class Study:
     @property
     def scales(self) -> tuple[str, ...]:
         """Scales at which some of the study can be run, or was measured."""
-        return tuple(scale for scale in SCALES if (self.measured(scale) if self.measured else expand(self, scale)))
+        if self.measured:
+            return tuple(filter(self.measured, SCALES))
+        places = [(row, place) for row in self.rows if row.settings is not None for place in range(len(self.columns))]
+        return tuple(scale for scale in SCALES if any(self.base(row, place, scale) for row, place in places))
+
+    def base(self, row: Row, place: int, scale: str) -> Base | None:
+        """Return the starting point of a row's run in the column at `place`; None if there is none at this scale."""
+        bases = self.columns[place].base if row.base is None else row.base
+        return (bases if isinstance(bases, Mapping) else bases[place]).get(scale)
 
     @property
     def donors(self) -> tuple[str, ...]:
@@ -182,9 +190,7 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
         if row.settings is None or (only and row.names.isdisjoint(only)):
             continue
         for place, column in enumerate(study.columns):
-            bases = column.base if row.base is None else row.base
-            base = (bases if isinstance(bases, Mapping) else bases[place]).get(scale)
-            if base is None:
+            if (base := study.base(row, place, scale)) is None:
                 continue
             start = run = override(base.recipe(), base.settings)
             for settings in ({**column.settings, **column.at.get(scale, {})}, row.settings, row.at.get(scale, {})):
