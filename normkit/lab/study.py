@@ -149,7 +149,7 @@ class Study:
         return tuple(scale for scale in SCALES if any(self.base(row, place, scale) for row, place in places))
 
     def base(self, row: Row, place: int, scale: str) -> Base | None:
-        """Return the starting point of a row's run in the column at `place`; None if there is none at this scale."""
+        """Return the base of a row in the column at `place`, or None at other scales."""
         bases = self.columns[place].base if row.base is None else row.base
         return (bases if isinstance(bases, Mapping) else bases[place]).get(scale)
 
