@@ -28,9 +28,6 @@ class StatefulNorm(Norm):
     alpha = 0.9  # share of the old value in `average`
     follows_optimizer = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
 
-    _steps: AsyncCounter  # the host's view of `step`
-    _ended: AsyncCounter  # and of the end of an automatic warm-up
-
     sync: bool = False
     steps_per_update: Count = 1
 
@@ -49,7 +46,7 @@ class StatefulNorm(Norm):
         self.running[-1] = 1.0
         self.next_state: dict[str, tuple[str, ...]] = {}  # names of buffers `next_*`, by their sums
         self._records = Records()
-        vars(self).update(_counters())
+        self._reset_counters()
 
     @property
     def accumulates(self) -> bool:
@@ -89,6 +86,10 @@ class StatefulNorm(Norm):
         """Return the running statistics after this batch: `alpha * running + (1 - alpha) * batch`."""
         return self.running.lerp(batch.to(self.running.dtype), 1 - self.alpha)
 
+    def _reset_counters(self) -> None:
+        """Forget what the host has seen of `step` and of the end of an automatic warm-up."""
+        self._steps, self._ended = AsyncCounter(), AsyncCounter()
+
     def reset_parameters(self) -> None:
         """Set parameters, running statistics, windows and counters to their initial values."""
         super().reset_parameters()
@@ -96,14 +97,14 @@ class StatefulNorm(Norm):
             for buffer in self.buffers(recurse=False):
                 buffer.zero_()
             self.running[-1] = 1.0
-        vars(self).update(_counters())
+        self._reset_counters()
 
     def reset_warmup(self) -> None:
         """Restart the warm-up before fine-tuning: all state but `running` becomes zero."""
         for name, buffer in self.named_buffers(recurse=False):
             if name != "running":
                 buffer.zero_()
-        vars(self).update(_counters())
+        self._reset_counters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in OPTIONAL:  # options may differ from those of the saved norm
@@ -115,16 +116,11 @@ class StatefulNorm(Norm):
             if buffer is not None:
                 buffer.zero_()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        vars(self).update(_counters())
+        self._reset_counters()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the records of forwards: their graphs are those of the original."""
-        return {**super().__getstate__(), "_records": Records(), **_counters()}
-
-
-def _counters() -> dict[str, AsyncCounter]:
-    """Attributes by which the host sees counters of the device."""
-    return {"_steps": AsyncCounter(), "_ended": AsyncCounter()}
+        return {**super().__getstate__(), "_records": Records(), "_steps": AsyncCounter(), "_ended": AsyncCounter()}
 
 
 def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:
