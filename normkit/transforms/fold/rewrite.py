@@ -12,7 +12,7 @@ from normkit.transforms.affine import Affine
 from normkit.transforms.convert import put
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.plan import FoldPlan
-from normkit.transforms.fold.relations import NormNode
+from normkit.transforms.fold.relations import NormNode, parameter
 from normkit.transforms.fold.report import GONE
 from normkit.transforms.fold.trace import Place, Product, Source, View
 from normkit.transforms.layout import channels_first
@@ -165,8 +165,7 @@ class Edit:
 
     def read(self, name: str) -> Tensor:
         """A parameter or buffer as it stands, contiguous, in float64."""
-        owner, _, key = name.rpartition(".")
-        return getattr(self.model.get_submodule(owner), key).detach().double().cpu().contiguous()
+        return parameter(self.model, name)
 
     def change(self, name: str, how: Callable[[Tensor], object], length: int = 0) -> None:
         """Note a change of a parameter in place; `length` is that of a bias to be made."""
