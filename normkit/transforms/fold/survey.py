@@ -135,7 +135,7 @@ class Survey:
         self._require_numbers(out, answer)
         for path, tensor in given.items():
             tracer.read(tensor, f"the caller of the model ({path})" if path else "the caller of the model")
-        del out, given
+        del out, given, tensor  # what is left in `shadows` then, the model or a cycle of references keeps
         known = {id(t) for t in passed.values()} | tracer.tables
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
             gc.collect()
