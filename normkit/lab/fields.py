@@ -5,7 +5,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 LARGEST = 2**62
@@ -46,17 +46,16 @@ class Checked:
     """
 
     def __post_init__(self):
-        hints, prefix = _hints(type(self)), self._prefix()
-        for field in dataclasses.fields(self):
-            value, hint, name = getattr(self, field.name), hints[field.name], prefix + field.name
-            if typing.get_origin(hint) is tuple and isinstance(value, list):
+        prefix = self._prefix()
+        for name, hint, is_tuple, fits, bounds in _checks(type(self)):
+            value = getattr(self, name)
+            if is_tuple and isinstance(value, list):
                 value = tuple(value)
-                object.__setattr__(self, field.name, value)
-            fits = _fits(value, hint)
-            require(fits, name, value, "" if fits else _describe(hint))  # the words take longer than the checks
-            bounds = field.metadata.get("bounds", {}) if value is not None else {}
-            if not all(BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
-                require(False, name, value, _bounds(bounds))
+                object.__setattr__(self, name, value)
+            if not fits(value):
+                require(False, prefix + name, value, _describe(hint))
+            if value is not None and not all(BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
+                require(False, prefix + name, value, _bounds(bounds))
 
     @classmethod
     def _prefix(cls) -> str:
@@ -92,26 +91,43 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Check a value against an annotation."""
+@functools.cache
+def _checks(cls: Any) -> list[tuple[str, Any, bool, Callable[[Any], bool], Mapping[str, float]]]:
+    """Return name, annotation, whether it is a tuple, test and bounds of each field."""
+    hints = _hints(cls)
+    return [
+        (field.name, hints[field.name], typing.get_origin(hints[field.name]) is tuple, _test(hints[field.name]),
+         field.metadata.get("bounds", {}))
+        for field in dataclasses.fields(cls)
+    ]  # fmt: skip
+
+
+def _test(hint: Any) -> Callable[[Any], bool]:
+    """Return the test of a value for an annotation; settings are made by the thousand, annotations are read once."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return isinstance(value, str) and value in arguments
+        return lambda value: isinstance(value, str) and value in arguments
     if origin is types.UnionType:
-        return any(_fits(value, argument) for argument in arguments)
+        tests = [_test(argument) for argument in arguments]
+        return lambda value: any(test(value) for test in tests)
+    if origin is tuple and arguments[1:] == (Ellipsis,):
+        every = _test(arguments[0])
+        return lambda value: isinstance(value, tuple) and all(map(every, value))
     if origin is tuple:
-        same = arguments[1:] == (Ellipsis,)
-        each = [arguments[0]] * len(value) if same and isinstance(value, tuple) else arguments
-        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
-    if origin is dict:
-        return isinstance(value, dict) and all(
-            _fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items()
+        tests = [_test(argument) for argument in arguments]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(tests)
+            and all(test(each) for test, each in zip(tests, value, strict=True))
         )
+    if origin is dict:
+        key, item = map(_test, arguments)
+        return lambda value: isinstance(value, dict) and all(key(k) and item(v) for k, v in value.items())
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
-    return isinstance(value, hint)
+        return lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+    return lambda value: isinstance(value, hint)
 
 
 def _describe(hint: Any) -> str:

@@ -195,7 +195,8 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
             start = run = override(base.recipe(), base.settings)
             for settings in ({**column.settings, **column.at.get(scale, {})}, row.settings, row.at.get(scale, {})):
                 run = override(run, settings)
-            run = override(run, {"model.norm": with_options(run.model.norm, column.options)})
+            if column.options:
+                run = override(run, {"model.norm": with_options(run.model.norm, column.options)})
             if set(run.model.norm_at.values()) == {run.model.norm}:  # the same norm everywhere, written twice
                 run = override(run, {"model.norm_at": {}})
             folder = Path(scale) / base.name / folder_name(start, run)
@@ -211,6 +212,8 @@ def override(run: Run, settings: Settings) -> Run:
     >>> run.model.norm, run.warmup
     ('un', 1000)
     """
+    if not settings:
+        return run
     changes: dict[str, dict[str, Any]] = {"": {}}
     for name, value in settings.items():
         part, _, field = name.rpartition(".")
