@@ -1,5 +1,7 @@
 """Statistics over several processes on gloo, with unequal numbers of tokens."""
 
+from multiprocessing import set_forkserver_preload
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,15 +38,17 @@ def shares(world: int, step: int) -> tuple[list, list, list]:
 
 
 def spawn(worker, world: int, tmp_path, *args) -> None:
-    """Run `worker(rank, world, *args)` in `world` processes of one group."""
-    mp.start_processes(_enter, (worker, world, str(tmp_path / "rendezvous"), args), world, start_method="spawn")
+    """Run `worker(rank, world, *args)` in `world` processes of one group; they share one import of torch."""
+    set_forkserver_preload(["normkit", "torch.distributed.fsdp"])
+    torch.save(args, tmp_path / "arguments.pt")  # each tensor in `args` itself would be an open file
+    mp.start_processes(_enter, (worker, world, tmp_path), world, start_method="forkserver")
 
 
-def _enter(rank, worker, world, rendezvous, args):
+def _enter(rank, worker, world, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     try:
-        worker(rank, world, *args)
+        worker(rank, world, *torch.load(folder / "arguments.pt", weights_only=False))
     finally:
         dist.destroy_process_group()
 
