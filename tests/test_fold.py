@@ -116,7 +116,7 @@ def test_zero_padding_that_only_other_sizes_show_is_seen():
             return self.reader(y).softmax(1)
 
     _, report = check(Windows(), torch.randn(3, 8, DIM), actions="add")
-    assert report.tried == ("the example", "7 tokens, a batch of 2")
+    assert report.tried == ("the example", "7 tokens, a batch of 2", "9 tokens")
 
 
 def test_a_size_that_never_changes_needs_no_care_for_padding():

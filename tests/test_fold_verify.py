@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fold_cases import DIM, Read, check, norm
-from third_party_models import CASES, pixels, randomize
+from third_party_models import CASES, pixels, randomize, tokens
 from torch import Tensor, nn
 
 from normkit.norms import make
 from normkit.transforms import convert, fold
+from normkit.transforms.fold import rewrite
 from normkit.transforms.fold.float64 import Double, grouped_mm, in_float64
 from normkit.transforms.fold.inputs import variants
 from normkit.transforms.fold.verify import error
@@ -89,7 +90,7 @@ def test_a_model_of_one_size_is_tried_with_other_numbers_and_batches():
     assert set(variants(nn.Flatten(0), (torch.zeros(2, 3),), {}, other_shapes=False)) == {"a batch of 3"}
 
 
-def test_folding_runs_the_model_at_most_six_times(monkeypatch):
+def test_folding_runs_the_model_at_most_eight_times(monkeypatch):
     calls = []
     forward = nn.TransformerEncoder.forward
     monkeypatch.setattr(nn.TransformerEncoder, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
@@ -97,7 +98,32 @@ def test_folding_runs_the_model_at_most_six_times(monkeypatch):
     refused = 1  # sizes that would change the channels
     _, report = fold(convert(case.model, "un"), *case.args, **case.kwargs)
     assert report.count("folded") == 4
-    assert len(calls) == 6 + refused
+    assert len(calls) == 8 + refused
+
+
+class Positions(nn.Module):
+    """Words and their positions, normalized."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(20, DIM), nn.Parameter(torch.randn(9, DIM))
+        self.norm = make("un", DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(self.words(ids) + self.positions[: ids.shape[1]])
+
+
+def test_inputs_longer_than_the_example_are_compared(monkeypatch):
+    model = randomize(Positions()).eval()
+    _, report = fold(model, tokens(2, 5, high=20))
+    assert report.rows[0].action == "folded back"
+    assert report.tried[-1] == "6 tokens"
+    _, report = fold(model, tokens(2, 9, high=20))
+    assert "10 tokens" not in report.tried, "the model refuses it"
+    monkeypatch.setattr(rewrite, "_of_longer_inputs", lambda table, shape, *changes: list(changes))
+    _, report = fold(model, tokens(2, 5, high=20))
+    assert report.rows[0].action == "kept"
+    assert "not exact" in report.rows[0].why
 
 
 def test_grouped_products_of_experts_in_float64():

@@ -57,6 +57,7 @@ def to_rms(
         kinds = ", ".join(sorted({outcome.norm for outcome in outcomes.values()}))
         raise ValueError(f"to_rms() found no LayerNorm; the norms are {kinds}")
     changed = [name for name, outcome in outcomes.items() if outcome.action == "rms"]
+    survey.add_longer_call()
     worst = survey.worst(_rewrite(survey.model, survey.trace, changed, writers))
     if not worst <= TOLERANCE:
         survey.require_repeatable()

@@ -90,6 +90,7 @@ def fold(
         step("solve")
         plan = make_plan(survey.trace, survey.model, **conditions)
         step("verify")
+        survey.add_longer_call()
         worst = survey.worst(rewrite(survey.model, plan))
         if not worst <= TOLERANCE:
             survey.require_repeatable()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 Run = Callable[[str, bool, tuple, dict[str, Any]], object]  # label, whether sizes differ, arguments
@@ -62,18 +62,13 @@ def variants(
         The calls by label.
     """
     run = run or (lambda label, resized, args, kwargs: model(*args, **kwargs))
-    leaves, spec = tree_flatten((args, kwargs))
-    given = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
-    data = [t for t in given if not _is_flags(t)] or [t for t in given[:1] if t.dtype is not torch.bool]
-    of_data = {id(t) for t in data}
+    given, data = _inputs(args, kwargs)
     found: dict[str, Call] = {}
 
     def accepted(*changes: Change) -> bool:
-        label = ", ".join(change.label for change in changes)
+        label = _label(changes)
         for top in _tops(model, data):
-            generator = torch.Generator().manual_seed(len(found))
-            new = [_drawn(t, id(t) in of_data, changes, generator, top) if isinstance(t, Tensor) else t for t in leaves]
-            call = tree_unflatten(new, spec)
+            call = _changed(args, kwargs, changes, len(found), top)
             with contextlib.suppress(Exception):
                 run(label, any(change.sizes for change in changes), *call)
                 found[label] = call
@@ -90,6 +85,32 @@ def variants(
         if not found:
             accepted(Change("the same shapes"))
     return found
+
+
+def longer(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Call] | None:
+    """Make one call with a token more in each sequence; None without sequences. Models may refuse it."""
+    changes = tuple(
+        _length(t, {1: t.shape[1] + 1})
+        for t in _inputs(args, kwargs)[1]
+        if t.dim() == (3 if t.dtype.is_floating_point else 2)
+    )
+    return (_label(changes), _changed(args, kwargs, changes, 0, None)) if changes else None
+
+
+def _inputs(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return all tensors of a call, and those that are data, not masks or flags."""
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
+    return given, [t for t in given if not _is_flags(t)] or [t for t in given[:1] if t.dtype is not torch.bool]
+
+
+def _label(changes: tuple[Change, ...]) -> str:
+    return ", ".join(change.label for change in changes)
+
+
+def _changed(args: tuple, kwargs: dict[str, Any], changes: tuple[Change, ...], seed: int, top: int | None) -> Call:
+    """Draw the inputs of a changed call."""
+    generator, data = torch.Generator().manual_seed(seed), {id(t) for t in _inputs(args, kwargs)[1]}
+    return tree_map_only(Tensor, lambda t: _drawn(t, id(t) in data, changes, generator, top), (args, kwargs))
 
 
 def _same_sizes(given: list[Tensor], data: list[Tensor]) -> list[Change]:

@@ -1,5 +1,6 @@
 """A float64 copy of a model, the calls that it is tried on, and their trace."""
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from normkit.norms import fold_weights
 from normkit.transforms.checks import copy_model, refuse_meta, refuse_quantized, refuse_training, refuse_wrapped
 from normkit.transforms.convert import find, unreadable
 from normkit.transforms.fold.float64 import in_float64, widened
-from normkit.transforms.fold.inputs import Call, variants
+from normkit.transforms.fold.inputs import Call, longer, variants
 from normkit.transforms.fold.trace import Trace
 from normkit.transforms.fold.tracer import tracing
 from normkit.transforms.fold.verify import error
@@ -55,6 +56,7 @@ class Survey:
         refuse_training(model, verb)
         refuse_meta(model, verb)
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
+        self.other = other
         self.model = self.double()
         own_storage(self.model)
         found = find(self.model)
@@ -160,6 +162,16 @@ class Survey:
                 )
 
     # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def add_longer_call(self) -> None:
+        """Also compare on sequences longer than the example's, if the model takes them. They are not traced."""
+        with in_float64(), contextlib.suppress(Exception):
+            if self.other and (found := longer(*widened(self.given))):
+                label, (args, kwargs) = found
+                out = self.double()(*args, **kwargs)
+                answer = self._picked(out)
+                self._require_numbers(out, answer)
+                self.calls[label], self.expected[label] = (args, kwargs), answer
 
     def worst(self, model: nn.Module) -> float:
         """The largest error of a changed model; inf where it fails, as in `failure`."""
