@@ -41,20 +41,11 @@ class Survey:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
-        outputs: Any,
-        untie: bool,
-        other: bool,
-        verb: str,
-        step: Callable[[str], None] = lambda label: None,
-    ):
-        refuse_wrapped(model, verb)
-        refuse_quantized(model, verb)
-        refuse_training(model, verb)
-        refuse_meta(model, verb)
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any, untie: bool, other: bool,
+        verb: str, step: Callable[[str], None] = lambda label: None,
+    ):  # fmt: skip
+        for refuse in (refuse_wrapped, refuse_quantized, refuse_training, refuse_meta):
+            refuse(model, verb)
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.other = other
         self.model = self.double()
@@ -135,9 +126,9 @@ class Survey:
                 ) from problem
         answer = {path: t.clone() for path, t in given.items()}
         self._require_numbers(out, answer)
-        for path, tensor in given.items():
-            tracer.read(tensor, f"the caller of the model ({path})" if path else "the caller of the model")
-        del out, given, tensor  # what is left in `shadows` then, the model or a cycle of references keeps
+        for path in given:
+            tracer.read(given[path], f"the caller of the model ({path})" if path else "the caller of the model")
+        del out, given  # the last references to them but those of the model and of cycles
         known = {id(t) for t in passed.values()} | tracer.tables
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
             gc.collect()
