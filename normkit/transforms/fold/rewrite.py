@@ -73,7 +73,7 @@ def _weights(plan: FoldPlan, edit: "Edit") -> None:
             nodes = plan.relations.outputs[product]
             shift = (plan.at.shift[nodes] / plan.at.scale[nodes]).view(written.shape)
         if product in tables:
-            shape = edit.read(product.view.parameter).shape
+            shape = parameter(edit.model, product.view.parameter).shape
             written, shift = _of_longer_inputs(tables[product], shape, written, shift)
         if bool((read != 1).any() | (written != 1).any() | (shift != 0).any()):
             changed.setdefault(product.view.parameter, []).append((product.view, read, written, shift))
@@ -133,7 +133,7 @@ def _biases(plan: FoldPlan, edit: "Edit") -> None:
         shift = at.shift[inputs].view(view.size[:2])
         delta = torch.zeros(view.outputs, dtype=torch.float64)
         if bool((shift != 0).any()):
-            delta = torch.einsum("gkrn,gk->gn", view.of(edit.read(view.parameter)), shift).flatten()
+            delta = torch.einsum("gkrn,gk->gn", view.of(parameter(edit.model, view.parameter)), shift).flatten()
         place, length = plan.new_biases[product] if place is None else (place, relations.trace.sizes[place.parameter])
         scale, written = at.scale[writes], at.written[writes]
         if bool((delta != 0).any() | (scale != 1).any() | (at.shift[writes] != 0).any() | (written != 1).any()):
@@ -163,10 +163,6 @@ class Edit:
         self.changes: dict[str, list[Callable[[Tensor], object]]] = {}
         self.lengths: dict[str, int] = {}
 
-    def read(self, name: str) -> Tensor:
-        """A parameter or buffer as it stands, contiguous, in float64."""
-        return parameter(self.model, name)
-
     def change(self, name: str, how: Callable[[Tensor], object], length: int = 0) -> None:
         """Note a change of a parameter in place; `length` is that of a bias to be made."""
         self.changes.setdefault(name, []).append(how)
@@ -178,7 +174,9 @@ class Edit:
             owner, _, key = name.rpartition(".")
             module = self.model.get_submodule(owner)
             tensor = getattr(module, key)
-            value = torch.zeros(self.lengths[name], dtype=torch.float64) if tensor is None else self.read(name)
+            value = (
+                torch.zeros(self.lengths[name], dtype=torch.float64) if tensor is None else parameter(self.model, name)
+            )
             for change in changes:
                 change(value)
             if tensor is not None:
