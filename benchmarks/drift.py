@@ -1,4 +1,4 @@
-"""Drift of the statistics of `un` while a model trains, and the steps at which automatic warm-ups would end.
+"""Drift of the statistics of `un` while a model trains, and ends of automatic warm-ups.
 
     NORMKIT_DATA=FOLDER python benchmarks/drift.py mt_ted_gl_pocket --steps 800 --warmup 100
     python benchmarks/drift.py g2p_cmudict --steps 2000 --warmup 360
@@ -46,7 +46,7 @@ def record(recipe: str, steps: int, warmup: int) -> list[Tensor]:
 
 
 def drift(squares: Tensor, step: int) -> float:
-    """Return the change in ten steps around a step, relative to the noise between batches."""
+    """Return the change in ten steps, relative to the noise between batches."""
     before, after = squares[step - AROUND : step].log(), squares[step : step + AROUND].log()
     noise = (before.var(0, correction=0) + after.var(0, correction=0)).mean() / 2
     change = (after.mean(0) - before.mean(0)).square().mean() - 2 * noise / AROUND
@@ -54,7 +54,7 @@ def drift(squares: Tensor, step: int) -> float:
 
 
 def automatic(squares: Tensor) -> tuple[int, Tensor]:
-    """Return the last step of an automatic warm-up on these statistics, 0 if it does not end, and `lag` by step."""
+    """Return the last step of an automatic warm-up on these statistics, and `lag` by step."""
     norm, end, lags = UN(squares.shape[1], warmup="auto"), 0, []
     for number, batch in enumerate(squares, 1):
         for name, value in norm.drift_state(batch[None], torch.tensor(number)).items():
