@@ -38,7 +38,7 @@ def shares(world: int, step: int) -> tuple[list, list, list]:
 
 
 def spawn(worker, world: int, tmp_path, *args) -> None:
-    """Run `worker(rank, world, *args)` in `world` processes of one group; they share one import of torch."""
+    """Run `worker(rank, world, *args)` in processes that share one import of torch."""
     set_forkserver_preload(["normkit", "torch.distributed.fsdp"])
     torch.save(args, tmp_path / "arguments.pt")  # each tensor in `args` itself would be an open file
     mp.start_processes(_enter, (worker, world, tmp_path), world, start_method="forkserver")

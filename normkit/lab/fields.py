@@ -103,7 +103,7 @@ def _checks(cls: Any) -> list[tuple[str, Any, bool, Callable[[Any], bool], Mappi
 
 
 def _test(hint: Any) -> Callable[[Any], bool]:
-    """Return the test of a value for an annotation; settings are made by the thousand, annotations are read once."""
+    """Return the test of a value for an annotation, read once for thousands of values."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return lambda value: isinstance(value, str) and value in arguments

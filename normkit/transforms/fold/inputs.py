@@ -88,7 +88,7 @@ def variants(
 
 
 def longer(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Call] | None:
-    """Make one call with a token more in each sequence; None without sequences. Models may refuse it."""
+    """Make a call with a token more in each sequence; None without sequences."""
     changes = tuple(
         _length(t, {1: t.shape[1] + 1})
         for t in _inputs(args, kwargs)[1]

@@ -155,7 +155,7 @@ class Survey:
     # -- comparing ----------------------------------------------------------------------------------------------------
 
     def add_longer_call(self) -> None:
-        """Also compare on sequences longer than the example's, if the model takes them. They are not traced."""
+        """Also compare on longer sequences, not traced, if the model takes these."""
         with in_float64(), contextlib.suppress(Exception):
             if self.other and (found := longer(*widened(self.given))):
                 label, (args, kwargs) = found
