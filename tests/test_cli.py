@@ -399,14 +399,10 @@ def test_control_characters_in_vocabularies_are_escaped(typed, runs, tmp_path):
 
 def test_list_shows_which_recipes_run_here(typed, monkeypatch, tmp_path):
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
-    lines = [line.split(maxsplit=1) for line in typed("list")[1].splitlines() if line.startswith("  ")]
+    shown = typed("list")[1].splitlines()
+    lines = [line.split(maxsplit=1) for line in shown if line.startswith("  ")]
     found = {words[0]: words[1] for words in lines if len(words) == 2}
     assert found["g2p_cmudict"].startswith("runs here")
     assert found["mt_multi30k"].startswith("no data here")
-    starts = {
-        line.index(found[name])
-        for name in RECIPES
-        for line in typed("list")[1].splitlines()
-        if line.split()[:1] == [name]
-    }
+    starts = {line.index(found[name]) for name in RECIPES for line in shown if line.split()[:1] == [name]}
     assert len(starts) == 1, "columns are aligned"
