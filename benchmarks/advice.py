@@ -10,7 +10,8 @@ given source lengths, that is between batches exceeds a threshold (`normkit.watc
 depends on the lengths in training batches alone, so it is computed here from the batches that a recorder samples.
 
 A checksum of each cell (data, norm, way to make batches) puts it in the half for fitting or in that for testing, with
-all its seeds. The threshold is the geometric middle of two neighbouring shares of the fitting half.
+all its seeds. The threshold is the geometric middle of two neighbouring shares of the fitting half. Within a factor of
+`normkit.watch.advise.NEAR` of it the rule predicts nothing: some runs fail there and others hold.
 """
 
 import itertools
@@ -28,6 +29,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.pairs import PairTable
 from normkit.lab.train.source import source
 from normkit.norms import parse
+from normkit.watch.advise import NEAR
 from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Row
 from normkit.watch.row_names import relies_on_batch
@@ -36,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 KEPT, FILE = ROOT / "results", ROOT / "results" / "advice.json"
 COST = 0.05
 NORMS = ("batch", "pnv", "un")
+NAMES = {True: "fails", False: "holds", None: "not known"}
 RIGHT = ("donors", "batch", "calibrated")  # kinds of statistics that fit the batch, best evidence first
 
 
@@ -88,9 +91,11 @@ def measure(folder: Path, tables: dict[tuple, PairTable]) -> dict[str, object] |
     }
 
 
-def predicts_failure(norm: str, share: float, threshold: float) -> bool:
-    """The rule of `advise`."""
-    return relies_on_batch(norm) and share > threshold
+def predicts_failure(norm: str, share: float, threshold: float) -> bool | None:
+    """The rule of `advise`; None is "not known"."""
+    if not relies_on_batch(norm):
+        return False
+    return None if threshold / NEAR < share < threshold * NEAR else share > threshold
 
 
 def fit(runs: list[dict]) -> float:
@@ -98,14 +103,28 @@ def fit(runs: list[dict]) -> float:
 
     Of all thresholds with the fewest wrong predictions, the middle of the lowest range, in logarithms.
     """
-    shares = sorted({max(run["share"], 1e-3) for run in runs if relies_on_batch(run["cell"][1])})
+    runs = [run for run in runs if relies_on_batch(run["cell"][1])]
+    shares = sorted({max(run["share"], 1e-3) for run in runs})
     middles = [math.sqrt(a * b) for a, b in itertools.pairwise(shares)]
-    return min(middles, key=lambda threshold: (len(runs) - right(runs, threshold), threshold))
+    return min(middles, key=lambda limit: (sum((run["share"] > limit) != fails(run) for run in runs), limit))
 
 
-def right(runs: list[dict], threshold: float) -> int:
-    """Number of runs that the rule predicts."""
-    return sum(predicts_failure(run["cell"][1], run["share"], threshold) == (run["cost"] >= COST) for run in runs)
+def fails(run: dict) -> bool:
+    """Return True if running statistics cost the run too much."""
+    return run["cost"] >= COST
+
+
+def right(runs: list[dict], threshold: float) -> tuple[int, int]:
+    """Number of runs that the rule predicts right, and that it predicts."""
+    judged = [(predicts_failure(run["cell"][1], run["share"], threshold), fails(run)) for run in runs]
+    known = [predicted == failed for predicted, failed in judged if predicted is not None]
+    return sum(known), len(known)
+
+
+def share(runs: list[dict], threshold: float) -> str:
+    """Format what `right` counts."""
+    hits, known = right(runs, threshold)
+    return f"{hits} of {known}" + (f", {len(runs) - known} not known" if known < len(runs) else "")
 
 
 def halves(runs: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -127,22 +146,20 @@ def show(runs: list[dict]) -> str:
     for cell in sorted({tuple(run["cell"]) for run in runs}):
         same = [run for run in runs if tuple(run["cell"]) == cell]
         data, norm, way = cell
-        predicted = {"fails" if predicts_failure(norm, run["share"], threshold) else "holds" for run in same}
+        predicted = {NAMES[predicts_failure(norm, run["share"], threshold)] for run in same}
         half, words = "fit" if same[0] in fitting else "test", " or ".join(sorted(predicted))
         numbers = f"{len(same)} | {span(same, 'share')} | {span(same, 'cost')}"
-        lines.append(f"| {data} | `{norm}` | {way} | {half} | {numbers} | {words} | {right(same, threshold)} |")
-    lines += ["", f"Threshold {threshold:.3f}, fitted. Right:", ""]
+        lines.append(f"| {data} | `{norm}` | {way} | {half} | {numbers} | {words} | {right(same, threshold)[0]} |")
+    lines += ["", f"Threshold {threshold:.3f}, fitted. Right, of the runs that the rule predicts:", ""]
     for name, half in (("fitting half", fitting), ("test half", test)):
-        failed = [run for run in half if run["cost"] >= COST]
+        failed = list(filter(fails, half))
         lines.append(
-            f"- {name}: {right(half, threshold)} of {len(half)} runs, {right(failed, threshold)} of its {len(failed)}"
-            f' failures ("it holds" for all would be right on {len(half) - len(failed)})'
+            f"- {name}: {share(half, threshold)} (of its {len(failed)} failures {share(failed, threshold)});"
+            f' "it holds" for all would be right on {len(half) - len(failed)}'
         )
-    for data in sorted({run["cell"][0] for run in runs if run["cost"] >= COST}):
+    for data in sorted({run["cell"][0] for run in filter(fails, runs)}):
         others, left = ([run for run in runs if (run["cell"][0] == data) == same] for same in (False, True))
-        lines.append(
-            f"- {data}, fitted on all other data ({fit(others):.3f}): {right(left, fit(others))} of {len(left)}"
-        )
+        lines.append(f"- {data}, fitted on all other data ({fit(others):.3f}): {share(left, fit(others))}")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Row, as_recording
 from normkit.watch.row_names import format_sites, keeps_batch_statistics
 
+NEAR = 2.0  # within this factor of the threshold, runs fail and hold: no prediction
 UNKNOWN = (
     "no advice on batch statistics: record gap_batch and gap_quadratic, at two steps at least"
     ' (nk.record(model, quantities="default"))'
@@ -18,8 +19,8 @@ def advise(rows: Iterable[Row] | Recording) -> list[str]:
     """Predict whether batch statistics would hold at evaluation, at norms that keep none.
 
     BatchNorm and PN-V fail where batches differ in the target's length, given the source's: the model reads it from
-    their statistics (`benchmarks/advice.py` fits and tests this rule). The result is "not known" if lengths were not
-    recorded, or gaps are above those of the runs that held.
+    their statistics (`benchmarks/advice.py` tests this rule). "Not known" is a share near the threshold, lengths that
+    were not recorded, or gaps above those of the runs that held.
 
     >>> rows = [Row(1, "norm", "LayerNorm", f"gap_{kind}", 0.9) for kind in ("batch", "quadratic")]
     >>> print(*advise(rows))
@@ -44,9 +45,9 @@ def advise(rows: Iterable[Row] | Recording) -> list[str]:
 def _prediction(share: float, batch: float, quadratic: float) -> str:
     """Predict by the share of target lengths that is between batches, and the largest gaps."""
     lengths = f"{100 * share:.0f} % of the variance of target lengths, given source lengths, is between batches"
-    if share > THRESHOLDS["target_share"].value:
+    if share >= (limit := THRESHOLDS["target_share"].value) * NEAR:
         un = "UN would hold" if quadratic <= THRESHOLDS["gap"].value else "of UN this is not known"
         return f"BatchNorm and PN-V would fail, as {lengths}; {un}"
-    if share <= THRESHOLDS["target_share"].value and max(batch, quadratic) <= THRESHOLDS["gap"].value:
+    if share <= limit / NEAR and max(batch, quadratic) <= THRESHOLDS["gap"].value:
         return f"all three would hold, as {lengths}" if share else "all three would hold"
     return "whether a model bears that is not known"

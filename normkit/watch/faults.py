@@ -26,7 +26,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "gap_holds": Threshold(0.15, "gap up to which a norm by quadratic means holds"),
     "length_share": Threshold(0.2, "share of the variance between batches that batch length explains"),
     "target_share": Threshold(
-        0.07, "share of target lengths, given source lengths, that differs between batches: above, batch and pnv fail"
+        0.05, "share of target lengths, given source lengths, that differs between batches: above, batch and pnv fail"
     ),
     "steps": Threshold(20, "steps before which running statistics still show their initial values: no gap is judged"),
     "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
