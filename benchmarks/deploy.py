@@ -278,6 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
                     if rows:
                         command = f"python benchmarks/deploy.py --models {name} --runtimes {runtime} --batches {batch}"
                         command += " --weights FOLDER" if given.weights else ""
+                        command += f" --rounds {given.rounds}" if given.rounds else ""
                         if given.precisions != PRECISIONS:
                             command += f" --precisions {' '.join(given.precisions)}"
                         keep(rows, given.out, name, runtime, batch, command, environment())

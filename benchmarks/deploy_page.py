@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from deploy import RUNTIMES
 from deploy_models import MODELS, NORMS
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,13 @@ within rounds and, in brackets, the 20th and 80th percentile. *Alike* is relativ
 *best* to LayerNorm's fastest recipe of the same precision. A range that contains 1.00 is no clear difference. *Cosine*
 is that of the outputs to the float32 model on one example. *MB* is the size of the file, and the peak memory of loading
 and running it. *Operations* are those of the graph that runs; *Q* and *DQ* quantize and dequantize.
+
+## Overview
+
+The folded model relative to LayerNorm in float32; then in int8, each in its fastest recipe, and with limited `spread`
+where a table below has it. "-" was not measured.
+
+{overview}
 
 {tables}
 """
@@ -88,6 +96,24 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def overview(found: list[dict[str, Any]]) -> str:
+    """A row a model and batch, a column a runtime: the folded model relative to LayerNorm."""
+    cells: dict[tuple[str, int], dict[str, str]] = {}
+    for result in found:
+        rows = result["rows"]
+        norm = "limited" if any(row["norm"] == "limited" for row in rows) else "folded"
+        picked = [row for row in rows if row["norm"] == (norm if row["precision"] == "int8" else "folded")]
+        ratios = [span(row, "to_best") for row in picked if row["is_best"]]
+        first = rows[0]
+        cells.setdefault((first["model"], first["batch"]), {})[first["runtime"]] = "; ".join(ratios)
+    runtimes = [name for name in RUNTIMES if any(name in row for row in cells.values())]
+    lines = [f"| model | batch | {' | '.join(runtimes)} |", f"|---|---{'|---' * len(runtimes)}|"]
+    for (model, batch), row in cells.items():
+        values = [row.get(name, "-") for name in runtimes]
+        lines.append(f"| {MODELS[model][0]} | {batch} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
 def inference(folder: Path = RESULTS) -> str:
     """The page with all tables."""
     parts: list[str] = []
@@ -104,7 +130,7 @@ def inference(folder: Path = RESULTS) -> str:
         device = f"{first['n']} rounds, one thread of an {where['device']}, torch {where['torch']}"
         noise = f"a variant to itself {first['noise']:.3f}"
         parts += [f"{device}; {noise}; commit {where['commit'][:7]}: `{result['command']}`", ""]
-    return INFERENCE.format(tables="\n".join(parts).rstrip())
+    return INFERENCE.format(overview=overview(results(folder)), tables="\n".join(parts).rstrip())
 
 
 def write_pages(folder: Path = RESULTS) -> None:

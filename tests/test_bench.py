@@ -49,10 +49,12 @@ def table(path, rows):
 
 def test_variants_take_turns_and_the_first_one_runs_twice():
     order = []
-    timings = timing.measure({name: lambda name=name: order.append(name) for name in "ab"}, 3)
-    assert len(order) == 3 * (3 + timing.WARMUP)
-    assert order[:9] == ["a", "b", "a", "b", "a", "a", "a", "a", "b"]  # a, b, a again; the order rotates
-    assert [len(seconds) for seconds in (*timings.seconds.values(), timings.repeated)] == [3, 3, 3]
+    timings = timing.measure({name: lambda name=name: order.append(name) for name in "ab"}, 57)
+    rounds = ["".join(order[at : at + 3]) for at in range(0, len(order), 3)]
+    assert len(rounds) == 57 + timing.WARMUP
+    assert all(sorted(each) == ["a", "a", "b"] for each in rounds)
+    assert min(rounds.count(each) for each in ("aab", "aba", "baa")) > 10, "a fixed order favours a variant"
+    assert [len(seconds) for seconds in (*timings.seconds.values(), timings.repeated)] == [57, 57, 57]
 
 
 def test_a_ratio_is_taken_within_a_round():
