@@ -59,11 +59,22 @@ def ezkl_table(rows: list[dict]) -> list[str]:
 
 def xnnpack_table(rows: list[dict]) -> list[str]:
     """Pieces that XNNPACK takes, operations outside, and time."""
-    lines = ["| model | norms | pieces | operations outside | ms | to LayerNorm |", "|---|---|---|---|---|---|"]
-    for row in rows:
+    lines = [
+        "| model | numbers | norms | pieces | operations outside | ms | to LayerNorm |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["model"], row["numbers"])):
         ratio = row["obstacle"] or "{median:.2f} ({low:.2f} to {high:.2f})".format(**row["to_layer"])
-        cells = [row["model"], NORMS[row["norms"]], str(row["pieces"]), str(row["outside"]), f"{row['ms']:.1f}", ratio]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [
+            row["model"],
+            row["numbers"],
+            NORMS[row["norms"]],
+            row["pieces"],
+            row["outside"],
+            f"{row['ms']:.1f}",
+            ratio,
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
