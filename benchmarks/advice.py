@@ -11,7 +11,7 @@ depends on the lengths in training batches alone, so it is computed here from th
 
 A checksum of each cell (data, norm, way to make batches) puts it in the half for fitting or in that for testing, with
 all its seeds. The threshold is the geometric middle of two neighbouring shares of the fitting half. Within a factor of
-`normkit.watch.advise.NEAR` of it the rule predicts nothing: some runs fail there and others hold.
+two of it the rule predicts nothing (`normkit.watch.advise.fails`): some runs fail there and others hold.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.pairs import PairTable
 from normkit.lab.train.source import source
 from normkit.norms import parse
-from normkit.watch.advise import NEAR
+from normkit.watch.advise import fails as share_fails
 from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Row
 from normkit.watch.row_names import relies_on_batch
@@ -93,9 +93,7 @@ def measure(folder: Path, tables: dict[tuple, PairTable]) -> dict[str, object] |
 
 def predicts_failure(norm: str, share: float, threshold: float) -> bool | None:
     """The rule of `advise`; None is "not known"."""
-    if not relies_on_batch(norm):
-        return False
-    return None if threshold / NEAR < share < threshold * NEAR else share > threshold
+    return share_fails(share, threshold) if relies_on_batch(norm) else False
 
 
 def fit(runs: list[dict]) -> float:
@@ -121,10 +119,10 @@ def right(runs: list[dict], threshold: float) -> tuple[int, int]:
     return sum(known), len(known)
 
 
-def share(runs: list[dict], threshold: float) -> str:
+def tally(runs: list[dict], threshold: float) -> str:
     """Format what `right` counts."""
     hits, known = right(runs, threshold)
-    return f"{hits} of {known}" + (f", {len(runs) - known} not known" if known < len(runs) else "")
+    return f"{hits} of {known}, {len(runs) - known} not known"
 
 
 def halves(runs: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -154,12 +152,12 @@ def show(runs: list[dict]) -> str:
     for name, half in (("fitting half", fitting), ("test half", test)):
         failed = list(filter(fails, half))
         lines.append(
-            f"- {name}: {share(half, threshold)} (of its {len(failed)} failures {share(failed, threshold)});"
+            f"- {name}: {tally(half, threshold)} (of its {len(failed)} failures {tally(failed, threshold)});"
             f' "it holds" for all would be right on {len(half) - len(failed)}'
         )
     for data in sorted({run["cell"][0] for run in filter(fails, runs)}):
         others, left = ([run for run in runs if (run["cell"][0] == data) == same] for same in (False, True))
-        lines.append(f"- {data}, fitted on all other data ({fit(others):.3f}): {share(left, fit(others))}")
+        lines.append(f"- {data}, fitted on all other data ({fit(others):.3f}): {tally(left, fit(others))}")
     return "\n".join(lines)
 
 

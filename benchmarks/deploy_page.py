@@ -57,16 +57,22 @@ def span(row: dict[str, Any], key: str) -> str:
     return "{median:.2f} ({low:.2f} to {high:.2f})".format(**row[key])
 
 
+def folded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the folded model; those in int8 with limited `spread`, if there are any."""
+    rows = list(rows)
+    in_integers = "limited" if any(row["norm"] == "limited" for row in rows) else "folded"
+    return [row for row in rows if row["norm"] == (in_integers if row["precision"] == "int8" else "folded")]
+
+
 def headline(folder: Path = RESULTS) -> str:
     """Times of the folded model relative to LayerNorm in onnxruntime, batch 1."""
     lines = [f"| model | {' | '.join(HEADLINE)} |", f"|---{'|---' * len(HEADLINE)}|"]
-    first = [(result["rows"][0], result) for result in results(folder)]
-    shown = [r for row, r in first if row["runtime"] == "onnxruntime" and row["batch"] == 1 and row["ms"] >= SHORTEST]
+    in_onnx = [result for result in results(folder) if result["rows"][0]["runtime"] == "onnxruntime"]
+    shown = [r for r in in_onnx if r["rows"][0]["batch"] == 1 and r["rows"][0]["ms"] >= SHORTEST]
     for result in shown:
         rows = result["rows"]
-        in_integers = "limited" if any(row["norm"] == "limited" for row in rows) else "folded"
-        picked = {row["recipe"]: row for row in rows if row["norm"] == (in_integers if row["recipe"] else "folded")}
-        best = [row for row in rows if row["norm"] == in_integers and row["recipe"] and row["is_best"]]
+        picked = {row["recipe"]: row for row in folded(rows)}
+        best = [row for row in folded(rows) if row["recipe"] and row["is_best"]]
         cells = [span(picked[recipe], "to_same") if recipe in picked else "" for recipe in ("", "products", "stream")]
         cells += [span(row, "to_best") for row in best] or [""]
         lines.append(f"| {MODELS[rows[0]['model']][0]} | {' | '.join(cells)} |")
@@ -103,9 +109,8 @@ def overview(found: list[dict[str, Any]]) -> str:
     cells: dict[tuple[str, int], dict[str, str]] = {}
     for result in found:
         rows = result["rows"]
-        norm = "limited" if any(row["norm"] == "limited" for row in rows) else "folded"
-        picked = [row for row in rows if row["norm"] == (norm if row["precision"] == "int8" else "folded")]
-        ratios = ["-"] * (rows[0]["precision"] == "int8") + [span(row, "to_best") for row in picked if row["is_best"]]
+        ratios = [span(row, "to_best") for row in folded(rows) if row["is_best"]]
+        ratios = ["-"] * (rows[0]["precision"] == "int8") + ratios
         first = rows[0]
         cells.setdefault((first["model"], first["batch"]), {})[first["runtime"]] = "; ".join(ratios)
     runtimes = [name for name in RUNTIMES if any(name in row for row in cells.values())]

@@ -108,7 +108,7 @@ def measure(
     """Time variants by turns.
 
     Each round runs every variant once, and the first one twice, in an order drawn for the round: in a fixed one the
-    first would always follow itself, which makes short calls 3 % faster. Before each run a buffer larger than the
+    first would always follow itself, which made calls of 1 to 3 ms 3 % faster. Before each run a buffer larger than the
     caches is written. Warm-up rounds go first and do not count.
 
     Args:

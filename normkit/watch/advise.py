@@ -8,19 +8,13 @@ from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Row, as_recording
 from normkit.watch.row_names import format_sites, keeps_batch_statistics
 
-NEAR = 2.0  # within this factor of the threshold, runs fail and hold: no prediction
-UNKNOWN = (
-    "no advice on batch statistics: record gap_batch and gap_quadratic, at two steps at least"
-    ' (nk.record(model, quantities="default"))'
-)
+UNKNOWN = 'no advice on batch statistics: record gap_batch and gap_quadratic at two steps (quantities="default")'
 
 
 def advise(rows: Iterable[Row] | Recording) -> list[str]:
     """Predict whether batch statistics would hold at evaluation, at norms that keep none.
 
-    BatchNorm and PN-V fail where batches differ in the target's length, given the source's: the model reads it from
-    their statistics (`benchmarks/advice.py` tests this rule). "Not known" is a share near the threshold, lengths that
-    were not recorded, or gaps above those of the runs that held.
+    "Not known" are shares that `fails` does not decide, lengths not recorded, and gaps above those of runs that held.
 
     >>> rows = [Row(1, "norm", "LayerNorm", f"gap_{kind}", 0.9) for kind in ("batch", "quadratic")]
     >>> print(*advise(rows))
@@ -42,12 +36,20 @@ def advise(rows: Iterable[Row] | Recording) -> list[str]:
     return found
 
 
+def fails(share: float, limit: float = THRESHOLDS["target_share"].value) -> bool | None:
+    """Predict whether BatchNorm and PN-V fail, as models read the target's length.
+
+    None within a factor of two of the limit, where some runs failed and others held (`benchmarks/advice.py`).
+    """
+    return True if share >= 2 * limit else False if share <= limit / 2 else None
+
+
 def _prediction(share: float, batch: float, quadratic: float) -> str:
     """Predict by the share of target lengths that is between batches, and the largest gaps."""
     lengths = f"{100 * share:.0f} % of the variance of target lengths, given source lengths, is between batches"
-    if share >= (limit := THRESHOLDS["target_share"].value) * NEAR:
+    if fails(share):
         un = "UN would hold" if quadratic <= THRESHOLDS["gap"].value else "of UN this is not known"
         return f"BatchNorm and PN-V would fail, as {lengths}; {un}"
-    if share <= limit / NEAR and max(batch, quadratic) <= THRESHOLDS["gap"].value:
+    if fails(share) is False and max(batch, quadratic) <= THRESHOLDS["gap"].value:
         return f"all three would hold, as {lengths}" if share else "all three would hold"
     return "whether a model bears that is not known"

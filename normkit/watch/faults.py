@@ -25,9 +25,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "gap": Threshold(0.25, "gap at evaluation, of the output's own size, above which frozen batch statistics fail"),
     "gap_holds": Threshold(0.15, "gap up to which a norm by quadratic means holds"),
     "length_share": Threshold(0.2, "share of the variance between batches that batch length explains"),
-    "target_share": Threshold(
-        0.05, "share of target lengths, given source lengths, that differs between batches: above, batch and pnv fail"
-    ),
+    "target_share": Threshold(0.05, "share of target lengths, given source lengths, that differs between batches"),
     "steps": Threshold(20, "steps before which running statistics still show their initial values: no gap is judged"),
     "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
     "tokens": Threshold(32, "rows of a batch below which its statistics are mostly chance"),

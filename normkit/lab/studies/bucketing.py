@@ -64,7 +64,7 @@ SHORT: Settings = {"steps": 600, "warmup": 75, "valid_every": 300, "test_items":
 
 def _length(id: str, data: str, metric: str, base: Bases) -> Study:
     lengths = list(STATISTICS)[2:6]
-    losses = ["running", *lengths, "any lengths"] if metric == "bleu" else []  # BLEU of short runs is coarse
+    losses = STATISTICS if metric == "bleu" else ()  # BLEU of short runs is coarse
     return Study(
         id=id,
         title=f"test batches with the statistics of other training items, chosen by length, {data}",
