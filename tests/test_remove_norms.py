@@ -74,7 +74,7 @@ def pretrained(request, tmp_path_factory):
 @pytest.mark.parametrize(("loss", "settings", "norms"), [("outputs", DIGITS, 3), ("task", RUN, 7)])
 def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tmp_path, capsys):
     train(settings, tmp_path / "run")
-    words = ["remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--out", tmp_path / "out"]
+    words = ["remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--unfolded", "--out", tmp_path / "out"]
     assert main([str(word) for word in words]) == 0
     printed = capsys.readouterr().out
     assert f"{norms} of {norms} norms fold away" in printed
@@ -88,11 +88,16 @@ def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tm
         assert tail["mean"] < tail["99.9 %"] <= tail["maximum"]
         assert stage in printed
     assert not (tmp_path / "out" / ".removal").exists()
+    unfolded = load(tmp_path / "out" / "unfolded").model
+    assert sum(isinstance(module, StatNorm) for module in unfolded.modules()) == norms
 
 
 def test_a_pretrained_model_loses_its_norms(pretrained, text, tmp_path):
-    removed = remove_norms(pretrained, tmp_path / "out", Removal(steps=5, text=str(text), lr=1e-3))
-    model = load_pretrained(tmp_path / "out")
+    removed = remove_norms(pretrained, tmp_path / "out", Removal(steps=5, text=str(text), lr=1e-3, unfolded=True))
+    model, unfolded = (load_pretrained(folder) for folder in (tmp_path / "out", tmp_path / "out" / "unfolded"))
+    assert any(isinstance(module, StatNorm) for module in unfolded.modules())
+    tokens = {"input_ids": torch.tensor([[2, 7, 9, 3]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    torch.testing.assert_close(model(**tokens)[0], unfolded(**tokens)[0], rtol=1e-4, atol=1e-5)
     assert not any("LayerNorm" in type(module).__name__ for module in model.modules())
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     bert = "cosine" in removed.quality["original"]

@@ -22,6 +22,7 @@ def remove_norms(arguments: list[str]) -> int:
         statistics: Literal["frozen", "batches"] | None = None,
         lr: float | None = None,
         seed: int = 0,
+        unfolded: bool = False,
         resume: bool = False,
     ) -> dict[str, Any]:
         """Take the norms out of a trained model: fit offline norms to them, train a little, fold.
@@ -39,6 +40,7 @@ def remove_norms(arguments: list[str]) -> int:
                 end; batches with the loss of the task, else frozen.
             lr: Highest learning rate; a third of the run's, or 3e-4.
             seed: Seed of the order of batches and of dropout.
+            unfolded: Also write the trained model before folding, to OUT/unfolded, to fold it with other options.
             resume: Continue an interrupted removal with the same settings.
         """
         return locals()

@@ -4,6 +4,7 @@ A run of ours, or a Hugging Face folder with text.
 """
 
 import copy
+import dataclasses
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -90,6 +91,12 @@ class RemovableRun:
         folded, report = fold_run(Loaded(run, model, vocabularies))
         save(out, folded)
         return folded.model, report
+
+    def save(self, model: nn.Module, out: Path, spec: str) -> None:
+        """Write a run folder of the model with its norms, all of one spec."""
+        run, _, vocabularies = self.loaded
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, norm=spec, norm_at={}))
+        save(out, Loaded(run, model, vocabularies))
 
 
 class RemovableText:
@@ -178,9 +185,13 @@ class RemovableText:
         """Fold the model into a folder, with the tokenizer."""
         example = example_for(model)
         folded, report = fold(model, outputs=example.outputs, untie=True, **example.kwargs)
-        save_pretrained(folded, out)
-        self.tokenizer.save_pretrained(out)
+        self.save(folded, out)
         return folded, report
+
+    def save(self, model: nn.Module, out: Path, spec: str = "") -> None:
+        """Write a folder of the model, whose config has the specs of its norms, and of the tokenizer."""
+        save_pretrained(model, out)
+        self.tokenizer.save_pretrained(out)
 
     def _held_out(self) -> list[dict[str, Tensor]]:
         return [self.encode(self.held_out[at : at + 50]) for at in range(0, len(self.held_out), 50)]

@@ -42,6 +42,7 @@ class Removal:
         statistics: Statistics of the new norms while training: "frozen"; "batches", those of each batch, calibrated at
             the end; None for "batches" with the loss of a task, else "frozen".
         seed: Seed.
+        unfolded: Also write the trained model with its offline norms, to fold it with other options.
     """
 
     steps: int
@@ -51,6 +52,7 @@ class Removal:
     text: str | None = None
     statistics: Literal["frozen", "batches"] | None = None
     seed: int = 0
+    unfolded: bool = False
 
     @property
     def frozen(self) -> bool:
@@ -98,7 +100,7 @@ def remove_norms(
 
     Args:
         folder: A run, or a Hugging Face model with safetensors and a tokenizer.
-        out: Folder for the model without norms; `removal.json` in it has the report.
+        out: Folder for the model without norms; `removal.json` in it has the report, `unfolded` the other model.
         settings: What to do.
         resume: Continue an interrupted removal with the same settings.
         on_progress: Called with the stage and its `Progress`; if it returns True, the removal stops and can be resumed.
@@ -158,6 +160,8 @@ def remove_norms(
             calibrate(model, itertools.islice(subject.batches(0), CALIBRATED), forward=subject.forward, inplace=True)
         show("folding")
         folded, report = subject.fold_and_save(model, out)
+        if settings.unfolded:
+            subject.save(model, out / "unfolded", settings.to)
         measure("without norms", folded)
         if settings.loss == "task":
             likewise = copy.deepcopy(original)
