@@ -189,7 +189,7 @@ class RemovableText:
         return folded, report
 
     def save(self, model: nn.Module, out: Path, spec: str = "") -> None:
-        """Write a folder of the model, whose config has the specs of its norms, and of the tokenizer."""
+        """Write a folder with the model and the tokenizer."""
         save_pretrained(model, out)
         self.tokenizer.save_pretrained(out)
 
