@@ -109,9 +109,10 @@ def overview(found: list[dict[str, Any]]) -> str:
     cells: dict[tuple[str, int], dict[str, str]] = {}
     for result in found:
         rows = result["rows"]
-        ratios = [span(row, "to_best") for row in folded(rows) if row["is_best"]]
-        ratios = ["-"] * (rows[0]["precision"] == "int8") + ratios
         first = rows[0]
+        best = {row["precision"]: span(row, "to_best") for row in folded(rows) if row["is_best"]}
+        precisions = ("float32",) if first["runtime"] in ("eager", "compiled") else ("float32", "int8")
+        ratios = [best.get(precision, "-") for precision in precisions]
         cells.setdefault((first["model"], first["batch"]), {})[first["runtime"]] = "; ".join(ratios)
     runtimes = [name for name in RUNTIMES if any(name in row for row in cells.values())]
     lines = [f"| model | batch | {' | '.join(runtimes)} |", f"|---|---{'|---' * len(runtimes)}|"]

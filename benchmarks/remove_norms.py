@@ -13,10 +13,10 @@ Each row is one run of ours (LayerNorm), one recipe and one number of steps:
   default order; "staged, in order": from the first norm to the last; "staged, scales": staged with 0.1 times the scale
   loss; these end calibrated.
 
-0 steps of "calibrated" and "fitted" show where training starts. The loss is that of the task ("labels"), or the
-distance from the outputs and inner activations of the original ("outputs"). Scores are those of the task on the test
-split by greedy search; the tail is the loss of single tokens of the validation split. "beta2" is AdamW's second
-momentum; rows with 0.999 had a warm-up of 20 steps. Rows that the file has are not repeated.
+0 steps of "calibrated" and "fitted" show where training starts. The loss is that of the task ("labels"), the distance
+from the outputs and inner activations of the original ("outputs"), or their sum ("both"). Scores are those of the task
+on the test split by greedy search; the tail is the loss of single tokens of the validation split. "beta2" is AdamW's
+second momentum; rows with 0.999 had a warm-up of 20 steps. Rows that the file has are not repeated.
 """
 
 import argparse
@@ -63,12 +63,13 @@ def run(recipe: str, subject: RemovableRun, given: argparse.Namespace, steps: in
     model = start(recipe, subject, given.spec, steps, calibration)
     sites = list(find(subject.model))
     distillation = Distillation(subject.model, subject.outputs, sites)
-    labels = given.loss == "labels"
+    labels = given.loss != "outputs"
     if steps:
         with scale_loss(model) as scales:
 
             def loss(model, batch):
-                value = subject.loss(model, batch) if labels else distillation(model, batch)
+                terms = {"labels": subject.loss, "outputs": distillation}
+                value = sum(term(model, batch) for name, term in terms.items() if given.loss in (name, "both"))
                 spread = scales()
                 return value + 0.1 * spread if recipe == "staged, scales" else value
 
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="trained runs with LayerNorm, one a seed")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 100, 300, 1000])
-    parser.add_argument("--loss", choices=("labels", "outputs"), default="labels")
+    parser.add_argument("--loss", choices=("labels", "outputs", "both"), default="labels")
     parser.add_argument("--spec", default="un(warmup=0)")
     parser.add_argument("--lr", type=float)
     parser.add_argument("--out", type=Path, required=True)
