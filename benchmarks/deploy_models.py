@@ -4,9 +4,7 @@ Weights are random unless a folder with trained ones is given; then statistics, 
 do not depend on them.
 """
 
-import copy
 import functools
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +16,7 @@ from torch import Tensor, nn
 
 from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.norms import StatNorm
-from normkit.transforms import convert, fold
-from normkit.transforms.model_changes import apply_changes
+from normkit.transforms import convert, fold, load_pretrained
 
 NORMS = {"layer": "LayerNorm", "un": "UN", "folded": "UN folded", "limited": "UN folded, spread limited"}
 
@@ -89,13 +86,17 @@ def bert(weights: Path | None, **sizes: int) -> Subject:
 
 
 def minilm(weights: Path | None) -> Subject:
-    """all-MiniLM-L6-v2 on 64 tokens; `weights/layer` is the original, `weights/un` has UN."""
+    """all-MiniLM-L6-v2 on 64 tokens; `weights/layer` is the original, `weights/un` has UN.
+
+    The latter is OUT/unfolded of `normkit remove-norms layer --text wikitext-2 --steps 2400 --unfolded --out OUT`.
+    """
     import minilm as real
-    from safetensors.torch import load_file
     from transformers import AutoModel, AutoTokenizer
 
     if weights is None:
-        raise ValueError("minilm needs --weights FOLDER with layer/ (the original) and un/ (trained with UN)")
+        raise ValueError(
+            "minilm needs --weights FOLDER with layer/ (the original) and un/ (by remove-norms --unfolded)"
+        )
     tokenizer = AutoTokenizer.from_pretrained(weights / "layer")
     texts = real.passages(128)
 
@@ -103,9 +104,8 @@ def minilm(weights: Path | None) -> Subject:
         return dict(tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt"))
 
     model = AutoModel.from_pretrained(weights / "layer", add_pooling_layer=False)
-    un = copy.deepcopy(model)  # load_pretrained would ask for the pooler, which is not used
-    apply_changes(un, json.loads((weights / "un" / "config.json").read_text(encoding="utf8"))["normkit"])
-    un.load_state_dict(load_file(next((weights / "un").glob("*.safetensors"))))
+    un = load_pretrained(weights / "un")
+    un.pooler = None  # not used
     return Subject(
         model,
         lambda size: batch(texts[:size]),

@@ -1,6 +1,6 @@
 """Accuracy in 8-bit integers of trained models with LayerNorm, UN, and UN folded.
 
-    python benchmarks/integers.py minilm --weights FOLDER     FOLDER/layer: the original; FOLDER/un: trained with UN
+    python benchmarks/integers.py minilm --weights FOLDER     FOLDER/layer, FOLDER/un: see deploy_models.py
     python benchmarks/integers.py g2p --weights FOLDER        FOLDER/g2p-layer, FOLDER/g2p-un: `normkit train` folders
     python benchmarks/integers.py --show                      the table of docs/deploying.md alone
 
