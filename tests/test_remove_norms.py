@@ -71,7 +71,14 @@ def pretrained(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("loss", "settings", "norms"), [("outputs", DIGITS, 3), ("task", RUN, 7)])
+MIXED = dataclasses.replace(
+    DIGITS, model=dataclasses.replace(DIGITS.model, norm_at={"*final_norm": "nonorm", "*feedforward_norm": "rms"})
+)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "norms"), [("outputs", DIGITS, 3), ("outputs", MIXED, 3), ("task", RUN, 7)]
+)
 def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tmp_path, capsys):
     train(settings, tmp_path / "run")
     words = ["remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--unfolded", "--out", tmp_path / "out"]

@@ -8,7 +8,10 @@ from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Row, as_recording
 from normkit.watch.row_names import format_sites, keeps_batch_statistics
 
-UNKNOWN = 'no advice on batch statistics: record gap_batch and gap_quadratic at two steps (quantities="default")'
+UNKNOWN = (
+    "no advice on batch statistics: record gap_batch and gap_quadratic at two steps or more;"
+    ' nk.record(model, quantities="default") does'
+)
 
 
 def advise(rows: Iterable[Row] | Recording) -> list[str]:

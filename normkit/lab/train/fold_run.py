@@ -39,7 +39,8 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
     if spec.part:
         folded = copy.deepcopy(model)
         folded.set_submodule(spec.part, part)
-    return Loaded(_described(run, report.rows), folded, vocabularies), report
+    left = {outcome.name: _left(outcome) for outcome in report.rows}
+    return Loaded(with_norms(run, left), folded, vocabularies), report
 
 
 def _named(rows: tuple[Outcome, ...], part: str) -> tuple[Outcome, ...]:
@@ -57,12 +58,11 @@ def _as_norm(affine: nn.Module) -> NoNorm:
     return norm
 
 
-def _described(run: Run, outcomes: tuple[Outcome, ...]) -> Run:
-    """Return the run with the norms that folding left."""
-    left = {outcome.name: _left(outcome) for outcome in outcomes}
-    kinds = list(left.values())
+def with_norms(run: Run, specs: dict[str, str]) -> Run:
+    """Return the run with other norms, each given by its name in the model."""
+    kinds = list(specs.values())
     common = max(set(kinds), key=kinds.count)
-    others = {name: spec for name, spec in left.items() if spec != common}
+    others = {name: spec for name, spec in specs.items() if spec != common}
     return dataclasses.replace(run, model=dataclasses.replace(run.model, norm=common, norm_at=others))
 
 

@@ -4,7 +4,6 @@ A run of ours, or a Hugging Face folder with text.
 """
 
 import copy
-import dataclasses
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -22,9 +21,10 @@ from normkit.lab.pretrained import example_for, is_pretrained_dir
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.distill import Outputs, distance, pooled
 from normkit.lab.train.embedding_rows import scale_rows
-from normkit.lab.train.fold_run import fold_run
+from normkit.lab.train.fold_run import fold_run, with_norms
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.source import source
+from normkit.norms import Norm
 from normkit.transforms import Report, fold, load_pretrained, save_pretrained
 
 HELD_OUT = 400  # texts to measure on
@@ -92,11 +92,11 @@ class RemovableRun:
         save(out, folded)
         return folded.model, report
 
-    def save(self, model: nn.Module, out: Path, spec: str) -> None:
-        """Write a run folder of the model with its norms, all of one spec."""
+    def save(self, model: nn.Module, out: Path) -> None:
+        """Write a run folder of the model with its norms."""
         run, _, vocabularies = self.loaded
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, norm=spec, norm_at={}))
-        save(out, Loaded(run, model, vocabularies))
+        specs = {name: module.spec for name, module in model.named_modules() if isinstance(module, Norm)}
+        save(out, Loaded(with_norms(run, specs), model, vocabularies))
 
 
 class RemovableText:
@@ -188,7 +188,7 @@ class RemovableText:
         self.save(folded, out)
         return folded, report
 
-    def save(self, model: nn.Module, out: Path, spec: str = "") -> None:
+    def save(self, model: nn.Module, out: Path) -> None:
         """Write a folder with the model and the tokenizer."""
         save_pretrained(model, out)
         self.tokenizer.save_pretrained(out)

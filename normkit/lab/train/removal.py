@@ -161,7 +161,7 @@ def remove_norms(
         show("folding")
         folded, report = subject.fold_and_save(model, out)
         if settings.unfolded:
-            subject.save(model, out / "unfolded", settings.to)
+            subject.save(model, out / "unfolded")
         measure("without norms", folded)
         if settings.loss == "task":
             likewise = copy.deepcopy(original)

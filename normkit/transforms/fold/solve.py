@@ -116,10 +116,7 @@ class Solver:
         scale[(scale - 1).abs() < ROUNDING] = 1.0
         written = torch.ones_like(scale)
         for node in (self.nodes[name] for name in norms):
-            for dead, at, mask in (
-                (node.dead_reads, node.outputs, scale),
-                (node.dead_writes, node.inputs, written),
-            ):
+            for dead, at, mask in ((node.dead_reads, node.outputs, scale), (node.dead_writes, node.inputs, written)):
                 if dead is not None and bool(dead.any()):
                     mask[torch.isin(self.hard.root, self.hard.root[at[dead]])] = 0.0
         return Coordinates(scale, self.shifts.values(chosen), written)
