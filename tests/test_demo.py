@@ -234,6 +234,26 @@ def _children(pid):
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 
+class InterruptedConsole(Console):
+    """Receives Ctrl-C as it begins to print its first line."""
+
+    def __enter__(self):
+        entered = super().__enter__()
+        if not self.__dict__.setdefault("interrupted", False):
+            self.interrupted = True
+            signal.raise_signal(signal.SIGINT)
+        return entered
+
+
+@pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="Ctrl-C is ignored by what runs behind")
+def test_ctrl_c_within_a_line_comes_after_it_and_the_next_lines_are_shown(capsys):
+    shown = board(InterruptedConsole())
+    with pytest.raises(KeyboardInterrupt):
+        shown.end("un", "done")
+    shown.print("stopping")
+    assert [line.split("] ")[-1] for line in capsys.readouterr().out.splitlines()] == ["un: done", "stopping"]
+
+
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
     with Board(Console(width=40), ["un"], 100) as shown:
         for step in range(1, 101):
