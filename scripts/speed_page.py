@@ -73,6 +73,19 @@ def blocks(rows: list[dict]) -> str:
     return table(["norm", "shape", "type", "ms", "ratio", "20th to 80th percentile"], body)
 
 
+def steps(rows: list[dict]) -> str:
+    """Ratios of training steps, eager and compiled."""
+    found = {(row["norm"], row["compiled"]): row for row in rows}
+    body = []
+    for norm in dict.fromkeys(row["norm"] for row in rows):
+        line = [f"`{norm}`"]
+        for compiled in ("False", "True"):
+            row = found.get((norm, compiled))
+            line += [row["ms"], f"{row['ratio']} ({row['low']}-{row['high']})"] if row else ["", ""]
+        body.append(line)
+    return table(["norm", "ms", "ratio", "ms, compiled", "ratio, compiled"], body)
+
+
 def pieces(rows: list[dict]) -> str:
     """Ratios of bare calls to LayerNorm's for each shape and type."""
     places = list(dict.fromkeys((row["shape"], row["dtype"]) for row in rows))
@@ -100,10 +113,12 @@ def filled(page: str) -> str:
         made |= {
             "train": times(ops, "train"),
             "inference": times(ops, "inference"),
-            "machine": "{device}, {threads} threads, PyTorch {torch}, {rounds} rounds".format(**ops[0]),
+            "machine": "{device}, {threads} thread, PyTorch {torch}, {rounds} rounds".format(**ops[0]),
         }
     if rows := read("blocks_cpu"):
         made["blocks"] = blocks(rows)
+    if rows := read("steps_cpu") + read("steps_compiled_cpu"):
+        made["steps"] = steps(rows)
     if rows := read("pieces_cpu"):
         made["pieces"] = pieces(rows)
     for name, text in made.items():

@@ -38,6 +38,8 @@ def skip_warmup(norm: Norm) -> Norm:
     """
     if isinstance(norm, StatNorm):
         norm.step.fill_(2**31)
+        if (end := getattr(norm, "warmup_end", None)) is not None:
+            end.fill_(1)
     return norm
 
 

@@ -3,67 +3,73 @@
 import ctypes
 import functools
 import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from normkit.kernels.cpu.build import SOURCES, library
 
-NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+NUMBERS = {"int": "i", "int64_t": "q", "float": "f"}  # as `struct` packs them
 POINTERS = {"uint8_t": torch.bool, "int64_t": torch.int64, "float": torch.float32}  # void: the type of x
 observers: list[Callable[[str, dict[str, Any]], object]] = []  # called with name and arguments of every kernel call
 
 
 @functools.cache
-def structs() -> dict[str, tuple[type[ctypes.Structure], dict[str, torch.dtype | None]]]:
-    """Struct of arguments of each kernel, and types of tensors by field; None: that of x."""
+def structs() -> dict[str, tuple[struct.Struct, dict[str, torch.dtype | str | None]]]:
+    """Struct of arguments of each kernel, and types of tensors by field; "x": that of x, None: a number."""
     text = re.sub(r"//.*", "", (SOURCES / "arguments.h").read_text(encoding="utf8"))
     found = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
-        fields, types = [], {}
+        fields, types = "@", {}
         for kind, star, field in re.findall(r"(?:const )?(?:std::)?(\w+)(\*?) (\w+);", body):
-            fields.append((field, ctypes.c_void_p if star else NUMBERS[kind]))
-            types[field] = POINTERS.get(kind) if star else None
+            fields += "P" if star else NUMBERS[kind]
+            types[field] = POINTERS.get(kind, "x") if star else None
         kernel = re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
-        found[kernel] = type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields}), types
+        found[kernel] = struct.Struct(f"{fields}0P"), types  # 0P: C++ fills up to the size of an address
     return found
 
 
 @functools.cache
-def _function(kernel: str, dtype: torch.dtype) -> Any:
-    loaded, struct = library(), structs()[kernel][0]
+def _prepared(kernel: str, dtype: torch.dtype) -> tuple[Any, Callable[..., bytes], dict[str, torch.dtype | str | None]]:
+    """Function, packing of its arguments, and types of tensors by field."""
+    loaded, (arguments, types) = library(), structs()[kernel]
     assert loaded is not None
     size = ctypes.c_int64.in_dll(loaded, f"{kernel}_size").value
-    if size != ctypes.sizeof(struct):
-        raise RuntimeError(f"arguments of {kernel} are {ctypes.sizeof(struct)} bytes in Python, {size} in C++")
+    if size != arguments.size:
+        raise RuntimeError(f"arguments of {kernel} are {arguments.size} bytes in Python, {size} in C++")
     address = ctypes.c_void_p.in_dll(loaded, f"{kernel}_{str(dtype).removeprefix('torch.')}").value
     assert address is not None
-    return ctypes.CFUNCTYPE(None, ctypes.POINTER(struct), ctypes.c_int)(address)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int)(address)
+    return function, arguments.pack, {name: dtype if kind == "x" else kind for name, kind in types.items()}
 
 
 def call(kernel: str, **given: Any) -> None:
     """Run a kernel on the arguments that its struct in `arguments.h` names.
+
+    Training a small model is limited by such calls, so this loop does as little as is safe.
 
     Raises:
         RuntimeError: If a tensor is not contiguous, not on the CPU, or not of the type that the kernel reads.
     """
     for observer in observers:
         observer(kernel, given)
-    struct, types = structs()[kernel]
-    dtype, values = given["x"].dtype, []
-    for name, kind in types.items():
-        value = given.get(name, 0)  # `given` keeps temporary tensors alive until the kernel has run
-        if isinstance(value, Tensor):
-            expected = kind or dtype
-            if not (value.is_cpu and value.dtype is expected and value.is_contiguous()):  # C++ would read past it
+    dtype = given["x"].dtype
+    function, pack, types = _prepared(kernel, dtype)
+    values = []
+    for name, expected in types.items():
+        value = given.get(name)  # `given` keeps temporary tensors alive until the kernel has run
+        if value is None:
+            value = 0
+        elif expected is not None:
+            if value.dtype is not expected or not value.is_contiguous() or not value.is_cpu:  # C++ would read past it
                 raise RuntimeError(
                     f"{kernel} of {dtype}: {name} is {value.dtype} on {value.device}; it must be {expected}, "
                     f"contiguous, on a CPU"
                 )
             value = value.data_ptr()
         values.append(value)
-    if unknown := given.keys() - types.keys():
-        raise AttributeError(f"{kernel} has no argument {', '.join(unknown)}")
-    _function(kernel, dtype)(struct(*values), torch.get_num_threads())
+    if not given.keys() <= types.keys():
+        raise AttributeError(f"{kernel} has no argument {', '.join(given.keys() - types.keys())}")
+    function(pack(*values), torch.get_num_threads())
