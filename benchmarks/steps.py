@@ -1,0 +1,85 @@
+"""Time of training steps of the demo's small model, relative to LayerNorm.
+
+    python benchmarks/steps.py [--norms SPEC ...] [--rounds 60] [--out FILE]
+    python benchmarks/steps.py --compile --out benchmarks/results/steps_compiled_cpu.csv
+
+The model has 0.4 million parameters and 12 norms, so that time in Python counts: the worst case. A call trains on four
+fixed batches of the demo's data: forward, backward, clipping and optimizer. Variants take turns on one pinned thread.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import sweep
+import torch
+
+from normkit.lab.norm_speed import skip_warmup
+from normkit.lab.recipes import g2p_cmudict
+from normkit.lab.study import warm
+from normkit.lab.tasks import TASKS
+from normkit.lab.timing import measure
+from normkit.lab.train.build import build_model
+from normkit.lab.train.source import source
+from normkit.norms import Norm
+
+NORMS = ("layer", "rms", "power(groups=0)", "power(groups=1)", "pnv", "batch", "un", "un(warmup=auto)", "mabn")
+BATCHES = 4
+FIELDS = ("device", "torch", "compiled", "norm", "rounds", "ms", "low", "ratio", "high", "noise")
+
+
+def steps(spec: str, compiled: bool) -> Callable[[], None]:
+    """Return a function that trains on four batches, after any warm-up of statistics."""
+    torch.manual_seed(0)
+    recipe = g2p_cmudict()
+    run = warm(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, norm=spec)))
+    data = source(run, lambda _: None)()
+    model = build_model(run.task, run.model, data.vocabularies)
+    task = TASKS[run.task].load("module")(run, model, data)
+    for norm in model.modules():
+        if isinstance(norm, Norm):
+            skip_warmup(norm)
+    batches = list(itertools.islice(task.batches(0), BATCHES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    if compiled:
+        model.compile(dynamic=True)
+
+    def call() -> None:
+        for batch in batches:
+            task.loss(batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return call
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", action="store_true", help="compile the models by torch.compile")
+    parser.add_argument("--norms", nargs="+", default=NORMS)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/steps_cpu.csv"))
+    args = parser.parse_args()
+    sweep.begin(1)
+    calls = {spec: steps(spec, args.compile) for spec in ("layer", *(n for n in args.norms if n != "layer"))}
+    for call in calls.values():
+        call()
+    timings, table = measure(calls, args.rounds), []
+    for spec in calls:
+        found = timings.ratio(spec, "layer")
+        table.append({
+            "device": platform.machine(), "torch": torch.__version__, "compiled": args.compile, "norm": spec,
+            "rounds": args.rounds, "ms": round(1e3 * timings.median(spec) / BATCHES, 2), "low": round(found.low, 3),
+            "ratio": round(found.median, 3), "high": round(found.high, 3), "noise": round(timings.noise, 3),
+        })  # fmt: skip
+        print("  ".join(f"{table[-1][f]!s:>16s}" for f in FIELDS[3:]), flush=True)
+    sweep.keep(args.out, FIELDS, table)
+
+
+if __name__ == "__main__":
+    main()
