@@ -149,7 +149,7 @@ def test_weights_that_do_not_fit_the_changes_are_refused(tmp_path):
     model = randomize(convert(case_of("llama").model, "un")).eval()
     save_pretrained(model, tmp_path)
     edit_config(tmp_path, lambda config: config["normkit"]["norms"].update({"model.norm": {"is": "identity"}}))
-    with pytest.raises(ValueError, match=r"do not fit the model: \d+ unexpected \(model\.norm\.filtered.* \.\.\.\)"):
+    with pytest.raises(ValueError, match=r"do not fit the model: \d+ unexpected \(model\.norm\.averages.* \.\.\.\)"):
         load_pretrained(tmp_path)
 
 
@@ -182,7 +182,9 @@ def test_statistics_without_specs_raise(tmp_path):
     with pytest.raises(ValueError, match="the key 'normkit' of its configuration cannot be read"):
         load_pretrained(tmp_path)
     edit_config(tmp_path, lambda config: config.pop("normkit"))
-    with pytest.raises(ValueError, match=r"unexpected .*running.*no key 'normkit': save with normkit\.save_pretrained"):
+    with pytest.raises(
+        ValueError, match=r"unexpected .*averages.*no key 'normkit': save with normkit\.save_pretrained"
+    ):
         audit_dir(tmp_path)
 
 

@@ -109,7 +109,7 @@ def train(arguments: list[str]) -> int:
         """Train this many seeds, from --seed on, each in a folder seed-N."""
 
     given = parse_arguments(Given, arguments[1:], f"train {arguments[0]}", default=Given(recipe))
-    run, folder = warm(given.run), given.out or Path("runs") / given.run.name
+    run, folder = warm(given.run, automatic=True), given.out or Path("runs") / given.run.name
     if given.seeds is not None and given.seeds < 1:
         raise ValueError(f"seeds must be at least 1; got {given.seeds}")
     runs = {folder: run}

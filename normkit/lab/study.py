@@ -13,7 +13,8 @@ from normkit.lab.report.settings import flat
 from normkit.lab.train.config import Run
 from normkit.lab.train.donor_kinds import DONORS
 from normkit.names import pick
-from normkit.norms import options, parse
+from normkit.norms import NORMS, options, parse
+from normkit.norms._warmup import WarmupNorm
 from normkit.text import format_spec
 
 SCALES = ("pocket", "gpu", "paper")
@@ -240,18 +241,25 @@ def with_options(spec: str, more: Settings) -> str:
     return format_spec(name, merged) if merged.keys() - given.keys() else spec
 
 
-def warmed(spec: str, warmup: int) -> str:
-    """Let the statistics of a norm warm up as long as the learning rate.
+def warmed(spec: str, warmup: int, automatic: bool = False) -> str:
+    """Let the statistics of a norm warm up as long as the learning rate, as in the papers.
 
     A `warmup` in the spec stays. Phases after the warm-up keep their length in proportion to it.
 
-    >>> warmed("un(window=2)", 100), warmed("layer", 100)
-    ('un(window=2, warmup=100)', 'layer')
+    Args:
+        spec: The norm's spec.
+        warmup: Steps of the learning rate's warm-up.
+        automatic: Norms that can end their warm-up by drift do so instead.
+
+    >>> warmed("un(window=2)", 100), warmed("un", 100, automatic=True), warmed("layer", 100)
+    ('un(window=2, warmup=100)', "un(warmup='auto')", 'layer')
     >>> warmed("renorm", 100)
     'renorm(warmup=100, r_until=800, d_until=500)'
     """
     name, given = parse(spec)
     own = options(name)
+    if automatic and issubclass(NORMS[name], WarmupNorm):
+        return format_spec(name, given | {"warmup": given.get("warmup", "auto")})
     if "warmup" in own and "warmup" not in given:
         warmup = max(1, warmup)
         stretch = warmup / int(str(own["warmup"]))
@@ -260,7 +268,7 @@ def warmed(spec: str, warmup: int) -> str:
     return format_spec(name, given) if given else spec
 
 
-def warm(run: Run) -> Run:
+def warm(run: Run, automatic: bool = False) -> Run:
     """Apply `warmed` to all norms: short runs would never leave a warm-up of 4,000 steps.
 
     >>> from normkit.lab.recipes import g2p_cmudict
@@ -268,8 +276,8 @@ def warm(run: Run) -> Run:
     >>> warm(run).model.norm, warm(run).model.norm_at
     ('un(warmup=500)', {'*.final': 'mabn(warmup=9)'})
     """
-    norm_at = {place: warmed(spec, run.warmup) for place, spec in run.model.norm_at.items()}
-    return override(run, {"model.norm": warmed(run.model.norm, run.warmup), "model.norm_at": norm_at})
+    norm_at = {place: warmed(spec, run.warmup, automatic) for place, spec in run.model.norm_at.items()}
+    return override(run, {"model.norm": warmed(run.model.norm, run.warmup, automatic), "model.norm_at": norm_at})
 
 
 def folder_name(base: Run, run: Run) -> str:

@@ -93,17 +93,9 @@ def _compile(compiler: list[str], path: Path) -> None:
     Other processes never find half a file. The library is linked with the OpenMP that came with PyTorch, so that both
     use the same threads.
     """
-    threads = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    openmp = [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         made = Path(place) / path.name
-        command = [
-            *compiler,
-            *FLAGS,
-            str(SOURCES / "kernels.cpp"),
-            "-o",
-            str(made),
-            *map(str, threads[:1]),
-            "-Wl,--as-needed",
-        ]
+        command = [*compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(made), *openmp, "-Wl,--as-needed"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT)
         made.replace(path)

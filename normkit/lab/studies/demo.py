@@ -49,7 +49,7 @@ def entries(
 ) -> list[Entry]:
     """Make the runs of the demo, one per norm spec.
 
-    `scale` comes with FixNorm. Statistics warm up as long as the learning rate does, unless the spec sets `warmup`.
+    `scale` comes with FixNorm. Statistics end their warm-up by drift, unless the spec sets `warmup`.
 
     Args:
         norms: Norm specs.
@@ -63,14 +63,16 @@ def entries(
         ValueError: If a spec is unknown or given twice, or there is none.
 
     >>> [entry.run.model.norm for entry in entries(("layer", "un"), steps=1000)]
-    ['layer', 'un(warmup=100)']
+    ['layer', "un(warmup='auto')"]
     """
     found = []
     for spec in norms:
         warmup = max(1, steps // 10)
         recipe = g2p_cmudict()
         fixnorm = parse(spec)[0] == "scale"  # FixNorm normalizes the embedding, to which the output is tied then
-        model = dataclasses.replace(recipe.model, norm=warmed(spec, warmup), fixnorm=fixnorm, tie=fixnorm)
+        model = dataclasses.replace(
+            recipe.model, norm=warmed(spec, warmup, automatic=True), fixnorm=fixnorm, tie=fixnorm
+        )
         run = dataclasses.replace(
             recipe,
             name=f"demo {spec}",
