@@ -55,8 +55,10 @@ def find_kernel_rule(norm: Any) -> KernelRule | None:
     """
     if norm.sync or norm.accumulates or norm.scalar or not has_kernel_rule(type(norm)):
         return None
-    plain = all(type(b) is Tensor and b.is_contiguous() for b in norm._buffers.values() if b is not None)
-    return norm.kernel_rule() if plain else None
+    for buffer in norm._buffers.values():
+        if buffer is not None and (type(buffer) is not Tensor or not buffer.is_contiguous()):
+            return None
+    return norm.kernel_rule()
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: 
     """Statistics `[k, C]` of the real rows of `x`, and their number."""
     (n, channels), x = _sizes(x), _plain(x)
     stat, count = _vectors(x, 1 + center), x.new_empty((), dtype=torch.float32)
-    call("column_forward", x=x, mask=_flat(mask, n), stat=stat, count=count, n=n, channels=channels, groups=groups,
+    call("column_forward", x=x, mask=_real(mask, n), stat=stat, count=count, n=n, channels=channels, groups=groups,
          eps=float(eps), center=center)  # fmt: skip
     return stat, count
 
@@ -42,7 +42,7 @@ def standardize(
     (n, channels), x = _sizes(x), _plain(x)
     y, fresh = torch.empty_like(x), (_vectors(x, 1), x.new_empty((), dtype=torch.float32)) if sums else None
     stat, count = fresh or (None, None)
-    call("column_forward", x=x, mask=_flat(mask, n), y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count,
+    call("column_forward", x=x, mask=_real(mask, n), y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count,
          n=n, channels=channels, groups=groups, eps=float(eps))  # fmt: skip
     return y, fresh
 
@@ -62,7 +62,7 @@ def gradient(
     (n, channels), dy, x = _sizes(x), _plain(dy), _plain(x)
     dx, out = None if to_dx is None else torch.empty_like(x), _vectors(x, 4 if real else 2) if sums else None
     dy_coefficient, x_coefficient, constant = to_dx or (None, None, None)
-    call("column_backward", dy=dy, x=x, mask=_flat(mask, n), dx=dx, mean=mean, dy_coefficient=dy_coefficient,
+    call("column_backward", dy=dy, x=x, mask=_real(mask, n), dx=dx, mean=mean, dy_coefficient=dy_coefficient,
          x_coefficient=x_coefficient, constant=constant, sums=out, n=n, channels=channels, groups=groups,
          eps=float(eps), real=real)  # fmt: skip
     return dx, out
@@ -135,7 +135,7 @@ def train(
 ) -> tuple[Tensor, StepStatistics]:
     """Run a training forward and move the norm's state; return y and the decisions."""
     (n, channels), k, rule = _sizes(x), 1 + norm.center, kernel_rule
-    x, mask, one_pass = _plain(x), _flat(mask, n), rule.forward == "running"
+    x, mask, one_pass = _plain(x), _real(mask, n), rule.forward == "running"
     y, weight, bias = torch.empty_like(x), _expanded(norm.weight, channels), _expanded(norm.bias, channels)
     batch, value, step = _vectors(x, k), _vectors(x, k), torch.empty_like(norm.step)
     count = x.new_empty((), dtype=torch.float32)
@@ -166,7 +166,7 @@ def differentiate(
     dx, dweight, dbias = torch.empty_like(x), _vectors(x), _vectors(x)
     saved_grad, saved_gamma = of.saved or (None, None)
     call(
-        "differentiate", dy=dy, x=x, mask=_flat(mask, n), dx=dx, weight=_expanded(weight, channels), n=n,
+        "differentiate", dy=dy, x=x, mask=_real(mask, n), dx=dx, weight=_expanded(weight, channels), n=n,
         channels=channels, groups=groups, eps=float(norm.eps), center=norm.center,
         real=mask is not None and norm.pad_grad == "real", rule=BACKWARD.index(rule.backward),
         known_in_advance=known_in_advance is not None, rate=float(rule.rate_grad), warmup=rule.warmup,
@@ -186,10 +186,10 @@ def _plain(x: Tensor) -> Tensor:
     return x.resolve_neg().contiguous()
 
 
-def _flat(mask: Tensor | None, n: int) -> Tensor | None:
+def _real(mask: Tensor | None, n: int) -> Tensor | None:
     if mask is not None and mask.numel() != n:
         raise ValueError(f"mask has shape {tuple(mask.shape)}; it must have one element for each of {n} rows")
-    return None if mask is None else mask.reshape(-1).to(torch.bool).contiguous()
+    return None if mask is None else mask.to(torch.bool).contiguous()
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
