@@ -111,7 +111,7 @@ def minilm(weights: Path | None) -> Subject:
         lambda size: batch(texts[:size]),
         un.eval(),
         lambda size: [batch(texts[i : i + size]) for i in range(64, 128, size)],
-        spread=16,
+        spread=4,
     )
 
 
