@@ -1,4 +1,4 @@
-"""Fill the measured tables of README.md and docs/log.md from the files in results/.
+"""Fill the measured tables of README.md, docs/choosing.md and docs/log.md from the files in results/.
 
 No figure in it is typed by hand.
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "log.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "log.md")
 DEMO = ROOT / "results" / "demo"
 TABLES = ROOT / "results" / "studies" / "pocket" / "tables"
 KEPT = ("table.txt", "curves.png", "statistics.png", "*/result.json")
@@ -46,8 +46,9 @@ def demo() -> str:
     ]
     for result in sorted(results, key=lambda result: result["scores"]["running"]["per"]):
         model, scores = result["run"]["model"], result["scores"]
-        name = re.sub(r"\(?(, )?warmup=\d+\)?", "", model["norm"]) if "(warmup" in model["norm"] else model["norm"]
-        name = name.replace(", warmup=360", "") + (" + FixNorm" if model["fixnorm"] else "")
+        name = re.sub(r"(, )?warmup=[\w']+", "", model["norm"]).replace("()", "") + (
+            " + FixNorm" if model["fixnorm"] else ""
+        )
         gone, _, total = result["fold"]["foldable"].partition(" of ")
         folded = f"{scores['folded']['per']:.1f} %" if "folded" in scores else ""
         pairs = (result.get("timing") or {}).get("pairs", [])
