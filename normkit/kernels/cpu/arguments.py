@@ -48,8 +48,6 @@ def _prepared(kernel: str, dtype: torch.dtype) -> tuple[Any, Callable[..., bytes
 def call(kernel: str, **given: Any) -> None:
     """Run a kernel on the arguments that its struct in `arguments.h` names.
 
-    Training a small model is limited by such calls, so this loop does as little as is safe.
-
     Raises:
         RuntimeError: If a tensor is not contiguous, not on the CPU, or not of the type that the kernel reads.
     """
@@ -57,7 +55,7 @@ def call(kernel: str, **given: Any) -> None:
         observer(kernel, given)
     dtype = given["x"].dtype
     function, pack, types = _prepared(kernel, dtype)
-    values = []
+    values = []  # small models wait for this loop, so it does as little as is safe
     for name, expected in types.items():
         value = given.get(name)  # `given` keeps temporary tensors alive until the kernel has run
         if value is None:
