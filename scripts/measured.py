@@ -1,4 +1,4 @@
-"""Fill the measured tables of README.md, docs/choosing.md and docs/log.md from the files in results/.
+"""Fill the measured tables of the pages below from the files in results/.
 
 No figure in it is typed by hand.
 

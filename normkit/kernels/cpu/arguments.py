@@ -18,7 +18,7 @@ observers: list[Callable[[str, dict[str, Any]], object]] = []  # called with nam
 
 @functools.cache
 def structs() -> dict[str, tuple[struct.Struct, dict[str, torch.dtype | str | None]]]:
-    """Struct of arguments of each kernel, and types of tensors by field; "x": that of x, None: a number."""
+    """Struct of each kernel, and types of tensors by field: "x" as x, None for numbers."""
     text = re.sub(r"//.*", "", (SOURCES / "arguments.h").read_text(encoding="utf8"))
     found = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
