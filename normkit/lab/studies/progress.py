@@ -1,16 +1,13 @@
 """Progress of several runs: live bars in a terminal, occasional lines elsewhere."""
 
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 
+from normkit.lab.studies.workers import interrupted_after
 from normkit.lab.train.distributed_env import is_rank_zero
 from normkit.lab.train.progress import Progress
 
@@ -47,7 +44,7 @@ class Board:
         if progress.seconds_left is not None:
             state += f"   {progress.tokens_per_s:,.0f} {progress.unit}/s   {clock(progress.seconds_left)} left"
         if self._live is not None:
-            with _interrupted_after():
+            with interrupted_after():
                 self._live.update(self._rows[title], total=steps, completed=step, state=state)
         elif not training or step == steps or step / steps - self._printed.get(title, -1.0) >= 0.1:
             self._printed[title] = step / steps
@@ -56,39 +53,20 @@ class Board:
     def end(self, title: str, outcome: str) -> None:
         """Show the outcome of a run."""
         if self._live is not None:
-            with _interrupted_after():
+            with interrupted_after():
                 self._live.update(self._rows[title], state=outcome)
         else:
             self._line(f"{title}: {outcome}")
 
     def print(self, text: str) -> None:
         """Print a line that concerns no single run."""
-        with _interrupted_after():
+        with interrupted_after():
             (self._live.console if self._live is not None else self.console).print(text, markup=False, highlight=False)
 
     def _line(self, text: str) -> None:
         text = f"[{clock(time.monotonic() - self.started)}] {text}"
-        with _interrupted_after():
+        with interrupted_after():
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _interrupted_after() -> Iterator[None]:
-    """Receive Ctrl-C after the block.
-
-    A console of rich that is interrupted while it prints may print nothing more.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals only reach the main thread
-        yield
-        return
-    received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if received:
-            signal.raise_signal(signal.SIGINT)
 
 
 def clock(seconds: float) -> str:

@@ -119,11 +119,12 @@ class Workers:
 
     def _read_messages(self) -> None:
         while not self._messages.empty():
-            title, message = self._messages.get()
-            if message == STARTED:
-                self._running.add(title)
-            else:
-                self.on_message(title, message)
+            with interrupted_after():
+                title, message = self._messages.get()
+                if message == STARTED:
+                    self._running.add(title)
+                else:
+                    self.on_message(title, message)
 
 
 def train_job(title: str, run: Run, folder: Path, command: str, resume: bool = False) -> dict[str, Any]:
@@ -220,6 +221,25 @@ def environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def interrupted_after() -> Iterator[None]:
+    """Receive Ctrl-C after the block.
+
+    A console of rich that is interrupted while it prints may print nothing more, and half a message spoils the next.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals only reach the main thread
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
