@@ -227,7 +227,7 @@ def environment() -> Iterator[None]:
 def interrupted_after() -> Iterator[None]:
     """Receive Ctrl-C after the block.
 
-    A console of rich that is interrupted while it prints may print nothing more, and half a message spoils the next.
+    A console of rich that is interrupted while it prints may print nothing more, and half a message cannot be read.
     """
     if threading.current_thread() is not threading.main_thread():  # signals only reach the main thread
         yield
