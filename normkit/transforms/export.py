@@ -124,7 +124,7 @@ def export(
     settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
     batches = calibration(settings, wrapped.spec, wrapped.given, shapes is not None) if settings else []
     with quiet(), tempfile.TemporaryDirectory() as scratch:
-        in_float = Path(scratch) / path.name if settings else path
+        in_float = Path(scratch) / path.name.replace(".pte", ".pt2") if settings else path  # .pte: only int8 is lowered
         operations, runtime, got = _write(wrapped, in_float, shapes)
         worst = error(tuple(got), tuple(expected))
         if not worst <= tolerance:
