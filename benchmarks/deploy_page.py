@@ -24,6 +24,13 @@ device with:
 python benchmarks/deploy.py --models bert6 --runtimes onnxruntime
 ```
 
+Trained models need their weights, `--weights FOLDER`. In that folder, with MiniLM's published files as `layer`:
+
+```
+normkit train g2p_cmudict --model.norm layer --out g2p-layer  # and un; likewise mt_multi30k as multi30k-layer
+normkit remove-norms layer --text wikitext-2 --steps 2400 --unfolded --out out && mv out/unfolded un
+```
+
 Each variant runs on one thread, pinned to a core; all variants of a table take turns. A cell has the median ratio
 within rounds and, in brackets, the 20th and 80th percentile. *Alike* is relative to LayerNorm in the same recipe,
 *best* to LayerNorm's fastest recipe of the same precision. A range that contains 1.00 is no clear difference. *Cosine*

@@ -72,6 +72,28 @@ def test_an_attention_mask_stays_in_float(suffix, tmp_path):
     assert done.cosine > {"onnx": 0.99, "xml": 0.97}[suffix], str(done)
 
 
+class Positions(nn.Module):
+    """Adds embeddings of tokens and of positions, which it counts from 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places, self.out = nn.Embedding(10, 16), nn.Embedding(10, 16), nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]) + 1))
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporters' own
+@pytest.mark.parametrize("ending", PACKAGES)
+def test_sums_of_positions_stay_integers(ending, tmp_path):
+    pytest.importorskip(PACKAGES[ending])
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 10, (4, 6))
+    for scope in ("products", "stream"):
+        done = export(Positions().eval(), tmp_path / f"{scope}.{ending}", tokens, int8=Int8([tokens], scope))
+        assert done.cosine > 0.99, str(done)
+
+
 def test_weights_have_one_scale_or_one_for_each_channel(mixer, tmp_path):
     sizes = {}
     for per_channel in (False, True):

@@ -84,19 +84,12 @@ def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: I
     prepared = source.with_suffix(".prepared.onnx")
     quant_pre_process(source, prepared, skip_symbolic_shape=True)
     graph = _renamed(prepared)
+    # CPUs without VNNI instructions saturate with weights of 8 bits. With a scale for each channel 7 suffice.
     quantize_static(
-        prepared,
-        path,
-        Reader(),
-        op_types_to_quantize=SCOPES[int8.scope],
-        nodes_to_exclude=_masking(graph),
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        per_channel=int8.per_channel,
-        extra_options=in_float if int8.scope == "products" else {},
-        # CPUs without VNNI instructions saturate with weights of 8 bits. With a scale for each channel 7 suffice.
-        reduce_range=int8.per_channel,
-    )
+        prepared, path, Reader(), op_types_to_quantize=SCOPES[int8.scope], nodes_to_exclude=_masking(graph),
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, per_channel=int8.per_channel,
+        reduce_range=int8.per_channel, extra_options=in_float if int8.scope == "products" else {},
+    )  # fmt: skip
 
 
 def _renamed(path: Path) -> Any:
