@@ -160,6 +160,12 @@ def status(key: str) -> float:
     return int(line.split()[1]) / 1024
 
 
+def vnni() -> bool:
+    """True if the CPU multiplies 8-bit integers four at a time (VNNI); its name does not tell."""
+    about = Path("/proc/cpuinfo")
+    return about.exists() and "vnni" in about.read_text()
+
+
 def in_torch(subject: Any, norm: str, runtime: str, precision: str, batch: int, device: str) -> Callable[[], Any]:
     """A call of no arguments of the model in PyTorch."""
     import copy
@@ -289,7 +295,7 @@ def keep(rows: list[dict], out: Path, name: str, runtime: str, batch: int, comma
     """Write the result file of one model and runtime, and print its rows."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"deploy-{name}-{runtime}-{batch}.json"
-    where = {key: where[key] for key in ("commit", "dirty", "torch", "device", "time")}
+    where = {key: where[key] for key in ("commit", "dirty", "torch", "device", "time")} | {"vnni": vnni()}
     path.write_text(json.dumps({"command": command, "where": where, "rows": rows}, indent=1) + "\n", encoding="utf8")
     for row in rows:
         spans = ["{median:.3f} ({low:.3f} to {high:.3f})".format(**row[key]) for key in ("to_same", "to_best")]

@@ -71,6 +71,11 @@ def folded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["norm"] == (in_integers if row["precision"] == "int8" else "folded")]
 
 
+def cpu(where: dict[str, Any]) -> str:
+    """The device, and whether it has instructions for 8-bit integers, where that was recorded."""
+    return f"{where['device']}{' with VNNI' if where.get('vnni') else ''}"
+
+
 def headline(folder: Path = RESULTS) -> str:
     """Times of the folded model relative to LayerNorm in onnxruntime, batch 1."""
     lines = [f"| model | {' | '.join(HEADLINE)} |", f"|---{'|---' * len(HEADLINE)}|"]
@@ -90,7 +95,7 @@ def headline(folder: Path = RESULTS) -> str:
     return "\n".join([
         *lines, "",
         (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "
-        f"{where['device']},\n{n} rounds by turns, median (20th to 80th percentile), commits {commits}. "
+        f"{cpu(where)},\n{n} rounds by turns, median (20th to 80th percentile), commits {commits}. "
         f"`python benchmarks/deploy.py --models bert6`\nreproduces a row.{limited}"),
     ])  # fmt: skip
 
@@ -142,7 +147,7 @@ def inference(folder: Path = RESULTS) -> str:
             parts += [f"{name}: {note}." for name, note in notes.items()] + ([""] if notes else [])
         seen = title
         parts += [f"**{first['runtime']}, batch {first['batch']}**", "", *table(rows), ""]
-        device = f"{first['n']} rounds, one thread of an {where['device']}, torch {where['torch']}"
+        device = f"{first['n']} rounds, one thread of an {cpu(where)}, torch {where['torch']}"
         noise = f"a variant to itself {first['noise']:.3f}"
         parts += [f"{device}; {noise}; commit {where['commit'][:7]}: `{result['command']}`", ""]
     return INFERENCE.format(overview=overview(results(folder)), tables="\n".join(parts).rstrip())
