@@ -199,7 +199,7 @@ def compare(name: str, runtime: str, given: argparse.Namespace, folder: Path, ba
     for precision in given.precisions:
         if (precision == "int8") == (runtime in ("eager", "compiled")) and precision != "float32":
             continue
-        for recipe in RECIPES[precision]:
+        for recipe in [each for each in RECIPES[precision] if each in given.recipes or not each]:
             for norm in norms:
                 row = {"model": name, "runtime": runtime, "batch": batch, "precision": precision, "recipe": recipe,
                        "norm": norm}  # fmt: skip
@@ -247,6 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["bert6"])
     parser.add_argument("--runtimes", nargs="+", default=["onnxruntime"], choices=RUNTIMES)
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=RECIPES)
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES["int8"]], choices=RECIPES["int8"])
     parser.add_argument("--norms", nargs="+", default=["layer", "un", "folded", "limited"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, help="60 by default; fewer allow no verdict")
@@ -287,6 +288,8 @@ def main(arguments: list[str] | None = None) -> None:
                         command += f" --rounds {given.rounds}" if given.rounds else ""
                         if given.precisions != PRECISIONS:
                             command += f" --precisions {' '.join(given.precisions)}"
+                        if len(given.recipes) < len(RECIPES["int8"]):
+                            command += f" --recipes {' '.join(given.recipes)}"
                         keep(rows, given.out, name, runtime, batch, command, environment())
                     print(f"{name}, {runtime}, batch {batch}: {time.perf_counter() - start:.0f} s", flush=True)
 

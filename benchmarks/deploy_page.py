@@ -95,7 +95,7 @@ def headline(folder: Path = RESULTS) -> str:
     return "\n".join([
         *lines, "",
         (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "
-        f"{cpu(where)},\n{n} rounds by turns, median (20th to 80th percentile), commits {commits}. "
+        f"{cpu(where)},\n{n} rounds by turns, median (20th to 80th percentile), {commits}. "
         f"`python benchmarks/deploy.py --models bert6`\nreproduces a row.{limited}"),
     ])  # fmt: skip
 
