@@ -124,6 +124,6 @@ def test_bad_batches_and_formats_are_named(mixer, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"export\(int8=\) writes \.onnx, \.xml or \.pte; got 'm\.pt2'"):
         export(mixer, tmp_path / "m.pt2", x, int8=[x])
     assert not path.exists()
-    monkeypatch.setitem(sys.modules, "executorch", None)
+    monkeypatch.setitem(sys.modules, "executorch.backends.xnnpack.quantizer.xnnpack_quantizer", None)
     with pytest.raises(ImportError, match=r"pip install 'normkit\[executorch\]'"):
         export(mixer, tmp_path / "m.pte", x, int8=[x])
