@@ -161,7 +161,7 @@ def status(key: str) -> float:
 
 
 def vnni() -> bool:
-    """True if the CPU multiplies 8-bit integers four at a time (VNNI); its name does not tell."""
+    """True if the CPU has instructions for 8-bit integers (VNNI), which its name does not tell."""
     about = Path("/proc/cpuinfo")
     return about.exists() and "vnni" in about.read_text()
 
@@ -290,7 +290,8 @@ def main(arguments: list[str] | None = None) -> None:
                             command += f" --precisions {' '.join(given.precisions)}"
                         if len(given.recipes) < len(RECIPES["int8"]):
                             command += f" --recipes {' '.join(given.recipes)}"
-                        keep(rows, given.out, name, runtime, batch, command, environment())
+                        where = environment() | {"vnni": given.device == "cpu" and vnni()}
+                        keep(rows, given.out, name, runtime, batch, command, where)
                     print(f"{name}, {runtime}, batch {batch}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -298,7 +299,7 @@ def keep(rows: list[dict], out: Path, name: str, runtime: str, batch: int, comma
     """Write the result file of one model and runtime, and print its rows."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"deploy-{name}-{runtime}-{batch}.json"
-    where = {key: where[key] for key in ("commit", "dirty", "torch", "device", "time")} | {"vnni": vnni()}
+    where = {key: where[key] for key in ("commit", "dirty", "torch", "device", "time", "vnni")}
     path.write_text(json.dumps({"command": command, "where": where, "rows": rows}, indent=1) + "\n", encoding="utf8")
     for row in rows:
         spans = ["{median:.3f} ({low:.3f} to {high:.3f})".format(**row[key]) for key in ("to_same", "to_best")]

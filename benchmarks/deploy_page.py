@@ -27,7 +27,10 @@ python benchmarks/deploy.py --models bert6 --runtimes onnxruntime
 Trained models need their weights, `--weights FOLDER`. In that folder, with MiniLM's published files as `layer`:
 
 ```
-normkit train g2p_cmudict --model.norm layer --out g2p-layer  # and un; likewise mt_multi30k as multi30k-layer
+for norm in layer un; do
+  normkit train g2p_cmudict --model.norm $norm --out g2p-$norm
+  normkit train mt_multi30k --model.norm $norm --out multi30k-$norm
+done
 normkit remove-norms layer --text wikitext-2 --steps 2400 --unfolded --out out && mv out/unfolded un
 ```
 
@@ -35,7 +38,8 @@ Each variant runs on one thread, pinned to a core; all variants of a table take 
 within rounds and, in brackets, the 20th and 80th percentile. *Alike* is relative to LayerNorm in the same recipe,
 *best* to LayerNorm's fastest recipe of the same precision. A range that contains 1.00 is no clear difference. *Cosine*
 is that of the outputs to the float32 model on one example. *MB* is the size of the file, and the peak memory of loading
-and running it. *Operations* are those of the graph that runs; *Q* and *DQ* quantize and dequantize.
+and running it. *Operations* are those of the graph that runs; *Q* and *DQ* quantize and dequantize. *With VNNI* names a
+CPU with instructions for 8-bit integers; tables without it do not tell, as older runs did not record it.
 
 ## Overview
 
@@ -95,7 +99,7 @@ def headline(folder: Path = RESULTS) -> str:
     return "\n".join([
         *lines, "",
         (f"Time of the model with `un` folded, relative to LayerNorm: onnxruntime, batch 1, one pinned thread of an "
-        f"{cpu(where)},\n{n} rounds by turns, median (20th to 80th percentile), {commits}. "
+        f"{cpu(where)},\n{n} rounds by turns, median (20th to 80th percentile), commit {commits}. "
         f"`python benchmarks/deploy.py --models bert6`\nreproduces a row.{limited}"),
     ])  # fmt: skip
 

@@ -77,7 +77,9 @@ def text(item: griffe.Object) -> str:
         elif kind == "examples":
             parts += [fenced(body) if tag.value == "text" else f"```pycon\n{body}\n```" for tag, body in value]
         elif kind == "admonition":
-            parts.append(f"**{section.title or value.kind}** {flat(value.description)}")
+            code = value.description.startswith(">>>")
+            body = f"\n\n{fenced(value.description)}" if code else f" {flat(value.description)}"
+            parts.append(f"**{section.title or value.kind}**{body}")
     return "\n\n".join(parts)
 
 

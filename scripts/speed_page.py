@@ -113,7 +113,7 @@ def filled(page: str) -> str:
         made |= {
             "train": times(ops, "train"),
             "inference": times(ops, "inference"),
-            "machine": "{device}, {threads} threads, PyTorch {torch}, {rounds} rounds".format(**ops[0]),
+            "machine": "{device}, threads: {threads}, PyTorch {torch}, {rounds} rounds".format(**ops[0]),
         }
     if rows := read("blocks_cpu"):
         made["blocks"] = blocks(rows)

@@ -95,10 +95,10 @@ def quantize_executorch(
     with torch.no_grad():
         prepared = prepare_pt2e(_program(model, given).module(), quantizer.set_filter_function(wanted))
         for node in prepared.graph.nodes:  # the quantizer's constants are floats, also those added to positions
-            if str(node.target).startswith("_tensor_constant"):
-                value = next(iter(node.users)).meta.get("val")  # an observer has none
-                if value is not None and not value.is_floating_point():
-                    setattr(prepared, node.target, getattr(prepared, node.target).long())
+            if isinstance(value := node.meta.get("val"), Tensor) and not value.is_floating_point():
+                for name in [str(each.target) for each in node.all_input_nodes]:
+                    if name.startswith("_tensor_constant"):
+                        setattr(prepared, name, getattr(prepared, name).long())
         for batch in batches:
             prepared(*batch)
         return _run_executorch(_program(convert_pt2e(prepared), given), given, path)

@@ -84,7 +84,7 @@ def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: I
     prepared = source.with_suffix(".prepared.onnx")
     quant_pre_process(source, prepared, skip_symbolic_shape=True)
     graph = _renamed(prepared)
-    # CPUs without VNNI instructions saturate with weights of 8 bits. With a scale for each channel 7 suffice.
+    # reduce_range: CPUs without VNNI saturate with weights of 8 bits; with a scale for each channel 7 suffice
     quantize_static(
         prepared, path, Reader(), op_types_to_quantize=SCOPES[int8.scope], nodes_to_exclude=_masking(graph),
         activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, per_channel=int8.per_channel,
