@@ -161,7 +161,7 @@ def status(key: str) -> float:
 
 
 def vnni() -> bool:
-    """True if the CPU has instructions for 8-bit integers (VNNI), which its name does not tell."""
+    """Return True if the CPU has instructions for 8-bit integers (VNNI)."""
     about = Path("/proc/cpuinfo")
     return about.exists() and "vnni" in about.read_text()
 
