@@ -57,24 +57,17 @@ void column_forward(const ColumnForward& given, int threads) {
                 const float* row = rows[i];
                 T* out = y ? results.row(i) : nullptr;
                 block.count += counted;
-                for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width) {
-                    const float r = rows.factor[k];
-                    if (y && mean)
-                        each(rows.width, [=, out = out + at](int64_t c) {
-                            put(out + c, (row[at + c] * r - mean[at + c]) * scale[at + c] + shift[at + c]);
+                const auto pass = [&](auto writes, auto shifts, auto counts, auto centers) {
+                    constexpr bool WRITES = writes, SHIFTS = shifts, COUNTS = counts, CENTERS = centers;
+                    float* sum = CENTERS ? block.mean : block.square;
+                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width)
+                        each(at, at + rows.width, [=, r = rows.factor[k]](int64_t c) {
+                            const float u = row[c] * r;
+                            if constexpr (WRITES) put(out + c, (SHIFTS ? u - mean[c] : u) * scale[c] + shift[c]);
+                            if constexpr (COUNTS) sum[c] += CENTERS ? u : u * u;
                         });
-                    else if (y)
-                        each(rows.width, [=, out = out + at](int64_t c) {
-                            put(out + c, row[at + c] * r * scale[at + c] + shift[at + c]);
-                        });
-                    if (counted && center)
-                        each(rows.width, [=, sum = block.mean + at](int64_t c) { sum[c] += row[at + c] * r; });
-                    else if (counted)
-                        each(rows.width, [=, sum = block.square + at](int64_t c) {
-                            const float u = row[at + c] * r;
-                            sum[c] += u * u;
-                        });
-                }
+                };
+                specialize(pass, y, mean, counted, center);
                 if (y) results.done(i);
             }
             if (!block.count) continue;
@@ -84,10 +77,11 @@ void column_forward(const ColumnForward& given, int threads) {
                     if (mask && !mask[i]) continue;
                     const float* row = rows[i];
                     for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width)
-                        each(rows.width, [=, r = rows.factor[k], mean = block.mean, square = block.square](int64_t c) {
-                            const float apart = row[at + c] * r - mean[at + c];
-                            square[at + c] += apart * apart;
-                        });
+                        each(at, at + rows.width,
+                             [=, r = rows.factor[k], mean = block.mean, square = block.square](int64_t c) {
+                                 const float apart = row[c] * r - mean[c];
+                                 square[c] += apart * apart;
+                             });
                 }
             }
             all.join(block, channels);
@@ -131,7 +125,7 @@ void column_backward(const ColumnBackward& given, int threads) {
     chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels, groups, eps), grads(dy, channels);
         OutputRows<T> results(dx, n, channels);
-        Floats scratch(channels), block(size);
+        Floats block(size);
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
             std::fill(block.begin(), block.end(), 0.0f);
@@ -141,42 +135,27 @@ void column_backward(const ColumnBackward& given, int threads) {
                 T* out = dx ? results.row(i) : nullptr;
                 // the first two sums are of padding, the next of real rows
                 float *sum = block.data() + (real && kept ? 2 * channels : 0), *with = sum + channels;
-                for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width) {
-                    const float r = rows.factor[k];
-                    if (sums && mean)
-                        each(rows.width, [=](int64_t c) {
-                            sum[at + c] += g[at + c];
-                            with[at + c] += g[at + c] * (row[at + c] * r - mean[at + c]);
+                const auto pass = [&](auto writes, auto adds, auto shifts, auto real_row, auto scales) {
+                    constexpr bool WRITES = writes, ADDS = adds, SHIFTS = shifts, REAL = real_row, SCALES = scales;
+                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width) {
+                        const float r = rows.factor[k];
+                        const auto apart = [=](int64_t c) { return SHIFTS ? row[c] * r - mean[c] : row[c] * r; };
+                        const auto gradient = [=](int64_t c) {  // of u
+                            const float direct = g[c] * dy_coefficient[c];
+                            if constexpr (!REAL) return direct;
+                            return direct + apart(c) * x_coefficient[c] + (SHIFTS ? constant[c] : 0);
+                        };
+                        float along = 0;
+                        if constexpr (WRITES && SCALES)
+                            along = total(at, at + rows.width, [=](int64_t c) { return gradient(c) * row[c]; }) *
+                                    r * r / rows.width;
+                        each(at, at + rows.width, [=](int64_t c) {
+                            if constexpr (ADDS) sum[c] += g[c], with[c] += g[c] * apart(c);
+                            if constexpr (WRITES) put(out + c, SCALES ? r * (gradient(c) - row[c] * along) : gradient(c));
                         });
-                    else if (sums)
-                        each(rows.width, [=](int64_t c) {
-                            sum[at + c] += g[at + c];
-                            with[at + c] += g[at + c] * (row[at + c] * r);
-                        });
-                    if (!dx) continue;
-                    const auto direct = [=](int64_t c) { return g[at + c] * dy_coefficient[at + c]; };
-                    const auto gradient = [=](int64_t c) {
-                        return direct(c) + row[at + c] * r * x_coefficient[at + c];
-                    };
-                    if (groups) {
-                        float* d = scratch.data();
-                        const float along =
-                            (kept ? total(rows.width, [=](int64_t c) { return (d[c] = gradient(c)) * row[at + c]; })
-                                  : total(rows.width, [=](int64_t c) { return (d[c] = direct(c)) * row[at + c]; })) *
-                            r * r / rows.width;
-                        each(rows.width, [=, out = out + at](int64_t c) {
-                            put(out + c, r * (d[c] - row[at + c] * along));
-                        });
-                    } else if (!kept) {
-                        each(rows.width, [=](int64_t c) { put(out + c, direct(c)); });
-                    } else if (mean) {
-                        each(rows.width, [=](int64_t c) {
-                            put(out + c, direct(c) + (row[c] - mean[c]) * x_coefficient[c] + constant[c]);
-                        });
-                    } else {
-                        each(rows.width, [=](int64_t c) { put(out + c, gradient(c)); });
                     }
-                }
+                };
+                specialize(pass, dx, sums, mean, kept, groups);
                 if (dx) results.done(i);
             }
             each(size, [from = block.data(), all = parts.data() + chunk * size](int64_t c) { all[c] += from[c]; });

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -42,24 +43,43 @@ inline void put(bf16* to, float value) {  // to nearest, ties to even; NaN stays
     to->bits = std::uint16_t(value == value ? rounded : 0x7fc0);
 }
 
-// `body(c)` for every channel, vectorized: no call reads what another writes.
+// `body(c)` for every channel from `first` to before `last`, vectorized: no call reads what another writes.
 template <class Body>
-inline void each(int64_t channels, Body body) {
+inline void each(int64_t first, int64_t last, Body body) {
 #pragma omp simd
-    for (int64_t c = 0; c < channels; ++c) body(c);
+    for (int64_t c = first; c < last; ++c) body(c);
 }
 
-// The sum of `body(c)` over channels.
 template <class Body>
-inline float total(int64_t channels, Body body) {
+inline void each(int64_t channels, Body body) {
+    each(0, channels, body);
+}
+
+// The sum of `body(c)` over these channels.
+template <class Body>
+inline float total(int64_t first, int64_t last, Body body) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t c = 0; c < channels; ++c) sum += body(c);
+    for (int64_t c = first; c < last; ++c) sum += body(c);
     return sum;
 }
 
-inline float dot(const float* a, const float* b, int64_t channels) {
-    return total(channels, [=](int64_t c) { return a[c] * b[c]; });
+inline auto square_of(const float* x) {
+    return [=](int64_t c) { return x[c] * x[c]; };
+}
+
+// `body(flags...)` with the flags as constants: a loop in it is compiled for each combination, without tests.
+template <class Body>
+inline void specialize(Body body) {
+    body();
+}
+
+template <class Body, class... Flags>
+inline void specialize(Body body, bool flag, Flags... others) {
+    const auto with = [&](auto constant) {
+        specialize([&](auto... constants) { body(constant, constants...); }, others...);
+    };
+    flag ? with(std::true_type{}) : with(std::false_type{});
 }
 
 constexpr int64_t BLOCK = 32;       // rows that stay in the second-level cache between two readings; a unit of sums
@@ -150,7 +170,7 @@ class InputRows {
     const float* operator[](int64_t i) {
         const float* x = wide_row(all + i * channels);
         for (int64_t k = 0; k < groups; ++k)
-            factor[k] = 1 / std::sqrt(dot(x + k * width, x + k * width, width) / width + eps);
+            factor[k] = 1 / std::sqrt(total(k * width, (k + 1) * width, square_of(x)) / width + eps);
         return x;
     }
 

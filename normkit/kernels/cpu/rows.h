@@ -7,13 +7,13 @@
 
 namespace {
 
-// Factor of a row: 1 / sqrt(mean(x^2) + eps), or 1 / max(|x|, eps), a constant if `clamped`.
+// Factor of a row with this sum of squares: 1 / sqrt(mean(x^2) + eps), or 1 / max(|x|, eps), a constant if `clamped`.
 struct Factor {
     float value;
     bool clamped;
 
-    Factor(const float* x, int64_t channels, float eps, int length) {
-        const float square = dot(x, x, channels), norm = std::sqrt(square);
+    Factor(float square, int64_t channels, float eps, int length) {
+        const float norm = std::sqrt(square);
         clamped = length && norm < eps;
         value = 1 / (length ? std::max(norm, eps) : std::sqrt(square / channels + eps));
         if (norm != norm) value = norm;  // std::max would lose it
@@ -33,7 +33,7 @@ void row_forward(const RowForward& given, int threads) {
         OutputRows<T> results(y, n, channels);
         for (int64_t i = from; i < to; ++i) {
             const float* u = rows[i];
-            const float r = Factor(u, channels, eps, length).value;
+            const float r = Factor(total(0, channels, square_of(u)), channels, eps, length).value;
             T* out = results.row(i);
             if (weight && bias)
                 each(channels, [=](int64_t c) { put(out + c, u[c] * r * weight[c] + bias[c]); });
@@ -63,25 +63,27 @@ void row_backward(const RowBackward& given, int threads) {
     chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels), grads(dy, channels);
         OutputRows<T> results(dx, n, channels);
-        Floats scratch(channels), block(size);
+        Floats block(size);
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
             std::fill(block.begin(), block.end(), 0.0f);
             for (int64_t i = first; i < last; ++i) {
-                const float *u = rows[i], *g = grads[i];
-                const Factor factor(u, channels, eps, length);
-                const float r = factor.value;
-                if (sums)
-                    each(channels, [=, sum = block.data(), with = block.data() + channels](int64_t c) {
-                        sum[c] += g[c];
-                        with[c] += g[c] * (u[c] * r);
+                const float *u = rows[i], *dy = grads[i];
+                T* out = results.row(i);
+                float *sum = block.data(), *with = sum + channels;
+                const auto pass = [&](auto weighted, auto adds) {
+                    constexpr bool WEIGHTED = weighted, ADDS = adds;
+                    const auto g = [=](int64_t c) { return WEIGHTED ? dy[c] * weight[c] : dy[c]; };
+                    const Factor factor(total(0, channels, square_of(u)), channels, eps, length);
+                    const float r = factor.value;
+                    const float dot = total(0, channels, [=](int64_t c) { return g(c) * u[c]; });
+                    const float along = factor.clamped ? 0 : dot * r * r / (length ? 1 : channels);
+                    each(channels, [=](int64_t c) {
+                        if constexpr (ADDS) sum[c] += dy[c], with[c] += dy[c] * (u[c] * r);
+                        put(out + c, r * (g(c) - u[c] * along));
                     });
-                if (weight) {
-                    each(channels, [=, to = scratch.data()](int64_t c) { to[c] = g[c] * weight[c]; });
-                    g = scratch.data();
-                }
-                const float along = factor.clamped ? 0 : dot(g, u, channels) * r * r / (length ? 1 : channels);
-                each(channels, [=, out = results.row(i)](int64_t c) { put(out + c, r * (g[c] - u[c] * along)); });
+                };
+                specialize(pass, weight, sums);
                 results.done(i);
             }
             each(size, [from = block.data(), all = parts.data() + chunk * size](int64_t c) { all[c] += from[c]; });
