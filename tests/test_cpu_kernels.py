@@ -3,6 +3,7 @@
 import itertools
 import struct
 import sys
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from normkit.kernels.cpu import entry as native
 
 needs_kernels = pytest.mark.skipif(bool(native.obstacle()), reason=f"no kernels here: {native.obstacle()}")
 KINDS = (torch.float32, torch.bfloat16)
+NODE = "torch::autograd::CppNode<(anonymous namespace)::Step>"
 SHAPES = ((1, 1), (7, 3), (33, 40), (300, 65))
 FINE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
 
@@ -379,6 +381,48 @@ def test_a_compiler_that_fails_is_quoted(bare, monkeypatch, tmp_path):
         assert build.library() is None
     assert list(bare.iterdir()) == []
     assert normkit.make("rms", 4)(torch.randn(2, 4)).shape == (2, 4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["un(window=2, warmup=1)", "power(groups=2, warmup=1)", "renorm", "batch"])
+def test_without_pytorchs_headers_a_step_takes_several_calls(spec, monkeypatch):
+    found = []
+    for flags in (build.STEP_FLAGS, ("--no-such-flag",)):
+        monkeypatch.setattr(build, "STEP_FLAGS", flags)
+        build._load_step.cache_clear()
+        torch.manual_seed(0)
+        norm, seen = normkit.make(spec, 24), []
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                x = normal(30, 24).requires_grad_()
+                y = norm(x)
+                y.backward(normal(30, 24))
+                seen += [y.detach(), x.grad]
+        found.append([*seen, *(p.grad for p in norm.parameters()), *norm.buffers()])
+        assert ["no-such-flag" in str(each.message) for each in raised] == ([True] if len(found) == 2 else [])
+        assert y.grad_fn.name() == ("StandardizeBackward" if len(found) == 2 else NODE)
+    build._load_step.cache_clear()
+    assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_a_step_in_one_call_leaves_other_parameters_to_others():
+    norm, x = normkit.make("batch", 6), torch.randn(4, 6, requires_grad=True)
+    assert norm(x).grad_fn.name() == NODE
+    norm.weight.data = norm.weight.data.double()
+    assert norm(x).grad_fn.name() == "StandardizeBackward"
+
+
+@needs_kernels
+def test_a_step_in_one_call_is_counted_when_asked():
+    norm, x = normkit.make("power(groups=0, warmup=1)", 6), torch.randn(4, 6, requires_grad=True)
+    with normkit.kernels("native") as ran:
+        norm(x).sum().backward()
+        norm(x).sum().backward()
+    assert dict(ran) == {
+        "native moments": 1, "native standardize_and_moments": 1, "native standardize_grad": 2,
+    }  # fmt: skip
 
 
 @needs_kernels

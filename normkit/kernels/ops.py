@@ -4,7 +4,6 @@
 only the kernels of `dispatch.custom_kernels` with `SUPPORTS_GROUPS` apply on their way.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from normkit.kernels import dispatch, fused, reference
 from normkit.kernels.cpu import entry as cpu
-from normkit.kernels.kernel_rule import KernelRule
-from normkit.kernels.step_statistics import StepStatistics
 
 # -- per token --------------------------------------------------------------------------------------------------------
 
@@ -174,17 +171,3 @@ def infer(norm: Any, x: Tensor) -> Tensor | None:
         return None
     dispatch.select(x, "infer")
     return cpu.infer(norm, x)
-
-
-def train(
-    module: ModuleType, norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None,
-    known_in_advance: Tensor | None, groups: int,
-) -> tuple[Tensor | None, StepStatistics]:  # fmt: skip
-    """Sum over `x`, apply the norm's rule and move its state, by `dispatch.custom_kernels`.
-
-    Returns:
-        y, if the kernels have written it already, and the decisions of the step.
-    """
-    name = "moments" if known_in_advance is None else "standardize_and_moments"
-    dispatch.count("native" if module is cpu else "triton", name)
-    return module.train(norm, kernel_rule, x, mask, known_in_advance, groups)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels import autograd, dispatch, ops, sync
+from normkit.kernels.cpu import entry as cpu
+from normkit.kernels.cpu import step
 from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.norms._base import Split
@@ -125,19 +127,25 @@ class StatNorm(StatefulNorm):
         kernels = dispatch.custom_kernels(x, wide)
         joined = kernels is not None and kernels.SUPPORTS_GROUPS and type(self).rest is StatNorm.rest
         x, groups = (x, self.groups) if joined else (self.rest(x), 0)
+        kernel_rule = find_kernel_rule(self) if kernels and x.numel() else None
         with torch.no_grad():
-            data, y, one_pass = x.detach(), None, False
+            data = x.detach()
             statistics = self._records.find(
                 lambda: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
             )
-            if statistics is None:
-                statistics, y, one_pass = self._train_step(data, mask, wide, groups, kernels)
-            statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
+        if kernel_rule and kernels is cpu and step.can_run(self):
+            y, statistics = step.run(self, kernel_rule, x, mask, groups, statistics)
+        else:
+            with torch.no_grad():
+                y, one_pass = None, False
+                if statistics is None:
+                    statistics, y, one_pass = self._train_step(data, mask, wide, groups, kernels, kernel_rule)
+                statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
+            options = autograd.StandardizeOptions(self, mask, groups, one_pass, y)
+            y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, options)
         record = self._records.add(statistics)
-        options = autograd.StandardizeOptions(self, mask, groups, one_pass, y)
-        y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, options)
         if record is not None and y.grad_fn is not None:
-            y.grad_fn.record = record  # type: ignore[attr-defined]
+            y.grad_fn.metadata["record"] = record  # type: ignore[index]
         return y
 
     def rest(self, x: Tensor) -> Tensor:
@@ -151,16 +159,18 @@ class StatNorm(StatefulNorm):
         return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])
 
     def _train_step(
-        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None
-    ) -> tuple[StepStatistics, Tensor | None, bool]:
+        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None,
+        kernel_rule: KernelRule | None,
+    ) -> tuple[StepStatistics, Tensor | None, bool]:  # fmt: skip
         """Measure the batch, apply the method's rule and update the state.
 
         Returns the statistics, the output if kernels computed it on the way, and True if the statistics were known in
         advance.
         """
         known_in_advance, y = self.known_in_advance() if kernels else None, None
-        if kernels and x.numel() and (kernel_rule := find_kernel_rule(self)):
-            y, statistics = ops.train(kernels, self, kernel_rule, x, mask, known_in_advance, groups)
+        if kernels and kernel_rule and kernels is not cpu:  # those in C++ run in one call only
+            dispatch.count("triton", "moments" if known_in_advance is None else "standardize_and_moments")
+            y, statistics = kernels.train(self, kernel_rule, x, mask, known_in_advance, groups)
             self.after_kernel(statistics)
             return statistics, y, known_in_advance is not None
         if known_in_advance is None:
@@ -174,17 +184,17 @@ class StatNorm(StatefulNorm):
             batch, count = sync.unpack(sync.all_reduce(sync.pack(local, count, self.running)), self.running)
         ok = usable(batch, count)
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # not finite, or all padding: as the average batch
-        step = self.step + 1
-        stat = self.train_stat(batch, step, count)
+        now = self.step + 1
+        stat = self.train_stat(batch, now, count)
         state, changes = stat.state, ok
         if self.accumulates:
             joint, joint_count, changes = self._accumulate("", sync.pack(batch, count, self.running), ok)
             joint, joint_count = sync.unpack(joint, self.running)
-            state = self.train_stat(joint, step, joint_count).state
-        self._commit({**state, "step": step}, changes)
+            state = self.train_stat(joint, now, joint_count).state
+        self._commit({**state, "step": now}, changes)
         self.skipped.add_(~ok)
         scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
-        return StepStatistics(local, stat.value, count, step, *scales, stat.saved), y, known_in_advance is not None
+        return StepStatistics(local, stat.value, count, now, *scales, stat.saved), y, known_in_advance is not None
 
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:

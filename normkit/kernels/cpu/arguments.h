@@ -74,7 +74,7 @@ struct Infer {  // infer: a norm by its running statistics
     int center;
 };
 
-struct Train {  // train: a training forward, its rule applied in between
+struct Train {  // train: a training forward, its rule applied in between, or by the decisions of an earlier one
     const void* x;
     const std::uint8_t* mask;
     void* y;
@@ -104,6 +104,7 @@ struct Train {  // train: a training forward, its rule applied in between
     std::int64_t window_size;
     const float* smooth_grad;
     // decisions of the step: fields of StepStatistics
+    int decided;  // they are given
     float* batch;
     float* value;
     float* count;

@@ -1,4 +1,4 @@
-"""Compilation of the C++ kernels for this machine, on first use, into the cache folder."""
+"""Compilation of the C++ kernels and training steps for this machine, on first use, into the cache folder."""
 
 import ctypes
 import functools
@@ -13,13 +13,17 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-SOURCES = Path(__file__).parent
+SOURCES, TORCH = Path(__file__).parent, Path(torch.__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-TIMEOUT = 300  # seconds; compilation takes about 3
+ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+STEP_FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", ABI)
+TIMEOUT = 300  # seconds; the kernels take about 8, the steps, which read PyTorch's headers, 14
 
 _lock = threading.Lock()
 
@@ -36,6 +40,12 @@ def obstacle() -> str:
         return _load()[1]
 
 
+def step_op() -> Callable[..., Any] | None:
+    """The operation of step.cpp, or None if it cannot be compiled."""
+    with _lock:
+        return _load_step()
+
+
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     if sys.platform != "linux":
@@ -43,18 +53,40 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     compiler = _compiler()
     if not compiler:
         return None, "there is no C++ compiler: install g++, or name one in CXX"
+    # linked with the OpenMP that came with PyTorch, so that both use the same threads
+    openmp = [str(path) for path in sorted(TORCH.glob("lib/libgomp*.so*"))[:1]]
+    made, why = _made("kernels", compiler, [*FLAGS, str(SOURCES / "kernels.cpp"), *openmp, "-Wl,--as-needed"])
+    return None if made is None else ctypes.CDLL(str(made)), why
+
+
+@functools.cache
+def _load_step() -> Callable[..., Any] | None:
+    kernels, _ = _load()
+    if kernels is None:
+        return None
+    path = Path(kernels._name)
+    include = [f"-I{TORCH / folder}" for folder in ("include", "include/torch/csrc/api/include")]
+    linked = [f"-L{path.parent}", f"-l:{path.name}", "-Wl,-rpath,$ORIGIN", f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+    made, _ = _made("step", _compiler(), [*STEP_FLAGS, *include, str(SOURCES / "step.cpp"), *linked], path.parent)
+    if made is None:
+        return None
+    torch.ops.load_library(made)
+    return torch.ops.normkit.step.default
+
+
+def _made(name: str, compiler: list[str], arguments: list[str], folder: Path | None = None) -> tuple[Path | None, str]:
+    """The compiled library in the cache folder, or None and the reason, which is also a warning."""
     from normkit.files import cache_folder
 
-    name = f"kernels-{_key(compiler)}.so"
     try:
-        folder = _private(cache_folder() / "native")
-        if not (folder / name).exists():
-            _compile(compiler, folder / name)
-        return ctypes.CDLL(str(folder / name)), ""
+        path = (folder or _private(cache_folder() / "native")) / f"{name}-{_key(compiler, arguments)}.so"
+        if not path.exists():
+            _compile([*compiler, *arguments], path)
+        return path, ""
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", "") or str(error)
-        why = f"{compiler[0]} could not compile the C++ kernels: {output.strip()[-500:]}"
-        warnings.warn(f"normkit: {why}. PyTorch's slower kernels run instead", RuntimeWarning, stacklevel=2)
+        why = f"{compiler[0]} could not compile {name}.cpp: {output.strip()[-500:]}"
+        warnings.warn(f"normkit: {why}. Slower code runs instead", RuntimeWarning, stacklevel=2)
         return None, why
 
 
@@ -65,12 +97,12 @@ def _compiler() -> list[str]:
     return [first, *given[1:]] if first else []
 
 
-def _key(compiler: list[str]) -> str:
-    """Hash of sources, flags, compiler and processor: machines may share a home folder."""
+def _key(compiler: list[str], arguments: list[str]) -> str:
+    """Hash of sources, flags, compiler, PyTorch and processor: machines may share a home folder."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
     processor = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
     sources = [path.read_text(encoding="utf8") for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
-    parts = [*sources, *FLAGS, *compiler, platform.machine(), *processor]
+    parts = [*sources, *compiler, *arguments, torch.__version__, platform.machine(), *processor]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
@@ -87,15 +119,9 @@ def _private(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="normkit-"))
 
 
-def _compile(compiler: list[str], path: Path) -> None:
-    """Compile into a temporary folder and move the result.
-
-    Other processes never find half a file. The library is linked with the OpenMP that came with PyTorch, so that both
-    use the same threads.
-    """
-    openmp = [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]
+def _compile(command: list[str], path: Path) -> None:
+    """Compile into a temporary folder and move the result, so that other processes never find half a file."""
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         made = Path(place) / path.name
-        command = [*compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(made), *openmp, "-Wl,--as-needed"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT)
+        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=TIMEOUT)
         made.replace(path)

@@ -151,7 +151,8 @@ void column_backward(const ColumnBackward& given, int threads) {
                                     r * r / rows.width;
                         each(at, at + rows.width, [=](int64_t c) {
                             if constexpr (ADDS) sum[c] += g[c], with[c] += g[c] * apart(c);
-                            if constexpr (WRITES) put(out + c, SCALES ? r * (gradient(c) - row[c] * along) : gradient(c));
+                            if constexpr (!WRITES) return;
+                            put(out + c, SCALES ? r * (gradient(c) - row[c] * along) : gradient(c));
                         });
                     }
                 };

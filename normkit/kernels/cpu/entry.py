@@ -8,18 +8,14 @@ from torch import Tensor
 from normkit.kernels import reference
 from normkit.kernels.cpu.arguments import call
 from normkit.kernels.cpu.build import library, obstacle
-from normkit.kernels.kernel_rule import KernelRule, mark_written
-from normkit.kernels.step_statistics import StepStatistics
 
 __all__ = [
-    "DTYPES", "SUPPORTS_GROUPS", "differentiate", "divide", "gradient", "infer", "library", "moments", "obstacle",
-    "standardize", "standardize_grad", "train",
+    "DTYPES", "SUPPORTS_GROUPS", "divide", "gradient", "infer", "library", "moments", "obstacle", "standardize",
+    "standardize_grad",
 ]  # fmt: skip
 
 SUPPORTS_GROUPS = True  # kernels of columns apply layer-scale on their way
 DTYPES = (torch.float32, torch.bfloat16)
-FORWARD = ("batch", "running", "geometric", "arithmetic", "renorm")  # in the order of rules.h
-BACKWARD = ("exact", "running", "windowed")
 
 
 def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -128,57 +124,6 @@ def infer(norm: Any, x: Tensor) -> Tensor:
     call("infer", x=x, y=y, running=norm.running, weight=weight, bias=bias, n=n, channels=channels, groups=norm.groups,
          eps=float(norm.eps), center=norm.center)  # fmt: skip
     return y
-
-
-def train(
-    norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None, known_in_advance: Tensor | None, groups: int
-) -> tuple[Tensor, StepStatistics]:
-    """Run a training forward and move the norm's state; return y and the decisions."""
-    (n, channels), k, rule = _sizes(x), 1 + norm.center, kernel_rule
-    x, mask, one_pass = _plain(x), _real(mask, n), rule.forward == "running"
-    y, weight, bias = torch.empty_like(x), _expanded(norm.weight, channels), _expanded(norm.bias, channels)
-    batch, value, step = _vectors(x, k), _vectors(x, k), torch.empty_like(norm.step)
-    count = x.new_empty((), dtype=torch.float32)
-    output_scale = _vectors(x) if rule.forward in ("arithmetic", "renorm") else None
-    output_shift = _vectors(x) if rule.forward == "renorm" else None
-    saved = (_vectors(x, 1), _vectors(x, 1)) if one_pass else ()
-    saved_grad, saved_gamma = saved or (None, None)
-    call(
-        "train", x=x, mask=mask, y=y, weight=weight, bias=bias, n=n, channels=channels, groups=groups,
-        eps=float(norm.eps), center=norm.center, rule=FORWARD.index(rule.forward),
-        known_in_advance=known_in_advance is not None, rate=float(rule.rate), warmup=rule.warmup,
-        until_r=rule.until[0], until_d=rule.until[1], bound_r=float(rule.bounds[0]), bound_d=float(rule.bounds[1]),
-        floor=float(rule.floor), unbiased=rule.unbiased, running=norm.running, step=norm.step, skipped=norm.skipped,
-        window=rule.window, window_size=0 if rule.window is None else len(rule.window),
-        smooth_grad=rule.smooth_grad if one_pass else None, batch=batch, value=value, count=count, next_step=step,
-        output_scale=output_scale, output_shift=output_shift, saved_grad=saved_grad, saved_gamma=saved_gamma,
-    )  # fmt: skip
-    mark_written(norm.running, norm.step, norm.skipped, rule.window)
-    return y, StepStatistics(batch, value, count, step, output_scale, output_shift, saved=saved)
-
-
-def differentiate(
-    norm: Any, kernel_rule: KernelRule, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None,
-    statistics: StepStatistics, known_in_advance: Tensor | None, has_bias: bool, groups: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute gradients of x, weight and bias and move the norm's state."""
-    (n, channels), dy, x, rule, of = _sizes(x), _plain(dy), _plain(x), kernel_rule, statistics
-    dx, dweight, dbias = torch.empty_like(x), _vectors(x), _vectors(x)
-    saved_grad, saved_gamma = of.saved or (None, None)
-    call(
-        "differentiate", dy=dy, x=x, mask=_real(mask, n), dx=dx, weight=_expanded(weight, channels), n=n,
-        channels=channels, groups=groups, eps=float(norm.eps), center=norm.center,
-        real=mask is not None and norm.pad_grad == "real", rule=BACKWARD.index(rule.backward),
-        known_in_advance=known_in_advance is not None, rate=float(rule.rate_grad), warmup=rule.warmup,
-        exact_early=rule.exact_early, clamp=rule.clamp, value=of.value.contiguous(), count=of.count, step=of.step,
-        output_scale=of.output_scale, output_shift=of.output_shift, saved_grad=saved_grad, saved_gamma=saved_gamma,
-        skipped=norm.skipped_grad, window=rule.window_grad,
-        window_size=0 if rule.window_grad is None else len(rule.window_grad), smooth_grad=rule.smooth_grad,
-        dweight=dweight, dbias=dbias,
-    )  # fmt: skip
-    mark_written(norm.skipped_grad, rule.window_grad, rule.smooth_grad)
-    kind = x.dtype if weight is None else weight.dtype
-    return dx, None if weight is None else dweight.to(kind), dbias.to(kind) if has_bias else None
 
 
 def _plain(x: Tensor) -> Tensor:

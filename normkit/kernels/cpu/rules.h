@@ -60,10 +60,10 @@ void infer(const Infer& given, int threads) {
     column_forward<T>(pass, threads);
 }
 
-// Compute the statistics of the batch, apply the rule, update the state, and write y. If the statistics are known in
-// advance, y is written on the reading that sums.
+// Compute the statistics of the batch, apply the rule and update the state. If the statistics are known in advance, y
+// is written on the reading that sums.
 template <class T>
-void train(const Train& given, int threads) {
+void decide(const Train& given, int threads) {
     const int64_t channels = given.channels, rule = given.rule, size = given.window_size;
     const int center = given.center, known_in_advance = given.known_in_advance;
     const float eps = given.eps, rate = given.rate;
@@ -118,13 +118,23 @@ void train(const Train& given, int threads) {
         if (ok) running[c] += rate * (mean_now[c] - running[c]);
     }
     *(ok ? given.step : given.skipped) = ok ? step : *given.skipped + 1;
-    if (known_in_advance) return;
-    affine(value + center * channels, given.weight, given.bias, output_scale, output_shift, channels, eps, scale,
-           shift);
+}
+
+// A training forward: decide, unless that is done already, and write y.
+template <class T>
+void train(const Train& given, int threads) {
+    if (!given.decided) {
+        decide<T>(given, threads);
+        if (given.known_in_advance) return;
+    }
+    Floats scale, shift;
+    affine(given.value + given.center * given.channels, given.weight, given.bias, given.output_scale,
+           given.output_shift, given.channels, given.eps, scale, shift);
     ColumnForward pass{};
-    pass.x = given.x, pass.y = given.y, pass.mean = center ? value : nullptr;
+    pass.x = given.x, pass.y = given.y, pass.mean = given.center ? given.value : nullptr;
     pass.scale = scale.data(), pass.shift = shift.data();
-    pass.n = given.n, pass.channels = channels, pass.groups = given.groups, pass.eps = eps, pass.center = center;
+    pass.n = given.n, pass.channels = given.channels, pass.groups = given.groups;
+    pass.eps = given.eps, pass.center = given.center;
     column_forward<T>(pass, threads);
 }
 
