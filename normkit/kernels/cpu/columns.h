@@ -46,7 +46,7 @@ void column_forward(const ColumnForward& given, int threads) {
     chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels, groups, eps);
         OutputRows<T> results(y, n, channels);
-        Floats sums(size);
+        Floats sums(size), origin(center ? channels : 0);
         Moments all = moments(parts.data() + chunk * size, 0);
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
@@ -57,33 +57,35 @@ void column_forward(const ColumnForward& given, int threads) {
                 const float* row = rows[i];
                 T* out = y ? results.row(i) : nullptr;
                 block.count += counted;
+                if (center && counted && block.count == 1)  // squares about a row of the block lose few digits
+                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width)
+                        each(at, at + rows.width, [=, r = rows.factor[k], origin = origin.data()](int64_t c) {
+                            origin[c] = row[c] * r;
+                        });
                 const auto pass = [&](auto writes, auto shifts, auto counts, auto centers) {
                     constexpr bool WRITES = writes, SHIFTS = shifts, COUNTS = counts, CENTERS = centers;
-                    float* sum = CENTERS ? block.mean : block.square;
                     for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width)
-                        each(at, at + rows.width, [=, r = rows.factor[k]](int64_t c) {
+                        each(at, at + rows.width, [=, r = rows.factor[k], sum = block.mean, square = block.square,
+                                                   origin = origin.data()](int64_t c) {
                             const float u = row[c] * r;
                             if constexpr (WRITES) put(out + c, (SHIFTS ? u - mean[c] : u) * scale[c] + shift[c]);
-                            if constexpr (COUNTS) sum[c] += CENTERS ? u : u * u;
+                            if constexpr (!COUNTS) return;
+                            const float apart = CENTERS ? u - origin[c] : u;
+                            if constexpr (CENTERS) sum[c] += apart;
+                            square[c] += apart * apart;
                         });
                 };
                 specialize(pass, y, mean, counted, center);
                 if (y) results.done(i);
             }
             if (!block.count) continue;
-            if (center) {
-                each(channels, [=, share = float(1 / block.count), mean = block.mean](int64_t c) { mean[c] *= share; });
-                for (int64_t i = first; i < last; ++i) {
-                    if (mask && !mask[i]) continue;
-                    const float* row = rows[i];
-                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width)
-                        each(at, at + rows.width,
-                             [=, r = rows.factor[k], mean = block.mean, square = block.square](int64_t c) {
-                                 const float apart = row[c] * r - mean[c];
-                                 square[c] += apart * apart;
-                             });
-                }
-            }
+            if (center)
+                each(channels, [=, share = float(1 / block.count), mean = block.mean, square = block.square,
+                                origin = origin.data()](int64_t c) {
+                    const float apart = mean[c] * share;
+                    square[c] -= mean[c] * apart;
+                    mean[c] = origin[c] + apart;
+                });
             all.join(block, channels);
         }
         counts[chunk] = all.count;

@@ -82,7 +82,7 @@ inline void specialize(Body body, bool flag, Flags... others) {
     flag ? with(std::true_type{}) : with(std::false_type{});
 }
 
-constexpr int64_t BLOCK = 32;       // rows that stay in the second-level cache between two readings; a unit of sums
+constexpr int64_t BLOCK = 32;       // rows, a unit of sums
 constexpr int64_t CHUNKS = 128;     // at most, so as many threads at most
 constexpr int64_t SMALL = 1 << 15;  // elements: fewer are not worth a second thread
 constexpr int64_t LARGE = 12 << 20; // bytes of results: more would not stay in a cache until they are read
