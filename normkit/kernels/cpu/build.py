@@ -1,4 +1,4 @@
-"""Compilation of the C++ kernels and training steps for this machine, on first use, into the cache folder."""
+"""Compilation of the C++ code for this machine, on first use, into the cache folder."""
 
 import ctypes
 import functools
@@ -98,7 +98,7 @@ def _compiler() -> list[str]:
 
 
 def _key(compiler: list[str], arguments: list[str]) -> str:
-    """Hash of sources, flags, compiler, PyTorch and processor: machines may share a home folder."""
+    """Hash of all that matters to the result: machines may share a home folder."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
     processor = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
     sources = [path.read_text(encoding="utf8") for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
@@ -120,7 +120,10 @@ def _private(folder: Path) -> Path:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile into a temporary folder and move the result, so that other processes never find half a file."""
+    """Compile into a temporary folder and move the result.
+
+    Other processes never find half a file.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         made = Path(place) / path.name
         subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=TIMEOUT)
