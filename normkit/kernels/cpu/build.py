@@ -75,7 +75,7 @@ def _load_step() -> Callable[..., Any] | None:
 
 
 def _made(name: str, compiler: list[str], arguments: list[str], folder: Path | None = None) -> tuple[Path | None, str]:
-    """The compiled library in the cache folder, or None and the reason, which is also a warning."""
+    """The compiled library in the cache folder, or None and the reason, also as a warning."""
     from normkit.files import cache_folder
 
     try:
