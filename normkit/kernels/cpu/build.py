@@ -55,8 +55,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "there is no C++ compiler: install g++, or name one in CXX"
     # linked with the OpenMP that came with PyTorch, so that both use the same threads
     openmp = [str(path) for path in sorted(TORCH.glob("lib/libgomp*.so*"))[:1]]
-    made, why = _made("kernels", compiler, [*FLAGS, str(SOURCES / "kernels.cpp"), *openmp, "-Wl,--as-needed"])
-    return None if made is None else ctypes.CDLL(str(made)), why
+    return _built("kernels", compiler, [*FLAGS, str(SOURCES / "kernels.cpp"), *openmp, "-Wl,--as-needed"], ctypes.CDLL)
 
 
 @functools.cache
@@ -67,22 +66,26 @@ def _load_step() -> Callable[..., Any] | None:
     path = Path(kernels._name)
     include = [f"-I{TORCH / folder}" for folder in ("include", "include/torch/csrc/api/include")]
     linked = [f"-L{path.parent}", f"-l:{path.name}", "-Wl,-rpath,$ORIGIN", f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
-    made, _ = _made("step", _compiler(), [*STEP_FLAGS, *include, str(SOURCES / "step.cpp"), *linked], path.parent)
-    if made is None:
-        return None
-    torch.ops.load_library(made)
+    arguments = [*STEP_FLAGS, *include, str(SOURCES / "step.cpp"), *linked]
+    return _built("step", _compiler(), arguments, _operation, path.parent)[0]
+
+
+def _operation(path: str) -> Callable[..., Any]:
+    torch.ops.load_library(path)
     return torch.ops.normkit.step.default
 
 
-def _made(name: str, compiler: list[str], arguments: list[str], folder: Path | None = None) -> tuple[Path | None, str]:
-    """The compiled library in the cache folder, or None and the reason, also as a warning."""
+def _built(
+    name: str, compiler: list[str], arguments: list[str], load: Callable[[str], Any], folder: Path | None = None
+) -> tuple[Any | None, str]:
+    """What `load` makes of the compiled library, or None and the reason, also as a warning."""
     from normkit.files import cache_folder
 
     try:
         path = (folder or _private(cache_folder() / "native")) / f"{name}-{_key(compiler, arguments)}.so"
         if not path.exists():
             _compile([*compiler, *arguments], path)
-        return path, ""
+        return load(str(path)), ""
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", "") or str(error)
         why = f"{compiler[0]} could not compile {name}.cpp: {output.strip()[-500:]}"
