@@ -78,7 +78,7 @@ def _operation(path: str) -> Callable[..., Any]:
 def _built(
     name: str, compiler: list[str], arguments: list[str], load: Callable[[str], Any], folder: Path | None = None
 ) -> tuple[Any | None, str]:
-    """What `load` makes of the compiled library, or None and the reason, also as a warning."""
+    """Compile, unless that is done, and load; None and the reason if it fails."""
     from normkit.files import cache_folder
 
     try:
