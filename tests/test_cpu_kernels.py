@@ -293,10 +293,7 @@ def test_forward_mode_differentiation_goes_by_pytorch(spec):
 def test_what_pytorch_is_set_to_does_not_matter(spec):
     def run():
         torch.manual_seed(0)
-        x, dy = (
-            torch.randn(9, 6, dtype=torch.float32, device="cpu"),
-            torch.randn(9, 6, dtype=torch.float32, device="cpu"),
-        )
+        x, dy = (torch.randn(9, 6, dtype=torch.float32, device="cpu") for _ in range(2))
         seen = []
         for _ in range(3):
             leaf = x.clone().requires_grad_()
@@ -415,14 +412,21 @@ def test_a_step_in_one_call_leaves_other_parameters_to_others():
 
 
 @needs_kernels
+def test_a_step_in_one_call_names_state_that_it_cannot_read():
+    norm = normkit.make("un", 6)
+    norm.window_x = norm.window_x.double()
+    with pytest.raises(RuntimeError, match="window is Double on cpu; it must be Float, contiguous, on a CPU"):
+        norm(torch.randn(4, 6))
+    assert norm.step == 0
+
+
+@needs_kernels
 def test_a_step_in_one_call_is_counted_when_asked():
     norm, x = normkit.make("power(groups=0, warmup=1)", 6), torch.randn(4, 6, requires_grad=True)
     with normkit.kernels("native") as ran:
         norm(x).sum().backward()
         norm(x).sum().backward()
-    assert dict(ran) == {
-        "native moments": 1, "native standardize_and_moments": 1, "native standardize_grad": 2,
-    }  # fmt: skip
+    assert dict(ran) == {"native moments": 1, "native standardize_and_moments": 1, "native standardize_grad": 2}
 
 
 @needs_kernels

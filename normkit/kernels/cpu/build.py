@@ -88,7 +88,7 @@ def _built(
         return load(str(path)), ""
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", "") or str(error)
-        why = f"{compiler[0]} could not compile {name}.cpp: {output.strip()[-500:]}"
+        why = f"{compiler[0]} could not compile {name}.cpp, or Python not load it: {output.strip()[-500:]}"
         warnings.warn(f"normkit: {why}. Slower code runs instead", RuntimeWarning, stacklevel=2)
         return None, why
 

@@ -29,6 +29,7 @@ namespace {
 enum Number { FORWARD, BACKWARD, KNOWN, WARMUP, UNTIL_R, UNTIL_D, UNBIASED, EARLY, CLAMP, CENTER, GROUPS, REAL };
 enum Factor { EPS, RATE, RATE_GRAD, BOUND_R, BOUND_D, FLOOR };
 enum State { RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD };
+constexpr const char* STATES[] = {"running", "step", "skipped", "skipped_grad", "window", "window_grad", "smooth_grad"};
 enum Decision { BATCH, VALUE, COUNT, NEXT_STEP, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, DECISIONS };
 enum Rule { BATCH_RULE, RUNNING_RULE, GEOMETRIC_RULE, ARITHMETIC_RULE, RENORM_RULE };  // as in rules.h
 
@@ -52,9 +53,9 @@ void run(const Tensor& x, Kernel float32, Kernel bfloat16, const Arguments& argu
     (x.scalar_type() == at::kFloat ? float32 : bfloat16)(arguments, at::get_num_threads());
 }
 
-void check(const Tensor& vectors, at::ScalarType kind) {
+void check(const Tensor& vectors, at::ScalarType kind, const char* name) {
     TORCH_CHECK(!vectors.defined() || (vectors.scalar_type() == kind && vectors.is_contiguous() && vectors.is_cpu()),
-                "a vector is ", vectors.scalar_type(), " on ", vectors.device(), "; it must be ", kind,
+                name, " is ", vectors.scalar_type(), " on ", vectors.device(), "; it must be ", kind,
                 ", contiguous, on a CPU");
 }
 
@@ -77,9 +78,9 @@ struct Step : torch::autograd::Function<Step> {
         const Tensor x = plain(input), y = at::empty_like(x), real = mask.defined() ? mask.contiguous() : mask;
         const int64_t channels = x.size(-1), k = 1 + numbers[CENTER], rule = numbers[FORWARD];
         const bool decided = !decisions.empty();
-        for (const Tensor& each : {weight, bias}) check(each, at::kFloat);
-        for (int i : {STEP, SKIPPED, SKIPPED_GRAD}) check(state[i], at::kLong);
-        for (int i : {RUNNING, WINDOW, WINDOW_GRAD, SMOOTH_GRAD}) check(state[i], at::kFloat);
+        check(weight, at::kFloat, "weight"), check(bias, at::kFloat, "bias");
+        for (int i : {STEP, SKIPPED, SKIPPED_GRAD}) check(state[i], at::kLong, STATES[i]);
+        for (int i : {RUNNING, WINDOW, WINDOW_GRAD, SMOOTH_GRAD}) check(state[i], at::kFloat, STATES[i]);
         if (!decided) {
             const auto floats = x.options().dtype(at::kFloat);
             decisions.resize(DECISIONS);
@@ -91,7 +92,7 @@ struct Step : torch::autograd::Function<Step> {
             if (rule == RUNNING_RULE)
                 for (int i : {SAVED_GRAD, SAVED_GAMMA}) decisions[i] = at::empty({1, channels}, floats);
         }
-        for (int64_t i = 0; i < DECISIONS; ++i) check(decisions[i], i == NEXT_STEP ? at::kLong : at::kFloat);
+        for (int i = 0; i < DECISIONS; ++i) check(decisions[i], i == NEXT_STEP ? at::kLong : at::kFloat, "a statistic");
         Train given{};
         given.x = x.data_ptr(), given.y = y.data_ptr(), given.mask = at_address<std::uint8_t>(real);
         given.weight = at_address(weight), given.bias = at_address(bias);
