@@ -10,6 +10,7 @@ from third_party_models import case_of, randomize
 from torch import Tensor, nn
 
 from normkit.transforms import Int8, convert, export, fold
+from normkit.transforms.openvino_executorch import prepare_for_xnnpack
 
 PACKAGES = {"onnx": "onnxruntime", "xml": "nncf", "pte": "executorch"}
 
@@ -92,6 +93,39 @@ def test_sums_of_positions_stay_integers(ending, tmp_path):
     for scope in ("products", "stream"):
         done = export(Positions().eval(), tmp_path / f"{scope}.{ending}", tokens, int8=Int8([tokens], scope))
         assert done.cosine > 0.99, str(done)
+
+
+class Padded(nn.Module):
+    """Multiplies by `addmm`, as Hugging Face's `Conv1D` does, and pads by nothing and by one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(torch.relu(x), (0, 0, 0, 0))
+        return nn.functional.pad(torch.addmm(self.bias, x, self.weight), (0, 0, 0, 1))
+
+
+def test_products_and_paddings_are_written_as_xnnpack_takes_them():
+    torch.manual_seed(0)
+    model, x = Padded().eval(), torch.randn(4, 16)
+    graph = prepare_for_xnnpack(torch.export.export(model, (x,), strict=False).module())
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert names.count("aten.linear.default") == 1
+    assert "aten.addmm.default" not in names
+    assert names.count("aten.pad.default") == 1
+    torch.testing.assert_close(graph(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporters' own
+def test_such_products_are_integers_in_executorch(tmp_path):
+    pytest.importorskip("executorch")
+    torch.manual_seed(0)
+    x = torch.randn(4, 16)
+    done = export(Padded().eval(), tmp_path / "m.pte", x, int8=[x])
+    assert done.cosine > 0.99, str(done)
+    assert 1e-4 < done.max_error < 0.1, str(done)
 
 
 def test_weights_have_one_scale_or_one_for_each_channel(mixer, tmp_path):

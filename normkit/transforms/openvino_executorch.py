@@ -93,7 +93,8 @@ def quantize_executorch(
 
     quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=int8.per_channel))
     with torch.no_grad():
-        prepared = prepare_pt2e(_program(model, given).module(), quantizer.set_filter_function(wanted))
+        graph = prepare_for_xnnpack(_program(model, given).module())
+        prepared = prepare_pt2e(graph, quantizer.set_filter_function(wanted))
         for node in prepared.graph.nodes:  # the quantizer's constants are floats, also those added to positions
             if isinstance(value := node.meta.get("val"), Tensor) and not value.is_floating_point():
                 for name in [str(each.target) for each in node.all_input_nodes]:
@@ -101,7 +102,7 @@ def quantize_executorch(
                         setattr(prepared, name, getattr(prepared, name).long())
         for batch in batches:
             prepared(*batch)
-        return _run_executorch(_program(convert_pt2e(prepared), given), given, path)
+        return _run_executorch(_program(convert_pt2e(prepared), given), given, path, pads=False)
 
 
 def _program(model: nn.Module, given: Sequence[Tensor]) -> ExportedProgram:
@@ -109,14 +110,39 @@ def _program(model: nn.Module, given: Sequence[Tensor]) -> ExportedProgram:
         return torch.export.export(model, tuple(given), strict=False)
 
 
-def _run_executorch(program: ExportedProgram, given: Sequence[Tensor], path: Path) -> Ran:
+def prepare_for_xnnpack(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Write products as `linear`, and leave out paddings by nothing.
+
+    XNNPACK's quantizer takes no `addmm`, by which Hugging Face's `Conv1D` multiplies. A model whose windows fit the
+    picture, such as Swin, pads by nothing.
+    """
+    aten = torch.ops.aten
+    for node in list(graph.graph.nodes):
+        if node.target is aten.pad.default and not any(node.args[1]):
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.addmm.default and not node.kwargs:
+            bias, x, weight = node.args
+            with graph.graph.inserting_before(node):
+                transposed = graph.graph.call_function(aten.t.default, (weight,))
+                linear = graph.graph.call_function(aten.linear.default, (x, transposed, bias))
+            transposed.meta["val"], linear.meta = weight.meta["val"].t(), dict(node.meta)
+            node.replace_all_uses_with(linear)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _run_executorch(program: ExportedProgram, given: Sequence[Tensor], path: Path, pads: bool = True) -> Ran:
+    """Write and run a program; without `pads`, XNNPACK gets no paddings, as it does not load those of integers."""
     try:
+        from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
         from executorch.runtime import Runtime
     except ImportError as missing:
         raise ImportError(f"export() to .pte needs {missing.name}; pip install 'normkit[executorch]'") from missing
-    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    configs = [config for config in ALL_PARTITIONER_CONFIGS if pads or config.__name__ != "ConstantPadConfig"]
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner(configs=configs)])
     nodes = [node for node in lowered.exported_program().graph.nodes if node.op == "call_function"]
     names = [getattr(node.target, "__name__", str(node.target)) for node in nodes]
     path.write_bytes(lowered.to_executorch().buffer)
