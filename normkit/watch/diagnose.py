@@ -1,10 +1,9 @@
 """Diagnosis of a training run: the table of checks, and the findings of a recording."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
 import normkit.watch.faults as faults
-from normkit.watch.faults import NOT_CHECKED, THRESHOLDS, Finding, Rule, by_site
+from normkit.watch.faults import LIMITS, NOT_CHECKED, Check, Finding, by_site
 from normkit.watch.recording import Recording, Row, Series, as_recording
 from normkit.watch.row_names import (
     format_sites,
@@ -15,7 +14,6 @@ from normkit.watch.row_names import (
     warms_up,
 )
 
-RECORD = 'record them: nk.record(model, quantities="default"), or normkit train --quantities default'
 OFTEN = "record more often (every=, --record-every), or train longer"
 MASK = (
     "record padding: give the model a norm with a mask, an embedding with padding_idx, or an argument named"
@@ -25,28 +23,6 @@ TWO_LOSSES = (
     "normkit train measures it where its task scores both ways; after a loop of your own add rows of"
     " normkit.watch.train_eval_gap(model, loss), quantities loss_train_mode and loss_eval_mode"
 )
-
-
-class Check(NamedTuple):
-    """A check for one fault.
-
-    Attributes:
-        kind: Name of the fault.
-        rule: Function that finds it in a recording.
-        needs: Quantities that it takes, separated by blanks.
-        judges: Which norms it judges, by their names in rows; None for the whole model.
-        samples: Values of each quantity that it takes at least.
-        steps: Length of the run from which on it judges.
-        how: Advice on how to record the quantities.
-    """
-
-    kind: str
-    rule: Rule
-    needs: str
-    judges: Callable[[str], bool] | None
-    samples: int = 1
-    steps: float = 0
-    how: str = RECORD
 
 
 def _any(norm: str) -> bool:
@@ -66,41 +42,38 @@ def _filters(norm: str) -> bool:
     return norm_class(norm)[1].get("outlier_filtration") is True
 
 
-def _by_site(
-    kind: str, quantity: str, limit: float, judges: Callable[[str], bool], message: str, advice: str, **more: Any
-) -> Check:
-    """A check that compares a number of each norm with a limit; see `faults.by_site`."""
-    return Check(kind, by_site(kind, quantity, limit, message, advice, applies=judges, **more), quantity, judges)
-
-
-LIMITS = {name: threshold.value for name, threshold in THRESHOLDS.items()}
 CHECKS = (
     Check("nan", faults.bad_batches, "nonfinite", _any),
-    _by_site("warm-up", "warmup_left", 0, warms_up,
-             "so far trained with each batch's own statistics, and for {0:.0f} more steps; evaluation uses the running"
-             " ones", "if the run ends before, give the norm a shorter warmup=, or \"auto\"", number=faults.last),
-    _by_site("padding", "padding", LIMITS["padding"], keeps_batch_statistics,
-             "{percent:.0f} % of the rows that the statistics are taken over are padding",
-             "pass the norm its mask (convert(..., mask_from=...))")._replace(how=MASK),
-    _by_site("tiny batches", "tokens", LIMITS["tokens"], keeps_batch_statistics,
-             "batches of {0:.0f} rows, too few for statistics",
-             "larger batches, steps_per_update=k, sync=True over processes, or a per-token norm", below=True),
+    Check("warm-up", by_site(
+        0, "so far trained with each batch's own statistics, and for {0:.0f} more steps; evaluation uses the running"
+        " ones", "if the run ends before, give the norm a shorter warmup=, or \"auto\"", number=faults.last),
+        "warmup_left", warms_up),
+    Check("padding", by_site(
+        LIMITS["padding"], "{percent:.0f} % of the rows that the statistics are taken over are padding",
+        "pass the norm its mask (convert(..., mask_from=...))"), "padding", keeps_batch_statistics, how=MASK),
+    Check("tiny batches", by_site(
+        LIMITS["tokens"], "batches of {0:.0f} rows, too few for statistics",
+        "larger batches, steps_per_update=k, sync=True over processes, or a per-token norm", below=True),
+        "tokens", keeps_batch_statistics),
     Check("evaluation", faults.evaluation, "gap_batch", _centred, steps=LIMITS["steps"]),
     Check("evaluation", faults.evaluation_quadratic, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
     Check("batch length", faults.batch_length, "length_share length_share_quadratic", relies_on_batch, 6,
           LIMITS["steps"]),
     Check("train-to-eval gap", faults.train_eval, "loss_train_mode loss_eval_mode", None, how=TWO_LOSSES),
     Check("nu", faults.nu, "nu Gamma Gamma_bound", _power, 2),
-    _by_site("filtered", "filtered_rate", LIMITS["filtered_rate"], _filters,
-             "UN filters {percent:.0f} % of steps: it is PN-V now",
-             'threshold="scalar", a longer window, or outlier_filtration=False', number=faults.last),
+    Check("filtered", by_site(
+        LIMITS["filtered_rate"], "UN filters {percent:.0f} % of steps: it is PN-V now",
+        'threshold="scalar", a longer window, or outlier_filtration=False', number=faults.last),
+        "filtered_rate", _filters),
     Check("exploding depth", faults.exploding_depth, "rms", _any),
-    _by_site("exploding", "rms", LIMITS["growth"], _any, "the input grew {0:.3g}x during the run",
-             "lower the learning rate", number=faults.growth)._replace(samples=2),
-    _by_site("large values", "largest", LIMITS["largest"], _any, "values up to {0:.3g}",
-             "float16 ends at 65504, use bfloat16 or float32", number=Series.top),
-    _by_site("dead channels", "dead", LIMITS["dead"], _any,
-             "{percent:.0f} % of the channels are dead: zero in every token of a batch", ""),
+    Check("exploding", by_site(
+        LIMITS["growth"], "the input grew {0:.3g}x during the run", "lower the learning rate", number=faults.growth),
+        "rms", _any, samples=2),
+    Check("large values", by_site(
+        LIMITS["largest"], "values up to {0:.3g}", "float16 ends at 65504, use bfloat16 or float32",
+        number=Series.top), "largest", _any),
+    Check("dead channels", by_site(
+        LIMITS["dead"], "{percent:.0f} % of the channels are dead: zero in every token of a batch"), "dead", _any),
     Check("gradient spikes", faults.gradient_spikes, "gradient_norm", None, 5),
 )  # fmt: skip
 
@@ -132,7 +105,7 @@ def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
     found: list[Finding] = []
     lacking: dict[str, list[tuple[Check, str, tuple[str, ...]]]] = {}  # advice -> check, site, missing quantities
     for check in CHECKS:
-        found += check.rule(recording) if recording.last_step() >= check.steps else []
+        found += check.rule(check, recording) if recording.last_step() >= check.steps else []
         for site, names in _missing(check, recording).items():
             lacking.setdefault(check.how if names else OFTEN, []).append((check, site, names))
     return found + [_not_checked(how, entries) for how, entries in lacking.items()]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Series
-from normkit.watch.row_names import format_sites, freezes_quadratic_means, keeps_batch_statistics, relies_on_batch
+from normkit.watch.row_names import format_sites, freezes_quadratic_means, relies_on_batch
 
 NOT_CHECKED = "not checked"
 """Kind of a finding that names checks for which the rows do not suffice."""
@@ -40,10 +40,11 @@ THRESHOLDS: dict[str, Threshold] = {
     "lose": Threshold(0.1, "evaluation loss over training-mode loss, less 1"),
 }
 
-LIMIT_OF_GAP = THRESHOLDS["gap"].value
-KEEP = "keep a per-token norm"
-CALIBRATE = "calibrate the model"
-IF_NOT = "; if that does not help, the batches differ from each other: mix them, or use a per-token norm"
+LIMITS = {name: threshold.value for name, threshold in THRESHOLDS.items()}
+RECORD = 'record them: nk.record(model, quantities="default"), or normkit train --quantities default'
+CALIBRATE = (
+    "calibrate the model; if that does not help, the batches differ from each other: mix them, or use a per-token norm"
+)
 
 
 @dataclass(frozen=True)
@@ -69,42 +70,61 @@ class Finding:
         return lead + self.message + (f": {self.advice}" if self.advice else "")
 
 
-Rule = Callable[[Recording], list[Finding]]
+class Check(NamedTuple):
+    """A check for one fault.
+
+    Attributes:
+        kind: Name of the fault.
+        rule: Function that finds it in a recording.
+        needs: Quantities that it takes, separated by blanks.
+        judges: Which norms it judges, by their names in rows; None for the whole model.
+        samples: Values of each quantity that it takes at least.
+        steps: Length of the run from which on it judges.
+        how: Advice on how to record the quantities.
+    """
+
+    kind: str
+    rule: "Rule"
+    needs: str
+    judges: Callable[[str], bool] | None
+    samples: int = 1
+    steps: float = 0
+    how: str = RECORD
+
+    def series(self, recording: Recording) -> dict[str, Series]:
+        """The series of the first quantity needed, at the norms that are judged."""
+        found = recording.of(self.needs.split()[0])
+        return {site: each for site, each in found.items() if self.judges is None or self.judges(each.norm)}
+
+    def findings(self, hit: Mapping[str, float], message: str, advice: str = "", least: bool = False) -> list[Finding]:
+        """The finding about the sites in `hit`; none if there are none.
+
+        The message is formatted with the largest number (or the `least`), `{0}`, and the same in percent, `{percent}`.
+        """
+        if not hit:
+            return []
+        worst = min(hit.values()) if least else max(hit.values())
+        text = f"{format_sites(hit)}: {message.format(worst, percent=100 * worst)}"
+        return [Finding(self.kind, tuple(hit), text, hit, advice)]
+
+
+Rule = Callable[[Check, Recording], list[Finding]]
 
 
 def by_site(
-    kind: str,
-    quantity: str,
     limit: float,
     message: str,
     advice: str = "",
     *,
     number: Callable[[Series], float] = Series.middle,
-    applies: Callable[[str], bool] = lambda norm: True,
     below: bool = False,
 ) -> Rule:
-    """Make a rule: a number of each norm's series must not be above (or `below`) a limit.
+    """Make a rule: a number of each norm's series must not be above (or `below`) a limit."""
 
-    Args:
-        kind: Name of the fault.
-        quantity: The recorded quantity.
-        limit: The threshold.
-        message: The observation, formatted with the worst number `{0}` and the same in percent, `{percent}`.
-        advice: The remedy.
-        number: The number of a series that is compared.
-        applies: Which norms are judged, by their names in rows.
-        below: True if numbers below the limit are the fault.
-    """
-
-    def rule(recording: Recording) -> list[Finding]:
-        series = {site: each for site, each in recording.of(quantity).items() if applies(each.norm)}
-        numbers = {site: number(each) for site, each in series.items()}
+    def rule(check: Check, recording: Recording) -> list[Finding]:
+        numbers = {site: number(each) for site, each in check.series(recording).items()}
         hit = {site: value for site, value in numbers.items() if (value < limit if below else value > limit)}
-        if not hit:
-            return []
-        worst = (min if below else max)(hit.values())
-        text = f"{format_sites(hit)}: {message.format(worst, percent=100 * worst)}"
-        return [Finding(kind, tuple(hit), text, hit, advice)]
+        return check.findings(hit, message, advice, least=below)
 
     return rule
 
@@ -116,33 +136,28 @@ def last(series: Series) -> float:
 
 def growth(series: Series) -> float:
     """The late median over the first value; nan where they are not finite and above 0."""
-    return series.middle() / series.values[0] if series.late() and 0 < series.values[0] < math.inf else math.nan
+    return series.middle() / series.values[0] if 0 < series.values[0] < math.inf else math.nan
 
 
-def bad_batches(recording: Recording) -> list[Finding]:
+def bad_batches(check: Check, recording: Recording) -> list[Finding]:
     """Find batches that were not finite, and statistics that one of them has corrupted."""
     found = []
     for quantity, passes in (("skipped", "forwards"), ("skipped_grad", "backwards")):
         message = f"{{0:.0f}} {passes} were not finite or all padding and moved no statistics"
         advice = "look for NaN or infinity in the data, then lower the learning rate"
-        found += by_site("nan", quantity, 0, message, advice, number=Series.top)(recording)
+        found += check.findings(_above(0, recording.of(quantity), Series.top), message, advice)
     series = recording.of("nonfinite")
-    bad = {site: each.top() for site, each in series.items() if each.top() > 0}
-    if bad:
+    if bad := _above(0, series, Series.top):
         step = min(_first(series[site], lambda value: value > 0) for site in bad)
         message = f"{format_sites(bad)}: values that are not finite, first seen at step {step}"
         found.append(Finding("nan", tuple(bad), message, {**bad, "step": step}, "a NaN batch, or a diverged run"))
-    gaps = {
-        site: each.values[-1] for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()
-    }
-    finite = {site for site, each in series.items() if each.values[-1] == 0}
+    gaps = {site: last(each) for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()}
+    finite = {site for site, each in series.items() if last(each) == 0}
     corrupted = {site: gap for site, gap in gaps.items() if not math.isfinite(gap) and site in finite}
-    if corrupted:
-        message = (
-            f"{format_sites(corrupted)}: running statistics are not finite though the last batch is: a NaN batch"
-            " entered them, and evaluation gives NaN"
-        )
-        found.append(Finding("nan", tuple(corrupted), message, corrupted, "load an earlier checkpoint, or calibrate"))
+    message = (
+        "running statistics are not finite though the last batch is: a NaN batch entered them, and evaluation gives NaN"
+    )
+    found += check.findings(corrupted, message, "load an earlier checkpoint, or calibrate")
     gradients = recording.of("gradient_norm").get("")
     if gradients and not found and not all(map(math.isfinite, gradients.values)):
         step = _first(gradients, lambda value: not math.isfinite(value))
@@ -150,119 +165,106 @@ def bad_batches(recording: Recording) -> list[Finding]:
     return found
 
 
-def evaluation(recording: Recording) -> list[Finding]:
+def evaluation(check: Check, recording: Recording) -> list[Finding]:
     """Find running means and variances that do not represent the batches."""
-    groups: dict[str, dict[str, float]] = {}  # what a quadratic mean would do -> gaps
-    for site, series in recording.of("gap_batch").items():
-        gap, quadratic = series.middle(), recording.middle("gap_quadratic", site)
-        if keeps_batch_statistics(series.norm) and not freezes_quadratic_means(series.norm) and gap > LIMIT_OF_GAP:
-            holds = quadratic <= THRESHOLDS["gap_holds"].value
-            unknown = "what a quadratic mean would do was not recorded (gap_quadratic)"
-            advice = "PN-V or UN will hold" if holds else KEEP
-            groups.setdefault(unknown if math.isnan(quadratic) else advice, {})[site] = gap
+    unknown, keep = "what a quadratic mean would do was not recorded (gap_quadratic)", "keep a per-token norm"
+    groups: dict[str, dict[str, float]] = {}  # advice -> gaps
+    for site, gap in _above(LIMITS["gap"], check.series(recording)).items():
+        quadratic = recording.middle("gap_quadratic", site)
+        advice = "PN-V or UN will hold" if quadratic <= LIMITS["gap_holds"] else keep
+        groups.setdefault(unknown if math.isnan(quadratic) else advice, {})[site] = gap
     found = []
     for advice, hit in groups.items():
         message = (
-            f"{format_sites(hit)}: batch variance is {_worst(recording, 'stray_var', hit, 'x')} from its running value,"
-            f" the mean {_worst(recording, 'stray_mean', hit)} standard deviations: BatchNorm will fail at evaluation"
-            f" here (off by {100 * max(hit.values()):.0f} %)"
+            f"batch variance is {_worst(recording, 'stray_var', hit, 'x')} from its running value, the mean"
+            f" {_worst(recording, 'stray_mean', hit)} standard deviations: BatchNorm will fail at evaluation here"
+            " (off by {percent:.0f} %)"
         )
-        if not advice.startswith("what"):
+        if advice != unknown:
             message += f"; quadratic mean is {_worst(recording, 'stray_quadratic', hit, 'x')} from its own"
-            message += ", too" if advice == KEEP else ""
-        found.append(Finding("evaluation", tuple(hit), message, hit, advice))
+        found += check.findings(hit, message + (", too" if advice == keep else ""), advice)
     return found
 
 
-def evaluation_quadratic(recording: Recording) -> list[Finding]:
+def evaluation_quadratic(check: Check, recording: Recording) -> list[Finding]:
     """Find running quadratic means that do not represent the batches."""
-    numbers = {site: series.middle() for site, series in recording.of("gap_quadratic").items()
-               if freezes_quadratic_means(series.norm)}  # fmt: skip
-    hit = {site: gap for site, gap in numbers.items() if gap > LIMIT_OF_GAP}
-    if not hit:
-        return []
+    hit = _above(LIMITS["gap"], check.series(recording))
     message = (
-        f"{format_sites(hit)}: quadratic mean is {_worst(recording, 'stray_quadratic', hit, 'x')} from its running"
-        f" value: the norm will fail at evaluation (off by {100 * max(hit.values()):.0f} %)"
+        f"quadratic mean is {_worst(recording, 'stray_quadratic', hit, 'x')} from its running value: the norm will fail"
+        " at evaluation (off by {percent:.0f} %)"
     )
-    return [Finding("evaluation", tuple(hit), message, hit, f"{CALIBRATE}{IF_NOT}")]
+    return check.findings(hit, message, CALIBRATE)
 
 
-def batch_length(recording: Recording) -> list[Finding]:
+def batch_length(check: Check, recording: Recording) -> list[Finding]:
     """Find statistics of each batch that tell the model how long its target is."""
-    if target_share(recording) <= THRESHOLDS["target_share"].value:
+    if target_share(recording) <= LIMITS["target_share"]:
         return []  # the source's length gives the target's away already, or all lengths are alike
     hit = {}
     for site, norm in recording.norms().items():
-        kind = "length_share_quadratic" if freezes_quadratic_means(norm) else "length_share"
-        if relies_on_batch(norm) and (share := recording.middle(kind, site)) > THRESHOLDS["length_share"].value:
+        quantity = "length_share_quadratic" if freezes_quadratic_means(norm) else "length_share"
+        if relies_on_batch(norm) and (share := recording.middle(quantity, site)) > LIMITS["length_share"]:
             hit[site] = share
-    if not hit:
-        return []
     message = (
-        f"{format_sites(hit)}: statistics carry the length of the batch, which explains up to"
-        f" {100 * max(hit.values()):.0f} % of their variance between batches; a model can learn to read it there, and"
-        " running statistics do not have it"
+        "statistics carry the length of the batch, which explains up to {percent:.0f} % of their variance between"
+        " batches; a model can learn to read it there, and running statistics do not have it"
     )
     advice = "shuffle the batches, or use a norm by past batches (un, power); calibration does not repair it"
-    return [Finding("batch length", tuple(hit), message, hit, advice)]
+    return check.findings(hit, message, advice)
 
 
-def train_eval(recording: Recording) -> list[Finding]:
+def train_eval(check: Check, recording: Recording) -> list[Finding]:
     """Find a loss that is larger with running statistics than with the batches' own."""
-    train, ev = (recording.of(f"loss_{mode}_mode").get("") for mode in ("train", "eval"))
-    if train is None or ev is None or ev.values[-1] <= (1 + THRESHOLDS["lose"].value) * train.values[-1]:
+    losses = {mode: recording.of(f"loss_{mode}_mode").get("") for mode in ("train", "eval")}
+    numbers = {mode: last(series) for mode, series in losses.items() if series}
+    if len(numbers) < 2 or numbers["eval"] <= (1 + LIMITS["lose"]) * numbers["train"]:
         return []
     message = (
-        f"the loss is {ev.values[-1]:.3g} at evaluation and {train.values[-1]:.3g} with the batches' own statistics:"
-        " running statistics do not represent the batches"
+        "the loss is {eval:.3g} at evaluation and {train:.3g} with the batches' own statistics: running statistics do"
+        " not represent the batches"
     )
-    evidence = {"train": train.values[-1], "eval": ev.values[-1]}
-    return [Finding("train-to-eval gap", ("",), message, evidence, f"{CALIBRATE}{IF_NOT}")]
+    return [Finding(check.kind, ("",), message.format(**numbers), numbers, CALIBRATE)]
 
 
-def nu(recording: Recording) -> list[Finding]:
+def nu(check: Check, recording: Recording) -> list[Finding]:
     """Find PowerNorm's gradient statistic growing from step to step."""
     hit = {}
     for site, series in recording.of("Gamma").items():
         bound = recording.of("Gamma_bound").get(site)
-        if bound is not None and series.middle() > THRESHOLDS["Gamma"].value * bound.values[-1]:
-            hit[site] = series.middle() / bound.values[-1]
+        if bound is not None and series.middle() > LIMITS["Gamma"] * last(bound):
+            hit[site] = series.middle() / last(bound)
     for site, series in recording.of("nu").items():
         values = [value for _, value in series.points() if value > 0]
-        if values and max(values) > THRESHOLDS["nu"].value * statistics.median(values):
+        if values and max(values) > LIMITS["nu"] * statistics.median(values):
             hit.setdefault(site, max(values) / statistics.median(values))
-    if not hit:
-        return []
-    message = (
-        f"{format_sites(hit)}: nu exceeds its bound ({max(hit.values()):.3g}x): PowerNorm's gradient statistic grows"
-        " from step to step"
-    )
-    return [Finding("nu", tuple(hit), message, hit, "raise alpha_bkw, or set clamp=True")]
+    message = "nu exceeds its bound ({0:.3g}x): PowerNorm's gradient statistic grows from step to step"
+    return check.findings(hit, message, "raise alpha_bkw, or set clamp=True")
 
 
-def exploding_depth(recording: Recording) -> list[Finding]:
+def exploding_depth(check: Check, recording: Recording) -> list[Finding]:
     """Find inputs that grow over the layers."""
     levels = {site: series.middle() for site, series in recording.of("rms").items() if series.late()}
-    if len(levels) < 2:
-        return []
-    first, (site, top) = next(iter(levels.values())), max(levels.items(), key=lambda pair: pair[1])
-    if not top > THRESHOLDS["depth"].value * first > 0:
-        return []
-    message = f"{format_sites([site])}: its input is {top / first:.3g}x as large as at the first norm"
+    first, site = next(iter(levels.values()), 0), max(levels, key=levels.__getitem__, default="")
+    hit = {site: levels[site] / first} if first > 0 and levels[site] > LIMITS["depth"] * first else {}
     advice = "normalize before each sublayer, or scale down the residual branches"
-    return [Finding("exploding depth", (site,), message, {site: top / first}, advice)]
+    return check.findings(hit, "its input is {0:.3g}x as large as at the first norm", advice)
 
 
-def gradient_spikes(recording: Recording) -> list[Finding]:
+def gradient_spikes(check: Check, recording: Recording) -> list[Finding]:
     """Find single gradients far above the median."""
     series = recording.of("gradient_norm").get("")
     late = series.late() if series else []
-    if not late or not max(late) > THRESHOLDS["spike"].value * statistics.median(late):
+    if not late or not max(late) > LIMITS["spike"] * statistics.median(late):
         return []
     factor = max(late) / max(statistics.median(late), 1e-38)
     message, advice = f"the gradient spikes to {factor:.3g}x its median", "clip it, warm up longer, or use pre-norm"
-    return [Finding("gradient spikes", ("",), message, {"": factor}, advice)]
+    return [Finding(check.kind, ("",), message, {"": factor}, advice)]
+
+
+def _above(
+    limit: float, series: Mapping[str, Series], number: Callable[[Series], float] = Series.middle
+) -> dict[str, float]:
+    return {site: value for site, each in series.items() if (value := number(each)) > limit}
 
 
 def _first(series: Series, is_bad: Callable[[float], bool]) -> int:

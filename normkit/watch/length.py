@@ -76,7 +76,7 @@ def target_share(recording: Recording) -> float:
         last norm read the same sequences.
     """
     lengths, spreads = recording.of("length"), recording.of("length_spread")
-    if not lengths or not spreads:
+    if not lengths or list(lengths)[-1] not in spreads:
         return math.nan
     first, *_, last = (*lengths, *lengths)
     points = [dict(series.points()) for series in (lengths[first], lengths[last], spreads[last])]
