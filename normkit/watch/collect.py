@@ -1,6 +1,6 @@
 """Samples: statistics gathered at a norm in one step, and their evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,17 +15,20 @@ from normkit.watch.quantities import QUARTILES, Quantity
 from normkit.watch.sites import Site
 
 Fields = dict[str, Tensor]
+Moments = tuple[Tensor, Tensor, Tensor]
+"""Mean and variance `[C]` of the real rows of an input, and their count."""
+WINDOW = 32  # samples of which the normality of a channel is tested
 
 
 class Sample(NamedTuple):
     """Statistics of one norm at one step, by name; `quantities` lists the names."""
 
     step: int
-    site: Site | None
+    site: Site
     fields: Fields
 
 
-STATE = {"running": "running", "looks": "samples", "rings": "windows", "channels": "channels", "seen": "counts"}
+STATE = {"running": "running", "looks": "samples", "rings": "rings", "channels": "channels", "seen": "counts"}
 """Attribute of `Memory` by its name in checkpoints."""
 
 
@@ -34,15 +37,14 @@ class Memory:
 
     Args:
         alpha: Weight of the old average.
-        window: Number of samples in a window.
         channel: The channel that is followed by itself.
     """
 
-    def __init__(self, alpha: float, window: int, channel: int):
-        self.alpha, self.window, self.channel = alpha, window, channel
+    def __init__(self, alpha: float, channel: int):
+        self.alpha, self.channel = alpha, channel
         self.running: Tensor | None = None  # [k, C], of the statistics that the norm does not keep itself
         self.samples = 0
-        self.windows: dict[str, Tensor] = {}  # side -> [window, C], where windows are recorded
+        self.rings: dict[str, Tensor] = {}  # side -> [WINDOW, C], where windows are recorded
         self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of one channel
         self.counts = {"x": 0, "g": 0}
         self.share = LengthShare()
@@ -58,19 +60,23 @@ class Memory:
         self.samples += 1
         return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.samples > 1 else {}
 
-    def push(self, side: str, value: Tensor, last: int) -> Fields:
-        """Store one channel of `value [C]`; return its last values."""
-        self.channels[side] = [*self.channels[side][1 - last :], value[self.channel % len(value)]][-last:]
-        return {f"channel_{side}": torch.stack(self.channels[side])}
+    def windows(self, side: str, value: Tensor, needs: Collection[str], last: int) -> Fields:
+        """Store `value [C]`, of inputs ("x") or gradients ("g"), for the windows that are needed.
 
-    def fill(self, side: str, value: Tensor) -> Fields:
-        """Store `value [C]`; return the window `[window, C]` whenever it is full of new values."""
-        if side not in self.windows:
-            self.windows[side] = value.new_zeros(self.window, len(value))
-        slot = self.counts[side] % self.window
-        self.windows[side][slot] = value
-        self.counts[side] += 1
-        return {f"window_{side}": self.windows[side].clone()} if slot == self.window - 1 else {}
+        Return the last values of one channel, and the window `[WINDOW, C]` whenever it is full of new values.
+        """
+        found = {}
+        if (name := f"channel_{side}") in needs:
+            self.channels[side] = [*self.channels[side], value[self.channel % len(value)]][-last:]
+            found[name] = torch.stack(self.channels[side])
+        if (name := f"window_{side}") in needs:
+            ring = self.rings.setdefault(side, value.new_zeros(WINDOW, len(value)))
+            slot = self.counts[side] % WINDOW
+            ring[slot] = value
+            self.counts[side] += 1
+            if slot == WINDOW - 1:
+                found[name] = ring.clone()
+        return found
 
     def state(self) -> dict[str, object]:
         """The state for a checkpoint."""
@@ -83,8 +89,8 @@ class Memory:
         vars(self.share).update(state.get("share", {}))  # type: ignore[call-overload]
 
 
-def moments(x: Tensor, mask: Tensor | None, module: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance `[C]` and count of the real rows of `x[..., C]`; global with `sync`."""
+def moments(x: Tensor, mask: Tensor | None, module: object) -> Moments:
+    """Moments of the real rows of `x[..., C]`; global with `sync`."""
     batch, count = ops.moments(x, mask, center=True)
     if getattr(module, "sync", False):
         origin = torch.zeros_like(batch)
@@ -139,28 +145,21 @@ def _state(norm: StatNorm, fields: Fields) -> Fields:
     return found
 
 
-def gather_gradient(
-    site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, known: tuple[Tensor, Tensor] | None = None
-) -> Fields:
-    """Gather statistics of the gradient `dy[..., C]` of a norm's output.
-
-    `known` are mean and variance of `x`.
-    """
+def gather_gradient(site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, known: Moments | None) -> Fields:
+    """Gather statistics of the gradient `dy[..., C]` of a norm's output; `known` are the moments of `x`."""
     if isinstance(site.module, StatNorm):
         x = site.module.rest(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dy = x.to(wide), dy.to(wide)
-    mean, var = moments(x, mask, site.module)[:2] if known is None else known
+    mean, var, count = moments(x, mask, site.module) if known is None else known
     x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    count: Tensor | int = len(dy)
     if mask is not None:
         keep = mask.reshape(-1, 1)
-        x, dy, count = torch.where(keep, x, 0), torch.where(keep, dy, 0), mask.sum()
+        x, dy = torch.where(keep, x, 0), torch.where(keep, dy, 0)
     sums = torch.stack([dy.sum(0), (dy * x).sum(0), dy.square().sum(0)])
     if getattr(site.module, "sync", False):
-        every = sync.all_reduce(torch.cat([sums.flatten(), sums.new_ones(1) * count]))
-        sums, count = every[:-1].view_as(sums), every[-1]
-    s0, sx, square = sums / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
+        sums = sync.all_reduce(sums)
+    s0, sx, square = sums / count.clamp(min=1)
     psi = torch.sqrt(var + mean.square() + site.eps)
     gain = {} if site.weight is None else {"gain": site.weight.to(wide)}
     gamma = gain.get("gain", 1)
@@ -168,7 +167,7 @@ def gather_gradient(
             "dy_square": square, **gain}  # fmt: skip
 
 
-def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site | None, list[str], Tensor]]:
+def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site, list[str], Tensor]]:
     """Compute the chosen quantities: step, site, names and values of each sample.
 
     Samples with the same statistics in the same shapes are stacked, so that many norms cost as much as one.
@@ -176,13 +175,12 @@ def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tupl
     needs = {need for quantity in chosen.values() for need in quantity.needs}
     groups: dict[object, list[tuple[int, Sample]]] = {}
     for place, sample in enumerate(samples):
-        eps = sample.site.eps if sample.site is not None else 0.0
-        key = (eps, *((name, tuple(value.shape), value.device) for name, value in sample.fields.items()))
+        key = (sample.site.eps, *((name, tuple(value.shape), value.device) for name, value in sample.fields.items()))
         groups.setdefault(key, []).append((place, sample))
     found = []
     for places, group in (zip(*members, strict=True) for members in groups.values()):
         fields = {name: torch.stack([sample.fields[name] for sample in group]) for name in group[0].fields}
-        fields |= _derived(fields, group[0].site, needs)
+        fields |= _derived(fields, group[0].site.eps, needs)
         names = [name for name, quantity in chosen.items() if set(quantity.needs) <= fields.keys()]
         if names:
             wide = torch.float64 if any(v.dtype is torch.float64 for v in fields.values()) else torch.float32
@@ -193,14 +191,13 @@ def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tupl
     return [numbers for _, numbers in sorted(found, key=lambda pair: pair[0])]
 
 
-def _derived(fields: Fields, site: Site | None, needs: set[str]) -> Fields:
+def _derived(fields: Fields, eps: float, needs: set[str]) -> Fields:
     """Statistics derived from those of stacked norms: roots and products."""
-    eps = 0.0 if site is None else site.eps
     names = {"sigma": "var", "psi": "quadratic", "running_sigma": "running_var", "running_psi": "running_quadratic"}
     found = {root: torch.sqrt(fields[square] + eps) for root, square in names.items() if square in fields}
     if "spread" in needs and "weight" in fields:
         ratio = fields["weight"].abs() / found["psi"]
-        found["spread"] = torch.quantile(ratio, ratio.new_tensor(list(QUARTILES.values())), dim=-1)
+        found["spread"] = torch.quantile(ratio, ratio.new_tensor([share for share, _ in QUARTILES.values()]), dim=-1)
     if "at_psi" in fields:
         g_mu, g_psi2, psi = (fields[name] for name in ("g_mu", "g_psi2", "at_psi"))
         found["g_sigma2"] = (g_psi2 * psi - fields["at_mean"] * g_mu) / torch.sqrt(fields["at_var"] + eps)

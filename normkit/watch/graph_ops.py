@@ -19,15 +19,10 @@ _UNSAFE = (torch.Tag.cudagraph_unsafe,)  # a replayed CUDA graph would not call 
 
 
 def register(listener: Any) -> int:
-    """Return the key by which the operators find a recorder; `unregister` ends its use."""
+    """Return the key by which the operators find a recorder, as long as it is in `LISTENERS`."""
     key = next(_KEYS)
     LISTENERS[key] = listener
     return key
-
-
-def unregister(key: int) -> None:
-    """Forget a recorder; graphs that still hold its key call nothing."""
-    LISTENERS.pop(key, None)
 
 
 def ledger(model: nn.Module) -> Tensor:
@@ -44,33 +39,33 @@ def begin_step(ledger: Tensor, key: int) -> None:
 
 
 @torch.library.custom_op("normkit::watch_input", mutates_args={"ledger"}, tags=_UNSAFE)
-def sample_input(x: Tensor, mask: Tensor | None, ledger: Tensor, key: int, site: int) -> None:
+def sample_input(x: Tensor, mask: Tensor | None, ledger: Tensor, key: int, norm: int) -> None:
     """Measure the input of a norm."""
     listener = LISTENERS.get(key)
     if listener is not None and listener.due and not inside_backward():
-        listener.sample_input(listener.site_at(site), x, mask)
+        listener.norms[norm].sample_input(x, mask)
 
 
 @torch.library.custom_op("normkit::watch_gradient", mutates_args={"ledger"}, tags=_UNSAFE)
-def sample_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, ledger: Tensor, key: int, site: int) -> None:
+def sample_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, ledger: Tensor, key: int, norm: int) -> None:
     """Measure the gradient of its output."""
     listener = LISTENERS.get(key)
     if listener is not None and listener.due:
-        listener.sample_gradient(listener.step, listener.site_at(site), x, dy, mask, None)
+        listener.norms[norm].sample_gradient(listener.step, x, dy, mask, None)
 
 
 class Tap(torch.autograd.Function):
     """Passes `y` on unchanged, and measures its gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx, y, x, mask, ledger, key, site):  # noqa: D102
+    def forward(ctx, y, x, mask, ledger, key, norm):  # noqa: D102
         ctx.save_for_backward(x, mask)
-        ctx.ledger, ctx.key, ctx.site = ledger, key, site
+        ctx.found = ledger, key, norm
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, mask = ctx.saved_tensors
-        sample_gradient(x, dy, mask, ctx.ledger, ctx.key, ctx.site)
+        sample_gradient(x, dy, mask, *ctx.found)
         return dy, None, None, None, None, None

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from normkit.watch.normality import p_normal
 
-QUARTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
+QUARTILES = {
+    "min": (0.0, "least"), "q25": (0.25, "first quartile"), "median": (0.5, "median"), "q75": (0.75, "third quartile"),
+    "max": (1.0, "largest"),
+}  # fmt: skip
 """Of |gamma| / psi_B over the channels of a norm: `spread [5, S]`."""
 
 DEAD = 1e-6
@@ -24,7 +27,7 @@ DEAD = 1e-6
 
 
 class Quantity(NamedTuple):
-    """A quantity: definition, source, the statistics it needs, and the function of these.
+    """A quantity: definition, source, the statistics it needs, and the function of these, by default the only one.
 
     Expensive ones are recorded only if they are named.
     """
@@ -32,7 +35,7 @@ class Quantity(NamedTuple):
     definition: str
     source: str
     of: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor] = lambda statistic: statistic
     expensive: bool = False
 
     @property
@@ -50,16 +53,8 @@ def _distance(batch: Tensor, running: Tensor) -> Tensor:
     return _per_channel(batch - running)
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 def _mean(x: Tensor) -> Tensor:
     return x.mean(-1)
-
-
-def _last(x: Tensor) -> Tensor:
-    return x[..., -1]
 
 
 def _rms(x: Tensor) -> Tensor:
@@ -91,12 +86,8 @@ def _percent_normal(window: Tensor) -> Tensor:
 
 QUANTITIES: dict[str, Quantity] = {
     # batch statistics against running ones
-    "distance_mean": Quantity(
-        "(1/d) ||mu_B - mu||", "PowerNorm Fig. 2",
-        "mean running_mean", _distance),
-    "distance_var": Quantity(
-        "(1/d) ||sigma_B^2 - sigma^2||", "PowerNorm Fig. 2, 4",
-        "var running_var", _distance),
+    "distance_mean": Quantity("(1/d) ||mu_B - mu||", "PowerNorm Fig. 2", "mean running_mean", _distance),
+    "distance_var": Quantity("(1/d) ||sigma_B^2 - sigma^2||", "PowerNorm Fig. 2, 4", "var running_var", _distance),
     "distance_quadratic": Quantity(
         "(1/d) ||psi_B^2 - psi^2||", "PowerNorm Fig. 4",
         "quadratic running_quadratic", _distance),
@@ -117,42 +108,31 @@ QUANTITIES: dict[str, Quantity] = {
         "rms over channels of psi_B / psi - 1: the same for a norm by quadratic means",
         "normkit, from Eq. 4 of PowerNorm",
         "psi running_psi", lambda psi, before: _rms(psi / before - 1)),
-    "length": Quantity(
-        "real tokens per sequence of the batch", "normkit", "length", _identity),
-    "length_spread": Quantity(
-        "their standard deviation over the sequences", "normkit", "length_spread", _identity),
+    "length": Quantity("real tokens per sequence of the batch", "normkit", "length"),
+    "length_spread": Quantity("their standard deviation over the sequences", "normkit", "length_spread"),
     "length_share": Quantity(
         "share of the variance between batches of mu_B / sigma_B and log sigma_B that batch length explains, linearly:"
         " last 50 samples, changes from one to the next, less what is chance", "normkit",
-        "share_batch", _identity),
-    "length_share_quadratic": Quantity(
-        "the same of log psi_B", "normkit", "share_quadratic", _identity),
+        "share_batch"),
+    "length_share_quadratic": Quantity("the same of log psi_B", "normkit", "share_quadratic"),
     # what passes through
-    "rms": Quantity(
-        "root mean square of the norm's input", "normkit", "quadratic", lambda x: x.mean(-1).sqrt()),
-    "largest": Quantity(
-        "largest magnitude in the norm's input", "normkit", "largest", _identity),
+    "rms": Quantity("root mean square of the norm's input", "normkit", "quadratic", lambda x: x.mean(-1).sqrt()),
+    "largest": Quantity("largest magnitude in the norm's input", "normkit", "largest"),
     "dead": Quantity(
         f"share of channels whose psi_B^2 is at most {DEAD:g} of the median one's", "normkit", "quadratic", _dead),
-    "nonfinite": Quantity(
-        "channels whose statistics are not finite", "normkit", "mean quadratic", _bad),
-    "tokens": Quantity(
-        "rows that the statistics are taken over", "B of PowerNorm Alg. 1", "count", _identity),
-    "padding": Quantity(
-        "share of those that are padding", "normkit", "padding", _identity),
+    "nonfinite": Quantity("channels whose statistics are not finite", "normkit", "mean quadratic", _bad),
+    "tokens": Quantity("rows that the statistics are taken over", "B of PowerNorm Alg. 1", "count"),
+    "padding": Quantity("share of those that are padding", "normkit", "padding"),
     # the learned scale
     **{
         f"gamma_over_psi_{name}": Quantity(
             f"{text} over channels of |gamma| / psi_B; Lemma 2 holds where it is at most 1",
             "PowerNorm Fig. 7, Lemma 2", "spread", operator.itemgetter(place))
-        for place, (name, text) in enumerate({"min": "least", "q25": "first quartile", "median": "median",
-                                              "q75": "third quartile", "max": "largest"}.items())
+        for place, (name, (_, text)) in enumerate(QUARTILES.items())
     },
-    "learned_g": Quantity(
-        "mean of the learned weight (ScaleNorm: its g)", "Tears Fig. 3, 4", "weight", _mean),
+    "learned_g": Quantity("mean of the learned weight (ScaleNorm: its g)", "Tears Fig. 3, 4", "weight", _mean),
     # gradients
-    "g_mu": Quantity(
-        "(1/d) ||g_mu||, g_mu = mean(gamma dL/dy)", "PowerNorm Eq. 3, Fig. 3", "g_mu", _per_channel),
+    "g_mu": Quantity("(1/d) ||g_mu||, g_mu = mean(gamma dL/dy)", "PowerNorm Eq. 3, Fig. 3", "g_mu", _per_channel),
     "g_sigma2": Quantity(
         "(1/d) ||g_sigma2||, g_sigma2 = mean(gamma dL/dy z), z = (x - mu_B) / sigma_B", "PowerNorm Eq. 3, Fig. 3, 4",
         "g_sigma2", _per_channel),
@@ -165,16 +145,13 @@ QUANTITIES: dict[str, Quantity] = {
         "dx_square dy_square", lambda dx, dy: (dx.sum(-1) / dy.sum(-1).clamp(min=1e-38)).sqrt()),
     # one channel of each norm
     "channel_activation": Quantity(
-        "sigma_t^2 = mean(x^2) of one channel", "UN Fig. 4", "channel_x", _last),
-    "channel_activation_am": Quantity(
-        "arithmetic mean of its last values", "UN Fig. 4", "channel_x", _mean),
+        "sigma_t^2 = mean(x^2) of one channel", "UN Fig. 4", "channel_x", lambda x: x[..., -1]),
+    "channel_activation_am": Quantity("arithmetic mean of its last values", "UN Fig. 4", "channel_x", _mean),
     "channel_activation_gm": Quantity(
         "geometric mean of its last values", "UN Fig. 4, Eq. 16",
         "channel_x", lambda x: x.clamp(min=1e-38).log().mean(-1).exp()),
-    "channel_gradient": Quantity(
-        "g_psi2 of the same channel", "UN Fig. 4", "channel_g", _last),
-    "channel_gradient_am": Quantity(
-        "arithmetic mean of its last values", "UN Fig. 4, Eq. 17", "channel_g", _mean),
+    "channel_gradient": Quantity("g_psi2 of the same channel", "UN Fig. 4", "channel_g", lambda x: x[..., -1]),
+    "channel_gradient_am": Quantity("arithmetic mean of its last values", "UN Fig. 4, Eq. 17", "channel_g", _mean),
     # states of norms
     "nu": Quantity("(1/d) ||nu||", "PowerNorm Eq. 13", "nu", _per_channel),
     "Gamma": Quantity(
@@ -182,16 +159,14 @@ QUANTITIES: dict[str, Quantity] = {
         "Gamma", lambda x: x.amax(-1)),
     "Gamma_bound": Quantity(
         "2 / (1 - alpha_bkw): nu contracts where Gamma stays below", "normkit, from Eq. 13; the theorem's own, Eq. 27,"
-        " is half of it", "Gamma_bound", _identity),
-    "filtered": Quantity("steps that outlier filtration has dropped", "UN Fig. 5", "filtered", _identity),
+        " is half of it", "Gamma_bound"),
+    "filtered": Quantity("steps that outlier filtration has dropped", "UN Fig. 5", "filtered"),
     "filtered_rate": Quantity(
         "the same as a share of the steps since smoothing began", "UN Fig. 5, Eq. 19",
         "filtered smoothed", lambda n, steps: n / steps.clamp(min=1)),
-    "warmup_left": Quantity(
-        "steps for which the norm still uses the batch's own statistics", "normkit", "warmup_left", _identity),
-    "skipped": Quantity(
-        "forwards that moved no statistics, being not finite or all padding", "normkit", "skipped", _identity),
-    "skipped_grad": Quantity("backwards that moved none", "normkit", "skipped_grad", _identity),
+    "warmup_left": Quantity("steps for which the norm still uses the batch's own statistics", "normkit", "warmup_left"),
+    "skipped": Quantity("forwards that moved no statistics, being not finite or all padding", "normkit", "skipped"),
+    "skipped_grad": Quantity("backwards that moved none", "normkit", "skipped_grad"),
     # the whole model
     "gradient_norm": Quantity(
         "norm of all gradients together, before any clipping", "Tears Fig. 2",
@@ -205,7 +180,7 @@ QUANTITIES: dict[str, Quantity] = {
 }  # fmt: skip
 
 
-def choose(names: Iterable[str] | None) -> dict[str, Quantity]:
+def choose(names: str | Iterable[str] | None) -> dict[str, Quantity]:
     """The quantities to record: those named.
 
     "default", or None, are all but the expensive ones, "all" every one.
@@ -214,13 +189,9 @@ def choose(names: Iterable[str] | None) -> dict[str, Quantity]:
     ['rms', 'dead']
     """
     cheap = [name for name, quantity in QUANTITIES.items() if not quantity.expensive]
-    if names is None:
-        names = cheap
-    if isinstance(names, str):
-        names = [names]
-    chosen: list[str] = []
-    for name in names:
-        chosen += {"default": cheap, "all": list(QUANTITIES)}.get(name, [name])
+    groups = {"default": cheap, "all": list(QUANTITIES)}
+    given = [names] if isinstance(names, str) else ["default"] if names is None else names
+    chosen = [each for name in given for each in groups.get(name, [name])]
     if unknown := [name for name in chosen if name not in QUANTITIES]:
         raise ValueError(f"there is no quantity {unknown[0]!r}; there are {', '.join(QUANTITIES)}, default and all")
     return {name: QUANTITIES[name] for name in dict.fromkeys(chosen)}

@@ -1,5 +1,6 @@
 """Record statistics of a model's norms by hooks that do not change the training."""
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import normkit.watch.graph_ops as graph_ops
 from normkit.norms import Norm
 from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward
-from normkit.watch.collect import Memory, Sample, evaluate, gather, gather_gradient
+from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
 from normkit.watch.rows import Rows, Sink
 from normkit.watch.sites import Padding, Site, sites
@@ -107,25 +108,24 @@ class Recorder:
                 f"record() found no norm: classes seen: {kinds}. A quantity of the whole model can be recorded by name:"
                 ' quantities=["gradient_norm"]'
             )
-        self.writes = _is_first_process()
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.writes = not grouped or torch.distributed.get_rank() == 0
         if not self.writes:  # the other processes take part where statistics are reduced over all of them
             found = [site for site in found if getattr(site.module, "sync", False)]
         self.rows = Rows(keep, to if self.writes else None)
         self.rows.refresh = self.evaluate_samples
-        self.sites = {site.name: site for site in found}
-        self.memory = {name: Memory(alpha, 32, channel) for name in self.sites}
         self.padding = Padding(model)
-        self._pending: list[Sample] = []
+        self.pending: list[Sample] = []
         self._gradients: dict[int, Tensor] = {}
         self._parameter_hooks: list[Any] = []  # present only during a step that is measured
         self._handles: list[Any] = list(self.padding.handles)
         self.key, self.ledger = graph_ops.register(self), graph_ops.ledger(model)
-        for index, site in enumerate(self.sites.values()):
-            hook = _Hook(self, site, index)
-            self._handles.append(site.module.register_forward_pre_hook(hook.before, with_kwargs=True))
+        self.norms = [NormRecorder(self, site, Memory(alpha, channel), index) for index, site in enumerate(found)]
+        for norm in self.norms:
+            module = norm.site.module
+            self._handles.append(module.register_forward_pre_hook(norm.before, with_kwargs=True))
             if self.needs & BACKWARD:
-                after = site.module.register_forward_hook(hook.after, with_kwargs=True, prepend=True)
-                self._handles.append(after)
+                self._handles.append(module.register_forward_hook(norm.after, with_kwargs=True, prepend=True))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -142,10 +142,11 @@ class Recorder:
         self.step += 1
         self.due = (self.step - 1) % self.every == 0
         self.active = True
+        self.padding.real.clear()
         if self.due and "gradient" in self.needs and self.writes:
             for number, parameter in enumerate(self.model.parameters()):
                 if parameter.requires_grad and parameter.is_leaf:
-                    hook = _GradientNorm(self._gradients, number)
+                    hook = functools.partial(self._keep_gradient_norm, number)
                     self._parameter_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def end_forward(self) -> None:
@@ -157,8 +158,8 @@ class Recorder:
             if torch.compiler.is_compiling():
                 graph_ops.begin_step(self.ledger, self.key)
                 return
-            self.padding.start(args, kwargs)
             self.begin_step()
+            self.padding.read(args, kwargs)
 
     def _after(self, model: nn.Module, args: tuple, output: object) -> None:
         if not torch.compiler.is_compiling():
@@ -166,51 +167,10 @@ class Recorder:
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    def site_at(self, index: int) -> Site:
-        """The norm of this number."""
-        return list(self.sites.values())[index]
-
-    def is_due(self, module: nn.Module) -> bool:
-        """Return True in a forward of a due step, also if the backward repeats it."""
-        return self.due and module.training and (self.active or inside_backward())
-
     @torch.no_grad()
-    def sample_input(self, site: Site, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Measure the input of a norm.
-
-        Return its mean and variance, which `sample_gradient` can use again.
-        """
-        x, memory = site.channels_last(x), self.memory[site.name]
-        real = self.padding.mask(x.shape[:-1])
-        if not site.stateful and mask is None:
-            mask = real  # batch statistics in the place of this norm would be given the mask
-        fields = gather(site, memory, x, mask, real)
-        fields |= self._windows(site, "x", fields["quadratic"])
-        self._pending.append(Sample(self.step, site, fields))
-        return fields["mean"], fields["var"]
-
-    @torch.no_grad()
-    def sample_gradient(
-        self, step: int, site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, moments: tuple[Tensor, Tensor] | None
-    ) -> None:
-        """Measure the gradient of a norm's output.
-
-        `moments` are mean and variance of its input, if known.
-        """
-        x, dy = site.channels_last(x), site.channels_last(dy)
-        if not site.stateful and mask is None:
-            mask = self.padding.mask(x.shape[:-1])
-        fields = gather_gradient(site, x, dy, mask, moments)
-        fields |= self._windows(site, "g", fields["g_psi2"])
-        self._pending.append(Sample(step, site, fields))
-
-    def _windows(self, site: Site, side: str, value: Tensor) -> dict[str, Tensor]:
-        memory, found = self.memory[site.name], {}
-        if f"channel_{side}" in self.needs:
-            found |= memory.push(side, value, int(getattr(site.module, "window", 4)))
-        if f"window_{side}" in self.needs:
-            found |= memory.fill(side, value)
-        return found
+    def _keep_gradient_norm(self, number: int, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradients[number] = torch.linalg.vector_norm(parameter.grad)
 
     @torch.no_grad()
     def evaluate_samples(self) -> None:
@@ -218,11 +178,11 @@ class Recorder:
         if self._gradients:
             norms = torch.stack([norm.to(torch.float32) for _, norm in sorted(self._gradients.items())])
             self._gradients.clear()
-            self._pending.append(Sample(self.step, None, {"gradient": norms}))
-        samples, self._pending = self._pending, []
+            self.pending.append(Sample(self.step, Site("", "", self.model), {"gradient": norms}))
+        samples, self.pending = self.pending, []
         if self.writes:
             for step, site, names, values in evaluate(samples, self.chosen):
-                self.rows.add(step, site.name if site else "", site.norm if site else "", tuple(names), values)
+                self.rows.add(step, site.name, site.norm, tuple(names), values)
 
     def _remove_parameter_hooks(self) -> None:
         for handle in self._parameter_hooks:
@@ -234,75 +194,89 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._remove_parameter_hooks()
-        graph_ops.unregister(self.key)
+        graph_ops.LISTENERS.pop(self.key)
         self.rows.flush()
         self.due = self.active = False
 
     def state(self) -> dict[str, Any]:
         """The state, beside the step, that a resumed recording needs for the same values."""
         self.evaluate_samples()
-        return {name: memory.state() for name, memory in self.memory.items()}
+        return {norm.site.name: norm.memory.state() for norm in self.norms}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore from `state`; norms that it does not have start from nothing."""
-        for name, memory in self.memory.items():
-            if name in state:
-                memory.load(state[name])
+        for norm in self.norms:
+            if norm.site.name in state:
+                norm.memory.load(state[norm.site.name])
 
 
-class _Hook:
-    """The two hooks of one norm."""
+class NormRecorder:
+    """The two hooks of one norm; what they measure becomes samples of the recorder."""
 
-    def __init__(self, recorder: Recorder, site: Site, index: int):
-        self.recorder, self.site, self.index = recorder, site, index
-        self.ledger = graph_ops.ledger(recorder.model)
-        self.moments: tuple[Tensor, Tensor] | None = None
+    def __init__(self, recorder: Recorder, site: Site, memory: Memory, index: int):
+        self.recorder, self.site, self.memory, self.index = recorder, site, memory, index
+        self.moments: Moments | None = None  # of the input of the forward in progress
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Measure the input, before the norm updates its statistics."""
         if torch.compiler.is_compiling():
             if module.training:
-                x, mask = _input(self.site, args, kwargs)
-                graph_ops.sample_input(x, mask, self.ledger, self.recorder.key, self.index)
+                x, mask = self._given(args, kwargs)
+                graph_ops.sample_input(x, mask, self.recorder.ledger, self.recorder.key, self.index)
             return
         self.moments = None
-        if self.recorder.is_due(module) and not inside_backward():  # a repeated forward was measured before
-            x, mask = _input(self.site, args, kwargs)
-            self.moments = self.recorder.sample_input(self.site, x, mask)
+        if self._is_due() and not inside_backward():  # a repeated forward was measured before
+            self.moments = self.sample_input(*self._given(args, kwargs))
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> Tensor | None:
         """Measure the gradient of the output, when the backward pass computes it."""
         if torch.compiler.is_compiling():
             if module.training and torch.is_grad_enabled():
-                x, mask = _input(self.site, args, kwargs)
-                return graph_ops.Tap.apply(y, x, mask, self.ledger, self.recorder.key, self.index)
+                x, mask = self._given(args, kwargs)
+                return graph_ops.Tap.apply(y, x, mask, self.recorder.ledger, self.recorder.key, self.index)
             return None
-        if self.recorder.is_due(module) and isinstance(y, Tensor) and y.requires_grad:
-            x, mask = _input(self.site, args, kwargs)
-            recorder, site, step, moments, x = self.recorder, self.site, self.recorder.step, self.moments, x.detach()
-            y.register_hook(lambda dy: recorder.sample_gradient(step, site, x, dy, mask, moments))
+        if self._is_due() and isinstance(y, Tensor) and y.requires_grad:
+            x, mask = self._given(args, kwargs)
+            step, moments, x = self.recorder.step, self.moments, x.detach()
+            y.register_hook(lambda dy: self.sample_gradient(step, x, dy, mask, moments))
         self.moments = None
         return None
 
-
-class _GradientNorm:
-    """Hook that keeps the norm of a parameter's gradient."""
-
-    def __init__(self, found: dict[int, Tensor], number: int):
-        self.found, self.number = found, number
+    @torch.no_grad()
+    def sample_input(self, x: Tensor, mask: Tensor | None) -> Moments:
+        """Measure the input; return its moments, which `sample_gradient` can use again."""
+        x = self.site.channels_last(x)
+        fields = gather(self.site, self.memory, x, self._mask(x, mask), self.recorder.padding.mask(x.shape[:-1]))
+        self._add(self.recorder.step, fields, "x", fields["quadratic"])
+        return fields["mean"], fields["var"], fields["count"]
 
     @torch.no_grad()
-    def __call__(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.found[self.number] = torch.linalg.vector_norm(parameter.grad)
+    def sample_gradient(self, step: int, x: Tensor, dy: Tensor, mask: Tensor | None, moments: Moments | None) -> None:
+        """Measure the gradient of the output; `moments` are those of the input, if known."""
+        x, dy = self.site.channels_last(x), self.site.channels_last(dy)
+        fields = gather_gradient(self.site, x, dy, self._mask(x, mask), moments)
+        self._add(step, fields, "g", fields["g_psi2"])
 
+    def _add(self, step: int, fields: Fields, side: str, followed: Tensor) -> None:
+        last = int(getattr(self.site.module, "window", 4))
+        fields |= self.memory.windows(side, followed, self.recorder.needs, last)
+        self.recorder.pending.append(Sample(step, self.site, fields))
 
-def _input(site: Site, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The input and the mask that a norm is called with."""
-    if isinstance(site.module, Norm):
-        x = kwargs["x"] if "x" in kwargs else args[0]
-        return x, site.module.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))
-    return args[0] if args else next(iter(kwargs.values())), None
+    def _is_due(self) -> bool:
+        """Return True in a forward of a due step, also if the backward repeats it."""
+        recorder = self.recorder
+        return recorder.due and self.site.module.training and (recorder.active or inside_backward())
+
+    def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """The input and the mask that the norm is called with."""
+        if isinstance(self.site.module, Norm):
+            x = kwargs["x"] if "x" in kwargs else args[0]
+            return x, self.site.module.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))
+        return args[0] if args else next(iter(kwargs.values())), None
+
+    def _mask(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The mask of a norm; for a per-token one, what batch statistics would be given in its place."""
+        return self.recorder.padding.mask(x.shape[:-1]) if mask is None and not self.site.stateful else mask
 
 
 def _check(model: object, alpha: float, **counts: object) -> None:
@@ -321,8 +295,3 @@ def _check(model: object, alpha: float, **counts: object) -> None:
             "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can. Train without recording:"
             " --record-every 0"
         )
-
-
-def _is_first_process() -> bool:
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not group or torch.distributed.get_rank() == 0

@@ -98,20 +98,19 @@ class Padding:
 
     def __init__(self, model: nn.Module):
         self.names = list(inspect.signature(model.forward).parameters)
-        self.real: list[Tensor] = []
+        self.real: list[Tensor] = []  # of this step, the first to try last
         self.handles = [
             module.register_forward_pre_hook(self._embed)
             for module in model.modules()
             if isinstance(module, nn.Embedding) and module.padding_idx is not None
         ]
 
-    def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Read the masks of a call of the model."""
+    def read(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Read the masks among the arguments of the model."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        self.real = []
-        for name, value in given.items():
+        for name, value in reversed(given.items()):
             if name.endswith(("attention_mask", "padding_mask")) and isinstance(value, Tensor) and value.dim() > 1:
-                self.real.insert(0, real_tokens(value, name))
+                self.real.append(real_tokens(value, name))
 
     def mask(self, shape: torch.Size) -> Tensor | None:
         """Return True for real tokens of an input of this shape `[...]`; None without any mask."""
