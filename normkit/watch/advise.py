@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from normkit.watch.faults import THRESHOLDS
+from normkit.watch.faults import LIMITS
 from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Row, as_recording
 from normkit.watch.row_names import format_sites, keeps_batch_statistics
@@ -28,18 +28,19 @@ def advise(rows: Iterable[Row] | Recording) -> list[str]:
     gaps = {site: (recording.middle("gap_batch", site), recording.middle("gap_quadratic", site)) for site in sites}
     lacking = [site for site, pair in gaps.items() if any(map(math.isnan, pair))]
     known = [site for site in sites if site not in lacking]
-    found = [f"{format_sites(lacking)}: {UNKNOWN}"] if lacking else []
+    found = []
     if known:
         batch, quadratic = (max(gaps[site][side] for site in known) for side in (0, 1))
-        found.insert(
-            0,
+        found.append(
             f"{format_sites(known)}: BatchNorm would be off by {100 * batch:.0f} % at evaluation, PN-V and UN by"
-            f" {100 * quadratic:.0f} %; {_prediction(target_share(recording), batch, quadratic)}",
+            f" {100 * quadratic:.0f} %; {_prediction(target_share(recording), batch, quadratic)}"
         )
+    if lacking:
+        found.append(f"{format_sites(lacking)}: {UNKNOWN}")
     return found
 
 
-def fails(share: float, limit: float = THRESHOLDS["target_share"].value) -> bool | None:
+def fails(share: float, limit: float = LIMITS["target_share"]) -> bool | None:
     """Predict whether BatchNorm and PN-V fail, as models read the target's length.
 
     None within a factor of two of the limit, where some runs failed and others held (`benchmarks/advice.py`).
@@ -51,8 +52,8 @@ def _prediction(share: float, batch: float, quadratic: float) -> str:
     """Predict by the share of target lengths that is between batches, and the largest gaps."""
     lengths = f"{100 * share:.0f} % of the variance of target lengths, given source lengths, is between batches"
     if fails(share):
-        un = "UN would hold" if quadratic <= THRESHOLDS["gap"].value else "of UN this is not known"
+        un = "UN would hold" if quadratic <= LIMITS["gap"] else "of UN this is not known"
         return f"BatchNorm and PN-V would fail, as {lengths}; {un}"
-    if fails(share) is False and max(batch, quadratic) <= THRESHOLDS["gap"].value:
+    if fails(share) is False and max(batch, quadratic) <= LIMITS["gap"]:
         return f"all three would hold, as {lengths}" if share else "all three would hold"
     return "whether a model bears that is not known"

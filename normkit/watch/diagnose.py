@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import normkit.watch.faults as faults
+from normkit.norms import PowerNorm
 from normkit.watch.faults import LIMITS, NOT_CHECKED, Check, Finding, by_site
 from normkit.watch.recording import Recording, Row, Series, as_recording
 from normkit.watch.row_names import (
@@ -34,8 +35,7 @@ def _centred(norm: str) -> bool:
 
 
 def _power(norm: str) -> bool:
-    kind, _ = norm_class(norm)
-    return kind is not None and kind.__name__ == "PowerNorm"
+    return norm_class(norm)[0] is PowerNorm
 
 
 def _filters(norm: str) -> bool:
@@ -132,10 +132,7 @@ def _judged(check: Check, recording: Recording) -> list[str]:
 
 
 def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
-    """Sites where a check cannot be made, with the quantities that are missing.
-
-    None if there are too few values.
-    """
+    """Sites where a check cannot be made, with the missing quantities: none if there are too few values."""
     found = {}
     for site in _judged(check, recording):
         needs = check.needs.split()

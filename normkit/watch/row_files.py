@@ -1,19 +1,16 @@
 """Files of recorded rows: the format, its reader and its writer."""
 
 import csv
-import importlib.util
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from normkit.files import open_regular
+from normkit.files import open_regular, write_whole
 from normkit.watch.recording import Recording, Row
 
 FILE = "rows.csv"
 TAIL = 64  # bytes before the position reached, by which a file that has grown is recognised
-
-
 HEAD = ",".join(Row._fields)
 
 
@@ -65,16 +62,16 @@ def write(path: str | Path, rows: Iterable[Row]) -> None:
         ValueError: for another kind of file, or for Parquet without pyarrow.
     """
     path = Path(path)
-    part = path.with_name(path.name + ".part")
     if path.suffix == ".csv":
-        part.write_text(to_csv(rows), encoding="utf8", newline="")
+        data = to_csv(rows).encode()
     elif path.suffix == ".parquet":
-        table, parquet = _pyarrow()
-        held = list(rows)
-        parquet.write_table(table({name: [row[i] for row in held] for i, name in enumerate(Row._fields)}), part)
+        pyarrow, buffer, held = _pyarrow(), io.BytesIO(), list(rows)
+        columns = {name: [row[i] for row in held] for i, name in enumerate(Row._fields)}
+        pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+        data = buffer.getvalue()
     else:
         raise ValueError(f"rows are written to .csv or .parquet; got {path.name}")
-    part.replace(path)
+    write_whole(path, data)
 
 
 def read(path: str | Path) -> list[Row]:
@@ -166,15 +163,13 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    _, parquet = _pyarrow()
-    columns: dict[str, Any] = parquet.read_table(path, columns=list(Row._fields)).to_pydict()
+    columns: dict[str, Any] = _pyarrow().parquet.read_table(path, columns=list(Row._fields)).to_pydict()
     return [Row(int(s), str(a), str(b), str(q), float(v)) for s, a, b, q, v in zip(*columns.values(), strict=True)]
 
 
-def _pyarrow() -> tuple[Any, Any]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError("Parquet needs pyarrow: pip install pyarrow, or write a .csv file")
-    import pyarrow
-    import pyarrow.parquet
-
-    return pyarrow.table, pyarrow.parquet
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ValueError("Parquet needs pyarrow: pip install pyarrow, or write a .csv file") from None
+    return pyarrow

@@ -1,9 +1,12 @@
 """Names that rows hold: norms by the kind of their statistics, and sites in a short text."""
 
+import re
 from collections.abc import Iterable
 
 from normkit.norms import NORMS, Norm, StatNorm, options, parse
 from normkit.text import escape, truncate
+
+NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)(|\..*)")  # the name of a site around its first part that is a number
 
 
 def norm_class(norm: str) -> tuple[type[Norm] | None, dict[str, object]]:
@@ -56,26 +59,17 @@ def format_sites(sites: Iterable[str]) -> str:
     >>> format_sites(["layers.4.norm1", "layers.5.norm1", "layers.6.norm1", "final_norm"])
     'layers.4-6.norm1, final_norm'
     """
-    ranges: list[tuple[str, int, int, str]] = []
+    ranges: list[tuple[str, str, list[int]]] = []  # what is before and after the number, and the numbers
     plain: list[str] = []
     for site in map(escape, sites):
-        head, number, tail = _numbered(site)
-        if number is None:
+        if (match := NUMBERED.fullmatch(site)) is None:
             plain.append(site or "the model")
             continue
-        before = [i for i, (h, _, last, t) in enumerate(ranges) if (h, last + 1, t) == (head, number, tail)]
-        if before:
-            ranges[before[0]] = (head, ranges[before[0]][1], number, tail)
+        head, number, tail = match[1], int(match[2]), match[3]
+        neighbours = [known for h, t, known in ranges if (h, t, known[-1] + 1) == (head, tail, number)]
+        if neighbours:
+            neighbours[0].append(number)
         else:
-            ranges.append((head, number, number, tail))
-    shown = [f"{head}{a}{tail}" if a == b else f"{head}{a}-{b}{tail}" for head, a, b, tail in ranges]
+            ranges.append((head, tail, [number]))
+    shown = [f"{head}{n[0]}{tail}" if len(n) == 1 else f"{head}{n[0]}-{n[-1]}{tail}" for head, tail, n in ranges]
     return ", ".join(truncate([*shown, *plain]))
-
-
-def _numbered(site: str) -> tuple[str, int | None, str]:
-    parts = site.split(".")
-    place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    if place is None:
-        return site, None, ""
-    head, tail = (f"{'.'.join(part)}" for part in (parts[:place], parts[place + 1 :]))
-    return head and f"{head}.", int(parts[place]), tail and f".{tail}"

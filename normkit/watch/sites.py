@@ -26,7 +26,7 @@ class Site:
     @property
     def stateful(self) -> bool:
         """True if the norm keeps running statistics."""
-        return isinstance(self.module, StatNorm) or isinstance(getattr(self.module, "running_mean", None), Tensor)
+        return isinstance(self.module, StatNorm) or _has_running_statistics(self.module)
 
     @property
     def weight(self) -> Tensor | None:
@@ -65,13 +65,9 @@ def sites(model: nn.Module) -> list[Site]:
     """
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, Norm):
-            found.append(
-                Site(_unwrapped_name(name, model), module.spec, module, -1)
-            )  # hooks that move channels are outside
-        elif is_parametrization(name):
-            continue
-        elif is_named_norm(module) or isinstance(getattr(module, "running_var", None), Tensor):
+        if isinstance(module, Norm):  # hooks that move channels are outside
+            found.append(Site(_unwrapped_name(name, model), module.spec, module))
+        elif not is_parametrization(name) and (is_named_norm(module) or _has_running_statistics(module)):
             found.append(Site(_unwrapped_name(name, model), type(module).__name__, module, _axis(module)))
     return found
 
@@ -85,8 +81,11 @@ def _axis(module: nn.Module) -> int:
     try:
         return read(module).channel_dim
     except CannotRead:  # a norm of images, or one with a formula of its own
-        name = type(module).__name__
-        return 1 if isinstance(getattr(module, "running_var", None), Tensor) or name.endswith(("2d", "3d")) else -1
+        return 1 if _has_running_statistics(module) or type(module).__name__.endswith(("2d", "3d")) else -1
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "running_var", None), Tensor)
 
 
 class Padding:
