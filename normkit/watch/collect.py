@@ -12,6 +12,7 @@ from normkit.norms._warmup import NOTICE, WarmupNorm
 from normkit.norms.un import UN
 from normkit.watch.length import LengthShare, batch_lengths
 from normkit.watch.quantities import QUARTILES, Quantity
+from normkit.watch.rows import Waiting
 from normkit.watch.sites import Site
 
 Fields = dict[str, Tensor]
@@ -167,18 +168,19 @@ def gather_gradient(site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, know
             "dy_square": square, **gain}  # fmt: skip
 
 
-def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tuple[int, Site, list[str], Tensor]]:
-    """Compute the chosen quantities: step, site, names and values of each sample.
+def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[Waiting]:
+    """Compute the chosen quantities of each sample.
 
     Samples with the same statistics in the same shapes are stacked, so that many norms cost as much as one.
     """
     needs = {need for quantity in chosen.values() for need in quantity.needs}
-    groups: dict[object, list[tuple[int, Sample]]] = {}
-    for place, sample in enumerate(samples):
-        key = (sample.site.eps, *((name, tuple(value.shape), value.device) for name, value in sample.fields.items()))
-        groups.setdefault(key, []).append((place, sample))
-    found = []
-    for places, group in (zip(*members, strict=True) for members in groups.values()):
+    groups: dict[object, list[int]] = {}  # numbers of samples
+    for place, (_, site, fields) in enumerate(samples):
+        key = (site.eps, *((name, tuple(value.shape), value.device) for name, value in fields.items()))
+        groups.setdefault(key, []).append(place)
+    found = {}
+    for places in groups.values():
+        group = [samples[place] for place in places]
         fields = {name: torch.stack([sample.fields[name] for sample in group]) for name in group[0].fields}
         fields |= _derived(fields, group[0].site.eps, needs)
         names = [name for name, quantity in chosen.items() if set(quantity.needs) <= fields.keys()]
@@ -186,9 +188,9 @@ def evaluate(samples: list[Sample], chosen: Mapping[str, Quantity]) -> list[tupl
             wide = torch.float64 if any(v.dtype is torch.float64 for v in fields.values()) else torch.float32
             values = [chosen[name].function(*(fields[need] for need in chosen[name].needs)) for name in names]
             table = torch.stack([value.to(wide) for value in values], dim=1)
-            found += [(place, (sample.step, sample.site, names, row))
-                      for place, sample, row in zip(places, group, table, strict=True)]  # fmt: skip
-    return [numbers for _, numbers in sorted(found, key=lambda pair: pair[0])]
+            for place, (step, site, _), row in zip(places, group, table, strict=True):
+                found[place] = Waiting(step, site.name, site.norm, names, row)
+    return [found[place] for place in sorted(found)]
 
 
 def _derived(fields: Fields, eps: float, needs: set[str]) -> Fields:

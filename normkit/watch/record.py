@@ -181,8 +181,8 @@ class Recorder:
             self.pending.append(Sample(self.step, Site("", "", self.model), {"gradient": norms}))
         samples, self.pending = self.pending, []
         if self.writes:
-            for step, site, names, values in evaluate(samples, self.chosen):
-                self.rows.add(step, site.name, site.norm, tuple(names), values)
+            for waiting in evaluate(samples, self.chosen):
+                self.rows.add(waiting)
 
     def _remove_parameter_hooks(self) -> None:
         for handle in self._parameter_hooks:
@@ -194,7 +194,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._remove_parameter_hooks()
-        graph_ops.LISTENERS.pop(self.key)
+        graph_ops.LISTENERS.pop(self.key, None)
         self.rows.flush()
         self.due = self.active = False
 

@@ -21,8 +21,8 @@ class Waiting(NamedTuple):
     step: int
     site: str
     norm: str
-    names: tuple[str, ...]
-    values: Tensor
+    names: list[str]
+    values: Tensor  # [len(names)]
 
 
 class Rows:
@@ -47,10 +47,10 @@ class Rows:
         self._count = 0  # rows waiting
         self._send = to if to is None or callable(to) else Appender(Path(to))
 
-    def add(self, step: int, site: str, norm: str, names: tuple[str, ...], values: Tensor) -> None:
-        """Add `values [len(names)]` without waiting for the device."""
-        self._waiting.append(Waiting(step, site, norm, names, values))
-        self._count += len(names)
+    def add(self, new: Waiting) -> None:
+        """Add numbers without waiting for the device."""
+        self._waiting.append(new)
+        self._count += len(new.names)
         if self._send is not None and self._count >= min(50_000, self.keep):  # some thousand steps
             self.take()
         while self._count > self.keep:
