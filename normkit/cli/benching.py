@@ -3,85 +3,71 @@
 import csv
 import io
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from normkit.cli.line import parse_arguments, write
+from normkit.cli.line import command, write
 from normkit.text import align
 
 KINDS = ("ratios", "blocks", "pieces")  # of files with ratios to LayerNorm
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "pnv", "batch", "un")
 
 
-def bench(arguments: list[str]) -> int:
-    """Show the time of norms relative to nn.LayerNorm, measured here or read from files."""
-    from tyro.conf import Positional
+@command
+def bench(
+    results: Path | None = None,
+    /,
+    norms: tuple[str, ...] = NORMS,
+    shape: str = "4096x512",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    rounds: int = 60,
+    threads: int = 1,
+    device: Literal["cpu", "cuda"] = "cpu",
+    compiled: bool = False,
+    explain: bool = False,
+    out: Path | None = None,
+) -> int:
+    """Show the time of norms relative to nn.LayerNorm, measured here or read from files.
 
-    def parse(
-        results: Positional[Path | None] = None,
-        norms: tuple[str, ...] = NORMS,
-        shape: str = "4096x512",
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        rounds: int = 60,
-        threads: int = 1,
-        device: Literal["cpu", "cuda"] = "cpu",
-        compiled: bool = False,
-        explain: bool = False,
-        out: Path | None = None,
-    ) -> dict[str, Any]:
-        """Measure norms beside nn.LayerNorm on this machine, or show existing timings.
+    Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, with
+    the 20th and 80th percentile. Norms with a warm-up are measured after it. A note follows if the machine is too
+    noisy for a verdict.
 
-        Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, with
-        the 20th and 80th percentile. Norms with a warm-up are measured after it. A note follows if the machine is too
-        noisy for a verdict.
-
-        Args:
-            results: A file or folder of timings, as benchmarks/*.py and --out write; nothing is measured then.
-            norms: Specs, as 'un(window=8)'.
-            shape: Rows x channels.
-            dtype: Type of the activations.
-            rounds: How often each norm runs.
-            threads: Threads of PyTorch; a single one is pinned to a core.
-            device: Where to measure.
-            compiled: Also each norm compiled by Inductor; needs a C++ compiler and some seconds a norm.
-            explain: Count operations and memory instead of timing.
-            out: Folder for picture and timings; nothing is written without it.
-        """
-        return locals()
-
-    given = parse_arguments(parse, arguments, "bench")
-    if given["results"] is None:
-        measured = _measured(given)
-        if measured is None:
-            return 0
-        found = {"ratios": measured}
-    else:
+    Args:
+        results: A file or folder of timings, as benchmarks/*.py and --out write; nothing is measured then.
+        norms: Specs, as 'un(window=8)'.
+        shape: Rows x channels.
+        dtype: Type of the activations.
+        rounds: How often each norm runs.
+        threads: Threads of PyTorch; a single one is pinned to a core.
+        device: Where to measure.
+        compiled: Also each norm compiled by Inductor; needs a C++ compiler and some seconds a norm.
+        explain: Count operations and memory instead of timing.
+        out: Folder for picture and timings; nothing is written without it.
+    """
+    if results is not None:
         from normkit.lab.report import speed
 
-        found = speed.read(given["results"])
-    _show(found, given["out"], given["results"] is None)
-    return 0
-
-
-def _measured(given: dict[str, Any]) -> list[dict] | None:
-    """Measured rows; None after `--explain`."""
+        _show(speed.read(results), out, measured=False)
+        return 0
     import torch
 
-    from normkit.lab.norm_speed import explain, measure
+    from normkit.lab.norm_speed import explain as operations
+    from normkit.lab.norm_speed import measure
 
-    rows, dim = _shape(given["shape"])
-    for name in ("rounds", "threads"):
-        if given[name] < 1:
-            raise ValueError(f"--{name} must be a whole number >= 1; got {given[name]}")
-    if given["device"] == "cuda" and not torch.cuda.is_available():
+    rows, dim = _shape(shape)
+    for name, count in (("rounds", rounds), ("threads", threads)):
+        if count < 1:
+            raise ValueError(f"--{name} must be a whole number >= 1; got {count}")
+    if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out to measure on the CPU")
-    if not given["norms"]:
+    if not norms:
         raise ValueError("--norms: name at least one, as --norms layer 'un(window=8)'")
-    if given["explain"]:
-        write(_explained([row for spec in given["norms"] for row in explain(spec, rows, dim, given["dtype"],
-                                                                            given["device"])]))  # fmt: skip
-        return None
-    return measure(given["norms"], rows, dim, given["dtype"], given["rounds"], given["device"], given["compiled"],
-                   given["threads"])  # fmt: skip
+    if explain:
+        write(_explained([row for spec in norms for row in operations(spec, rows, dim, dtype, device)]))
+    else:
+        measured = measure(norms, rows, dim, dtype, rounds, device, compiled, threads)
+        _show({"ratios": measured}, out, measured=True)
+    return 0
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -2,24 +2,19 @@
 
 from pathlib import Path
 
-from normkit.cli.line import parse_arguments, write
+from normkit.cli.line import command, write
 
 
-def compare(arguments: list[str]) -> int:
-    """Compare runs: intervals over seeds, paired bootstrap of translations."""
-    from tyro.conf import Positional
+@command
+def compare(runs: tuple[Path, ...], /) -> int:
+    """Compare runs: intervals over seeds, paired bootstrap of translations.
 
-    def parse(runs: Positional[tuple[Path, ...]]) -> tuple[Path, ...]:
-        """Compare runs with the first: intervals over seeds, bootstrap of translations.
+    All are compared with the first. The intervals compare settings, such as norms; the bootstrap compares two trained
+    models.
 
-        The intervals compare settings, such as norms; the bootstrap compares two trained models.
-
-        Args:
-            runs: Folders of runs, or folders that hold one run's seeds.
-        """
-        return runs
-
-    runs = parse_arguments(parse, arguments, "compare")
+    Args:
+        runs: Folders of runs, or folders that hold one run's seeds.
+    """
     if not runs:
         raise ValueError("no run given; try `normkit compare runs/layer runs/un`")
     from normkit.lab.train.compare import compared

@@ -5,29 +5,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from normkit.cli.line import BAD_INPUT, parse_arguments, write
+from normkit.cli.line import BAD_INPUT, command, write
 
 FOUND = 1  # exit status if something was found
 
 
-def doctor(arguments: list[str]) -> int:
-    """Find faults of a run in its recorded rows."""
-    from tyro.conf import Positional
+@command
+def doctor(path: Path, /) -> int:
+    """Find faults of a run in its recorded rows.
 
-    def parse(path: Positional[Path]) -> dict[str, Any]:
-        """List faults in the recorded statistics of a run, with remedies; exit status 1.
+    Faults are listed with remedies; the exit status is 1. Checks for which the rows do not suffice are listed with how
+    to record more; exit status 2 if these are all.
 
-        Checks for which the rows do not suffice are listed with how to record more; exit status 2 if these are all.
-
-        Args:
-            path: A run folder, or a file of rows (.csv, .parquet).
-        """
-        return locals()
-
+    Args:
+        path: A run folder, or a file of rows (.csv, .parquet).
+    """
     from normkit.watch import NOT_CHECKED, checked, read
     from normkit.watch.recording import as_recording
 
-    path = parse_arguments(parse, arguments, "doctor")["path"]
     recording, result = as_recording(read(path)), _result(path)
     faults, unchecked, advice = examine(recording, result)
     faults = [*_ending(result), *faults]

@@ -5,59 +5,49 @@
 
 from pathlib import Path
 
-from normkit.cli.line import parse_arguments, write
+from normkit.cli.line import command, write
 
 
-def audit(arguments: list[str]) -> int:
-    """Report for each norm of a saved model what folding can make of it."""
-    from tyro.conf import Positional
+@command
+def audit(model: Path, /) -> int:
+    """Report for each norm of a saved model what folding can make of it; nothing changes.
 
-    def parse(model: Positional[Path]) -> Path:
-        """Report for each norm of a saved model what folding can make of it. Nothing changes.
-
-        Args:
-            model: Folder of a run, or of a Hugging Face model with safetensors.
-        """
-        return model
-
-    folder = parse_arguments(parse, arguments, "audit")
+    Args:
+        model: Folder of a run, or of a Hugging Face model with safetensors.
+    """
     from normkit.lab.pretrained import audit_dir, is_pretrained_dir
 
-    if is_pretrained_dir(folder):
-        write(str(audit_dir(folder)))
+    if is_pretrained_dir(model):
+        write(str(audit_dir(model)))
         return 0
     from normkit.lab.train.fold_run import audit_run
     from normkit.lab.train.run import load
 
-    write(str(audit_run(load(folder))))
+    write(str(audit_run(load(model))))
     return 0
 
 
-def fold(arguments: list[str]) -> int:
-    """Fold the norms of a saved model away, and verify that nothing changed."""
-    from tyro.conf import Positional
+@command
+def fold(model: Path, /, out: Path) -> int:
+    """Fold the norms of a saved model away, and verify that nothing changed.
 
-    def parse(model: Positional[Path], out: Path) -> tuple[Path, Path]:
-        """Fold the norms of a saved model into the layers beside them, verified in float64.
+    They become part of the layers beside them; the comparison is in float64.
 
-        Args:
-            model: Folder of a run, or of a Hugging Face model with safetensors.
-            out: Folder for the folded model: a run that `normkit pronounce --run` and `translate` take like any other,
-                or a Hugging Face folder with a load.py.
-        """
-        return model, out
-
-    folder, out = parse_arguments(parse, arguments, "fold")
-    check_out(folder, out, "folding")
+    Args:
+        model: Folder of a run, or of a Hugging Face model with safetensors.
+        out: Folder for the folded model: a run that `normkit pronounce --run` and `translate` take like any other,
+            or a Hugging Face folder with a load.py.
+    """
+    check_out(model, out, "folding")
     from normkit.lab.pretrained import fold_dir, is_pretrained_dir
 
-    if is_pretrained_dir(folder):
-        report = fold_dir(folder, out)
+    if is_pretrained_dir(model):
+        report = fold_dir(model, out)
     else:
         from normkit.lab.train.fold_run import fold_run
         from normkit.lab.train.run import load, save
 
-        folded, report = fold_run(load(folder))
+        folded, report = fold_run(load(model))
         save(out, folded)
     write(f"{report}\nsaved to {out}")
     return 0

@@ -1,14 +1,34 @@
 """Parse arguments, write lines, report errors."""
 
 import contextlib
+import functools
+import inspect
 import io
 import shlex
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from normkit.text import escape
 
 BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def command(function: Callable[..., int]) -> Callable[[list[str]], int]:
+    """Make a command of a function, to be called with the words after the command's name.
+
+    Parameters become flags, positional-only ones arguments without a flag; the docstring becomes the help.
+    """
+
+    @functools.wraps(function)
+    def run(arguments: list[str]) -> int:
+        if not arguments and not inspect.signature(function).parameters:  # `list` must run without tyro
+            return function()
+        given = functools.wraps(function)(lambda *positional, **flags: (positional, flags))
+        positional, flags = parse_arguments(given, arguments, function.__name__.strip("_").replace("_", "-"))
+        return function(*positional, **flags)
+
+    return run
 
 
 def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any) -> Any:

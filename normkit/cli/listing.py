@@ -6,25 +6,19 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from normkit.cli.line import parse_arguments, write
+from normkit.cli.line import command, write
 from normkit.norms import NORMS, make, options
 from normkit.text import align
 
 TASK_EXTRAS = {"mt": "text", "images": "vision", "detection": "vision"}  # beside `demo`, which all tasks need
 
 
-def list_(arguments: list[str]) -> int:
-    """List norms with their options, recipes, and data."""
+@command
+def list_() -> int:
+    """List norms with their options, recipes of `normkit train`, and data.
 
-    def parse() -> None:
-        """List norms with their options, recipes of `normkit train`, and data.
-
-        For each recipe, the list shows if this machine can run it: its packages, its data, and a GPU where it needs
-        one.
-        """
-
-    if arguments:  # without arguments, this command needs PyTorch alone
-        parse_arguments(parse, arguments, "list")
+    For each recipe, the list shows if this machine can run it: its packages, its data, and a GPU where it needs one.
+    """
     from normkit.lab.data.corpora import CORPORA
     from normkit.lab.data.embedded import SOURCES
     from normkit.lab.data.image_sets import IMAGE_SETS

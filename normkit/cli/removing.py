@@ -4,49 +4,44 @@ from pathlib import Path
 from typing import Any, Literal
 
 from normkit.cli.folding import check_out
-from normkit.cli.line import parse_arguments, write
+from normkit.cli.line import command, write
 from normkit.cli.running import interruptible
 
 
-def remove_norms(arguments: list[str]) -> int:
-    """Take the norms out of a trained model: fit, train a little, fold."""
-    from tyro.conf import Positional
+@command
+def remove_norms(
+    model: Path,
+    /,
+    steps: int,
+    out: Path,
+    text: str | None = None,
+    loss: Literal["outputs", "task"] = "outputs",
+    to: str = "un(warmup=0)",
+    statistics: Literal["frozen", "batches"] | None = None,
+    lr: float | None = None,
+    seed: int = 0,
+    unfolded: bool = False,
+    resume: bool = False,
+) -> int:
+    """Take the norms out of a trained model: fit, train a little, fold.
 
-    def parse(
-        model: Positional[Path],
-        steps: int,
-        out: Path,
-        text: str | None = None,
-        loss: Literal["outputs", "task"] = "outputs",
-        to: str = "un(warmup=0)",
-        statistics: Literal["frozen", "batches"] | None = None,
-        lr: float | None = None,
-        seed: int = 0,
-        unfolded: bool = False,
-        resume: bool = False,
-    ) -> dict[str, Any]:
-        """Take the norms out of a trained model: fit offline norms to them, train a little, fold.
+    Offline norms are fitted to its norms, trained and folded. Ends with a report: scores of the original, and of the
+    model without norms, also of single tokens.
 
-        Ends with a report: scores of the original, and of the model without norms, also of single tokens.
-
-        Args:
-            model: Folder of a run, or of a Hugging Face model with safetensors and a tokenizer.
-            steps: Training steps; 300 are a good start.
-            out: Folder for the model without norms.
-            text: Text to train a Hugging Face model on: a file with one text a line, or a corpus such as wikitext-2.
-            loss: outputs: no labels, the original's outputs and inner activations; task: the loss of the run's task.
-            to: Spec of the offline norm that is folded.
-            statistics: Statistics of the new norms while training: frozen, or those of the batches, calibrated at the
-                end; batches with the loss of the task, else frozen.
-            lr: Highest learning rate; a third of the run's, or 3e-4.
-            seed: Seed of the order of batches and of dropout.
-            unfolded: Also write the trained model before folding, to OUT/unfolded, to fold it with other options.
-            resume: Continue an interrupted removal with the same settings.
-        """
-        return locals()
-
-    given = parse_arguments(parse, arguments, "remove-norms")
-    model, out, resume = given.pop("model"), given.pop("out"), given.pop("resume")
+    Args:
+        model: Folder of a run, or of a Hugging Face model with safetensors and a tokenizer.
+        steps: Training steps; 300 are a good start.
+        out: Folder for the model without norms.
+        text: Text to train a Hugging Face model on: a file with one text a line, or a corpus such as wikitext-2.
+        loss: outputs: no labels, the original's outputs and inner activations; task: the loss of the run's task.
+        to: Spec of the offline norm that is folded.
+        statistics: Statistics of the new norms while training: frozen, or those of the batches, calibrated at the
+            end; batches with the loss of the task, else frozen.
+        lr: Highest learning rate; a third of the run's, or 3e-4.
+        seed: Seed of the order of batches and of dropout.
+        unfolded: Also write the trained model before folding, to OUT/unfolded, to fold it with other options.
+        resume: Continue an interrupted removal with the same settings.
+    """
     check_out(model, out, "removal")
     from rich.console import Console
 
@@ -54,7 +49,7 @@ def remove_norms(arguments: list[str]) -> int:
     from normkit.lab.train.removal import Removal
     from normkit.lab.train.removal import remove_norms as remove
 
-    settings, stages = Removal(**given), ["without norms"]
+    settings, stages = Removal(steps, to, loss, lr, text, statistics, seed, unfolded), ["without norms"]
     stages += ["original, trained likewise"] if settings.loss == "task" else []
     with interruptible() as signals, Board(Console(stderr=True), stages, settings.steps) as board:
 

@@ -7,83 +7,68 @@ from pathlib import Path
 from typing import Any
 
 from normkit.cli.doctor import examine
-from normkit.cli.line import parse_arguments, typed, write
+from normkit.cli.line import command, typed, write
 
 
-def report(arguments: list[str]) -> int:
-    """Make the table, figures and a page of finished runs."""
-    from tyro.conf import Positional
+@command
+def report(paths: tuple[Path, ...], /, out: Path | None = None) -> int:
+    """Make the table, figures and a page of finished runs from their result files.
 
-    def parse(paths: Positional[tuple[Path, ...]], out: Path | None = None) -> dict[str, Any]:
-        """Make table, figures and report.html of finished runs from their result files.
-
-        Args:
-            paths: Result files, or folders with such files somewhere inside.
-            out: Folder for table, figures and page; by default the first path.
-        """
-        return locals()
-
-    given = parse_arguments(parse, arguments, "report")
-    if not given["paths"]:
+    Args:
+        paths: Result files, or folders with such files somewhere inside.
+        out: Folder for table, figures and report.html; by default the first path.
+    """
+    if not paths:
         raise ValueError("no results given; try `normkit report runs/demo`")
     from normkit.lab.report import results
 
-    paths = given["paths"]
     first = paths[0] if paths[0].is_dir() else paths[0].parent
     found = results.find(paths)
-    show(found, given["out"] or first, typed("report", *arguments), sections(found, paths))
+    words = [*map(str, paths), *(["--out", str(out)] if out else [])]
+    show(found, out or first, typed("report", *words), sections(found, paths))
     return 0
 
 
-def figure(arguments: list[str]) -> int:
-    """Draw a figure of the papers from any runs; without a name, list the figures."""
-    from tyro.conf import Positional
+@command
+def figure(name: str = "", paths: tuple[Path, ...] = (), /, out: Path | None = None) -> int:
+    """Draw a figure of the papers from any runs; without a name, list the figures.
 
-    def parse(name: Positional[str], paths: Positional[tuple[Path, ...]], out: Path | None = None) -> dict[str, Any]:
-        """Draw a figure of the papers, with its axes, from result files and recorded rows.
+    It has the axes of the paper's, and is drawn from result files and recorded rows.
 
-        Args:
-            name: Such as pn.figure2; `normkit figure` lists all.
-            paths: Result files, or folders with such files somewhere inside.
-            out: The figure, .svg or .png; by default NAME.svg.
-        """
-        return locals()
-
+    Args:
+        name: Such as pn.figure2; `normkit figure` lists all.
+        paths: Result files, or folders with such files somewhere inside.
+        out: The figure, .svg or .png; by default NAME.svg.
+    """
     from normkit.lab.papers import figures
     from normkit.lab.report import results
     from normkit.names import pick
 
-    if not arguments:
+    if not name:
         write(f"Figures (normkit figure NAME PATHS --out FILE.svg)\n\n{figures.listing()}")
         return 0
-    given = parse_arguments(parse, arguments, "figure")
-    pick(figures.FIGURES, given["name"], "figure")
-    if not given["paths"]:
-        raise ValueError(f"no results given; try `normkit figure {given['name']} runs/demo`")
-    found = results.find(given["paths"], unfinished=True)
-    made = figures.draw(given["name"], found, given["out"] or Path(f"{given['name']}.svg"))
+    pick(figures.FIGURES, name, "figure")
+    if not paths:
+        raise ValueError(f"no results given; try `normkit figure {name} runs/demo`")
+    made = figures.draw(name, results.find(paths, unfinished=True), out or Path(f"{name}.svg"))
     write(f"figure: {made}")
     return 0
 
 
-def watch(arguments: list[str]) -> int:
-    """Show runs in progress on a page that updates itself, on this machine only."""
-    from tyro.conf import Positional
+@command
+def watch(run: Path, /, port: int = 0) -> int:
+    """Show runs in progress on a page that updates itself, on this machine only.
 
-    def parse(run: Positional[Path], port: int = 0) -> tuple[Path, int]:
-        """Serve a page of runs while they train, to this machine only, until Ctrl-C.
+    Serves until Ctrl-C.
 
-        Args:
-            run: Folder of a run, or of runs; it may be started, stopped and started again.
-            port: Port of the page's address; by default a free one.
-        """
-        return run, port
-
-    folder, port = parse_arguments(parse, arguments, "watch")
+    Args:
+        run: Folder of a run, or of runs; it may be started, stopped and started again.
+        port: Port of the page's address; by default a free one.
+    """
     from normkit.lab.report import live
 
-    with live.server(folder, port, lambda found, reader: sections(found, (), reader)) as server:
-        write(f"watching {folder} at http://{live.HERE}:{server.server_address[1]}/ (Ctrl-C ends)")
+    with live.server(run, port, lambda found, reader: sections(found, (), reader)) as server:
+        write(f"watching {run} at http://{live.HERE}:{server.server_address[1]}/ (Ctrl-C ends)")
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -3,56 +3,43 @@
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from normkit.cli.line import complain, parse_arguments, write
+from normkit.cli.line import command, complain, write
 
 
-def pronounce(arguments: list[str]) -> int:
-    """Print the sounds of words, predicted by a model of the demo."""
-    from tyro.conf import Positional
+@command
+def pronounce(words: tuple[str, ...], /, run: Path | None = None) -> int:
+    """Print the sounds of words, one word a line, predicted by a model of the demo.
 
-    def parse(words: Positional[tuple[str, ...]], run: Path | None = None) -> dict[str, Any]:
-        """Print the sounds of words, one word a line, predicted by a trained model.
-
-        Args:
-            words: Words to pronounce, letters and apostrophes.
-            run: Folder of the run; the default is the best run in runs/demo.
-        """
-        return locals()
-
-    given = parse_arguments(parse, arguments, "pronounce")
-    if not given["words"]:
+    Args:
+        words: Words to pronounce, letters and apostrophes.
+        run: Folder of the run; the default is the best run in runs/demo.
+    """
+    if not words:
         raise ValueError("no word given; try `normkit pronounce transformer`")
     from normkit.lab.studies.inference import best, pronounce
 
-    folder = given["run"] or best(Path("runs/demo"))
-    if given["run"] is None:
+    folder = run or best(Path("runs/demo"))
+    if run is None:
         sys.stderr.write(f"using {folder}\n")
-    width = max(map(len, given["words"]))
-    for word, sounds in zip(given["words"], pronounce(folder, given["words"]), strict=True):
+    width = max(map(len, words))
+    for word, sounds in zip(words, pronounce(folder, words), strict=True):
         write(f"{word:<{width}}  {' '.join(sounds)}")
     return 0
 
 
-def translate(arguments: list[str]) -> int:
-    """Translate lines of standard input with the model of a run."""
-    from tyro.conf import Positional
+@command
+def translate(run: Path, /) -> int:
+    """Translate lines of standard input with the model of a run.
 
-    def parse(run: Positional[Path]) -> Path:
-        """Translate standard input line by line with a trained model.
+    For a run of task g2p, a line is a word.
 
-        For a run of task g2p, a line is a word.
-
-        Args:
-            run: Folder of the run.
-        """
-        return run
-
-    folder = parse_arguments(parse, arguments, "translate")
+    Args:
+        run: Folder of the run.
+    """
     from normkit.lab.studies.inference import translate_lines
 
-    for line in translate_lines(folder, _lines(sys.stdin.buffer), complain):
+    for line in translate_lines(run, _lines(sys.stdin.buffer), complain):
         write(line)
         sys.stdout.flush()
     return 0
