@@ -276,19 +276,6 @@ def test_padding_is_found_by_an_argument():
     assert only(rows, "tokens") == [3]
 
 
-def test_masks_of_past_steps_are_freed():
-    """Also in a loop that calls parts of the model and counts the steps itself, as the Lightning callback does."""
-    model = Text(nn.LayerNorm(6))
-    recorder = Recorder(model, 1, "tokens")
-    for ids in ([[1, 0]], [[1, 2]], [[0, 0]]):
-        recorder.begin_step()
-        model(torch.tensor(ids))
-        recorder.end_forward()
-    assert [row.value for row in recorder.rows] == [1, 2, 0]
-    assert len(recorder.padding.real) == 1
-    recorder.close()
-
-
 class Checkpointed(nn.Module):
     def __init__(self, inner, reentrant):
         super().__init__()

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from normkit.lab.data.batches import batches_of
-from normkit.watch import NOT_CHECKED, Row, advise, diagnose
+from normkit.watch import NOT_CHECKED, Recorder, Row, advise, diagnose
 from normkit.watch.length import target_share
 from normkit.watch.recording import as_recording
 
@@ -47,3 +48,16 @@ def test_no_finding_if_target_lengths_follow_from_the_sources():
     for by, expected in ((1, set()), (2, {"batch length"})):
         found = diagnose(row._replace(norm="batch") for row in pairs(by))
         assert {finding.kind for finding in found} - {NOT_CHECKED} == expected
+
+
+def test_masks_of_past_steps_are_freed():
+    """Also in a loop that counts the steps itself, as the Lightning callback does."""
+    model = nn.Sequential(nn.Embedding(3, 2, padding_idx=0), nn.LayerNorm(2))
+    recorder = Recorder(model, 1, "length")
+    for ids in ([[1, 0]], [[1, 2]], [[0, 0]]):
+        recorder.begin_step()
+        model(torch.tensor(ids))
+        recorder.end_forward()
+    assert [row.value for row in recorder.rows] == [1, 2, 0]
+    assert len(recorder.padding.real) == 1
+    recorder.close()

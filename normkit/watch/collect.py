@@ -147,7 +147,10 @@ def _state(norm: StatNorm, fields: Fields) -> Fields:
 
 
 def gather_gradient(site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, known: Moments | None) -> Fields:
-    """Gather statistics of the gradient `dy[..., C]` of a norm's output; `known` are the moments of `x`."""
+    """Gather statistics of the gradient `dy[..., C]` of a norm's output.
+
+    `known` are the moments of `x`.
+    """
     if isinstance(site.module, StatNorm):
         x = site.module.rest(x)
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -132,7 +132,7 @@ def _judged(check: Check, recording: Recording) -> list[str]:
 
 
 def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
-    """Sites where a check cannot be made, with the missing quantities: none if there are too few values."""
+    """Sites where a check cannot be made: missing quantities, or () for too few values."""
     found = {}
     for site in _judged(check, recording):
         needs = check.needs.split()

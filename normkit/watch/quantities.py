@@ -27,9 +27,9 @@ DEAD = 1e-6
 
 
 class Quantity(NamedTuple):
-    """A quantity: definition, source, the statistics it needs, and the function of these, by default the only one.
+    """A quantity: definition, source, the statistics it needs, and the function of these.
 
-    Expensive ones are recorded only if they are named.
+    Without a function it is the statistic itself. Expensive ones are recorded only if they are named.
     """
 
     definition: str

@@ -275,7 +275,7 @@ class NormRecorder:
         return args[0] if args else next(iter(kwargs.values())), None
 
     def _mask(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The mask of a norm; for a per-token one, what batch statistics would be given in its place."""
+        """The mask of a norm; for a per-token one, that of batch statistics in its place."""
         return self.recorder.padding.mask(x.shape[:-1]) if mask is None and not self.site.stateful else mask
 
 
