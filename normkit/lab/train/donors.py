@@ -16,12 +16,13 @@ class Donors:
 
     def __init__(self, sizes: np.ndarray):
         self.sizes, self.random = sizes, np.random.default_rng(0)
-        self._groups: dict[str, tuple[np.ndarray, list[np.ndarray]]] = {}
+        self._groups: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
 
     def choose(self, sizes: np.ndarray, kind: DonorKind) -> np.ndarray:
         """Return a training item for each row of `sizes`, of the nearest lengths."""
-        keys, items = self._grouped(kind)
-        wanted, place = np.unique(kind.key(sizes + np.array([0, kind.longer])), axis=0, return_inverse=True)
+        keys, items = self._grouped(kind.same)
+        lengths = (sizes + np.array([0, kind.longer]))[:, : kind.same]
+        wanted, place = np.unique(lengths, axis=0, return_inverse=True)
         found = np.empty(len(sizes), dtype=np.int64)
         for number, key in enumerate(wanted):
             nearest = items[int(np.abs(keys - key).sum(1).argmin())]
@@ -29,11 +30,10 @@ class Donors:
             found[rows] = self.random.choice(nearest, len(rows), replace=len(rows) > len(nearest))
         return found
 
-    def _grouped(self, kind: DonorKind) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Training items by key, grouped once."""
-        name = kind.key.__name__
-        if name not in self._groups:
-            keys, place, counts = np.unique(kind.key(self.sizes), axis=0, return_inverse=True, return_counts=True)
+    def _grouped(self, same: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Training items by their first `same` lengths, grouped once."""
+        if same not in self._groups:
+            keys, place, counts = np.unique(self.sizes[:, :same], axis=0, return_inverse=True, return_counts=True)
             order = np.argsort(place.reshape(-1), kind="stable")
-            self._groups[name] = keys, np.split(order, np.cumsum(counts)[:-1])
-        return self._groups[name]
+            self._groups[same] = keys, np.split(order, np.cumsum(counts)[:-1])
+        return self._groups[same]
