@@ -7,7 +7,7 @@
 
 struct ColumnForward {  // column_forward: y = (u - mean) * scale + shift and the moments of u, x after layer-scale
     const void* x;
-    const std::uint8_t* mask;  // [n], 1 where a row is real
+    const bool* mask;  // [n], true where a row is real
     void* y;
     const float* mean;
     const float* scale;
@@ -24,7 +24,7 @@ struct ColumnForward {  // column_forward: y = (u - mean) * scale + shift and th
 struct ColumnBackward {  // column_backward: dx, and the sums of dy and of dy * (u - mean)
     const void* dy;
     const void* x;
-    const std::uint8_t* mask;
+    const bool* mask;
     void* dx;
     const float* mean;
     const float* dy_coefficient;
@@ -72,82 +72,4 @@ struct Infer {  // infer: a norm by its running statistics
     std::int64_t groups;
     float eps;
     int center;
-};
-
-struct Train {  // train: a training forward, its rule applied in between, or by the decisions of an earlier one
-    const void* x;
-    const std::uint8_t* mask;
-    void* y;
-    const float* weight;
-    const float* bias;
-    std::int64_t n;
-    std::int64_t channels;
-    std::int64_t groups;
-    float eps;
-    int center;
-    // the rule: fields of KernelRule
-    std::int64_t rule;
-    int known_in_advance;
-    float rate;
-    std::int64_t warmup;
-    std::int64_t until_r;
-    std::int64_t until_d;
-    float bound_r;
-    float bound_d;
-    float floor;
-    int unbiased;
-    // state of the norm, updated
-    float* running;
-    std::int64_t* step;
-    std::int64_t* skipped;
-    float* window;  // [window_size, channels]
-    std::int64_t window_size;
-    const float* smooth_grad;
-    // decisions of the step: fields of StepStatistics
-    int decided;  // they are given
-    float* batch;
-    float* value;
-    float* count;
-    std::int64_t* next_step;
-    float* output_scale;
-    float* output_shift;
-    float* saved_grad;
-    float* saved_gamma;
-};
-
-struct Differentiate {  // differentiate: the backward pass of `train`
-    const void* dy;
-    const void* x;
-    const std::uint8_t* mask;
-    void* dx;
-    const float* weight;
-    std::int64_t n;
-    std::int64_t channels;
-    std::int64_t groups;
-    float eps;
-    int center;
-    int real;  // statistics sum over real rows, not over all
-    // the rule
-    std::int64_t rule;
-    int known_in_advance;
-    float rate;
-    std::int64_t warmup;
-    int exact_early;
-    int clamp;
-    // decisions of the forward pass
-    const float* value;
-    const float* count;
-    const std::int64_t* step;
-    const float* output_scale;
-    const float* output_shift;
-    const float* saved_grad;
-    const float* saved_gamma;
-    // state of the norm, updated
-    std::int64_t* skipped;
-    float* window;
-    std::int64_t window_size;
-    float* smooth_grad;
-    // gradients of the parameters
-    float* dweight;
-    float* dbias;
 };

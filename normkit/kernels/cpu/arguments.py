@@ -12,7 +12,7 @@ import torch
 from normkit.kernels.cpu.build import SOURCES, library
 
 NUMBERS = {"int": "i", "int64_t": "q", "float": "f"}  # as `struct` packs them
-POINTERS = {"uint8_t": torch.bool, "int64_t": torch.int64, "float": torch.float32}  # void: the type of x
+POINTERS = {"bool": torch.bool, "int64_t": torch.int64, "float": torch.float32}  # void: the type of x
 observers: list[Callable[[str, dict[str, Any]], object]] = []  # called with name and arguments of every kernel call
 
 

@@ -30,7 +30,7 @@ template <class T>
 void column_forward(const ColumnForward& given, int threads) {
     const T* x = static_cast<const T*>(given.x);
     T* y = static_cast<T*>(given.y);
-    const std::uint8_t* mask = given.mask;
+    const bool* mask = given.mask;
     const float *mean = given.mean, *scale = given.scale, *shift = given.shift;
     float* stat = given.stat;
     const int64_t n = given.n, channels = given.channels, groups = given.groups;
@@ -114,7 +114,7 @@ template <class T>
 void column_backward(const ColumnBackward& given, int threads) {
     const T *dy = static_cast<const T*>(given.dy), *x = static_cast<const T*>(given.x);
     T* dx = static_cast<T*>(given.dx);
-    const std::uint8_t* mask = given.mask;
+    const bool* mask = given.mask;
     const float *mean = given.mean, *dy_coefficient = given.dy_coefficient;
     const float *x_coefficient = given.x_coefficient, *constant = given.constant;
     float* sums = given.sums;

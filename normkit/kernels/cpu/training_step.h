@@ -1,0 +1,54 @@
+// Arguments of a training step, for both of its passes. `step.cpp` fills them, the kernels of `rules.h` read them.
+// Activations (`void*`) are [n, channels], contiguous, of one type; vectors are [channels]; no address where not given.
+
+#pragma once
+
+#include <cstdint>
+
+enum class Forward : std::int64_t { BATCH, RUNNING, GEOMETRIC, ARITHMETIC, RENORM };
+enum class Backward : std::int64_t { EXACT, RUNNING, WINDOWED };
+
+struct Options {  // of the norm, and the fields of its KernelRule (kernel_rule.py)
+    Forward forward;
+    Backward backward;
+    bool known_in_advance;
+    std::int64_t warmup, until_r, until_d;
+    bool unbiased, exact_early, clamp;
+    int center;
+    std::int64_t groups;  // of layer-scale; 0 for none
+    bool real;            // gradient statistics sum over real rows, not over all
+    float eps, rate, rate_grad, bound_r, bound_d, floor;
+};
+
+struct State {       // buffers of the norm, updated
+    float* running;  // [1 + center, channels]
+    std::int64_t *step, *skipped, *skipped_grad;
+    float *window, *window_grad;  // [slots, channels]
+    std::int64_t slots, slots_grad;
+    float* smooth_grad;
+};
+
+struct Decisions {         // of the forward pass: fields of StepStatistics
+    float *batch, *value;  // [1 + center, channels]
+    float* count;
+    std::int64_t* step;
+    float *output_scale, *output_shift, *saved_grad, *saved_gamma;
+};
+
+struct TrainingStep {
+    const void* x;
+    const bool* mask;  // [n], true where a row is real
+    const float* weight;
+    std::int64_t n, channels;
+    Options options;
+    State state;
+    Decisions decisions;
+    // forward
+    const float* bias;
+    bool decided;  // by an earlier forward pass
+    void* y;
+    // backward
+    const void* dy;
+    void* dx;
+    float *dweight, *dbias;
+};
