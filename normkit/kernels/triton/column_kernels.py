@@ -8,6 +8,8 @@ A row counts by its weight (the mask as 0 or 1); a row of weight 0 affects no st
 import triton
 import triton.language as tl
 
+from normkit.kernels.triton.shared_kernels import load_vector
+
 
 @triton.jit
 def factors(MEAN, VAR, W, B, OUTPUT_SCALE, OUTPUT_SHIFT, channel, real, eps, CENTER: tl.constexpr):
@@ -15,20 +17,12 @@ def factors(MEAN, VAR, W, B, OUTPUT_SCALE, OUTPUT_SHIFT, channel, real, eps, CEN
 
     `y = W * (OUTPUT_SCALE * (x - mean) / sqrt(var + eps) + OUTPUT_SHIFT) + B`.
     """
-    a = 1.0 / tl.sqrt(tl.load(VAR + channel, mask=real, other=1.0).to(tl.float32) + eps)
-    b = tl.zeros_like(a)
-    if OUTPUT_SCALE is not None:
-        a = a * tl.load(OUTPUT_SCALE + channel, mask=real, other=0.0).to(tl.float32)
+    a = 1.0 / tl.sqrt(load_vector(VAR, channel, real, 1.0) + eps) * load_vector(OUTPUT_SCALE, channel, real, 1.0)
+    b = load_vector(OUTPUT_SHIFT, channel, real, 0.0)
     if CENTER:
-        b = -a * tl.load(MEAN + channel, mask=real, other=0.0).to(tl.float32)
-    if OUTPUT_SHIFT is not None:
-        b += tl.load(OUTPUT_SHIFT + channel, mask=real, other=0.0).to(tl.float32)
-    if W is not None:
-        w = tl.load(W + channel, mask=real, other=0.0).to(tl.float32)
-        a = a * w
-        b = b * w
-    if B is not None:
-        b += tl.load(B + channel, mask=real, other=0.0).to(tl.float32)
+        b -= a * load_vector(MEAN, channel, real, 0.0)
+    w = load_vector(W, channel, real, 1.0)
+    a, b = a * w, b * w + load_vector(B, channel, real, 0.0)
     return a, b
 
 
@@ -161,26 +155,19 @@ def column_backward(
     start, programs = tl.program_id(0), tl.num_programs(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
-    inv = 1.0 / tl.sqrt(tl.load(VAR + channel, mask=real, other=1.0).to(tl.float32) + eps)
+    inv = 1.0 / tl.sqrt(load_vector(VAR, channel, real, 1.0) + eps)
     mean = tl.zeros_like(inv)
     if CENTER:
-        mean = tl.load(MEAN + channel, mask=real, other=0.0).to(tl.float32)
-    factor = tl.full([BLOCK], 1.0, tl.float32)
-    if FACTOR is not None:
-        factor = tl.load(FACTOR + channel, mask=real, other=0.0).to(tl.float32)
-    if OUTPUT_SCALE is not None:
-        factor = factor * tl.load(OUTPUT_SCALE + channel, mask=real, other=0.0).to(tl.float32)
+        mean = load_vector(MEAN, channel, real, 0.0)
+    factor = load_vector(FACTOR, channel, real, 1.0) * load_vector(OUTPUT_SCALE, channel, real, 1.0)
     if DX is not None:
-        scale = inv
-        if DX_SCALE is not None:
-            scale = scale * tl.load(DX_SCALE + channel, mask=real, other=0.0).to(tl.float32)
+        scale = inv * load_vector(DX_SCALE, channel, real, 1.0)
         direct = scale * factor
-        s0 = tl.zeros_like(inv)
+        s0, last = tl.zeros_like(inv), channel
         if CENTER:
-            s0 = scale * tl.load(REMOVED + channel, mask=real, other=0.0).to(tl.float32)
-            s1 = scale * tl.load(REMOVED + channels + channel, mask=real, other=0.0).to(tl.float32)
-        else:
-            s1 = scale * tl.load(REMOVED + channel, mask=real, other=0.0).to(tl.float32)
+            s0 = scale * load_vector(REMOVED, channel, real, 0.0)
+            last += channels
+        s1 = scale * load_vector(REMOVED, last, real, 0.0)
     total = tl.zeros([TILE, BLOCK], tl.float32)
     dot = tl.zeros([TILE, BLOCK], tl.float32)
     real_total = tl.zeros([TILE, BLOCK], tl.float32)

@@ -7,6 +7,8 @@ pointer. Statistics of a row are saved as `[rows, groups]`: the mean, and `inv`,
 import triton
 import triton.language as tl
 
+from normkit.kernels.triton.shared_kernels import load_vector, total_of_shares
+
 # Divisors of a row. eps enters each in another place.
 DEVIATION: tl.constexpr = tl.constexpr(0)  # sqrt(var + eps), the mean removed
 ROOT_MEAN_SQUARE: tl.constexpr = tl.constexpr(1)  # sqrt(mean(x^2) + eps)
@@ -40,6 +42,16 @@ def share(dot, inv, width, eps, KIND: tl.constexpr):
 
 
 @triton.jit
+def load_weight(W, channel, real, SCALAR: tl.constexpr):
+    """The weights of a run of channels: 1 without W, one number for all with SCALAR."""
+    if SCALAR:
+        w = tl.zeros(channel.shape, tl.float32) + tl.load(W).to(tl.float32)
+    else:
+        w = load_vector(W, channel, real, 1.0)
+    return w
+
+
+@triton.jit
 def row_forward(
     X, W, B, Y, MEAN, INV, rows, width, x_stride, eps,
     KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -58,14 +70,9 @@ def row_forward(
         tl.store(MEAN + row * groups + group, mean, mask=row < rows)
     inv = inverse(tl.sum(x * x, 1), width, eps, KIND)
     tl.store(INV + row * groups + group, inv, mask=row < rows)
-    y = x * inv[:, None]
-    if W is not None:
-        if SCALAR:
-            y = y * tl.load(W).to(tl.float32)
-        else:
-            y = y * tl.load(W + channel, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    y = x * inv[:, None] * load_weight(W, channel, column < width, SCALAR)[None, :]
     if B is not None:
-        y += tl.load(B + channel, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        y += load_vector(B, channel, column < width, 0.0)[None, :]
     tl.store(Y + out, y.to(Y.dtype.element_ty), mask=inside)
 
 
@@ -85,11 +92,7 @@ def row_backward(
     real = column < width
     dw = tl.zeros([TILE, BLOCK], tl.float32)
     db = tl.zeros([TILE, BLOCK], tl.float32)
-    if W is not None:
-        if SCALAR:  # noqa: SIM108
-            w = tl.load(W).to(tl.float32)
-        else:
-            w = tl.load(W + channel, mask=real, other=0.0).to(tl.float32)[None, :]
+    w = load_weight(W, channel, real, SCALAR)[None, :]
     for tile in range(start, tl.cdiv(rows, TILE), programs):
         row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
         inside = (row < rows)[:, None] & real[None, :]
@@ -104,9 +107,7 @@ def row_backward(
             dw += dy * z
         if DB is not None:
             db += dy
-        g = dy
-        if W is not None:
-            g = dy * w
+        g = dy * w
         part = share(tl.sum(g * z, 1), inv, width, eps, KIND)
         dx = g - z * part[:, None]
         if KIND == DEVIATION:
@@ -131,12 +132,11 @@ def long_forward(
     """`row_forward` of one row (TILE is 1) in blocks: first moments, then Y."""
     row = tl.program_id(0).to(tl.int64)
     group, groups = tl.program_id(1), tl.num_programs(1)
-    base = row * (width * groups) + group * width
     mean, square, seen = 0.0, 0.0, 0.0
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         real = column < width
-        x = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
+        x = load_vector(X + row * x_stride, group * width + column, real, 0.0)
         if KIND == DEVIATION:  # Chan, Golub and LeVeque merge of means and squared deviations
             count = tl.sum(tl.where(real, 1.0, 0.0), 0)
             here = tl.sum(x, 0) / count
@@ -154,16 +154,22 @@ def long_forward(
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         real = column < width
-        x = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-        y = (x - mean) * inv
-        if W is not None:
-            if SCALAR:
-                y = y * tl.load(W).to(tl.float32)
-            else:
-                y = y * tl.load(W + group * width + column, mask=real, other=0.0).to(tl.float32)
+        channel = group * width + column
+        y = (load_vector(X + row * x_stride, channel, real, 0.0) - mean) * inv * load_weight(W, channel, real, SCALAR)
         if B is not None:
-            y += tl.load(B + group * width + column, mask=real, other=0.0).to(tl.float32)
-        tl.store(Y + base + column, y.to(Y.dtype.element_ty), mask=real)
+            y += load_vector(B, channel, real, 0.0)
+        tl.store(Y + row * (width * groups) + channel, y.to(Y.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def block_of_gradient(DY, X, W, mean, inv, first, width, SCALAR: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradient of z, z and the columns of a block of a row, which DY and X point to."""
+    column = first + tl.arange(0, BLOCK)
+    real = column < width
+    channel = tl.program_id(1) * width + column
+    g = load_vector(DY, channel, real, 0.0) * load_weight(W, channel, real, SCALAR)
+    z = tl.where(real, (load_vector(X, channel, real, 0.0) - mean) * inv, 0.0)
+    return g, z, column
 
 
 @triton.jit
@@ -180,35 +186,22 @@ def long_backward(
         mean = tl.load(MEAN + row * groups + group)
     dot, total = 0.0, 0.0
     for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        real = column < width
-        g = tl.load(DY + row * dy_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-        z = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-        z = tl.where(real, (z - mean) * inv, 0.0)
-        if W is not None:
-            if SCALAR:
-                g = g * tl.load(W).to(tl.float32)
-            else:
-                g = g * tl.load(W + group * width + column, mask=real, other=0.0).to(tl.float32)
+        g, z, column = block_of_gradient(
+            DY + row * dy_stride, X + row * x_stride, W, mean, inv, first, width, SCALAR, BLOCK
+        )
         dot += tl.sum(g * z, 0)
         total += tl.sum(g, 0)
     part = share(dot, inv, width, eps, KIND)
     for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        real = column < width
-        g = tl.load(DY + row * dy_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-        z = tl.load(X + row * x_stride + group * width + column, mask=real, other=0.0).to(tl.float32)
-        z = (z - mean) * inv
-        if W is not None:
-            if SCALAR:
-                g = g * tl.load(W).to(tl.float32)
-            else:
-                g = g * tl.load(W + group * width + column, mask=real, other=0.0).to(tl.float32)
+        g, z, column = block_of_gradient(
+            DY + row * dy_stride, X + row * x_stride, W, mean, inv, first, width, SCALAR, BLOCK
+        )
         dx = g - z * part
         if KIND == DEVIATION:
             dx = dx - total / width
         dx = dx * inv
-        tl.store(DX + row * (width * groups) + group * width + column, dx.to(DX.dtype.element_ty), mask=real)
+        out = row * (width * groups) + group * width + column
+        tl.store(DX + out, dx.to(DX.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -233,17 +226,15 @@ def row_sums(
         z = z * tl.load(INV + row[:, None] * groups + group[None, :], mask=inside, other=0.0)
         dw += dy * z
         db += dy
-    tl.store(DW + start * width * groups + channel, tl.sum(dw, 0), mask=real)
-    tl.store(DB + start * width * groups + channel, tl.sum(db, 0), mask=real)
+    if DW is not None:
+        tl.store(DW + start * width * groups + channel, tl.sum(dw, 0), mask=real)
+    if DB is not None:
+        tl.store(DB + start * width * groups + channel, tl.sum(db, 0), mask=real)
 
 
 @triton.jit
 def add_partials(P, OUT, programs, channels, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Add up the shares P[i, c] of `programs` programs, in a fixed order, into OUT[c]."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([TILE, BLOCK], tl.float32)
-    for start in range(0, programs, TILE):
-        row = start + tl.arange(0, TILE)
-        inside = (row < programs)[:, None] & (channel < channels)[None, :]
-        total += tl.load(P + row[:, None] * channels + channel[None, :], mask=inside, other=0.0)
-    tl.store(OUT + channel, tl.sum(total, 0).to(OUT.dtype.element_ty), mask=channel < channels)
+    total = total_of_shares(P, channel, channel < channels, programs, channels, TILE, BLOCK)
+    tl.store(OUT + channel, total.to(OUT.dtype.element_ty), mask=channel < channels)

@@ -113,9 +113,9 @@ def backward(
     flat, dy = as_rows(x), as_rows(dy)
     fits = width <= LONGEST
     launch = launch or (row_launch(rows, width, backward=True) if fits else column_launch(rows, channels))
-    one = (launch.programs * groups, 1) if scalar and fits else (launch.programs, channels)
-    sizes = one, (launch.programs, channels)
-    weights, biases = (None if g is None else scratch(n, x) for g, n in zip((dw, db), sizes, strict=True))
+    shares = launch.programs, channels
+    biases = None if db is None else scratch(shares, x)
+    weights = None if dw is None else scratch((launch.programs * groups, 1) if scalar and fits else shares, x)
     strides = dy.stride(0), flat.stride(0)
     with device_of(x):
         if fits:
@@ -129,8 +129,6 @@ def backward(
                 KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 2, num_warps=8,
             )  # fmt: skip
             if dw is not None or db is not None:
-                weights, biases = (p if p is not None else scratch(n, x) for p, n in
-                                   zip((weights, biases), sizes, strict=True))  # fmt: skip
                 kernel.row_sums[(launch.programs, cdiv(channels, launch.block))](
                     dy, flat, *saved, weights, biases, rows, width, groups, *strides,
                     CENTER=kind == KINDS["layer"], **launch.meta,

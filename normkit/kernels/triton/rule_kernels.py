@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from normkit.kernels.triton.column_kernels import merged_moments
+from normkit.kernels.triton.shared_kernels import load_vector, total_of_shares
 
 
 @triton.jit
@@ -121,17 +122,6 @@ def train_rule(
 
 
 @triton.jit
-def total_of_shares(SUMS, here, real, programs, stride, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the programs' shares of one sum for a block of channels, in a fixed order."""
-    total = tl.zeros([TILE, BLOCK], tl.float32)
-    for start in range(0, programs, TILE):
-        row = start + tl.arange(0, TILE)
-        inside = (row < programs)[:, None] & real[None, :]
-        total += tl.load(SUMS + row[:, None] * stride + here[None, :], mask=inside, other=0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
 def grad_rule(
     SUMS, FINITE, COUNT, STEP, W, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, SKIPPED, WINDOW,
     SMOOTH, REMOVED, DW, DB,
@@ -145,15 +135,9 @@ def grad_rule(
     stride = channels * (4 if REAL else 2)
     total = total_of_shares(SUMS, channel, real, programs, stride, TILE, BLOCK)
     dot = total_of_shares(SUMS, channels + channel, real, programs, stride, TILE, BLOCK)
-    factor = tl.full([BLOCK], 1.0, tl.float32)
-    dw = dot
-    if OUTPUT_SCALE is not None:
-        factor = tl.load(OUTPUT_SCALE + channel, mask=real, other=0.0)
-        dw = dot * factor
-    if OUTPUT_SHIFT is not None:
-        dw += tl.load(OUTPUT_SHIFT + channel, mask=real, other=0.0) * total
-    if W is not None:
-        factor = factor * tl.load(W + channel, mask=real, other=0.0).to(tl.float32)
+    output_scale = load_vector(OUTPUT_SCALE, channel, real, 1.0)
+    dw = dot * output_scale + load_vector(OUTPUT_SHIFT, channel, real, 0.0) * total
+    factor = output_scale * load_vector(W, channel, real, 1.0)
     if DW is not None:
         tl.store(DW + channel, dw.to(DW.dtype.element_ty), mask=real)
     if DB is not None:
