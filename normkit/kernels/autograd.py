@@ -1,14 +1,12 @@
 """Autograd Function of norms by batch statistics: training forward, analytic backward."""
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from normkit.kernels import dispatch, fused, ops, reference
@@ -58,25 +56,6 @@ class StandardizeOptions:
     y: Tensor | None = None
 
 
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Forbid differentiating twice, even where `once_differentiable` gives no error.
-
-    It gives none if the gradient itself is a constant, as in a penalty on the gradient.
-    """
-    inner = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def outer(ctx: Any, *dys: Tensor) -> Any:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise RuntimeError(
-                "norms by batch statistics cannot be differentiated twice (create_graph=True) while training; "
-                "put them into evaluation mode, or take a norm of each token by itself"
-            )
-        return inner(ctx, *dys)
-
-    return outer
-
-
 class Standardize(torch.autograd.Function):
     """Standardize with given statistics, then scale and shift.
 
@@ -100,8 +79,13 @@ class Standardize(torch.autograd.Function):
         )  # fmt: skip
 
     @staticmethod
-    @_once
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+        # once_differentiable gives no error if the gradient itself is a constant, as in a penalty on the gradient
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "norms by batch statistics cannot be differentiated twice (create_graph=True) while training; "
+                "put them into evaluation mode, or take a norm of each token by itself"
+            )
         x, weight, mask, *tensors = ctx.saved_tensors
         statistics = StepStatistics.from_tensors(tensors)
         if ctx.block is None or torch.compiler.is_compiling():

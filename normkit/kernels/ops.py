@@ -20,11 +20,9 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     """Center and scale each row, with the biased variance."""
     joined = all(p is None or dispatch.can_join(x, p.dtype) for p in (weight, bias))
     kind = dispatch.select(x, "layer", native=False, fused=joined)
-    if kind == "triton":
-        return dispatch.load_triton().layer(x, weight, bias, eps)
     if kind == "fused":  # PyTorch's kernel computes in float32 by itself
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return reference.layer(x, weight, bias, eps)
+    return _module(kind).layer(x, weight, bias, eps)
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
@@ -32,13 +30,9 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     wide = reference.wide_type(x, weight, bias)
     native, analytic = inside and wide is torch.float32, inside and _needs_grad(x, weight)
     kind = dispatch.select(x, "rms", native=native, fused=analytic)
-    if kind == "triton":
-        return dispatch.load_triton().rms(x, weight, bias, eps, inside=inside)
-    if kind == "native":
-        return cpu.divide(x, weight, bias, eps)
-    if kind == "fused":
-        return fused.divide(x, weight, bias, eps)
-    return reference.rms(x, weight, bias, eps, inside=inside)
+    if kind in ("native", "fused"):
+        return _module(kind).divide(x, weight, bias, eps)
+    return _module(kind).rms(x, weight, bias, eps, inside=inside)
 
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -46,31 +40,28 @@ def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     wide = reference.wide_type(x, weight, bias)
     analytic = (weight is None or weight.numel() == 1) and _needs_grad(x, weight)
     kind = dispatch.select(x, "scale", native=wide is torch.float32, fused=analytic)
-    if kind == "triton":
-        return dispatch.load_triton().scale(x, weight, bias, eps)
-    if kind == "native":
-        return cpu.divide(x, weight, bias, eps, length=True)
-    if kind == "fused":
-        return fused.divide(x, weight, bias, eps, length=True)
-    return reference.scale(x, weight, bias, eps)
+    if kind in ("native", "fused"):
+        return _module(kind).divide(x, weight, bias, eps, length=True)
+    return _module(kind).scale(x, weight, bias, eps)
 
 
 def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
     """Normalize each of `groups` runs of consecutive channels of each row as `layer` does."""
-    if dispatch.select(x, "group", native=False, fused=False) == "triton":
-        return dispatch.load_triton().group(x, weight, bias, eps, groups)
-    return reference.group(x, weight, bias, eps, groups)
+    kind = dispatch.select(x, "group", native=False, fused=False)
+    return _module(kind).group(x, weight, bias, eps, groups)
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
     """Divide each of `groups` runs of channels by its root mean square: layer-scale."""
     kind = dispatch.select(x, "group_rms", fused=_needs_grad(x, None))
-    if kind == "triton":
-        return dispatch.load_triton().group_rms(x, eps, groups)
-    if kind == "reference":
-        return reference.group_rms(x, eps, groups)
-    divide = cpu.divide if kind == "native" else fused.divide
-    return divide(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
+    if kind in ("native", "fused"):
+        return _module(kind).divide(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
+    return _module(kind).group_rms(x, eps, groups)
+
+
+def _module(kind: str) -> Any:
+    """The module that implements operations in this way."""
+    return dispatch.load_triton() if kind == "triton" else {"native": cpu, "fused": fused, "reference": reference}[kind]
 
 
 def _needs_grad(x: Tensor, weight: Tensor | None) -> bool:
@@ -101,13 +92,11 @@ def standardize(
 ) -> Tensor:  # fmt: skip
     """Standardize with given statistics: see `reference.standardize`."""
     kind = dispatch.select(x, "standardize", stat.dtype)
-    given = x, stat, eps, center, weight, bias, output_scale, output_shift
-    if kind == "triton":
-        return dispatch.load_triton().standardize(*given)[0]
     if kind == "native":
         vectors = reference.scale_and_shift(stat, eps, weight, bias, output_scale, output_shift)
         return cpu.standardize(x, stat[0] if center else None, *vectors, groups=groups, eps=eps)[0]
-    return (fused if kind == "fused" else reference).standardize(*given)
+    y = _module(kind).standardize(x, stat, eps, center, weight, bias, output_scale, output_shift)
+    return y[0] if kind == "triton" else y
 
 
 def standardize_and_moments(
@@ -148,8 +137,7 @@ def standardize_grad(
     given = dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real
     if kind == "native":
         return cpu.standardize_grad(*given, groups=groups)
-    module = dispatch.load_triton() if kind == "triton" else fused if kind == "fused" else reference
-    return module.standardize_grad(*given)
+    return _module(kind).standardize_grad(*given)
 
 
 def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

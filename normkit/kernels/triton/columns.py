@@ -22,10 +22,9 @@ def moments(
     """
     if torch.compiler.is_compiling():
         return column_moments(x, mask, center)
-    rows, stat, shares, launch = _prepare(x, center, launch)
-    assert stat is not None
-    count = _forward(rows, mask, None, None, (None,) * 4, center, 0.0, shares, launch, stat)
-    return stat, count
+    found = _forward(x, mask, None, None, (None,) * 4, center, 0.0, True, launch)
+    assert found is not None
+    return found
 
 
 def standardize(
@@ -37,10 +36,8 @@ def standardize(
     if torch.compiler.is_compiling() and not sums:
         return column_standardize(x, stat, eps, center, weight, bias, output_scale, output_shift), None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, fresh, shares, launch = _prepare(x, center, launch, sums)
     vectors = weight, bias, output_scale, output_shift
-    count = _forward(rows, mask, y, stat, vectors, center, eps, shares, launch, fresh)
-    return y, None if fresh is None else (fresh, count)
+    return y, _forward(x, mask, y, stat, vectors, center, eps, sums, launch)
 
 
 def standardize_grad(
@@ -81,27 +78,24 @@ def flags(mask: Tensor | None) -> Tensor | None:
     return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask).contiguous()
 
 
-def _prepare(x: Tensor, center: bool, launch: Launch | None, sums: bool = True):
-    rows = as_rows(x)
-    n, channels = rows.shape
-    launch = launch or column_launch(n, channels)
-    if not sums:
-        return rows, None, (None, None, None), launch
-    stat = sum_buffer((1 + center, channels), x)
-    size = launch.programs, channels
-    shares = scratch(size, x) if center else None, scratch(size, x), scratch((launch.programs, 1), x)
-    return rows, stat, shares, launch
+def new_shares(x: Tensor, center: bool, launch: Launch) -> Shares:
+    """Uninitialized memory for the programs' shares of moments."""
+    size = launch.programs, x.shape[-1]
+    return scratch(size, x) if center else None, scratch(size, x), scratch((launch.programs, 1), x)
 
 
 def _forward(
-    rows: Tensor, mask: Tensor | None, y: Tensor | None, stat: Tensor | None, vectors: tuple[Tensor | None, ...],
-    center: bool, eps: float, shares: Shares, launch: Launch, fresh: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """One launch, two with statistics to write into `fresh`; returns the count of rows."""
+    x: Tensor, mask: Tensor | None, y: Tensor | None, stat: Tensor | None, vectors: tuple[Tensor | None, ...],
+    center: bool, eps: float, sums: bool, launch: Launch | None,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """One launch; two with `sums`, the moments of x and the count of rows."""
+    rows = as_rows(x)
     n, channels = rows.shape
-    count = sum_buffer((), rows)  # written by the second launch; unused without statistics
+    launch = launch or column_launch(n, channels)
+    fresh = (sum_buffer((1 + center, channels), x), sum_buffer((), x)) if sums else None
     if n == 0 or channels == 0:
-        return count
+        return fresh
+    shares = new_shares(x, center, launch) if sums else (None, None, None)
     mean, var = (None, None) if stat is None else (stat.contiguous()[0], stat.contiguous()[-1])
     with device_of(rows):
         kernel.column_forward[(launch.programs, cdiv(channels, launch.block))](
@@ -110,9 +104,9 @@ def _forward(
         )  # fmt: skip
         if fresh is not None:
             kernel.merge_moments[sum_grid(channels)](
-                *shares, fresh, count, launch.programs, channels, CENTER=center, **sum_launch(launch.programs, channels)
+                *shares, *fresh, launch.programs, channels, CENTER=center, **sum_launch(launch.programs, channels)
             )
-    return count
+    return fresh
 
 
 # -- operators for compiled graphs -------------------------------------------------------------------------------------

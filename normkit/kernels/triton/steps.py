@@ -12,7 +12,7 @@ from torch import Tensor
 from normkit.kernels.kernel_rule import KernelRule, mark_written
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.kernels.triton import column_kernels, rule_kernels
-from normkit.kernels.triton.columns import flags
+from normkit.kernels.triton.columns import flags, new_shares
 from normkit.kernels.triton.launch import cdiv, column_launch, sum_grid, sum_launch
 from normkit.kernels.triton.rows import as_rows, contiguous, device_of, scratch
 
@@ -38,8 +38,7 @@ def train(
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         mean, var = known_in_advance[0], known_in_advance[-1]
         weight, bias = contiguous(norm.weight), contiguous(norm.bias)
-    share = launch.programs, channels
-    shares = scratch(share, x) if center else None, scratch(share, x), scratch((launch.programs, 1), x)
+    shares = new_shares(x, center, launch)
     finite, step = scratch((launch.programs, blocks), x), torch.empty_like(norm.step)
     batch, value = scratch((1 + center, channels), x), scratch((1 + center, channels), x)
     count = torch.empty((), dtype=torch.float32, device=x.device)
