@@ -105,7 +105,7 @@ def _backward(
     has_rule = kind == "triton" and grad_scale is None and statistics.dx_scale is None and x.numel() > 0
     if has_rule and not torch.compiler.is_compiling() and (kernel_rule := find_kernel_rule(norm)):
         return dispatch.load_triton().differentiate(
-            norm, kernel_rule, dy, x, weight, mask, statistics, known_in_advance, ctx.has_bias, ctx.groups
+            norm, kernel_rule, dy, x, weight, mask, statistics, known_in_advance, ctx.has_bias
         )
     op = functools.partial(
         ops.standardize_grad, dy, x, value, norm.eps, norm.center, mask=mask, groups=ctx.groups, kind=kind

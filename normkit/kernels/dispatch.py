@@ -50,9 +50,8 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
             - "auto": in eager mode the first of the next three that can run; the reference elsewhere and under
               `torch.compile`.
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
-              Under
-              `torch.compile` they run too. CPU tensors need Triton's interpreter (`TRITON_INTERPRET=1` before Python
-              starts).
+              Under `torch.compile` they run too. CPU tensors need Triton's interpreter (`TRITON_INTERPRET=1` before
+              Python starts).
             - "native": C++ kernels for float32 and bfloat16 tensors on a CPU, compiled on first use; needs Linux and a
               C++ compiler.
             - "fused": PyTorch's own fused kernels on a CPU.

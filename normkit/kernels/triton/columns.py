@@ -13,16 +13,14 @@ kernel: Any = column_kernels  # type checkers take a launch for a plain call
 Shares = tuple[Tensor | None, Tensor | None, Tensor | None]  # means, second moments and counts of the programs
 
 
-def moments(
-    x: Tensor, mask: Tensor | None = None, center: bool = False, launch: Launch | None = None
-) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tuple[Tensor, Tensor]:
     """As `reference.moments`, in two launches.
 
     `x` has its own type, the results are float32. `mask` may also be numbers `[...]`, the weight of each row.
     """
     if torch.compiler.is_compiling():
         return column_moments(x, mask, center)
-    found = _forward(x, mask, None, None, (None,) * 4, center, 0.0, True, launch)
+    found = _forward(x, mask, None, None, (None,) * 4, center, 0.0, True, None)
     assert found is not None
     return found
 

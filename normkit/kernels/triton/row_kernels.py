@@ -186,14 +186,14 @@ def long_backward(
         mean = tl.load(MEAN + row * groups + group)
     dot, total = 0.0, 0.0
     for first in range(0, width, BLOCK):
-        g, z, column = block_of_gradient(
+        g, z, column = block_of_gradient(  # type: ignore[misc]
             DY + row * dy_stride, X + row * x_stride, W, mean, inv, first, width, SCALAR, BLOCK
         )
         dot += tl.sum(g * z, 0)
         total += tl.sum(g, 0)
     part = share(dot, inv, width, eps, KIND)
     for first in range(0, width, BLOCK):
-        g, z, column = block_of_gradient(
+        g, z, column = block_of_gradient(  # type: ignore[misc]
             DY + row * dy_stride, X + row * x_stride, W, mean, inv, first, width, SCALAR, BLOCK
         )
         dx = g - z * part

@@ -64,13 +64,12 @@ def train(
 
 def differentiate(
     norm: Any, kernel_rule: KernelRule, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None,
-    statistics: StepStatistics, known_in_advance: Tensor | None, has_bias: bool, groups: int = 0,
+    statistics: StepStatistics, known_in_advance: Tensor | None, has_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute gradients of x, weight and bias and move the norm's state.
 
     Three launches; two suffice if what to remove is known in advance.
     """
-    assert not groups, "layer-scale is a launch of its own"
     rows, dys, (n, channels) = as_rows(x), as_rows(dy), (x.numel() // x.shape[-1], x.shape[-1])
     launch, center = column_launch(n, channels), norm.center
     blocks, real = cdiv(channels, launch.block), mask is not None and norm.pad_grad == "real"
