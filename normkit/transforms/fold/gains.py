@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from normkit.transforms.fold.relations import Link, NormNode, Relations, united
+from normkit.transforms.fold.relations import NormNode, Relations, united
 
 SMALL = 1e-6  # a gain below this part of the largest counts as zero
 
@@ -39,9 +39,7 @@ class _Channels:
     def __init__(self, relations: Relations):
         self.relations = relations
         size = relations.trace.codes
-        inner = [Link(link.a[ends], link.b[ends]) for link in relations.links
-                 for ends in [(link.a > 0) & (link.b > 0)]]  # fmt: skip
-        self.root = united(size, inner).root
+        self.root = united(size, [link.followed for link in relations.links]).root
         self.pinned = self._marked([link.a[link.b == 0] for link in relations.links if link.scale])
         self.by_product = self._marked(list(relations.inputs.values()))
         self.norm_reads = torch.zeros(size, dtype=torch.long).index_add_(

@@ -65,6 +65,12 @@ class Link:
     shift: bool = True
     why: str = ""
 
+    @property
+    def followed(self) -> "Link":
+        """The link without its ends at node 0."""
+        inner = (self.a > 0) & (self.b > 0)
+        return Link(self.a[inner], self.b[inner], self.exponent)
+
 
 @dataclass(frozen=True, eq=False)
 class Row:

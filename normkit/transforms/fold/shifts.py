@@ -4,7 +4,10 @@ Channels that are connected by rows form a system of their own. Most systems of 
 each channel of its stream): they are solved together, with one number per system, a *lane*, in place of every number.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -23,14 +26,13 @@ PIVOT = 1e-6  # a factor below this part of the largest is no pivot
 class System:
     """Systems of equal structure, a lane each.
 
-    `nodes` are the variables, `[lanes, variables]`; `rank` is the cost of moving each.
+    `nodes` are the variables, `[lanes, variables]`; `rank` is the cost of moving each. A row is a norm, variables,
+    their factors `[variables, lanes]` and the constant `[lanes]`.
     """
 
     nodes: Tensor
-    rank: list[int]
-    rows: list[tuple[str, list[int], Tensor, Tensor]] = field(
-        default_factory=list
-    )  # norm, variables, factors, constant
+    rank: tuple[int, ...]
+    rows: list[tuple[str, list[int], Tensor, Tensor]] = field(default_factory=list)
     solved: dict[frozenset[str], dict[int, Expression] | None] = field(default_factory=dict)
 
     @property
@@ -52,8 +54,7 @@ class System:
                 continue
             row: Expression = {CONSTANT: -constant}
             for variable, factor in zip(variables, factors, strict=True):
-                for each, share in solved.get(variable, {variable: torch.ones_like(factor)}).items():
-                    row[each] = row[each] + factor * share if each in row else factor * share
+                _add(row, solved.get(variable, {variable: torch.ones_like(factor)}), factor)
             largest = max([1.0, *(float(factor.abs().max()) for factor in row.values())])
             row = {each: factor for each, factor in row.items() if bool((factor.abs() > 1e-11 * largest).any())}
             unknown = [each for each in row if each != CONSTANT]
@@ -74,11 +75,15 @@ class System:
             expression = {each: -factor / by for each, factor in row.items()}
             for other in solved.values():
                 if pivot in other:
-                    share = other.pop(pivot)
-                    for each, factor in expression.items():
-                        other[each] = other[each] + share * factor if each in other else share * factor
+                    _add(other, expression, other.pop(pivot))
             solved[pivot] = expression
         return solved
+
+
+def _add(to: Expression, terms: Expression, factor: Tensor) -> None:
+    """Add a multiple of other terms to an expression."""
+    for variable, share in terms.items():
+        to[variable] = to.get(variable, 0.0) + factor * share
 
 
 class Shifts:
@@ -112,87 +117,48 @@ class Shifts:
         """The cost of a shift: 0 nothing, 1 an existing bias, 2 a bias to be made, 3 a table."""
         ranks = torch.zeros(relations.trace.codes, dtype=torch.long)
         for source in relations.trace.sources.values():
-            ranks[source.base : source.base + source.size] = _rank(source, relations)
+            ranks[source.codes] = _rank(source, relations)
         return torch.zeros_like(ranks).scatter_reduce_(0, self.forest.root, ranks, "amax")
 
     def _systems(self, rows: list[Row], ranks: Tensor) -> list[System]:
+        """All systems that have to move, because a row of theirs has a constant."""
         roots = [self.forest.root[row.nodes] for row in rows]
-        pairs = [(nodes[:, 0], nodes[:, k]) for nodes in roots for k in range(1, nodes.shape[1])]
-        pairs += [(nodes[:, j], nodes[:, k]) for nodes in roots for j in range(1, nodes.shape[1]) for k in range(1, j)]
-        links = [Link(a[(a > 0) & (b > 0)], b[(a > 0) & (b > 0)]) for a, b in pairs]
+        links = [Link(a, b).followed for nodes in roots for a, b in combinations(nodes.unbind(1), 2)]
         whole = united(len(self.forest.root), links).root
-        moved = torch.zeros(len(whole), dtype=torch.bool)
         of_row = [whole[nodes.amax(1)] for nodes in roots]
+        moved = torch.zeros(len(whole), dtype=torch.bool)
         for row, system in zip(rows, of_row, strict=True):
             moved[system[row.constant != 0]] = True
-        return [
-            system
-            for lanes in self._alike(roots, of_row, whole, moved, ranks)
-            for system in [self._system(lanes, rows, roots, of_row, whole, ranks)]
-        ]
-
-    def _alike(self, roots: list[Tensor], of_row: list[Tensor], whole: Tensor, moved: Tensor, ranks: Tensor) -> list:
-        """The systems that have to move, grouped by their structure."""
-        members = (moved[whole] & (torch.arange(len(whole)) == self.forest.root)).nonzero().flatten()
-        members = members[members > 0]
-        self.local = _positions(whole[members], members, len(whole))
-        signature = torch.zeros(len(whole), dtype=torch.long)
-        signature.index_add_(0, whole[members], _mixed(self.local[members] * 8 + ranks[members] + 5))
-        for block, (nodes, system) in enumerate(zip(roots, of_row, strict=True)):
-            key = torch.full((len(nodes),), block + 1)
-            for k in range(nodes.shape[1]):
-                key = _mixed(key + torch.where(nodes[:, k] > 0, self.local[nodes[:, k]] + 1, 0))
-            signature.index_add_(0, system, torch.where(moved[system], key, 0))
-        lanes = whole[members].unique()
-        if not len(lanes):
-            return []
-        _, group = signature[lanes].unique(return_inverse=True)
-        return [lanes[group == each] for each in range(int(group.max()) + 1)]
-
-    def _system(self, lanes: Tensor, rows: list[Row], roots: list[Tensor], of_row: list[Tensor], whole: Tensor,
-                ranks: Tensor) -> System:  # fmt: skip
-        lane_of = torch.full((len(whole),), -1, dtype=torch.long)
-        lane_of[lanes] = torch.arange(len(lanes))
-        members = ((lane_of[whole] >= 0) & (torch.arange(len(whole)) == self.forest.root)).nonzero().flatten()
-        members = members[members > 0]
-        order = torch.argsort(lane_of[whole[members]], stable=True)
-        nodes = members[order].view(len(lanes), -1)
-        system = System(nodes, ranks[nodes[0]].tolist())
-        for row, mapped, of in zip(rows, roots, of_row, strict=True):
-            own = (lane_of[of] >= 0).nonzero().flatten()
-            if not len(own):
-                continue
-            local = torch.where(mapped[own] > 0, self.local[mapped[own]], -1)
-            key = torch.zeros(len(own), dtype=torch.long)
-            for k in range(local.shape[1]):
-                key = key * (nodes.shape[1] + 1) + local[:, k] + 1
-            order = torch.argsort(key, stable=True)
-            order = order[torch.argsort(lane_of[of[own]][order], stable=True)]
-            own, local = own[order].view(len(lanes), -1), local[order].view(len(lanes), -1, local.shape[1])
-            if not bool((local == local[:1]).all()):
-                raise AssertionError("systems of one group differ in structure")
-            for index in range(own.shape[1]):
-                used = [k for k in range(local.shape[2]) if int(local[0, index, k]) >= 0]
-                factors = row.factors[own[:, index]].T[used]
-                variables = [int(local[0, index, k]) for k in used]
-                system.rows.append((row.norm, variables, factors, row.constant[own[:, index]]))
-        return system
+        moved[0] = False
+        lines: dict[int, list[Line]] = defaultdict(list)
+        for k, (system, nodes) in enumerate(zip(of_row, roots, strict=True)):
+            at = moved[system].nonzero().flatten()
+            for place, of, read in zip(at.tolist(), system[at].tolist(), nodes[at].tolist(), strict=True):
+                lines[of].append((k, place, read))
+        return _lanes(lines.values(), rows, ranks)
 
 
-def _positions(groups: Tensor, members: Tensor, size: int) -> Tensor:
-    """The position of each member among those of its group, by node."""
-    order = torch.argsort(groups, stable=True)
-    _, counts = groups[order].unique_consecutive(return_counts=True)
-    starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    local = torch.zeros(size, dtype=torch.long)
-    local[members[order]] = torch.arange(len(order)) - starts
-    return local
+Line = tuple[int, int, list[int]]  # of a system: the index of a Row, the place in its tensors, the nodes there
 
 
-def _mixed(key: Tensor) -> Tensor:
-    """A hash of whole numbers; it wraps around."""
-    key = (key ^ (key >> 29)) * -4658895280553007687
-    return (key ^ (key >> 32)) * -7723592293110705685
+def _lanes(systems: Iterable[list[Line]], rows: list[Row], ranks: Tensor) -> list[System]:
+    """Make systems of the same structure the lanes of one."""
+    alike: dict[tuple, list[tuple[list[int], list[int]]]] = defaultdict(list)  # by structure: nodes, places of lines
+    for lines in systems:
+        nodes = sorted({node for *_, read in lines for node in read} - {0})
+        variable = {0: -1} | {node: v for v, node in enumerate(nodes)}
+        ordered = sorted((k, tuple(variable[node] for node in read), place) for k, place, read in lines)
+        structure = tuple(ranks[nodes].tolist()), tuple((k, variables) for k, variables, _ in ordered)
+        alike[structure].append((nodes, [place for *_, place in ordered]))
+    result = []
+    for (rank, structure), lanes in alike.items():
+        system = System(torch.tensor([nodes for nodes, _ in lanes]), rank)
+        for (k, variables), at in zip(structure, torch.tensor([places for _, places in lanes]).T, strict=True):
+            used = [column for column, v in enumerate(variables) if v >= 0]  # node 0 has no shift
+            factors = rows[k].factors[at].T[used]
+            system.rows.append((rows[k].norm, [variables[column] for column in used], factors, rows[k].constant[at]))
+        result.append(system)
+    return result
 
 
 def _rank(source: Source, relations: Relations) -> int:
