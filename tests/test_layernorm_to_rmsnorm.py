@@ -108,6 +108,21 @@ def test_whoever_would_notice_a_missing_mean_keeps_the_layer_norm(also, why):
     assert torch.equal(done.out.weight, model.out.weight)
 
 
+def test_a_stream_that_a_layer_scale_writes_keeps_its_mean():
+    class Scaled(Stream):
+        def __init__(self):
+            super().__init__()
+            self.gamma = nn.Parameter(torch.rand(DIM) + 0.5)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            return self.head(self.final(x + self.gamma * self.out(torch.tanh(self.norm(x)))))
+
+    _, report = to_rms(randomize(Scaled()).eval(), tokens(2, 7))
+    assert converted(report) == "0 of 2"
+    assert "gamma multiplies each channel" in report.rows[0].why
+
+
 def test_without_a_layer_norm_and_bad_input():
     with pytest.raises(ValueError, match="no LayerNorm; the norms are rms"):
         to_rms(nn.Sequential(nn.Linear(3, 3), nn.RMSNorm(3, eps=1e-5)).eval(), torch.randn(2, 3))

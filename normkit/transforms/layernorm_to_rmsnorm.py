@@ -13,7 +13,7 @@ from normkit.transforms.fold.fold import TOLERANCE
 from normkit.transforms.fold.position import position
 from normkit.transforms.fold.relations import Relations, listed_once
 from normkit.transforms.fold.report import Outcome, Report
-from normkit.transforms.fold.rewrite import Edit
+from normkit.transforms.fold.rewrite import change
 from normkit.transforms.fold.survey import Survey
 from normkit.transforms.fold.trace import ZERO, Product, Source, Trace
 from normkit.transforms.fold.verify import error
@@ -86,7 +86,7 @@ def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
             why = _obstacle(relations, name, found.dim, sources)
             own = [] if why else [source.product for source in sources if source.product]
             writers |= dict.fromkeys(own, found.dim)
-            into = listed_once(product.view.parameter.removesuffix(".weight") for product in own)
+            into = listed_once(product.layer for product in own)
             outcome = replace(outcome, action="kept" if why else "rms", into=into, why=why)
         outcomes[name] = outcome
     return outcomes, writers
@@ -107,8 +107,8 @@ def _obstacle(relations: Relations, name: str, width: int, sources: list[Source]
         return "it never ran"
     places = [trace.inputs[name]]
     for source in sources:
-        places += [term[0] for term in source.terms if term]
-        if any(term is None or bool((term[0][:, 0] < ZERO).any()) for term in source.terms):
+        places += [pairs for pairs, _ in source.terms]
+        if any(bool((pairs[:, 0] < ZERO).any()) for pairs, _ in source.terms):
             return f"something that is no layer's output is added to its input in {source.name or 'the model'}"
         if source.kind == "norm":
             return f"the output of norm {source.name}, which has a mean, is part of its input"
@@ -118,11 +118,13 @@ def _obstacle(relations: Relations, name: str, width: int, sources: list[Source]
             norm = by.removeprefix("norm ") if isinstance(by, str) and by.startswith("norm ") else ""
             if norm and not _centres(trace.norms[norm].kind):
                 return f"its stream is also read by {by}, which does not centre"
-            if isinstance(by, Source) and by.gains is not None:
-                return f"its stream is multiplied by a parameter in {by.name}"
+            if isinstance(by, Product) and by.kind == "gain":
+                return f"its stream is multiplied by a parameter in {by.owner}"
             if not norm and not isinstance(by, Source):
                 return f"its stream is also read by {by if isinstance(by, str) else by.view.parameter}"
         product = source.product
+        if product is not None and product.kind == "gain":
+            return f"{product.layer} multiplies each channel by a number of its own"
         whole = product is None or product.kind == "table" or (product.view.size[0], product.view.outputs) == (1, width)
         if not whole or source.size % width:
             return f"{source.name} writes only a part of the channels"
@@ -144,14 +146,12 @@ def _obstacle(relations: Relations, name: str, width: int, sources: list[Source]
 
 @torch.no_grad()
 def _rewrite(model: nn.Module, trace: Trace, changed: list[str], writers: dict[Product, int]) -> nn.Module:
-    edit = Edit(model)
     for writer, width in writers.items():
         view = writer.view
         of = (lambda w, width=width: w.view(-1, width)) if writer.kind == "table" else view.of
-        edit.change(view.parameter, lambda w, of=of: of(w).sub_(of(w).mean(-1, keepdim=True)))
-        if place := trace.biases.get(writer):
-            edit.change(place.parameter, lambda b, place=place: place.of(b).sub_(place.of(b).mean()))
-    edit.write()
+        change(model, view.parameter, lambda w, of=of: of(w).sub_(of(w).mean(-1, keepdim=True)))
+        if bias := trace.biases.get(writer):
+            change(model, bias.parameter, lambda b, of=bias.of: of(b).sub_(of(b).mean()))
     for name in changed:
         model = put(model, name, replacement(model.get_submodule(name), "rms", next(model.parameters(), None)))
     leave_fast_path(model)

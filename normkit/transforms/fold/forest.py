@@ -1,5 +1,6 @@
 """A union-find, vectorized, of numbers that are multiples or inverses of one another."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,8 @@ class Forest(NamedTuple):
 def unite(size: int, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor) -> Forest:
     """Unite nodes by edges `s[a] = ratio * s[b] ** exponent`.
 
-    Exponents are 1 and -1, and node 0 has the value 1. The root of a class is its node with the lowest number. A
-    class that meets itself with the opposite exponent has
-    `s ** 2` given, which has to be positive.
+    Exponents are 1 and -1, and node 0 has the value 1. The root of a class is its node with the lowest number. A class
+    that meets itself with the opposite exponent has `s ** 2` given, which has to be positive.
 
     >>> one = torch.ones(1, dtype=torch.float64)
     >>> unite(3, torch.tensor([2]), torch.tensor([1]), one, 3 * one).values().tolist()
@@ -62,6 +62,17 @@ def unite(size: int, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor) -> F
     return Forest(root, power, factor, *_close(root, power, factor, a, b, exponent, ratio))
 
 
+def components(size: int, pairs: Iterable[tuple[int, int]]) -> Tensor:
+    """The lowest member of the connected component of each node.
+
+    >>> components(4, [(3, 1)]).tolist()
+    [0, 1, 2, 1]
+    """
+    a, b = torch.tensor([*pairs], dtype=torch.long).view(-1, 2).T
+    one = torch.ones(len(a), dtype=torch.float64)
+    return unite(size, a, b, one, one).root
+
+
 def _close(
     root: Tensor, power: Tensor, factor: Tensor, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +85,7 @@ def _close(
     value[root[a][positive]] = square[positive].sqrt()
     free = root == torch.arange(len(root))
     free[root[a][~same]] = False
-    free[0] = False
+    free[:1] = False
     found = factor * value[root] ** power
     error = (found[a] / (ratio * found[b] ** exponent) - 1).abs()
     return value, free, ~(error < 1e-11)

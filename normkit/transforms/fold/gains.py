@@ -1,5 +1,7 @@
 """Gains that are zero, or nearly so: they pass only where nothing divides by them."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -37,48 +39,31 @@ class _Channels:
     """Channels in classes that share a coordinate, and for each class its writers and readers."""
 
     def __init__(self, relations: Relations):
-        self.relations = relations
-        size = relations.trace.codes
-        self.root = united(size, [link.followed for link in relations.links]).root
-        self.pinned = self._marked([link.a[link.b == 0] for link in relations.links if link.scale])
-        self.by_product = self._marked(list(relations.inputs.values()))
-        self.norm_reads = torch.zeros(size, dtype=torch.long).index_add_(
-            0, self.root[self._all_inputs()], torch.ones(len(self._all_inputs()), dtype=torch.long)
-        )
-        kinds = {"writer": [], "norm": [], "sum": [], "other": []}
-        for source in relations.trace.sources.values():
-            multiple = source.kind == "sum" and not source.adds
-            kind = (
-                "norm" if source.kind == "norm" else "writer" if source.product else "sum" if source.adds else "other"
-            )
-            if not multiple:
-                kinds[kind].append(source.codes)
-        self.kinds = {kind: self._marked(codes) for kind, codes in kinds.items()}
-        self.norm_writes = torch.zeros(size, dtype=torch.long)
-        for codes in kinds["norm"]:
-            self.norm_writes.index_add_(0, self.root[codes], torch.ones(len(codes), dtype=torch.long))
+        self.root = united(relations.trace.codes, [link.followed for link in relations.links]).root
+        sources, norms = relations.trace.sources.values(), relations.norms.values()
+        self.pinned = self._count(link.a[link.b == 0] for link in relations.links if link.scale) > 0
+        self.products_read = self._count(relations.inputs.values()) > 0
+        self.products_write = self._count(source.codes for source in sources if source.product) > 0
+        self.gains_write = self._count(s.codes for s in sources if s.product and s.product.kind == "gain") > 0
+        self.sums_write = self._count(source.codes for source in sources if source.adds) > 0
+        self.norms_read = self._count(node.inputs for node in norms)
+        self.norms_write = self._count(source.codes for source in sources if source.kind == "norm")
 
-    def _all_inputs(self) -> Tensor:
-        return torch.cat([node.inputs for node in self.relations.norms.values()])
-
-    def _marked(self, nodes: list[Tensor]) -> Tensor:
-        mask = torch.zeros(self.relations.trace.codes, dtype=torch.bool)
-        for each in nodes:
-            mask[self.root[each]] = True
-        return mask
+    def _count(self, nodes: Iterable[Tensor]) -> Tensor:
+        """How many of the nodes each class has."""
+        at = self.root[torch.cat([torch.zeros(0, dtype=torch.long), *nodes])]
+        return at.bincount(minlength=len(self.root))
 
     def only_products_read(self, node: NormNode) -> Tensor:
         """The channels of a norm that only products read, as they are or times a number."""
         at = self.root[node.outputs]
-        others = self.kinds["writer"] | self.kinds["sum"] | self.kinds["other"] | self.pinned
-        return ~others[at] & (self.norm_writes[at] == 1) & (self.norm_reads[at] == 0) & (at > 0)
+        others = self.products_write | self.sums_write | self.pinned
+        return ~others[at] & (self.norms_write[at] == 1) & (self.norms_read[at] == 0) & (at > 0)
 
     def only_it_reads(self, node: NormNode) -> Tensor:
         """The channels that layers write for this norm alone, with all gains zero or none."""
         at = self.root[node.inputs]
-        others = self.kinds["norm"] | self.kinds["other"] | self.pinned | self.by_product
-        zero = torch.zeros(len(self.root), dtype=torch.long)
-        own = zero.index_add(0, at, torch.ones_like(at))
-        gone = zero.index_add(0, at, (node.scale == 0).long())
-        alike = (gone[at] == 0) | (gone[at] == own[at])
-        return ~others[at] & (self.norm_reads[at] == own[at]) & alike & (at > 0)
+        others = (self.norms_write > 0) | self.gains_write | self.pinned | self.products_read
+        own, gone = self._count([node.inputs]), self._count([node.inputs[node.scale == 0]])
+        alike = (gone == 0) | (gone == own)
+        return (~others & (self.norms_read == own) & alike)[at] & (at > 0)

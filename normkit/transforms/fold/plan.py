@@ -12,7 +12,7 @@ from normkit.transforms.fold.position import position
 from normkit.transforms.fold.relations import NormNode, Relations, listed, listed_once, new_bias
 from normkit.transforms.fold.report import Outcome
 from normkit.transforms.fold.solve import Coordinates, Solver
-from normkit.transforms.fold.trace import Place, Product, Trace
+from normkit.transforms.fold.trace import Product, Trace, View
 
 ONLINE = "statistics of each token are computed at inference"
 
@@ -25,7 +25,7 @@ class FoldPlan:
     at: Coordinates
     spread: float = 1.0  # the largest range of a channel of a stream over that of the median channel
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    new_biases: dict[Product, tuple[Place, int]] = field(default_factory=dict)
+    new_biases: dict[Product, tuple[View, int]] = field(default_factory=dict)
 
     def affine(self, node: NormNode) -> tuple[Tensor, Tensor]:
         """The gain and bias that a norm has in the new coordinates."""
@@ -81,7 +81,7 @@ class _Planner:
     def _new_biases(self, plan: FoldPlan) -> None:
         for product, inputs in self.relations.inputs.items():
             moved = bool(plan.at.shift[inputs].any()) or bool(plan.at.shift[self.relations.outputs[product]].any())
-            if moved and not product.adds and product not in self.trace.biases:
+            if moved and product.takes_bias and product not in self.trace.biases:
                 plan.new_biases[product] = new_bias(self.model, self.trace, product)
 
     def _changed(self, plan: FoldPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
@@ -91,22 +91,15 @@ class _Planner:
         at = plan.at
         other = (at.scale != 1) | (at.shift != 0) | (at.written != 1)
         for product, inputs in self.relations.inputs.items():
-            name = product.view.parameter.removesuffix(".weight")
-            for stream in self.relations.streams_of(inputs[other[inputs]]):
-                readers[stream].append(name)
             outputs = self.relations.outputs[product]
-            for stream in self.relations.streams_of(outputs[other[outputs]]):
-                writers[stream].append(name)
+            if product.kind == "gain" and torch.equal(at.scale[inputs], at.scale[outputs]):
+                continue  # it stays as it is
+            for nodes, layers in ((inputs, readers), (outputs, writers)):
+                for stream in self.relations.streams_of(nodes[other[nodes]]):
+                    layers[stream].append(product.layer)
         for name, node in self.relations.norms.items():
             for stream in self.relations.streams_of(node.outputs[other[node.outputs]]) if node.takes_scale else ():
                 writers[stream].append(name)
-        for source, inputs in self.relations.scaled.items():
-            if not torch.equal(at.scale[inputs], at.scale[source.codes]):
-                assert source.gains is not None
-                table, _ = next(self.trace.by_code(source.gains))
-                for stream in self.relations.streams_of(inputs):
-                    readers[stream].append(table.name)
-                writers[self.relations.stream[source.base]].append(table.name)
         return readers, writers
 
     def _outcome(
@@ -147,12 +140,11 @@ class _Planner:
             if place.parameter in made:
                 continue
             made.add(place.parameter)
-            layer = product.view.parameter.removesuffix(".weight")
-            name = next(name for name in gone if layer in plan.outcomes[name].into or name == gone[-1])
+            name = next(name for name in gone if product.layer in plan.outcomes[name].into or name == gone[-1])
             cost = length + self._second_bias(place)
             plan.outcomes[name] = replace(plan.outcomes[name], saved=plan.outcomes[name].saved - cost)
 
-    def _second_bias(self, place: Place) -> int:
+    def _second_bias(self, place: View) -> int:
         """The length of the second bias that `nn.MultiheadAttention` then has to have."""
         owner = self.model.get_submodule(place.parameter.rpartition(".")[0])
         if isinstance(owner, nn.MultiheadAttention) and owner.out_proj.bias is None:

@@ -20,7 +20,7 @@ def position(trace: Trace, name: str) -> str:
     if leaves <= {"embedding", "table", "convolution"} and not deep:
         return "embedding"
     summed = [s for s in before if s.adds]
-    terms = [part for s in summed for t in s.terms if t is not None for part, _ in trace.by_code(t[0][:, 0])]
+    terms = [part for s in summed for pairs, _ in s.terms for part, _ in trace.by_code(pairs[:, 0])]
     if adds or any(part.kind == "norm" for part in terms):
         return "post"
     return "final" if summed else "inner"
@@ -37,9 +37,9 @@ def _leaves(trace: Trace, sources: list[Source], seen: set[int]) -> set[str]:
             kinds.add(source.product.kind)
         elif source.kind == "norm":
             kinds.add("norm")
-        for term in source.terms:
-            if term is None or bool((term[0][:, 0] <= ZERO).any()):
+        for pairs, _ in source.terms:
+            if bool((pairs[:, 0] <= ZERO).any()):
                 kinds.add("unknown")
             else:
-                kinds |= _leaves(trace, [s for s, _ in trace.by_code(term[0][:, 0])], seen)
+                kinds |= _leaves(trace, [s for s, _ in trace.by_code(pairs[:, 0])], seen)
     return kinds

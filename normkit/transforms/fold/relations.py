@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normkit.norms import Norm
 from normkit.transforms.fold.forest import Forest, unite
-from normkit.transforms.fold.trace import FOREIGN, ZERO, Place, Product, Source, Trace
+from normkit.transforms.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View
 from normkit.transforms.layout import is_layout_hook
 from normkit.transforms.masks import GiveMask
 from normkit.transforms.third_party import equivalent
@@ -91,51 +91,47 @@ class Relations:
         self.rows: list[Row] = []
         self.norms: dict[str, NormNode] = {}
         self.unshifted: list[Tensor] = []  # what tied output layers without a bias read
-        self.scaled: dict[Source, Tensor] = {}  # what a product with a parameter per channel reads
         self.kept: dict[str, str] = {}  # norms that stay as they are, with the reason
-        self.sources = {source.product: source for source in trace.sources.values()
-                        if source.product is not None and (source.kind != "table" or source.reads)}  # fmt: skip
         self.inputs: dict[Product, Tensor] = {}
-        self.outputs = {product: source.codes for product, source in self.sources.items()}
+        self.outputs = {source.product: source.codes for source in trace.sources.values()
+                        if source.product is not None and (source.kind != "table" or source.reads)}  # fmt: skip
         for name in trace.norms:
             self._norm(name, refused.get(name))
         for source in trace.sources.values():
             self._source(source)
-        for product in self.sources:
-            places = product.view.size[0] * product.view.size[1]
-            self.inputs[product] = torch.zeros(places, dtype=torch.long)
-            if product in trace.slots:
-                by = f"a product with {product.view.parameter}"
-                self.inputs[product] = self.slots(trace.slots[product], places, by)
+        for product in self.outputs:
+            by = f"a product with {product.view.parameter}"
+            self.inputs[product] = self.slots(trace.slots.get(product), product.view.inputs, by)
         self.stream = trace.streams()
         self._weights()
         self._biases()
-        self._unused()
+        idle = unused_weights(trace, model)
+        for source in trace.sources.values():
+            if source.size in idle:  # an expert, another head, a branch may read it in a later call
+                self.pin(source.codes, idle[source.size])
 
     def pin(self, nodes: Tensor, why: str, scale: bool = True) -> None:
         """Let nodes have `t = 0`, and `s = 1` too if `scale`."""
-        nodes = nodes.long()
         self.links.append(Link(nodes, torch.zeros_like(nodes), scale=scale, why=why))
 
-    def slots(self, pairs: Tensor, size: int, by: str) -> Tensor:
+    def slots(self, pairs: Tensor | None, size: int, by: str) -> Tensor:
         """The node that `by` reads at each of `size` places, from pairs (code, place).
 
         Channels that are read at the same place get the same coordinate; where zeros are read as well, `t = 0`.
         """
-        codes, places = pairs[:, 0], pairs[:, 1].long()
+        if pairs is None:
+            return torch.zeros(size, dtype=torch.long)
+        codes, places = pairs.long().T
         real = codes > ZERO
-        first = torch.full((size,), self.trace.codes, dtype=torch.long)
-        first.scatter_reduce_(0, places[real], codes[real].long(), "amin")
+        first = torch.full((size,), self.trace.codes)
+        first.scatter_reduce_(0, places[real], codes[real], "amin")
         nodes = torch.where(first < self.trace.codes, first, 0)
-        more = real & (codes != nodes[places])
-        if bool(more.any()):
-            self.links.append(Link(codes[more].long(), nodes[places[more]], why=f"read by {by} for different inputs"))
-        foreign = (codes == FOREIGN) & (nodes[places] > 0)
-        if bool(foreign.any()):
-            self.pin(nodes[places[foreign]], f"read by {by} over rows of different origin")
-        padded = (codes == ZERO) & (nodes[places] > 0)
-        if bool(padded.any()):
-            self.pin(nodes[places[padded]], "zero padding or a mask between the norm and its reader", scale=False)
+        read = nodes[places]
+        more = real & (codes != read)
+        self.links.append(Link(codes[more], read[more], why=f"read by {by} for different inputs"))
+        self.pin(read[(codes == FOREIGN) & (read > 0)], f"read by {by} over rows of different origin")
+        padded = read[(codes == ZERO) & (read > 0)]
+        self.pin(padded, "zero padding or a mask between the norm and its reader", scale=False)
         return nodes
 
     # -- norms and sums -----------------------------------------------------------------------------------------------
@@ -145,8 +141,7 @@ class Relations:
         norm = module if isinstance(module, Norm) else equivalent(self.trace.norms[name])
         rest, scale, shift = norm.split()
         size = norm.dim if source is None else source.size
-        pairs = self.trace.inputs.get(name)
-        inputs = torch.zeros(size, dtype=torch.long) if pairs is None else self.slots(pairs, size, f"norm {name}")
+        inputs = self.slots(self.trace.inputs.get(name), size, f"norm {name}")
         outputs = torch.zeros(size, dtype=torch.long) if source is None else source.codes
         scale, shift = (t.detach().double().cpu().expand(size) for t in (scale, shift))
         node = NormNode(name, norm.spec, norm.offline, inputs, outputs, scale, shift, rest)
@@ -177,43 +172,25 @@ class Relations:
             self.pin(source.codes, "what the caller passes")
         for by, codes in source.reads.items():
             if isinstance(by, str) and not by.startswith("norm "):
-                self.pin(codes, f"read by {by}")
-        if not source.terms:
-            return
-        nodes, factors = [source.codes], [torch.full((source.size,), -1.0, dtype=torch.float64)]
-        for term in source.terms:
-            if term is None:
-                why = f"added to something that is no layer's output in {source.name or 'the model'}"
-                zeros = torch.zeros_like(source.codes)
-                self.links.append(Link(source.codes, zeros, shift=False, why=why))
-                continue
-            inner = self.slots(term[0], source.size, f"a sum in {source.name or 'the model'}")
-            gain = torch.full((source.size,), term[1], dtype=torch.float64)
-            if source.gains is not None:
-                gain = gain * self._gain(source)
-                self.scaled[source] = inner
-            elif bool((read_at := inner > 0).any()):
-                self.links.append(Link(source.codes[read_at], inner[read_at], shift=False))
-            foreign = inner == 0
-            if bool(foreign.any()) and source.gains is None:
-                zero_only = self._zero_only(term[0], source.size)
-                nodes_ = source.codes[foreign & ~zero_only]
-                why = f"added to something that is no layer's output in {source.name or 'the model'}"
-                self.links.append(Link(nodes_, torch.zeros_like(nodes_), shift=False, why=why))
-            nodes.append(inner)
-            factors.append(gain)
-        self.rows.append(Row(torch.stack(nodes, 1), torch.stack(factors, 1), torch.zeros(source.size).double()))
+                self.pin(codes.long(), f"read by {by}")
+        where, nodes, factors = source.name or "the model", [source.codes], [-1.0]
+        for pairs, factor in source.terms:
+            read = self.slots(pairs, source.size, f"a sum in {where}")
+            nodes.append(read)
+            factors.append(factor)
+            self._equal(source.codes[read > 0], read[read > 0])
+            foreign = pairs[pairs[:, 0] == FOREIGN][:, 1].long().unique()
+            foreign = source.codes[foreign[read[foreign] == 0]]
+            why = f"added to something that is no layer's output in {where}"
+            self._equal(foreign, torch.zeros_like(foreign), why=why)
+        if source.terms:
+            self._row(nodes, [torch.full((source.size,), factor).double() for factor in factors])
 
-    def _zero_only(self, pairs: Tensor, size: int) -> Tensor:
-        """The places at which nothing but zeros is read."""
-        zeros = torch.ones(size, dtype=torch.bool)
-        zeros[pairs[pairs[:, 0] != ZERO][:, 1].long()] = False
-        return zeros
+    def _equal(self, a: Tensor, b: Tensor, exponent: int = 1, shift: bool = False, why: str = "") -> None:
+        self.links.append(Link(a, b, exponent, shift=shift, why=why))
 
-    def _gain(self, source: Source) -> Tensor:
-        assert source.gains is not None
-        table, _ = next(self.trace.by_code(source.gains))
-        return parameter(self.model, table.name).view(-1)[(source.gains - table.base).long()]
+    def _row(self, nodes: list[Tensor], factors: list[Tensor]) -> None:
+        self.rows.append(Row(torch.stack(nodes, 1), torch.stack(factors, 1), torch.zeros(len(nodes[0])).double()))
 
     # -- weights and biases -------------------------------------------------------------------------------------------
 
@@ -222,14 +199,6 @@ class Relations:
         uses: dict[str, list[Product]] = defaultdict(list)
         for product in self.outputs:
             uses[product.view.parameter].append(product)
-        for source in self.trace.sources.values():
-            if source.gains is not None:
-                table, _ = next(self.trace.by_code(source.gains))
-                others = [s.gains for s in self.trace.sources.values() if s is not source and s.gains is not None]
-                shared = any(bool(torch.isin(source.gains, other).any()) for other in others)
-                if shared or table.reads.keys() - {source}:
-                    self.links.append(Link(source.codes, self.scaled[source], shift=False))
-                    self.pin(source.gains, f"{table.name} is used in several places that differ")
         for name, products in uses.items():
             why = ""
             if name in self.trace.entangled:
@@ -238,11 +207,20 @@ class Relations:
                 why = f"{name} is also read by {listed(sorted(readers))}"
             elif len(products) > 8:
                 why = f"{name} is used in {len(products)} places"
+            elif len(products) > 1 and any(product.kind == "gain" for product in products):
+                why = f"{name} is used in several places that differ"
             for product in products if why else ():
-                self.pin(self.inputs[product], why, scale=True)
-                self.pin(self.outputs[product], why)
+                if product.kind == "gain":  # it stays as it is and passes the scale on
+                    self._equal(self.inputs[product], self.outputs[product])
+                else:
+                    self._pin_both(product, why)
             for one, other in combinations(products, 2) if not why else ():
                 self._tie(one, other)
+
+    def _pin_both(self, product: Product, why: str, inputs: bool = True, outputs: bool = True) -> None:
+        """Let both ends of a product have `t = 0`, and `s = 1` where requested."""
+        self.pin(self.inputs[product], why, inputs)
+        self.pin(self.outputs[product], why, outputs)
 
     def _tie(self, one: Product, other: Product) -> None:
         (a, b), name = (one.view, other.view), one.view.parameter
@@ -259,9 +237,8 @@ class Relations:
             self._equal(self.inputs[one], self.outputs[other], -1, why=tied)
             self._equal(self.outputs[one], self.inputs[other], -1, why=tied)
         elif self.trace.sizes[name] > LARGEST_TIE:
-            for product in (one, other):
-                self.pin(self.inputs[product], differ)
-                self.pin(self.outputs[product], differ)
+            self._pin_both(one, differ)
+            self._pin_both(other, differ)
             return
         else:
             self._overlap(one, other, differ)
@@ -271,73 +248,52 @@ class Relations:
             elif product not in self.trace.biases:
                 self.unshifted.append(self.inputs[product])
 
-    def _equal(self, a: Tensor, b: Tensor, exponent: int = 1, shift: bool = False, why: str = "") -> None:
-        self.links.append(Link(a, b, exponent, shift=shift, why=why))
-
     def _overlap(self, one: Product, other: Product, why: str) -> None:
         """Link uses that share some elements: both read and write those in equal coordinates."""
-        maps = [self._element_nodes(use) for use in (one, other)]
-        shared = (maps[0][0] >= 0) & (maps[1][0] >= 0)
-        if not bool(shared.any()):
-            return
-        for k, shift in ((0, False), (1, one.adds and other.adds)):
-            pairs = torch.stack([maps[0][k][shared], maps[1][k][shared]], 1).unique(dim=0)
-            self.links.append(Link(pairs[:, 0], pairs[:, 1], shift=shift, why=why))
+        (read, written), (other_read, other_written) = self._element_nodes(one), self._element_nodes(other)
+        shared = (read >= 0) & (other_read >= 0)
+        for a, b, shift in ((read, other_read, False), (written, other_written, one.adds and other.adds)):
+            pairs = torch.stack([a[shared], b[shared]], 1).unique(dim=0)
+            self._equal(pairs[:, 0], pairs[:, 1], shift=shift, why=why)
 
-    def _element_nodes(self, use: Product) -> tuple[Tensor, Tensor]:
+    def _element_nodes(self, use: Product) -> list[Tensor]:
         """For each element of a parameter the nodes that it reads and writes in a use; -1: none."""
         groups, inputs, _, outputs = use.view.size
         found = []
         for nodes, shape in ((self.inputs[use], (groups, inputs, 1, 1)), (self.outputs[use], (groups, 1, 1, outputs))):
-            whole = torch.full((self.trace.sizes[use.view.parameter],), -1, dtype=torch.long)
-            use.view.of(whole).copy_(nodes.view(shape).expand(use.view.size))
-            found.append(whole)
-        return found[0], found[1]
+            found.append(torch.full((self.trace.sizes[use.view.parameter],), -1))
+            use.view.of(found[-1]).copy_(nodes.view(shape).expand(use.view.size))
+        return found
 
     def _biases(self) -> None:
         """A product whose bias cannot change, or that can have none, passes no shift."""
-        uses = {product.view.parameter for product in self.outputs}
-        for product in self.outputs:
-            if product.adds:
-                continue
-            place = self.trace.biases.get(product)
-            if place is None:
+        weights = {product.view.parameter for product in self.outputs}
+        shared: dict[str, list[tuple[Product, View]]] = defaultdict(list)
+        for product, nodes in self.outputs.items():
+            bias = self.trace.biases.get(product)
+            if product.kind == "gain":
+                gain = product.view.of(parameter(self.model, product.view.parameter)).flatten()
+                self._row([nodes, self.inputs[product]], [torch.full_like(gain, -1.0), gain])
+            elif bias is None and product.takes_bias:
                 try:
                     new_bias(self.model, self.trace, product)
                 except Blocked as error:
-                    self.pin(self.inputs[product], str(error), scale=False)
-                    self.pin(self.outputs[product], str(error), scale=False)
-                continue
-            readers = sorted(self.trace.weight_readers.get(place.parameter, ()))
-            if readers or place.parameter in uses or place.parameter in self.trace.entangled:
-                why = f"{place.parameter} is also read by {listed(readers) or 'something else'}"
-                self.pin(self.inputs[product], why, scale=False)
-                self.pin(self.outputs[product], why)
-        for (one, a), (other, b) in combinations(self._shared_biases(), 2):
-            if a.parameter != b.parameter or a.offset >= b.offset + b.length or b.offset >= a.offset + a.length:
-                continue
-            why = f"{a.parameter} is also the bias of another product"
-            if a == b and one.view == other.view:
-                self._equal(self.inputs[one], self.inputs[other], shift=True, why=why)
-                self._equal(self.outputs[one], self.outputs[other], shift=True, why=why)
-                continue
-            for product in (one, other):
-                self.pin(self.inputs[product], why, scale=False)
-                self.pin(self.outputs[product], why)
-
-    def _shared_biases(self) -> Iterable[tuple[Product, Place]]:
-        """Products whose bias is in a parameter that holds biases of several."""
-        of: dict[str, list[tuple[Product, Place]]] = defaultdict(list)
-        for product, place in self.trace.biases.items():
-            of[place.parameter].append((product, place))
-        return [pair for pairs in of.values() if len(pairs) > 1 for pair in pairs]
-
-    def _unused(self) -> None:
-        """Channels that a weight might read which no call used: an expert, another head, a branch."""
-        idle = unused_weights(self.trace, self.model)
-        for source in self.trace.sources.values():
-            if source.size in idle:
-                self.pin(source.codes, idle[source.size])
+                    self._pin_both(product, str(error), inputs=False, outputs=False)
+            elif bias is not None:
+                shared[bias.parameter].append((product, bias))
+                readers = sorted(self.trace.weight_readers.get(bias.parameter, ()))
+                if readers or bias.parameter in weights or bias.parameter in self.trace.entangled:
+                    why = f"{bias.parameter} is also read by {listed(readers) or 'something else'}"
+                    self._pin_both(product, why, inputs=False)
+        for name, uses in shared.items():
+            why = f"{name} is also the bias of another product"
+            for (one, a), (other, b) in combinations(uses, 2):
+                if a == b and one.view == other.view:
+                    self._equal(self.inputs[one], self.inputs[other], shift=True, why=why)
+                    self._equal(self.outputs[one], self.outputs[other], shift=True, why=why)
+                elif max(a.offset, b.offset) < min(a.offset + a.outputs, b.offset + b.outputs):
+                    self._pin_both(one, why, inputs=False)
+                    self._pin_both(other, why, inputs=False)
 
     # -- reasons ------------------------------------------------------------------------------------------------------
 
@@ -382,28 +338,24 @@ def united(size: int, links: list[Link]) -> Forest:
     return unite(size, a, b, exponent, torch.ones_like(exponent))
 
 
-def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[Place, int]:
+def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, int]:
     """The place of a bias to be made for a product, and the length of the parameter.
 
     Raises:
         Blocked: If the layer's own forward did not run, so that nothing would read the bias.
     """
-    for owner, key in trace.owners[product.view.parameter]:
-        module = model.get_submodule(owner)
-        if product.owner != owner:
-            continue
-        prefix = f"{owner}." if owner else ""
+    owner, view = product.owner, product.view
+    module, prefix = model.get_submodule(owner), f"{owner}." if owner else ""
+    for key in (key for name, key in trace.owners[view.parameter] if name == owner):
         if isinstance(module, nn.MultiheadAttention):
             width = module.embed_dim
-            row = {"in_proj_weight": product.view.offset // max(1, product.view.size[1]), "q_proj_weight": 0,
+            row = {"in_proj_weight": view.offset // max(1, view.size[1]), "q_proj_weight": 0,
                    "k_proj_weight": width, "v_proj_weight": 2 * width}.get(key)  # fmt: skip
             if row is not None:
-                return Place(f"{prefix}in_proj_bias", row, product.view.outputs), 3 * width
+                return View.row(f"{prefix}in_proj_bias", view.outputs, row), 3 * width
         elif key == "weight" and "bias" in module._parameters and module.bias is None:
-            return Place(f"{prefix}bias", 0, product.view.outputs), product.view.outputs
-    raise Blocked(
-        f"{product.view.parameter} has no bias to take the shift, and is used outside its own layer's forward"
-    )
+            return View.row(f"{prefix}bias", view.outputs), view.outputs
+    raise Blocked(f"{view.parameter} has no bias to take the shift, and is used outside its own layer's forward")
 
 
 def _swapped(of: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

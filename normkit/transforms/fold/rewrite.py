@@ -1,7 +1,9 @@
 """Rewrite a model in new coordinates: weights, biases, tables, the rest of each norm."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from math import prod
 
 import torch
@@ -14,7 +16,7 @@ from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.relations import NormNode, parameter
 from normkit.transforms.fold.report import GONE
-from normkit.transforms.fold.trace import Place, Product, Source, View
+from normkit.transforms.fold.trace import Product, Source, View
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import remove_routes
 
@@ -24,26 +26,25 @@ Part = tuple[View, Tensor, Tensor, Tensor]  # of a weight, its factors by input 
 @torch.no_grad()
 def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
     """Carry out a plan on a model in place, with arithmetic in float64."""
-    edit = Edit(model)
-    _weights(plan, edit)
-    _biases(plan, edit)
-    for source in plan.relations.trace.sources.values():
-        if source.gains is not None:
-            _gains(source, plan, edit)
-    edit.write()
+    _biases(model, plan)  # first: they need the weights as they were
+    _weights(model, plan)
     for name, outcome in plan.outcomes.items():
-        if outcome.action == "gain changed":
-            norm = model.get_submodule(name)
-            own = (norm.weight, getattr(norm, "bias", None))
-            for parameter, value in zip(own, plan.affine(plan.relations.norms[name]), strict=True):
-                if isinstance(parameter, Tensor):
-                    parameter.copy_(value)
-        elif outcome.action != "kept":
-            model = _replace(model, plan, plan.relations.norms[name], outcome.action)
+        if outcome.action != "kept":
+            model = _norm(model, plan, plan.relations.norms[name], outcome.action)
     leave_fast_path(model)
     if not any(isinstance(module, Norm) for module in model.modules()):
         remove_routes(model)
     return model
+
+
+def change(model: nn.Module, name: str, how: Callable[[Tensor], object]) -> None:
+    """Change a parameter or buffer by a function that changes its values, in float64, in place."""
+    owner, _, key = name.rpartition(".")
+    module = model.get_submodule(owner)
+    value = parameter(model, name)
+    how(value)
+    getattr(module, key).copy_(value)
+    module._non_persistent_buffers_set.discard(key)  # its values are not those that the constructor makes
 
 
 def largest_factor(plan: FoldPlan) -> float:
@@ -62,23 +63,22 @@ def _factors(plan: FoldPlan, product: Product) -> tuple[Tensor, Tensor]:
     return read, (plan.at.written[writes] / plan.at.scale[writes]).view(groups, 1, 1, outputs)
 
 
-def _weights(plan: FoldPlan, edit: "Edit") -> None:
+def _weights(model: nn.Module, plan: FoldPlan) -> None:
     """`W <- diag(1 / s_out) W diag(s_in)`; a table `E <- (E - t) / s`."""
-    changed: dict[str, list[Part]] = {}
-    tables = {source.product: source for source in plan.relations.trace.sources.values() if source.kind == "table"}
+    changed: dict[str, list[Part]] = defaultdict(list)
     for product in plan.relations.inputs:
         read, written = _factors(plan, product)
         shift = torch.zeros_like(written)
         if product.adds:
             nodes = plan.relations.outputs[product]
             shift = (plan.at.shift[nodes] / plan.at.scale[nodes]).view(written.shape)
-        if product in tables:
-            shape = parameter(edit.model, product.view.parameter).shape
-            written, shift = _of_longer_inputs(tables[product], shape, written, shift)
+        if product.kind == "table":
+            shape, table = parameter(model, product.view.parameter).shape, plan.relations.trace.sources[product]
+            written, shift = _of_longer_inputs(table, shape, written, shift)
         if bool((read != 1).any() | (written != 1).any() | (shift != 0).any()):
-            changed.setdefault(product.view.parameter, []).append((product.view, read, written, shift))
+            changed[product.view.parameter].append((product.view, read, written, shift))
     for name, parts in changed.items():
-        edit.change(name, lambda weight, parts=parts: _multiply(weight, parts))
+        change(model, name, partial(_multiply, parts=parts))
 
 
 def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> list[Tensor]:
@@ -105,101 +105,68 @@ def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> lis
 def _multiply(weight: Tensor, parts: list[Part]) -> None:
     """Multiply parts of a weight and subtract from them, each element once."""
     whole = [part for part in parts if prod(part[0].size) == weight.numel()]
-    if len(parts) > 1 and not whole:
-        factors, shifts = torch.ones_like(weight), torch.zeros_like(weight)
-        for view, read, written, shift in parts:
-            view.of(factors).copy_(read * written)
-            view.of(shifts).copy_(shift.expand(view.size))
-        weight.mul_(factors).sub_(shifts)
+    if whole or len(parts) == 1:
+        view, read, written, shift = (whole or parts)[0]  # uses that share elements ask for the same change of them
+        view.of(weight).mul_(read).mul_(written).sub_(shift)
         return
-    view, *factors, shift = (whole or parts)[0]  # uses that share elements ask for the same change of them
-    part = view.of(weight)
-    for factor in factors:
-        if bool((factor != 1).any()):
-            part.mul_(factor)
-    if bool((shift != 0).any()):
-        part.sub_(shift)
+    factors, shifts = torch.ones_like(weight), torch.zeros_like(weight)
+    for view, read, written, shift in parts:
+        view.of(factors).copy_(read * written)
+        view.of(shifts).copy_(shift.expand(view.size))
+    weight.mul_(factors).sub_(shifts)
 
 
-def _biases(plan: FoldPlan, edit: "Edit") -> None:
-    """`b <- (b + W t_in - t_out) / s_out`, with the weight as it was."""
+def _biases(model: nn.Module, plan: FoldPlan) -> None:
+    """`b <- (b + W t_in - t_out) / s_out`."""
     relations, at = plan.relations, plan.at
-    changes: dict[Place, tuple[int, Tensor, Tensor]] = {}
+    changes: dict[View, tuple[Tensor, Tensor]] = {}
     for product, inputs in relations.inputs.items():
-        place = relations.trace.biases.get(product)
-        if product.adds or (place is None and product not in plan.new_biases):
+        bias = relations.trace.biases.get(product)
+        if product in plan.new_biases:
+            bias, length = plan.new_biases[product]
+            _make_bias(model, bias.parameter, length)
+        if bias is None:
             continue
         writes, view = relations.outputs[product], product.view
-        shift = at.shift[inputs].view(view.size[:2])
         delta = torch.zeros(view.outputs, dtype=torch.float64)
-        if bool((shift != 0).any()):
-            delta = torch.einsum("gkrn,gk->gn", view.of(parameter(edit.model, view.parameter)), shift).flatten()
-        place, length = plan.new_biases[product] if place is None else (place, relations.trace.sizes[place.parameter])
+        if bool((at.shift[inputs] != 0).any()):
+            weight = view.of(parameter(model, view.parameter))
+            delta = torch.einsum("gkrn,gk->gn", weight, at.shift[inputs].view(view.size[:2])).flatten()
         scale, written = at.scale[writes], at.written[writes]
-        if bool((delta != 0).any() | (scale != 1).any() | (at.shift[writes] != 0).any() | (written != 1).any()):
-            changes[place] = length, written / scale, (written * delta - at.shift[writes]) / scale
-        elif product in plan.new_biases:
-            changes[place] = length, torch.ones_like(scale), torch.zeros_like(scale)
-    for place, (length, factor, summand) in changes.items():
-        edit.change(place.parameter, lambda b, p=place, f=factor, a=summand: p.of(b).mul_(f).add_(a), length)
+        changes[bias] = written / scale, (written * delta - at.shift[writes]) / scale
+    for bias, (factor, summand) in changes.items():
+        if bool((factor != 1).any() | (summand != 0).any()):
+            change(model, bias.parameter, lambda b, of=bias.of, f=factor, a=summand: of(b).mul_(f).add_(a))
 
 
-def _gains(source: Source, plan: FoldPlan, edit: "Edit") -> None:
-    """A parameter per channel: `gain <- gain * s_in / s_out`."""
-    relations, scale = plan.relations, plan.at.scale
-    assert source.gains is not None
-    table, _ = next(relations.trace.by_code(source.gains.double()))
-    factor = scale[relations.scaled[source]] / scale[source.codes]
-    index = (source.gains - table.base).long()
-    if bool((factor != 1).any()):
-        edit.change(table.name, lambda gain: gain.view(-1).__setitem__(index, gain.view(-1)[index] * factor))
+def _make_bias(model: nn.Module, name: str, length: int) -> None:
+    """Give a layer a bias of zeros unless it has one."""
+    owner, _, key = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if getattr(module, key) is not None:
+        return
+    weight = next(p for k, p in module.named_parameters(recurse=False) if "weight" in k)
+    setattr(module, key, nn.Parameter(weight.new_zeros(length), weight.requires_grad))
+    if isinstance(module, nn.MultiheadAttention) and module.out_proj.bias is None:
+        module.out_proj.bias = nn.Parameter(weight.new_zeros(module.embed_dim), weight.requires_grad)
 
 
-class Edit:
-    """Changes to parameters, collected and then carried out in float64."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.changes: dict[str, list[Callable[[Tensor], object]]] = {}
-        self.lengths: dict[str, int] = {}
-
-    def change(self, name: str, how: Callable[[Tensor], object], length: int = 0) -> None:
-        """Note a change of a parameter in place; `length` is that of a bias to be made."""
-        self.changes.setdefault(name, []).append(how)
-        self.lengths[name] = max(length, self.lengths.get(name, 0))
-
-    def write(self) -> None:
-        """Carry out the changes."""
-        for name, changes in self.changes.items():
-            owner, _, key = name.rpartition(".")
-            module = self.model.get_submodule(owner)
-            tensor = getattr(module, key)
-            value = (
-                torch.zeros(self.lengths[name], dtype=torch.float64) if tensor is None else parameter(self.model, name)
-            )
-            for change in changes:
-                change(value)
-            if tensor is not None:
-                tensor.copy_(value)
-                module._non_persistent_buffers_set.discard(key)  # its values are not those that the constructor makes
-                continue
-            weight = next(p for k, p in module.named_parameters(recurse=False) if "weight" in k)
-            setattr(module, key, nn.Parameter(value.to(weight.device, weight.dtype), weight.requires_grad))
-            if isinstance(module, nn.MultiheadAttention) and module.out_proj.bias is None:
-                module.out_proj.bias = nn.Parameter(weight.new_zeros(module.embed_dim), weight.requires_grad)
-
-
-def _replace(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.Module:
-    """Put the rest of a norm in its place."""
+def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.Module:
+    """Change the gain and bias of a norm, or put what is left of it in its place."""
     old, channel_dim = model.get_submodule(node.name), plan.relations.trace.norms[node.name].channel_dim
-    like = next((t for t in [*old.parameters(), *old.buffers()] if t.dtype.is_floating_point), None)
-    like = next(model.parameters()) if like is None else like
+    gain, shift = plan.affine(node)
+    if action == "gain changed":
+        for own, value in ((old.weight, gain), (getattr(old, "bias", None), shift)):
+            if isinstance(own, Tensor):
+                own.copy_(value)
+        return model
+    tensors = [*old.parameters(), *old.buffers(), *model.parameters()]
+    like = next(t for t in tensors if t.dtype.is_floating_point)
     if action in GONE:
         new: nn.Module = nn.Identity()
     elif action == "gain folded":
         new = _plain(copy.deepcopy(node.rest), channel_dim).to(like.device)
     else:
-        gain, shift = plan.affine(node)
         weight = None if action == "add" else gain.to(like)
         new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)
     return put(model, node.name, new.train(old.training))

@@ -162,8 +162,7 @@ def _lanes(systems: Iterable[list[Line]], rows: list[Row], ranks: Tensor) -> lis
 
 
 def _rank(source: Source, relations: Relations) -> int:
-    if source.product is None:
+    product = source.product
+    if product is None or product.kind == "gain":
         return 0
-    if source.product.adds:
-        return 3
-    return 1 if source.product in relations.trace.biases else 2
+    return 3 if product.adds else 1 if product in relations.trace.biases else 2

@@ -1,18 +1,18 @@
 """Find coordinates in which as many norms as possible are the identity.
 
 A frozen norm `y = a * x + b` vanishes where `s_y = a * s_x` and `t_y = a * t_x + b`. Scales are products and inverses
-of
-one another: a union-find with a ratio for every edge. Shifts are linear. Norms whose relations contradict the others
+of one another: a union-find with a ratio for every edge. Shifts are linear. Norms whose relations contradict the others
 stay: as few as possible, and the same ones in every run.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from normkit.transforms.fold.forest import Forest, unite
+from normkit.transforms.fold.forest import Forest, components, unite
 from normkit.transforms.fold.gains import mark_small_gains
 from normkit.transforms.fold.relations import Link, NormNode, Relations, Row, united
 from normkit.transforms.fold.shifts import ROUNDING, Shifts
@@ -171,25 +171,17 @@ class Solver:
 
     def _parts(self, names: list[str]) -> list[list[str]]:
         """The norms in groups that share no channel's scale and no system of shifts."""
-        owner: dict[tuple[str, int], str] = {}
-        group = {name: name for name in names}
-
-        def find(name: str) -> str:
-            while group[name] != name:
-                name = group[name]
-            return name
-
-        for name in names:
-            node = self.nodes[name]
-            keys = [
-                ("scale", root) for root in self.hard.root[torch.cat([node.inputs, node.outputs])].unique().tolist()
-            ]
-            keys += [("shift", i) for i, system in enumerate(self.shifts.systems) if name in system.norms]
-            for key in keys:
-                if key != ("scale", 0):
-                    first, second = sorted((find(owner.setdefault(key, name)), find(name)), key=names.index)
-                    group[second] = first
-        return [[name for name in names if find(name) == head] for head in dict.fromkeys(map(find, names))]
+        keys: dict[tuple[str, int], int] = {}
+        pairs = []
+        for k, name in enumerate(names):
+            ends = torch.cat([self.nodes[name].inputs, self.nodes[name].outputs])
+            own = [("scale", root) for root in self.hard.root[ends].unique().tolist() if root]
+            own += [("shift", i) for i, system in enumerate(self.shifts.systems) if name in system.norms]
+            pairs += [(k, keys.setdefault(key, len(names) + len(keys))) for key in own]
+        parts: dict[int, list[str]] = defaultdict(list)
+        for name, first in zip(names, components(len(names) + len(keys), pairs).tolist(), strict=False):
+            parts[first].append(name)
+        return list(parts.values())
 
 
 def _fewest_out(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> set[str]:

@@ -1,6 +1,7 @@
 """A float64 copy of a model, the calls that it is tried on, and their trace."""
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -100,13 +101,14 @@ class Survey:
     def _record(self, label: str, resized: bool, args: tuple, kwargs: dict[str, Any]) -> None:
         """Trace one call and keep its outputs; a call that fails leaves no trace."""
         self.step(f"trace {label}")
-        restore = self.trace.snapshot()
+        before = self.trace
+        self.trace = copy.deepcopy(before, {id(before.norms): before.norms})
         self.trace.resizable |= resized
         self.trace.measuring = label == EXAMPLE
         try:
             self.expected[label] = self._follow(args, kwargs)
         except Exception:
-            restore()
+            self.trace = before
             raise
 
     def _follow(self, args: tuple, kwargs: dict[str, Any]) -> Outputs:

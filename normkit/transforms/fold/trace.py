@@ -1,6 +1,5 @@
 """Record of a traced model: the origin of every channel, and everything that reads it."""
 
-import copy
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from normkit.transforms.fold.forest import components
 from normkit.transforms.third_party import Found
 
 ZERO, FOREIGN = 0.0, -1.0  # codes of padding, and of anything that is not followed
@@ -23,9 +23,19 @@ class View(NamedTuple):
     stride: tuple[int, int, int, int]
     offset: int
 
+    @staticmethod
+    def row(parameter: str, length: int, offset: int = 0) -> "View":
+        """Numbers in a row, one for each output channel: a bias or a table."""
+        return View(parameter, (1, 1, 1, length), (0, 0, 0, 1), offset)
+
     def of(self, values: Tensor) -> Tensor:
         """This part of a contiguous tensor that has the parameter's shape."""
         return torch.as_strided(values, self.size, self.stride, self.offset)
+
+    @property
+    def inputs(self) -> int:
+        """The number of input channels."""
+        return self.size[0] * self.size[1]
 
     @property
     def outputs(self) -> int:
@@ -33,25 +43,26 @@ class View(NamedTuple):
         return self.size[0] * self.size[3]
 
 
-class Place(NamedTuple):
-    """A stretch of a parameter that holds a bias."""
-
-    parameter: str
-    offset: int
-    length: int
-
-    def of(self, values: Tensor) -> Tensor:
-        """This stretch of a contiguous tensor that has the parameter's shape."""
-        return values.view(-1)[self.offset : self.offset + self.length]
-
-
 @dataclass(frozen=True)
 class Product:
-    """A use of a weight, `out[g, n] = sum of in[g, k, r] * weight[g, k, r, n] + bias[g, n]`."""
+    """A use of a weight, `out[g, n] = sum of in[g, k, r] * weight[g, k, r, n] + bias[g, n]`.
+
+    A "gain", a parameter that multiplies each channel (LayerScale), has a group for each.
+    """
 
     view: View
     owner: str  # the module whose forward ran
-    kind: str  # "matmul", "convolution", "embedding", "table"
+    kind: str  # "matmul", "convolution", "gain", "embedding", "table"
+
+    @property
+    def layer(self) -> str:
+        """The name of its layer for reports."""
+        return self.view.parameter.removesuffix(".weight")
+
+    @property
+    def takes_bias(self) -> bool:
+        """Its layer may have a bias."""
+        return self.kind in ("matmul", "convolution")
 
     @property
     def adds(self) -> bool:
@@ -63,19 +74,18 @@ class Product:
 class Source:
     """Channels that are followed: the output of a norm or product, a table, a sum, an input.
 
-    `terms` of a sum: for each summand the pairs (its code, channel of the sum) and a factor; None where the summand is
-    not followed. `reads`: the sorted codes that each reader reads. A reader is a Product, a Source made of this one, or
-    an operation in words. `gains` of a product with a parameter per channel: the codes of that parameter.
+    `terms` of a sum: for each summand the pairs (its code, channel of the sum) and a factor. `reads`: the sorted codes
+    that each reader reads. A reader is a Product, a sum of this source, or an operation in words. `range` has the
+    smallest and largest number of each channel.
     """
 
-    kind: str  # "norm", "product", "table", "sum", "scaled", "input"
+    kind: str  # "norm", "product", "table", "sum", "input"
     name: str
     base: int
     size: int
     product: Product | None = None
-    terms: list[tuple[Tensor, float] | None] = field(default_factory=list)
+    terms: list[tuple[Tensor, float]] = field(default_factory=list)
     reads: dict["Product | Source | str", Tensor] = field(default_factory=dict)
-    gains: Tensor | None = None
     range: tuple[Tensor, Tensor] | None = None
 
     def measure(self, tensor: Tensor, dim: int) -> None:
@@ -88,11 +98,7 @@ class Source:
 
     def read(self, by: "Product | Source | str", codes: Tensor) -> None:
         """Note a reader of some of the codes."""
-        known = self.reads.get(by)
-        if known is None:
-            self.reads[by] = codes
-        elif not torch.equal(known, codes):
-            self.reads[by] = torch.cat([known, codes]).unique()
+        self.reads[by] = joined(self.reads.get(by), codes)
 
     @property
     def codes(self) -> Tensor:
@@ -119,7 +125,7 @@ class Trace:
         self.inputs: dict[str, Tensor] = {}  # norm: pairs (code, channel)
         self.slots: dict[Product, Tensor] = {}  # pairs (code, input of the product)
         self.weight_readers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
-        self.biases: dict[Product, Place] = {}
+        self.biases: dict[Product, View] = {}
         self.entangled: dict[str, str] = {}  # parameters that are views of one another's memory
         self.sizes: dict[str, int] = {}
         self.names: dict[int, str] = {}
@@ -133,64 +139,45 @@ class Trace:
         self.advice: Callable[[list[str]], str] = lambda weights: "give an example that does"  # for idle weights
         self.codes = 1  # the next free code
         self.measuring = False  # note the ranges of sums
-        self._bases: list[int] = []
         self._ordered: list[Source] = []
 
     def source(self, key: Any, kind: str, name: str, size: int, product: Product | None = None) -> Source:
         """The source with that key, created on first use; its codes stay the same."""
         if key not in self.sources:
             self.sources[key] = Source(kind, name, self.codes, size, product)
-            self._bases.append(self.codes)
             self._ordered.append(self.sources[key])
             self.codes += size
         return self.sources[key]
 
     def by_code(self, codes: Tensor) -> Iterator[tuple[Source, Tensor]]:
         """The sources that these codes belong to, each with its own codes, sorted."""
-        codes = codes.unique()
+        codes = varying(codes).unique()
         codes = codes[codes > ZERO]
         while codes.numel():
-            source = self._ordered[bisect_right(self._bases, float(codes[0])) - 1]
+            source = self._ordered[bisect_right(self._ordered, float(codes[0]), key=lambda source: source.base) - 1]
             count = int(torch.searchsorted(codes, source.base + source.size))
             yield source, codes[:count]
             codes = codes[count:]
 
-    def snapshot(self) -> Callable[[], None]:
-        """Remember the state; the function that is returned goes back to it."""
-        kept = {key: copy.copy(getattr(self, key)) for key in vars(self)}
-        fields = [(source, list(source.terms), dict(source.reads)) for source in self._ordered]
-        readers = {name: set(by) for name, by in self.weight_readers.items()}
-
-        def restore() -> None:
-            for key, value in kept.items():
-                setattr(self, key, value)
-            for source, terms, reads in fields:
-                source.terms, source.reads = terms, reads
-            self.weight_readers = defaultdict(set, readers)
-
-        return restore
-
-    def join(self, known: Tensor | None, pairs: Tensor) -> Tensor:
-        """The pairs of several calls together."""
-        if known is None or torch.equal(known, pairs):
-            return pairs
-        return torch.cat([known, pairs]).unique(dim=0)
-
     def streams(self) -> dict[int, int]:
         """The stream of each source, by first codes: sources that are added are one stream."""
-        stream = {source.base: source.base for source in self.sources.values()}
+        sources = self.sources.values()
+        added = [(source.base, part.base) for source in sources for pairs, _ in source.terms
+                 for part, _ in self.by_code(pairs[:, 0])]  # fmt: skip
+        first = components(self.codes, added)
+        return {source.base: int(first[source.base]) for source in sources}
 
-        def find(base: int) -> int:
-            while stream[base] != base:
-                base = stream[base]
-            return base
 
-        for source in self.sources.values():
-            for term in source.terms if source.gains is None else ():
-                for part, _ in self.by_code(term[0][:, 0]) if term else ():
-                    first, second = sorted((find(source.base), find(part.base)))
-                    stream[second] = first
-        return {base: find(base) for base in stream}
+def joined(known: Tensor | None, rows: Tensor) -> Tensor:
+    """The rows of several calls together, each once."""
+    if known is None or torch.equal(known, rows):
+        return rows
+    return torch.cat([known, rows]).unique(dim=0)
+
+
+def everywhere(code: float, shape: torch.Size) -> Tensor:
+    """A shadow with one code everywhere."""
+    return torch.full((), code, dtype=torch.float64).expand(shape)
 
 
 def varying(shadow: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ Most shadows vary along one axis only. They are kept as expanded tensors, which 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from normkit.transforms.fold.trace import FOREIGN, ZERO, Place, Product, Source, Trace, View, channel_pairs, varying
+from normkit.transforms.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View, channel_pairs, everywhere, joined
 from normkit.transforms.fold.trace_rules import RULES, is_channel_axis
 
 aten = torch.ops.aten
@@ -61,10 +62,15 @@ class Tracer(TorchDispatchMode):
         if tensor in self.shadows:
             return self.shadows[tensor]
         if id(tensor) in self.tables:
-            source = self.trace.source(("table", id(tensor)), "table", self.trace.names[id(tensor)], tensor.numel(),
-                                       self._table(tensor))  # fmt: skip
-            return (source.base + torch.arange(tensor.numel(), dtype=torch.float64)).view(tensor.shape)
+            name, size = self.trace.names[id(tensor)], tensor.numel()
+            table = Product(View.row(name, size), "", "table")
+            return self.trace.source(table, "table", name, size, table).codes.double().view(tensor.shape)
         return None
+
+    def origins(self, tensor: Tensor) -> Tensor:
+        """The shadow of a tensor, FOREIGN everywhere if it is not followed."""
+        shadow = self.shadow(tensor)
+        return everywhere(FOREIGN, tensor.shape) if shadow is None else shadow
 
     def mark(self, tensor: Tensor, source: Source, dim: int) -> None:
         """Let axis `dim` of a tensor hold the channels of a source."""
@@ -76,26 +82,35 @@ class Tracer(TorchDispatchMode):
         """Note that `by` reads what is followed in a tensor."""
         shadow = self.shadow(tensor)
         if shadow is not None:
-            for source, codes in self.trace.by_code(varying(shadow)):
+            for source, codes in self.trace.by_code(shadow):
                 source.read(by, codes)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
-    def enter_norm(self, name: str, x: Any, dim: int) -> None:
-        """A norm is about to read `x`."""
-        if self.inside_norm == 0 and isinstance(x, Tensor):
-            shadow = self.shadow(x)
-            if shadow is None:
-                shadow = torch.full((), FOREIGN, dtype=torch.float64).expand(x.shape)
-            self.trace.inputs[name] = self.trace.join(self.trace.inputs.get(name), channel_pairs(shadow, dim))
-            self.read(x, f"norm {name}")
-        self.inside_norm += 1
+    def enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Pre-hook of a module: a norm is about to read its input."""
+        self.stack.append(name)
+        if norm := self.trace.norms.get(name):
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            if self.inside_norm == 0 and isinstance(x, Tensor):
+                pairs = channel_pairs(self.origins(x), norm.channel_dim)
+                self.trace.inputs[name] = joined(self.trace.inputs.get(name), pairs)
+                self.read(x, f"norm {name}")
+            self.inside_norm += 1
 
-    def leave_norm(self, name: str, out: Any, dim: int) -> None:
-        """A norm has put out `out`."""
-        self.inside_norm -= 1
-        if self.inside_norm == 0 and isinstance(out, Tensor):
-            self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
+    def leave(self, name: str, module: nn.Module, args: tuple, out: Any) -> None:
+        """Hook of a module: a norm has written its output."""
+        self.stack.pop()
+        if norm := self.trace.norms.get(name):
+            self.inside_norm -= 1
+            if self.inside_norm == 0 and isinstance(out, Tensor):
+                dim = norm.channel_dim
+                self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
+
+    @property
+    def module(self) -> str:
+        """The module whose forward runs."""
+        return self.stack[-1] if self.stack else ""
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +124,7 @@ class Tracer(TorchDispatchMode):
         packet = func.overloadpacket
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if packet in ZEROS and out.dim() > 1 and out.dtype.is_floating_point:
-            self.shadows[out] = torch.full((), ZERO, dtype=torch.float64).expand(out.shape)
+            self.shadows[out] = everywhere(ZERO, out.shape)
         if packet in SHAPES_ONLY:
             return out
         if packet in MOVES and not _changes_type(func, kwargs):
@@ -133,10 +148,9 @@ class Tracer(TorchDispatchMode):
 
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         def stand_in(t: Any) -> Any:
-            if not isinstance(t, Tensor) or not t.dtype.is_floating_point:
-                return t.cpu() if isinstance(t, Tensor) else t
-            shadow = self.shadow(t)
-            return torch.full((), FOREIGN, dtype=torch.float64).expand(t.shape) if shadow is None else shadow
+            if not isinstance(t, Tensor):
+                return t
+            return self.origins(t) if t.dtype.is_floating_point else t.cpu()
 
         packet = func.overloadpacket
         if packet is aten.masked_fill and isinstance(args[2], Tensor):
@@ -198,30 +212,29 @@ class Tracer(TorchDispatchMode):
         whole = self.storages.get(tensor.untyped_storage().data_ptr())
         return None if whole is None else self.trace.names[id(whole)]
 
-    def place(self, bias: Any, length: int) -> Place | None:
-        """The place of a bias in its parameter."""
-        parameter = self._parameter(bias)
-        if parameter is None or bias.dim() != 1 or bias.stride(0) != 1 or bias.numel() != length:
+    def bias(self, tensor: Any, length: int) -> View | None:
+        """The part of a parameter that a bias is."""
+        parameter = self._parameter(tensor)
+        if parameter is None or tensor.dim() != 1 or tensor.stride(0) != 1 or tensor.numel() != length:
             return None
-        return Place(parameter, bias.storage_offset(), length)
+        return View.row(parameter, length, tensor.storage_offset())
 
     def product(self, kind: str, view: View, bias: Any, x: Tensor | None, out: Tensor, dim: int) -> bool:
         """Note a product with a weight.
 
-        `x` is the shadow of what it reads, `[rows, groups, in]`; `out` has its channels at `dim`.
+        `x` is the shadow of the channels that it reads, `[rows, in]`; `out` has its channels at `dim`.
         """
-        place = None if bias is None else self.place(bias, view.outputs)
-        if bias is not None and place is None:
+        added = None if bias is None else self.bias(bias, view.outputs)
+        if bias is not None and added is None:
             return False
-        product = Product(view, self.stack[-1] if self.stack else "", kind)
-        if place is not None:
-            self.trace.biases[product] = place
-        pairs = channel_pairs(torch.full((), FOREIGN, dtype=torch.float64).expand(1, view.size[0] * view.size[1]), 1)
+        product = Product(view, self.module, kind)
+        if added is not None:
+            self.trace.biases[product] = added
         if x is not None:
-            pairs = channel_pairs(x.reshape(len(x), -1), 1)
+            pairs = channel_pairs(x, 1)
             for source, own in self.trace.by_code(pairs[:, 0]):
                 source.read(product, own)
-        self.trace.slots[product] = self.trace.join(self.trace.slots.get(product), pairs)
+            self.trace.slots[product] = joined(self.trace.slots.get(product), pairs)
         self.mark(out, self.trace.source(product, "product", view.parameter, view.outputs, product), dim)
         return True
 
@@ -236,10 +249,6 @@ class Tracer(TorchDispatchMode):
                 if tensor is not None and tensor.dtype.is_floating_point and 1 < tensor.numel() <= 1 << 20:
                     tables.add(id(tensor))
         return tables
-
-    def _table(self, tensor: Tensor) -> Product:
-        size = tensor.numel()
-        return Product(View(self.trace.names[id(tensor)], (1, 1, 1, size), (0, 0, 0, 1), 0), "", "table")
 
 
 def _padded_somewhere(shadow: Tensor, axes: int) -> Tensor:
@@ -274,30 +283,11 @@ def tracing(trace: Trace, model: nn.Module) -> Iterator[Tracer]:
     tracer = Tracer(trace, model)
     handles = []
     for name, module in model.named_modules():
-        found = trace.norms.get(name)
-        watch = _Watch(tracer, name, found and found.channel_dim)
-        handles.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(watch.leave))
+        handles.append(module.register_forward_pre_hook(partial(tracer.enter, name), with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(partial(tracer.leave, name)))
     try:
         with torch.no_grad(), tracer:
             yield tracer
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Watch:
-    """The hooks of one module; `channels` is the axis of its channels if it is a norm."""
-
-    def __init__(self, tracer: Tracer, name: str, channels: int | None):
-        self.tracer, self.name, self.channels = tracer, name, channels
-
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.tracer.stack.append(self.name)
-        if self.channels is not None:
-            self.tracer.enter_norm(self.name, args[0] if args else next(iter(kwargs.values()), None), self.channels)
-
-    def leave(self, module: nn.Module, args: tuple, out: Any) -> None:
-        self.tracer.stack.pop()
-        if self.channels is not None:
-            self.tracer.leave_norm(self.name, out, self.channels)
