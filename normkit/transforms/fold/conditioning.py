@@ -62,15 +62,15 @@ class Conditioning:
 
     def _balanced(self, at: Coordinates, norms: Iterable[str], additions: Iterable[str]) -> Tensor:
         """Scales of the free classes: their mean range on all sums, relative to other channels."""
-        root, exponent, free = self.solver.classes(norms, additions)
-        total, count = torch.zeros(len(root)).double(), torch.zeros(len(root)).double()
+        classes = self.solver.classes(norms, additions)
+        total, count = torch.zeros(len(classes.root)).double(), torch.zeros(len(classes.root)).double()
         for each in self.ranges:
             codes, extent = each[0], _range(at, *each)
-            used = free[codes] & (extent > 0)
+            used = classes.free[classes.root[codes]] & (extent > 0)
             if bool(used.any()):
-                logs = extent[used].log()
-                total.index_add_(0, root[codes[used]], exponent[codes[used]] * (logs - logs.mean()))
-                count.index_add_(0, root[codes[used]], torch.ones_like(logs))
+                logs, root = extent[used].log(), classes.root[codes[used]]
+                total.index_add_(0, root, classes.exponent[codes[used]] * (logs - logs.mean()))
+                count.index_add_(0, root, torch.ones_like(logs))
         return (total / count.clamp(min=1)).exp()
 
 

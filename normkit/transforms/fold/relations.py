@@ -81,6 +81,11 @@ class Row:
     constant: Tensor
     norm: str = ""
 
+    @staticmethod
+    def fixed(nodes: Tensor, norm: str) -> "Row":
+        """The row `t[nodes] = 0`."""
+        return Row(nodes[:, None], torch.ones(len(nodes), 1).double(), torch.zeros(len(nodes)).double(), norm)
+
 
 class Relations:
     """All links and rows of a trace, and the nodes that products and norms read and write."""

@@ -93,8 +93,7 @@ class Shifts:
         size = relations.trace.codes
         self.forest = united(size, [Link(link.a, link.b) for link in relations.links if link.shift])
         rows = sorted((row for row in rows if len(row.nodes)), key=lambda row: int(row.nodes[0, 0]))
-        rows += [Row(n[:, None], torch.ones(len(n), 1).double(), torch.zeros(len(n)).double(), OPTIONAL)
-                 for n in relations.unshifted]  # fmt: skip
+        rows += [Row.fixed(nodes, OPTIONAL) for nodes in relations.unshifted]
         fixed = [(row.norm, (self.forest.root[row.nodes] == 0).all(1) & (row.constant != 0)) for row in rows]
         self.never = {norm for norm, at in fixed if bool(at.any())}  # a shift where both ends have none
         self.systems = self._systems(rows, self._ranks(relations))

@@ -50,22 +50,19 @@ class Solver:
         given = ends[(self.hard.root == ends) & ~self.hard.free & (ends > 0)]  # s ** 2 = 1
         if len(given):
             self.hard = united(relations.trace.codes, [*links, Link(given, torch.zeros_like(given))])
-        self.units = {f"{name}, unchanged": node for name, node in self.nodes.items() if not node.offline}
-        ones = []
-        for name, node in self.units.items():
-            if node.takes_shift:
-                continue
-            one, zero = torch.ones(len(node.outputs), 1).double(), torch.zeros(len(node.outputs)).double()
-            ones.append(Row(node.outputs[:, None], one, zero, name))
-        self.shifts = Shifts(relations, [*relations.rows, *map(_row, self.nodes.values()), *ones])
+        self.online = {name: node for name, node in self.nodes.items() if not node.offline}
+        unchanged = [Row.fixed(node.outputs, _unchanged(name)) for name, node in self.online.items()
+                     if not node.takes_shift]  # fmt: skip
+        self.shifts = Shifts(relations, [*relations.rows, *map(_row, self.nodes.values()), *unchanged])
         self._agree: dict[frozenset[str], bool] = {}
 
     # -- consistency --------------------------------------------------------------------------------------------------
 
     def consistent(self, norms: Iterable[str]) -> bool:
         """True if these norms can be folded together."""
-        chosen = self._all(norms)
-        return not self.stuck.keys() & chosen and self.scales_agree(chosen) and self.shifts.consistent(chosen)
+        chosen = frozenset(norms)
+        return (not self.stuck.keys() & chosen and self.scales_agree(chosen)
+                and self.shifts.consistent(self._rows(chosen)))  # fmt: skip
 
     def scales_agree(self, norms: frozenset[str]) -> bool:
         """True if the scales of these norms do not contradict each other."""
@@ -73,31 +70,40 @@ class Solver:
             self._agree[norms] = not bool(self._forest(norms)[1].broken.any())
         return self._agree[norms]
 
-    def _all(self, norms: Iterable[str]) -> frozenset[str]:
-        norms = set(norms)
-        return frozenset(norms | {unit for unit, node in self.units.items() if node.name not in norms})
+    def _rows(self, norms: Iterable[str]) -> frozenset[str]:
+        """The names of the rows of shifts that hold if these norms are folded."""
+        norms = frozenset(norms)
+        return norms | {_unchanged(name) for name in self.online if name not in norms}
 
     def _forest(self, norms: Iterable[str]) -> tuple[Tensor, Forest]:
         """The roots that norms connect, and the forest over their positions."""
-        sides, power = [torch.zeros(1, dtype=torch.long)], self.hard.exponent
-        exponents, ratios = [], []
-        for name in sorted(norms):
-            if name in self.units and self.units[name].takes_scale:
+        norms, power = set(norms), self.hard.exponent
+        reads, writes = [torch.zeros(1, dtype=torch.long)], [torch.zeros(1, dtype=torch.long)]  # node 0 and itself
+        exponents, gains = [torch.ones(1).double()], [torch.ones(1).double()]
+        for name, node in self.nodes.items():
+            if name not in norms and (node.offline or node.takes_scale):
                 continue
-            node = self.nodes.get(name)
-            x, y = (node or self.units[name]).inputs, (node or self.units[name]).outputs
-            gain = torch.where(node.scale == 0, 1.0, node.scale) if node else torch.ones(len(y), dtype=torch.float64)
-            sides += [self.hard.root[y], self.hard.root[x]]
-            exponents.append(power[x] * power[y])
-            ratios.append(gain ** power[y])
-        roots, index = torch.cat(sides).unique(return_inverse=True)
-        if not ratios:
-            return roots, unite(1, *(torch.zeros(0, dtype=torch.long),) * 2, *(torch.zeros(0).double(),) * 2)
-        index = index[1:].split([len(side) for side in sides[1:]])
-        a, b = torch.cat(index[0::2]), torch.cat(index[1::2])
-        return roots, unite(len(roots), a, b, torch.cat(exponents), torch.cat(ratios))
+            gain = torch.where(node.scale == 0, 1.0, node.scale) if name in norms else torch.ones_like(node.scale)
+            reads.append(self.hard.root[node.inputs])
+            writes.append(self.hard.root[node.outputs])
+            exponents.append(power[node.inputs] * power[node.outputs])
+            gains.append(gain ** power[node.outputs])
+        roots, index = torch.cat([*writes, *reads]).unique(return_inverse=True)
+        a, b = index.view(2, -1)
+        return roots, unite(len(roots), a, b, torch.cat(exponents), torch.cat(gains))
 
     # -- the result ---------------------------------------------------------------------------------------------------
+
+    def classes(self, norms: Iterable[str], additions: Iterable[str] = ()) -> Forest:
+        """The classes of all nodes if these norms are folded, and the gain of `additions`."""
+        roots, soft = self._forest({*norms, *additions})
+        hard, power, node = self.hard.root, self.hard.exponent, torch.arange(len(self.hard.root))
+        root = node.index_put((roots,), roots[soft.root])[hard]
+        free = (node > 0).index_put((roots,), soft.free)
+        exponent, ratio, value = (
+            torch.ones(len(node)).double().index_put((roots,), own) for own in (soft.exponent, soft.ratio, soft.value)
+        )
+        return Forest(root, power * exponent[hard], ratio[hard] ** power, value, free, soft.broken)
 
     def coordinates(
         self, norms: Iterable[str], additions: Iterable[str] = (), start: Tensor | None = None
@@ -106,36 +112,18 @@ class Solver:
 
         `start` are the scales of free classes, by their first node.
         """
-        norms = set(norms)
-        chosen = self._all(norms)
-        roots, forest = self._forest(chosen | set(additions))
-        value = torch.ones(len(self.hard.root), dtype=torch.float64) if start is None else start.clone()
-        value[0] = 1.0
-        value[roots] = forest.values(value[roots])
-        scale = value[self.hard.root] ** self.hard.exponent
+        scale = self.classes(norms, additions).values(start)
         scale[(scale - 1).abs() < ROUNDING] = 1.0
         written = torch.ones_like(scale)
         for node in (self.nodes[name] for name in norms):
             for dead, at, mask in ((node.dead_reads, node.outputs, scale), (node.dead_writes, node.inputs, written)):
                 if dead is not None and bool(dead.any()):
                     mask[torch.isin(self.hard.root, self.hard.root[at[dead]])] = 0.0
-        return Coordinates(scale, self.shifts.values(chosen), written)
-
-    def classes(self, norms: Iterable[str], additions: Iterable[str] = ()) -> tuple[Tensor, Tensor, Tensor]:
-        """For each node the root of its class, its exponent, and a mask of free classes."""
-        roots, forest = self._forest(self._all(norms) | set(additions))
-        root, exponent = torch.arange(len(self.hard.root)), torch.ones(len(self.hard.root)).double()
-        free = root > 0
-        root[roots], exponent[roots] = roots[forest.root], forest.exponent
-        free[roots] = forest.free[forest.root]
-        hard = self.hard.root
-        return root[hard], self.hard.exponent * exponent[hard], free[hard]
+        return Coordinates(scale, self.shifts.values(self._rows(norms)), written)
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
-    def choose(
-        self, allowed: Callable[[str], bool] = lambda name: True, within: Callable[[list[str]], list[str]] = list
-    ) -> set[str]:
+    def choose(self, allowed: Callable[[str], bool], within: Callable[[list[str]], list[str]] = list) -> set[str]:
         """A largest set of offline norms that can be folded together, then gains of online ones.
 
         `within` selects from the offline ones.
@@ -161,13 +149,9 @@ class Solver:
         for name, node in self.nodes.items():
             whole = name not in self.stuck and not bool((node.scale == 0).any())
             useful = node.offline and name not in chosen and whole and bool((node.scale != 1).any())
-            if useful and self.scales_agree(self._all({*chosen, *found, name})) and fits(chosen, {*found, name}):
+            if useful and self.scales_agree(frozenset({*chosen, *found, name})) and fits(chosen, {*found, name}):
                 found.add(name)
         return found
-
-    def clash(self, norms: list[str]) -> list[str]:
-        """A smallest part of these norms that cannot be folded together."""
-        return _clash(norms, self.consistent)
 
     def _parts(self, names: list[str]) -> list[list[str]]:
         """The norms in groups that share no channel's scale and no system of shifts."""
@@ -191,7 +175,7 @@ def _fewest_out(names: list[str], consistent: Callable[[Iterable[str]], bool]) -
     def without(out: frozenset[str], more: int) -> frozenset[str] | None:
         nonlocal trials
         trials += 1
-        clash = _clash([name for name in names if name not in out], consistent)
+        clash = smallest_clash([name for name in names if name not in out], consistent)
         if not clash:
             return out
         if more == 0 or trials > MOST_TRIALS:
@@ -210,7 +194,7 @@ def _fewest_out(names: list[str], consistent: Callable[[Iterable[str]], bool]) -
     return set(names) - set(kept)
 
 
-def _clash(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> list[str]:
+def smallest_clash(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> list[str]:
     """A smallest inconsistent part of the names, the last first; empty if consistent."""
     found: list[str] = []
     if consistent(names):
@@ -223,6 +207,11 @@ def _clash(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> lis
         found.append(names[low - 1])
         names = names[: low - 1]
     return found
+
+
+def _unchanged(name: str) -> str:
+    """The name of the row of an online norm that is not folded."""
+    return f"{name}, unchanged"
 
 
 def _row(node: NormNode) -> Row:
