@@ -72,8 +72,9 @@ class _Planner:
         self.plan = FoldPlan(self.relations, self.at, conditioning.spread(self.at))
         for product, inputs in self.relations.inputs.items():
             moved = bool(self.at.shift[inputs].any()) or bool(self.at.shift[self.relations.outputs[product]].any())
-            if moved and product.takes_bias and product not in trace.biases:
-                self.plan.new_biases[product] = new_bias(model, trace, product)
+            missing = moved and product.takes_bias and product not in trace.biases
+            if missing and (made := new_bias(model, trace, product)):
+                self.plan.new_biases[product] = made
         self.readers: dict[int, list[str]] = defaultdict(list)  # by stream the layers that read other coordinates
         self.writers: dict[int, list[str]] = defaultdict(list)
         self._note_layers()

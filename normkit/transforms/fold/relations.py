@@ -22,10 +22,6 @@ from normkit.transforms.third_party import equivalent
 LARGEST_TIE = 1 << 24  # elements of a weight whose uses are compared one by one
 
 
-class Blocked(Exception):
-    """The reason why a layer cannot take a change; the text goes into the report."""
-
-
 @dataclass(eq=False)
 class NormNode:
     """A norm at inference, `y = scale * rest(x) + shift`.
@@ -43,10 +39,11 @@ class NormNode:
     scale: Tensor
     shift: Tensor
     rest: nn.Module
-    dead_reads: Tensor | None = None
-    dead_writes: Tensor | None = None
     takes_scale: bool = False
     takes_shift: bool = False
+
+    def __post_init__(self):
+        self.dead_reads = self.dead_writes = torch.zeros(len(self.scale), dtype=torch.bool)
 
     @property
     def trivial(self) -> bool:
@@ -279,11 +276,9 @@ class Relations:
             if product.kind == "gain":
                 gain = product.view.of(parameter(self.model, product.view.parameter)).flatten()
                 self._row([nodes, self.inputs[product]], [torch.full_like(gain, -1.0), gain])
-            elif bias is None and product.takes_bias:
-                try:
-                    new_bias(self.model, self.trace, product)
-                except Blocked as error:
-                    self._pin_both(product, str(error), inputs=False, outputs=False)
+            elif bias is None and product.takes_bias and new_bias(self.model, self.trace, product) is None:
+                why = "has no bias to take the shift, and is used outside its own layer's forward"
+                self._pin_both(product, f"{product.view.parameter} {why}", inputs=False, outputs=False)
             elif bias is not None:
                 shared[bias.parameter].append((product, bias))
                 readers = sorted(self.trace.weight_readers.get(bias.parameter, ()))
@@ -343,11 +338,10 @@ def united(size: int, links: list[Link]) -> Forest:
     return unite(size, a, b, exponent, torch.ones_like(exponent))
 
 
-def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, int]:
+def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, int] | None:
     """The place of a bias to be made for a product, and the length of the parameter.
 
-    Raises:
-        Blocked: If the layer's own forward did not run, so that nothing would read the bias.
+    None if the layer's own forward did not run, so that nothing would read the bias.
     """
     owner, view = product.owner, product.view
     module, prefix = model.get_submodule(owner), f"{owner}." if owner else ""
@@ -360,7 +354,7 @@ def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, in
                 return View.row(f"{prefix}in_proj_bias", view.outputs, row), 3 * width
         elif key == "weight" and "bias" in module._parameters and module.bias is None:
             return View.row(f"{prefix}bias", view.outputs), view.outputs
-    raise Blocked(f"{view.parameter} has no bias to take the shift, and is used outside its own layer's forward")
+    return None
 
 
 def _swapped(of: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

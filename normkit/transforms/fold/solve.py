@@ -117,7 +117,7 @@ class Solver:
         written = torch.ones_like(scale)
         for node in (self.nodes[name] for name in norms):
             for dead, at, mask in ((node.dead_reads, node.outputs, scale), (node.dead_writes, node.inputs, written)):
-                if dead is not None and bool(dead.any()):
+                if bool(dead.any()):
                     mask[torch.isin(self.hard.root, self.hard.root[at[dead]])] = 0.0
         return Coordinates(scale, self.shifts.values(self._rows(norms)), written)
 
@@ -216,6 +216,6 @@ def _unchanged(name: str) -> str:
 
 def _row(node: NormNode) -> Row:
     """The row `t_y - a * t_x = b`; where nothing writes x any more, x is 0: `t_y - t_x = b`."""
-    gain = node.scale if node.dead_writes is None else torch.where(node.dead_writes, 1.0, node.scale)
+    gain = torch.where(node.dead_writes, 1.0, node.scale)
     nodes = torch.stack([node.outputs, node.inputs], 1)
     return Row(nodes, torch.stack([torch.ones_like(gain), -gain], 1), node.shift, node.name)

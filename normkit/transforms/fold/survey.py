@@ -93,10 +93,8 @@ class Survey:
         self.trace.measuring = True
         with in_float64():
             for batch in map(widened, batches):
-                if isinstance(batch, Mapping):
-                    self._follow((), dict(batch))
-                else:
-                    self._follow(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+                args = () if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else (batch,)
+                self._follow(tuple(args), dict(batch) if isinstance(batch, Mapping) else {})
 
     def _record(self, label: str, resized: bool, args: tuple, kwargs: dict[str, Any]) -> None:
         """Trace one call and keep its outputs; a call that fails leaves no trace."""
@@ -126,8 +124,8 @@ class Survey:
                 raise ValueError(
                     f"{self.verb}() could not apply outputs= to what the model returned: {problem}"
                 ) from problem
+        self._require_numbers(out, given)
         answer = {path: t.clone() for path, t in given.items()}
-        self._require_numbers(out, answer)
         for path in given:
             tracer.read(given[path], f"the caller of the model ({path})" if path else "the caller of the model")
         del out, given  # the last references to them but those of the model and of cycles
@@ -162,8 +160,7 @@ class Survey:
             if self.other and (found := longer(*widened(self.given))):
                 label, (args, kwargs) = found
                 out = self.model(*args, **kwargs)  # not changed yet
-                answer = self._picked(out)
-                self._require_numbers(out, answer)
+                self._require_numbers(out, answer := self._picked(out))
                 self.calls[label], self.expected[label] = (args, kwargs), answer
 
     def worst(self, model: nn.Module) -> float:
@@ -191,18 +188,15 @@ class Survey:
             )
 
 
-def untie_embeddings(model: nn.Module) -> list[str]:
-    """Give layers that are tied to an embedding a weight of their own; return their names."""
+def untie_embeddings(model: nn.Module) -> None:
+    """Give layers that are tied to an embedding a weight of their own."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     copies: dict[int, nn.Parameter] = {}
-    untied = []
-    for name, module in model.named_modules():
+    for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and id(weight) in tables and not isinstance(module, nn.Embedding):
-            own = copies.setdefault(id(weight), nn.Parameter(weight.detach().clone(), weight.requires_grad))
-            module.weight = own
-            untied.append(name)
-    return untied
+            copied = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+            module.weight = copies.setdefault(id(weight), copied)
 
 
 def shared_memory(model: nn.Module) -> dict[str, str]:

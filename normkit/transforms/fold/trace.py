@@ -192,8 +192,6 @@ def channel_pairs(shadow: Tensor, dim: int) -> Tensor:
     """All pairs (code, index along `dim`) in a shadow, `[n, 2]`."""
     rows = distinct(channel_rows(shadow, dim))
     length = rows.shape[1]
-    if len(rows) == 1:
-        return torch.stack([rows[0], torch.arange(length, dtype=torch.float64)], 1)
     keys = (rows * length + torch.arange(length, dtype=torch.float64)).unique()  # whole numbers, exact in float64
     return torch.stack([torch.div(keys, length, rounding_mode="floor"), keys.remainder(length)], 1)
 
