@@ -127,7 +127,7 @@ class Trace:
         self.weight_readers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
         self.biases: dict[Product, View] = {}
         self.entangled: dict[str, str] = {}  # parameters that are views of one another's memory
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # numbers of elements
         self.names: dict[int, str] = {}
         self.owners: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for module_name, module in model.named_modules(remove_duplicate=False):

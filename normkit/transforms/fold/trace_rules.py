@@ -187,8 +187,8 @@ def _combine(tracer: "Tracer", parts: list[Tensor], terms: list[tuple[Tensor, fl
     source.terms = [(joined(old, pairs), factor) for old, (pairs, factor) in zip(known, terms, strict=True)]
     for part in parts:
         tracer.read(part, source)
-        if (parameter := tracer._parameter(part)) is not None and tracer.shadow(part) is None:
-            tracer.trace.weight_readers[parameter].add("a sum")
+        if tracer.shadow(part) is None:
+            tracer.read_weight(part, "a sum")
     if out is parts[0]:  # in place
         tracer._forget(out)
     tracer.mark(out, source, dim)

@@ -51,8 +51,8 @@ class Tracer(TorchDispatchMode):
         self.shadows: Any = WeakIdKeyDictionary()
         self.stack: list[str] = []
         self.inside_norm = 0
-        self.tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-        self.storages = {t.untyped_storage().data_ptr(): t for t in self.tensors.values() if t.numel()}
+        tensors = [t for t in [*model.parameters(), *model.buffers()] if t.numel()]
+        self.storages = {t.untyped_storage().data_ptr(): trace.names[id(t)] for t in tensors}
         self.tables = self._tables(model)
 
     # -- shadows ------------------------------------------------------------------------------------------------------
@@ -84,6 +84,11 @@ class Tracer(TorchDispatchMode):
         if shadow is not None:
             for source, codes in self.trace.by_code(shadow):
                 source.read(by, codes)
+
+    def read_weight(self, tensor: Tensor, by: str) -> None:
+        """Note that `by`, which is no product, reads a tensor if that is a weight."""
+        if (parameter := self._parameter(tensor)) is not None:
+            self.trace.weight_readers[parameter].add(by)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -121,20 +126,25 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.inside_norm:
             return out
-        packet = func.overloadpacket
+        packet, name, dtype = func.overloadpacket, f"aten.{func.overloadpacket.__name__}", kwargs.get("dtype")
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if packet in ZEROS and out.dim() > 1 and out.dtype.is_floating_point:
             self.shadows[out] = everywhere(ZERO, out.shape)
         if packet in SHAPES_ONLY:
             return out
-        if packet in MOVES and not _changes_type(func, kwargs):
+        if packet in MOVES and (dtype is None or dtype.is_floating_point):
             if any(self._followed(t) for t in given):
                 self._move(func, args, kwargs, out)
-            self._copied(packet, given, out)
+            storages = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, Tensor)}
+            for tensor in given:
+                if storages - {tensor.untyped_storage().data_ptr()} and not self._followed(tensor):
+                    self.read_weight(tensor, name)  # a copy of a weight will not change along with it
             return out
         if (rule := RULES.get(packet)) and rule(self, packet, args, kwargs, out):
             return out
-        self._other(func, given)
+        for tensor in given:  # no rule: the operation reads its arguments, and its result is not followed
+            self.read(tensor, name)
+            self.read_weight(tensor, name)
         takes = func._schema.arguments
         values = [*args, *(kwargs.get(argument.name) for argument in takes[len(args) :])]
         for argument, value in zip(takes, values, strict=True):
@@ -177,25 +187,6 @@ class Tracer(TorchDispatchMode):
         for tensor, shadow in zip(outs, moveds, strict=True):
             self.shadows[tensor] = shadow
 
-    def _copied(self, packet: Any, given: list[Tensor], out: Any) -> None:
-        """A copy of a weight is a reader that will not change along with it."""
-        for tensor in given:
-            parameter = self._parameter(tensor)
-            if parameter is None or self._followed(tensor):
-                continue
-            storage = tensor.untyped_storage().data_ptr()
-            if any(t.untyped_storage().data_ptr() != storage for t in tree_leaves(out) if isinstance(t, Tensor)):
-                self.trace.weight_readers[parameter].add(f"aten.{packet.__name__}")
-
-    def _other(self, func: Any, given: list[Tensor]) -> None:
-        """Note an operation without a rule: it reads its arguments; its result is not followed."""
-        name = func.overloadpacket.__name__
-        for tensor in given:
-            self.read(tensor, f"aten.{name}")
-            parameter = self._parameter(tensor)
-            if parameter is not None:
-                self.trace.weight_readers[parameter].add(f"aten.{name}")
-
     def _forget(self, written: Tensor) -> None:
         storage = written.untyped_storage().data_ptr()
         for tensor in [t for t in list(self.shadows.keys()) if t.untyped_storage().data_ptr() == storage]:
@@ -209,8 +200,7 @@ class Tracer(TorchDispatchMode):
         """The name of the parameter that a tensor is, or is a view of."""
         if not isinstance(tensor, Tensor) or not tensor.numel():
             return None
-        whole = self.storages.get(tensor.untyped_storage().data_ptr())
-        return None if whole is None else self.trace.names[id(whole)]
+        return self.storages.get(tensor.untyped_storage().data_ptr())
 
     def bias(self, tensor: Any, length: int) -> View | None:
         """The part of a parameter that a bias is."""
@@ -240,15 +230,12 @@ class Tracer(TorchDispatchMode):
 
     def _tables(self, model: nn.Module) -> set[int]:
         """Parameters and buffers that may be summands or factors, not the weight of a layer."""
-        tables = set()
+        tensors = []
         for module in model.modules():
             looked_up = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-            if looked_up or isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.MultiheadAttention):
-                continue
-            for tensor in [*module._parameters.values(), *module._buffers.values()]:
-                if tensor is not None and tensor.dtype.is_floating_point and 1 < tensor.numel() <= 1 << 20:
-                    tables.add(id(tensor))
-        return tables
+            if not looked_up and not isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.MultiheadAttention):
+                tensors += [*module._parameters.values(), *module._buffers.values()]
+        return {id(t) for t in tensors if t is not None and t.dtype.is_floating_point and 1 < t.numel() <= 1 << 20}
 
 
 def _padded_somewhere(shadow: Tensor, axes: int) -> Tensor:
@@ -270,11 +257,6 @@ def _both_ways(mask: Tensor) -> Tensor:
     if bool(mask.all()) or not bool(mask.any()):
         mask.view(-1)[-1:].logical_not_()
     return mask
-
-
-def _changes_type(func: Any, kwargs: dict[str, Any]) -> bool:
-    dtype = kwargs.get("dtype")
-    return func.overloadpacket is aten._to_copy and dtype is not None and not dtype.is_floating_point
 
 
 @contextmanager
