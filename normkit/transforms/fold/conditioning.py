@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from normkit.transforms.fold.solve import Coordinates, Solver
+from normkit.transforms.fold.solve import Coordinates, Solver, add_each
 
 
 class Conditioning:
@@ -41,13 +41,7 @@ class Conditioning:
 
         Searching all sets found no larger one in 40 cases of six post-norm norms.
         """
-        if self.fits(norms):
-            return norms
-        kept: list[str] = []
-        for name in norms:
-            if self.fits([*kept, name]):
-                kept.append(name)
-        return kept
+        return norms if self.fits(norms) else add_each(norms, self.fits)
 
     def fits(self, norms: Iterable[str], additions: Iterable[str] = ()) -> bool:
         """True if no sum exceeds the limit with these norms folded."""

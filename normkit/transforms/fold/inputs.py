@@ -30,6 +30,8 @@ class Change:
 
     def lengths(self, t: Tensor, is_data: bool) -> dict[int, int]:
         """New lengths of axes of an input."""
+        if not t.dim():
+            return {}
         if self.batch and t.shape[0] == self.batch[0]:
             return {0: self.batch[1]}
         if self.like is None:
@@ -134,7 +136,7 @@ def _other_sizes(t: Tensor) -> list[Change]:
     shrink: Swin of transformers keeps the smaller windows that it then takes.
     """
     numbers, old = t.dtype.is_floating_point, t.shape
-    if numbers and t.dim() in (4, 5):
+    if _is_picture(t):
         grown = [
             _pixels(t, dict(zip(axes, new, strict=True)))
             for axes in (range(2, t.dim()), range(1, t.dim() - 1))  # channels first, channels last
@@ -145,11 +147,10 @@ def _other_sizes(t: Tensor) -> list[Change]:
         return grown + [_length(t, {axis: n - 1}) for axis, n in enumerate(old) if axis and n > 2]
     if t.dim() == 2 and numbers and old[1] > 5:
         return [_length(t, {1: old[1] - old[1] // 5}), _length(t, {1: old[1] - 1})]
-    axes = [axis for axis, n in enumerate(old[: 2 + numbers]) if axis and n > 2 and t.dim() < 4]
-    half = {axis: old[axis] // 2 | 1 for axis in axes if old[axis] > 16}
-    less = {axis: old[axis] - 1 for axis in axes}
+    less = {axis: n - 1 for axis, n in enumerate(old[: 2 + numbers]) if axis and n > 2 and t.dim() < 4}
+    half = {axis: old[axis] // 2 | 1 for axis in less if old[axis] > 16}
     alone = [{axis: new} for sizes in (half, less) for axis, new in sizes.items()]
-    return [_length(t, each) for each in ([half, less] if len(axes) > 1 else []) + alone if each]
+    return [_length(t, each) for each in ([half, less] if len(less) > 1 else []) + alone if each]
 
 
 def _is_picture(t: Tensor) -> bool:
@@ -196,9 +197,8 @@ def _drawn(
     t: Tensor, is_data: bool, changes: tuple[Change, ...], generator: torch.Generator, top: int | None
 ) -> Tensor:
     """Random numbers of the same kind, in the changed shape."""
-    for axis, new in {
-        axis: n for c in changes for axis, n in (c.lengths(t, is_data) if t.dim() else {}).items()
-    }.items():
+    lengths = {axis: new for change in changes for axis, new in change.lengths(t, is_data).items()}
+    for axis, new in lengths.items():
         t = t.index_select(axis, torch.arange(new, device=t.device) % t.shape[axis])
     if not is_data and any(change.masks for change in changes) and _is_flags(t) and _is_idle(t):
         t = _masking(t)

@@ -38,7 +38,7 @@ def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
 
 
 def change(model: nn.Module, name: str, how: Callable[[Tensor], object]) -> None:
-    """Change a parameter or buffer by a function that changes its values, in float64, in place."""
+    """Change a parameter or buffer in place, by a function that changes a float64 copy of it in place."""
     owner, _, key = name.rpartition(".")
     module = model.get_submodule(owner)
     value = parameter(model, name)
@@ -49,10 +49,8 @@ def change(model: nn.Module, name: str, how: Callable[[Tensor], object]) -> None
 
 def largest_factor(plan: FoldPlan) -> float:
     """The largest number that an element of a weight is multiplied by."""
-    factors = [_factors(plan, product) for product in plan.relations.inputs]
-    return max(
-        (float(read.abs().max() * written.abs().max()) for read, written in factors if read.numel()), default=1.0
-    )
+    factors = [_factors(plan, product) for product in plan.relations.inputs if product.view.inputs]
+    return max((float((read.abs().amax(1) * written.abs().amax(3)).max()) for read, written in factors), default=1.0)
 
 
 def _factors(plan: FoldPlan, product: Product) -> tuple[Tensor, Tensor]:

@@ -135,23 +135,21 @@ class Solver:
             for part in self._parts([name for name in names if self.consistent([name])]):
                 chosen |= set(part) - _fewest_out(part, self.consistent)
         chosen = set(within([name for name in names if name in chosen]))
-        for name, node in self.nodes.items():
-            if not node.offline and not node.trivial and allowed(name) and self.consistent({*chosen, name}):
-                chosen.add(name)
-        return chosen
+        gains = [name for name, node in self.online.items() if not node.trivial and allowed(name)]
+        return set(add_each(gains, self.consistent, chosen))
 
-    def additions(self, chosen: set[str], fits: Callable[[set[str], set[str]], bool]) -> set[str]:
+    def additions(self, chosen: set[str], fits: Callable[[set[str], list[str]], bool]) -> set[str]:
         """The other offline norms whose gain can be folded, so that an addition is left of them.
 
         `fits(chosen, additions)` limits what they may do.
         """
-        found: set[str] = set()
-        for name, node in self.nodes.items():
-            whole = name not in self.stuck and not bool((node.scale == 0).any())
-            useful = node.offline and name not in chosen and whole and bool((node.scale != 1).any())
-            if useful and self.scales_agree(frozenset({*chosen, *found, name})) and fits(chosen, {*found, name}):
-                found.add(name)
-        return found
+
+        def possible(found: list[str]) -> bool:
+            return self.scales_agree(frozenset({*chosen, *found})) and fits(chosen, found)
+
+        others = [(name, node.scale) for name, node in self.nodes.items() if node.offline and name not in chosen]
+        useful = [name for name, scale in others if name not in self.stuck and bool(scale.all() & (scale != 1).any())]
+        return set(add_each(useful, possible))
 
     def _parts(self, names: list[str]) -> list[list[str]]:
         """The norms in groups that share no channel's scale and no system of shifts."""
@@ -166,6 +164,15 @@ class Solver:
         for name, first in zip(names, components(len(names) + len(keys), pairs).tolist(), strict=False):
             parts[first].append(name)
         return list(parts.values())
+
+
+def add_each(names: Iterable[str], fits: Callable[[list[str]], bool], start: Iterable[str] = ()) -> list[str]:
+    """Add each name in order that fits together with those before it."""
+    kept = [*start]
+    for name in names:
+        if fits([*kept, name]):
+            kept.append(name)
+    return kept
 
 
 def _fewest_out(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> set[str]:
@@ -187,11 +194,7 @@ def _fewest_out(names: list[str], consistent: Callable[[Iterable[str]], bool]) -
             return set(found)
         if trials > MOST_TRIALS:
             break
-    kept: list[str] = []
-    for name in names:
-        if consistent([*kept, name]):
-            kept.append(name)
-    return set(names) - set(kept)
+    return set(names) - set(add_each(names, consistent))
 
 
 def smallest_clash(names: list[str], consistent: Callable[[Iterable[str]], bool]) -> list[str]:
