@@ -227,7 +227,6 @@ class Relations:
     def _tie(self, one: Product, other: Product) -> None:
         (a, b), name = (one.view, other.view), one.view.parameter
         differ = f"{name} is used in several places that differ"
-        transposed = b._replace(size=_swapped(b.size), stride=_swapped(b.stride))
         mixed = one.adds != other.adds
         tied = (
             f"{name} is tied to an embedding; untie=True gives the output layer a copy of its own" if mixed else differ
@@ -235,7 +234,7 @@ class Relations:
         if a == b:
             self._equal(self.inputs[one], self.inputs[other], why=differ)
             self._equal(self.outputs[one], self.outputs[other], shift=one.adds and other.adds, why=differ)
-        elif a == transposed and a.size[0] == a.size[2] == 1:
+        elif a == b.transposed and a.size[0] == a.size[2] == 1:
             self._equal(self.inputs[one], self.outputs[other], -1, why=tied)
             self._equal(self.outputs[one], self.inputs[other], -1, why=tied)
         elif self.trace.sizes[name] > LARGEST_TIE:
@@ -355,11 +354,6 @@ def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, in
         elif key == "weight" and "bias" in module._parameters and module.bias is None:
             return View.row(f"{prefix}bias", view.outputs), view.outputs
     return None
-
-
-def _swapped(of: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    groups, inputs, positions, outputs = of
-    return groups, outputs, positions, inputs
 
 
 def parameter(model: nn.Module, name: str) -> Tensor:

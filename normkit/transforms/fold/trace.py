@@ -33,6 +33,12 @@ class View(NamedTuple):
         return torch.as_strided(values, self.size, self.stride, self.offset)
 
     @property
+    def transposed(self) -> "View":
+        """The same elements, with inputs and outputs exchanged."""
+        size, stride = ((groups, outputs, rest, inputs) for groups, inputs, rest, outputs in (self.size, self.stride))
+        return self._replace(size=size, stride=stride)
+
+    @property
     def inputs(self) -> int:
         """The number of input channels."""
         return self.size[0] * self.size[1]
