@@ -187,6 +187,25 @@ def test_a_norm_between_two_layers_with_layer_scale_between():
     check(Between(), torch.randn(3, 5, DIM), actions="folded")
 
 
+def test_a_dead_channel_stays_where_a_layer_scale_reads_it_too():
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.norm, self.head = nn.Embedding(20, DIM), make("batch", DIM), nn.Linear(DIM, 4)
+            self.gamma = nn.Parameter(torch.rand(DIM) + 0.5)
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.embedding(ids)
+            return self.norm(x).tanh(), self.head(self.gamma * x)
+
+    model = randomize(Beside()).eval()
+    with torch.no_grad():
+        model.norm.weight[2] = 0.0
+    _, report = fold(model, tokens(2, 5, high=20))
+    assert report.max_error < 1e-12
+    assert "its gain is zero" in report.rows[0].why
+
+
 class Pooling(nn.Module):
     """PoolFormer's mixer, `pool(x) - x`, with padding that counts or not."""
 
