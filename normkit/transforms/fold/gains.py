@@ -50,7 +50,7 @@ class _Channels:
         self.norms_write = self._count(source.codes for source in sources if source.kind == "norm")
 
     def _count(self, nodes: Iterable[Tensor]) -> Tensor:
-        """How many of the nodes each class has."""
+        """Count the nodes in each class."""
         at = self.root[torch.cat([torch.zeros(0, dtype=torch.long), *nodes])]
         return at.bincount(minlength=len(self.root))
 

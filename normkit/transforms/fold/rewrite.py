@@ -38,7 +38,7 @@ def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
 
 
 def change(model: nn.Module, name: str, how: Callable[[Tensor], object]) -> None:
-    """Change a parameter or buffer in place, by a function that changes a float64 copy of it in place."""
+    """Change a parameter or buffer in place: `how` changes its values in float64."""
     owner, _, key = name.rpartition(".")
     module = model.get_submodule(owner)
     value = parameter(model, name)
