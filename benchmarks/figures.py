@@ -29,7 +29,7 @@ from normkit.watch import Appender, Series
 UN = "un(outlier_filtration=True, warmup=%d)"
 ENCODER = "encoder.*"  # where the papers' PowerNorm and BatchNorm stand in a translation model; LayerNorm elsewhere
 SAMPLES = 280
-SETTLED = 0.2  # of training, before which nothing is counted
+SKIPPED_START = 0.2  # of training, before which nothing is counted
 
 
 def runs() -> dict[str, Run]:
@@ -97,7 +97,7 @@ def numbers(out: Path) -> str:
             middles, peaks = [], []
             for quantity in columns:
                 sites = run.sites(quantity, *BATCH_NORMS)
-                series = [settled(sites[site], run.steps) for site in ([first] if which == "first" else sites)]
+                series = [after_start(sites[site], run.steps) for site in ([first] if which == "first" else sites)]
                 middles.append(statistics.median(map(statistics.median, series)))
                 peaks.append(statistics.median(max(values) / statistics.median(values) for values in series))
             kept = [peak for quantity, peak in zip(columns, peaks, strict=True) if quantity != "stray_mean"]
@@ -106,9 +106,9 @@ def numbers(out: Path) -> str:
     return "\n".join([align(lines), "", *(origin(path.name, result) for path, result in chosen.items())])
 
 
-def settled(series: Series, steps: int) -> list[float]:
+def after_start(series: Series, steps: int) -> list[float]:
     """Finite values after the first fifth of training."""
-    return [value for step, value in series.points() if step >= SETTLED * steps]
+    return [value for step, value in series.points() if step >= SKIPPED_START * steps]
 
 
 def origin(name: str, result: dict) -> str:

@@ -39,7 +39,7 @@ def test_norms_of_queries_and_keys_and_of_patches():
 
 
 @pytest.mark.parametrize("name", ["llama", "marian", "torchvision_swin"])
-def test_audit_says_what_fold_does_and_changes_nothing(name):
+def test_audit_predicts_fold_and_changes_nothing(name):
     case = case_of(name)
     model = randomize(convert(case.model, "un")).eval()
     before = str(model), {key: t.clone() for key, t in model.state_dict().items()}
@@ -62,7 +62,7 @@ def test_the_table_names_readers_reasons_and_savings():
     assert text.endswith("4 of 5 norms fold away, 128 parameters saved")
 
 
-def test_what_the_user_reads_decides():
+def test_outputs_that_the_user_reads_are_compared():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()

@@ -60,7 +60,7 @@ def test_kernels_compiled_graphs_and_checkpointing_end_it_at_the_same_step(spec)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_saved_norm_goes_on_where_it_was(spec):
+def test_a_loaded_norm_continues_its_warm_up(spec):
     given, whole, first = batches(190, 40), nk.make(spec, DIM), nk.make(spec, DIM)
     expected = train(whole, given)
     train(first, given[:70])
@@ -110,6 +110,6 @@ def test_the_doctor_reports_a_warmup_that_has_not_ended():
     assert any(finding.kind == "warm-up" for finding in nk.diagnose(rows))
 
 
-def test_other_words_are_refused():
+def test_other_words_raise():
     with pytest.raises(ValueError, match="warmup must be a whole number >= 0 or \"auto\"; got 'soon'"):
         nk.make('un(warmup="soon")', DIM)

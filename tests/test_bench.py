@@ -149,7 +149,7 @@ def test_bench_draws_bandwidth_against_channels(typed, tmp_path):
         assert text in svg
 
 
-def test_peers_are_asked_where_they_can_be_imported(monkeypatch):
+def test_peers_are_measured_where_they_can_be_imported(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     import peers
 

@@ -25,7 +25,7 @@ def rows(n: int = 20, seed: int = 0):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_every_forward_computes_the_share_that_the_schedule_says(schedule):
+def test_every_forward_uses_the_share_of_the_schedule(schedule):
     torch.manual_seed(0)
     norm = randomize(nn.Sequential(nn.LayerNorm(DIM)))
     both = blend(norm, "un(warmup=1, window=1)", steps=4, schedule=schedule).train()
@@ -41,7 +41,7 @@ def test_every_forward_computes_the_share_that_the_schedule_says(schedule):
     assert both[0].done
 
 
-def test_before_training_the_model_is_what_it_was():
+def test_before_training_the_model_is_unchanged():
     case = case_of("bert")
     both = blend(case.model, "un", steps=10, mask_from="attention_mask").eval()
     with torch.no_grad():

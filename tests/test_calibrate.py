@@ -34,7 +34,7 @@ def test_statistics_are_those_of_all_rows_together(name):
     assert torch.equal(model[0].running[-1], torch.ones(6)), "the original is untouched"
 
 
-def test_a_large_mean_does_not_eat_the_variance():
+def test_a_large_mean_keeps_the_variance_exact():
     batches = [batch.double() + 1e7 for batch in rows(40, 30)]
     norm = calibrate(nn.Sequential(make("batch", 6)).double(), batches)[0]
     torch.testing.assert_close(norm.running[1], torch.cat(batches).var(0, correction=0), rtol=1e-6, atol=0)
@@ -100,7 +100,7 @@ def test_a_converted_bert_becomes_the_function_of_its_batch():
         torch.testing.assert_close(done(**case.kwargs).logits, once(**case.kwargs).logits, rtol=1e-3, atol=1e-4)
 
 
-def test_progress_is_told_and_modes_come_back():
+def test_progress_is_reported_and_modes_are_restored():
     calls = []
     model = chain("un").train()
     model[1].eval()

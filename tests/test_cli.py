@@ -257,7 +257,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["demo", "--minutes", "-1"], ["minutes must be above 0; got -1"]),
         (["pronounce"], ["no word given"]),
         (["pronounce", "x", "--run", "nowhere"], ["nowhere is not a run folder: there is no such folder"]),
-        (["pronounce", "x"], ["there is no runs/demo; train with `normkit demo` first"]),
+        (["pronounce", "x"], ["there is no folder runs/demo; train with `normkit demo` first"]),
         (["translate", "."], ["is not a run folder: it has no run.json"]),
         (["fold", ".", "--out", "x"], ["is not a run folder"]),
         (["fold", "."], ["--out"]),
@@ -276,7 +276,7 @@ def test_bad_input_is_one_line_and_status_2(words, parts, typed, tmp_path, monke
     assert refused(typed(*words), *parts)
 
 
-def test_a_full_disk_names_the_file_and_says_what_to_do(typed, tmp_path, monkeypatch):
+def test_a_full_disk_names_the_file_and_the_remedy(typed, tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -138,7 +138,7 @@ def test_a_predicate_chooses_by_name_and_module():
     assert type(model.encoder[0]) is nn.LayerNorm
 
 
-def test_a_norm_that_is_what_the_rule_asks_for_is_left_alone():
+def test_a_norm_that_already_fits_the_rule_stays():
     model = nn.Sequential(make("un(window=2)", 4), LayerNorm(4))
     model[0].step += 7
     converted = convert(model, {"0": "un(window=2)", "1": "layer"})
@@ -238,7 +238,7 @@ def test_the_fused_fast_path_does_not_bypass_the_new_norm(name):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_convert_says_what_was_seen():
+def test_nothing_to_convert_raises_with_the_modules_found():
     with pytest.raises(ValueError, match=r"no class in this model has 'norm' in its name.*Linear"):
         convert(nn.Sequential(nn.Linear(3, 3)), "un")
     with pytest.raises(ValueError, match="InstanceNorm1d"):

@@ -55,7 +55,7 @@ def test_other_encodings_are_named_with_their_line(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-def test_utf16_is_told_from_other_encodings(tmp_path, encoding):
+def test_utf16_is_distinguished_from_other_encodings(tmp_path, encoding):
     """Without its mark at the beginning, UTF-16 of Latin letters is UTF-8 full of zeros."""
     (tmp_path / "a").write_bytes("ein\nHaus\n".encode(encoding))
     with pytest.raises(ValueError, match=r"a is not UTF-8 text: line 1 has a byte 0; .*iconv -f utf16"):
@@ -128,7 +128,7 @@ def test_two_columns_of_a_file_are_two_sides(tmp_path):
         assert np.array_equal(getattr(one, split).target.flat, getattr(two, split).target.flat)
 
 
-def test_text_is_prepared_once_and_anew_when_it_changes(tmp_path, cache, monkeypatch):
+def test_text_is_prepared_once_and_again_when_it_changes(tmp_path, cache, monkeypatch):
     folder = write_corpus(tmp_path / "mine")
     stages = []
     prepare(locate(str(folder)), subwords=60, on_stage=stages.append)
@@ -143,7 +143,7 @@ def test_text_is_prepared_once_and_anew_when_it_changes(tmp_path, cache, monkeyp
     assert "learning subwords" in stages
 
 
-def test_interrupted_work_goes_on_to_the_same_arrays(tmp_path, monkeypatch):
+def test_interrupted_work_resumes_to_the_same_arrays(tmp_path, monkeypatch):
     folder = write_corpus(tmp_path / "mine")
     whole = prepare(locate(str(folder)), subwords=60)
     monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "other"))
@@ -175,7 +175,7 @@ def test_interrupted_work_goes_on_to_the_same_arrays(tmp_path, monkeypatch):
     [("train.source.numbers", None), ("valid.target.sizes", None), ("vocab.json", b"{}"), ("vocab.json", b"\xff"),
      ("train.json", b"{}"), ("test.json", b"[]")],
 )  # fmt: skip
-def test_a_damaged_cache_is_made_anew(name, content, tmp_path, cache):
+def test_a_damaged_cache_is_rebuilt(name, content, tmp_path, cache):
     located = locate(str(write_corpus(tmp_path / "mine")))
     whole = prepare(located, subwords=60)
     wanted = {split: [list(side) for side in getattr(whole, split)] for split in preparing.SPLITS}
@@ -187,7 +187,7 @@ def test_a_damaged_cache_is_made_anew(name, content, tmp_path, cache):
     assert again.facts == whole.facts
 
 
-def test_a_damaged_note_of_a_file_is_made_anew(tmp_path, cache):
+def test_a_damaged_record_of_a_file_is_rebuilt(tmp_path, cache):
     located = locate(str(write_corpus(tmp_path / "mine")))
     facts = prepare(located, subwords=60).facts
     for note in (cache / "digests").iterdir():
@@ -225,7 +225,7 @@ def test_many_unknown_words_raise(tmp_path):
         prepare(locate(str(folder)), subwords=60)
 
 
-def test_a_corpus_that_is_not_here_says_how_to_get_it(tmp_path, monkeypatch):
+def test_a_missing_corpus_raises_with_its_source(tmp_path, monkeypatch):
     for corpus in CORPORA.values():
         with pytest.raises(ValueError, match=r"is not here: NORMKIT_DATA is not set; .* Get it from .+"):
             locate(corpus.name)
@@ -286,7 +286,7 @@ def test_folder_is_recognised_as_corpus_by_name_or_lines(tmp_path, monkeypatch):
         prepare(locate(str(folder)))
 
 
-def test_a_part_of_a_corpus_says_so(tmp_path, monkeypatch):
+def test_a_partial_corpus_has_a_remark(tmp_path, monkeypatch):
     folder = tmp_path / "iwslt14_de_en"
     folder.mkdir()
     for split, count in (("train_partial", 50), ("valid", 5), ("test", 5)):

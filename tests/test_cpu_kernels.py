@@ -257,7 +257,7 @@ def test_gradients_of_gradients_go_by_plain_operations(op):
 
 
 @needs_kernels
-def test_what_they_do_not_compute_is_left_to_others():
+def test_operations_without_a_kernel_use_the_next_choice():
     x = torch.randn(4, 6)
     with normkit.kernels("auto") as ran:
         ops.rms(x.double(), None, None, 1e-5)
@@ -269,7 +269,7 @@ def test_what_they_do_not_compute_is_left_to_others():
 
 
 @needs_kernels
-def test_tracers_and_counters_of_operations_see_all_of_them():
+def test_tracers_and_counters_find_every_operation():
     x = torch.randn(4, 6)
     with normkit.kernels("auto") as ran, FlopCounterMode(display=False):
         ops.rms(x, None, None, 1e-5)
@@ -290,7 +290,7 @@ def test_forward_mode_differentiation_goes_by_pytorch(spec):
 
 @needs_kernels
 @pytest.mark.parametrize("spec", ["rms", "scale", "un(window=2, warmup=1)", "power(groups=2, warmup=1)", "renorm"])
-def test_what_pytorch_is_set_to_does_not_matter(spec):
+def test_pytorch_defaults_do_not_matter(spec):
     def run():
         torch.manual_seed(0)
         x, dy = (torch.randn(9, 6, dtype=torch.float32, device="cpu") for _ in range(2))
@@ -326,7 +326,7 @@ def test_inference_mode_and_negative_views():
 
 
 @needs_kernels
-def test_what_c_would_misread_is_an_error():
+def test_invalid_arguments_of_c_kernels_raise():
     x = torch.randn(4, 6)
     with pytest.raises(ValueError, match=r"shape \(3,\).*each of 4 rows"):
         native.moments(x, torch.ones(3, dtype=torch.bool), True)
@@ -421,7 +421,7 @@ def test_a_step_in_one_call_names_state_that_it_cannot_read():
 
 
 @needs_kernels
-def test_a_step_in_one_call_is_counted_when_asked():
+def test_a_step_in_one_call_is_counted_on_request():
     norm, x = normkit.make("power(groups=0, warmup=1)", 6), torch.randn(4, 6, requires_grad=True)
     with normkit.kernels("native") as ran:
         norm(x).sum().backward()

@@ -181,7 +181,7 @@ def test_bucketing_leaves_little_padding(words):
     assert padding(bucketing=False) > 0.35
 
 
-def test_batches_go_on_where_they_were():
+def test_batches_resume_at_their_position():
     def make(start=0):
         return Batches(lambda n: batches_of(SIZES, 60, bucketing=True, epoch=n), tuple, start)
 

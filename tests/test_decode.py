@@ -23,7 +23,7 @@ def test_beam_of_one_is_greedy(seed):
 
 
 @pytest.mark.parametrize("search", [greedy, lambda *a: beam(a[0], a[1], 3, 0.6, a[2])])
-def test_a_sentence_comes_out_the_same_alone_and_in_company(search):
+def test_a_sentence_decodes_the_same_alone_and_in_a_batch(search):
     model = seq2seq(seed=1)
     together = search(model, MANY, 8)
     for i, row in enumerate(MANY):

@@ -241,7 +241,7 @@ def test_run_learns_resumes_and_folds_equally(tmp_path):
     run = dataclasses.replace(RUN, data=data, steps=8, lr=2e-3, valid_every=4, checkpoint_every=4)
     whole = train(run, tmp_path / "whole")
     assert whole["curve"][-1]["train_loss"] < whole["curve"][0]["train_loss"]
-    assert [look["step"] for look in whole["valid"]] == [4, 8]
+    assert [each["step"] for each in whole["valid"]] == [4, 8]
     stop = lambda progress: progress.step >= 5  # noqa: E731
     assert train(run, tmp_path / "parts", on_progress=stop)["status"] == "interrupted at step 5"
     train(run, tmp_path / "parts", resume=True)

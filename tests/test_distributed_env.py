@@ -68,7 +68,7 @@ def test_one_process_is_the_first(variables, is_first, monkeypatch):
         ({"SLURM_NTASKS": "8"}, None, "SLURM started 8 processes, an unknown number on each host"),
     ],
 )
-def test_a_run_is_for_as_many_processes_as_were_started(variables, fits, given, monkeypatch, tmp_path):
+def test_a_run_needs_the_number_of_processes_that_was_started(variables, fits, given, monkeypatch, tmp_path):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for devices, nodes in {(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)} - {fits}:

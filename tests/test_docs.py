@@ -76,7 +76,7 @@ def test_every_norm_has_its_page():
         assert anchor in page.read_text(encoding="utf8"), f"{page.name} does not link to {anchor}"
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_have_targets():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

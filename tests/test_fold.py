@@ -78,7 +78,7 @@ def test_non_contiguous_input_and_single_vectors_are_followed():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_patch_convolutions_with_groups_absorb_a_norm(bias):
+def test_a_norm_folds_into_patch_convolutions_with_groups(bias):
     conv = nn.Conv2d(DIM, 8, 2, stride=2, groups=2, bias=bias)
     model = Read(conv, lambda m, y: m.reader(y.movedim(-1, 1)).flatten(1))
     check(model, torch.randn(3, 4, 4, DIM), actions="folded")
@@ -104,7 +104,7 @@ def test_padding_that_repeats_elements_takes_the_shift_too(mode):
     check(Read(conv, lambda m, y: m.reader(y.transpose(1, 2))), torch.randn(3, 7, DIM), actions="folded")
 
 
-def test_zero_padding_that_only_other_sizes_show_is_seen():
+def test_zero_padding_that_only_other_sizes_show_is_found():
     class Windows(nn.Module):
         def __init__(self):
             super().__init__()
@@ -218,7 +218,7 @@ def test_functional_use_of_weights_is_followed_where_its_bias_is():
         (lambda m, y: m.reader(torch.where(torch.arange(DIM) > 2, y, 1.0)), ""),
     ],
 )
-def test_whatever_else_reads_the_norm_or_the_weight_is_respected(forward, why):
+def test_other_readers_of_the_norm_or_the_weight_keep_the_norm(forward, why):
     model = Read(nn.Linear(DIM, 4), forward)
     _, report = check(model, torch.randn(3, DIM))
     assert why in report.rows[0].why
@@ -250,7 +250,7 @@ def test_a_norm_that_something_keeps_is_not_folded():
     assert "keeps it after the forward" in report.rows[0].why
 
 
-def test_hooks_of_the_user_see_what_they_saw():
+def test_user_hooks_get_the_same_values():
     model = Read(nn.Linear(DIM, 4))
     model.norm.register_forward_hook(lambda module, args, out: None)
     _, report = check(model, torch.randn(3, DIM), actions="kept")

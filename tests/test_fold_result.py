@@ -136,7 +136,7 @@ def test_models_without_norms_and_quantized_ones_raise():
         fold(model, torch.randn(3, DIM))
 
 
-def test_examples_that_do_not_fit_say_what_the_model_takes():
+def test_an_example_that_does_not_fit_raises_with_the_models_arguments():
     model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4)).eval()
     with pytest.raises(ValueError, match=r"float32\[3, 5\].*Its forward takes \(input\)"):
         fold(model, torch.randn(3, 5))
@@ -161,7 +161,7 @@ def test_outputs_of_any_shape_and_none_at_all():
         fold(Out(lambda y: y).eval(), torch.randn(3, DIM), outputs=lambda out: out.logits)
 
 
-def test_a_norm_that_never_runs_is_kept_and_said():
+def test_a_norm_that_never_runs_is_kept_and_reported():
     model = Read(nn.Linear(DIM, 4))
     model.idle = make("un", 3)
     _, report = check(model, torch.randn(3, DIM), actions="folded, kept")

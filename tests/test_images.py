@@ -176,7 +176,7 @@ def test_the_figures_of_a_named_data_set_are_checked(tmp_path, monkeypatch):
         read_images("imagenet", refuse=True)
 
 
-def test_missing_data_says_how_to_get_it(tmp_path, monkeypatch):
+def test_missing_data_raises_with_its_source(tmp_path, monkeypatch):
     monkeypatch.delenv("NORMKIT_DATA", raising=False)
     with pytest.raises(ValueError, match=r"NORMKIT_DATA is not set.*cs.toronto.edu"):
         find_images("cifar10")

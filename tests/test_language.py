@@ -256,15 +256,15 @@ def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch
     [
         ({"devices": 2}, "devices . nodes must be 1: a model that carries state"),
         ({"context": 40, "model": Model(memory=0, test_memory=1000)}, "test_context must be at most max_length=1024"),
-        ({"task": "digits"}, r"model\.memory must be left out for task digits; it is of lm"),
+        ({"task": "digits"}, r"model\.memory must be left out for task digits; it applies to lm"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(changes, message):
+def test_settings_that_do_not_fit_raise(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(RUN, **changes)
 
 
-def test_models_refuse_what_they_lack():
+def test_unsupported_model_options_raise():
     with pytest.raises(ValueError, match="memory must be 0 without attention=relative; got 4"):
         Model(memory=4)
     with pytest.raises(ValueError, match="norm must be layer for arch=lstm: it has none; got 'un'"):

@@ -24,7 +24,7 @@ def converted(report) -> str:
 
 
 @pytest.mark.parametrize("name", RMS)
-def test_pre_norm_models_of_others_lose_their_centring(name):
+def test_third_party_pre_norm_models_lose_their_centring(name):
     case = case_of(name)
     before = {key: t.clone() for key, t in case.model.state_dict().items()}
     model, report = to_rms(case.model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)
@@ -100,7 +100,7 @@ def test_the_writers_write_no_mean_any_more():
         (lambda m, x: m.final(torch.ones_like(x) + x).sum(), "no layer's output is added"),
     ],
 )
-def test_whoever_would_notice_a_missing_mean_keeps_the_layer_norm(also, why):
+def test_a_reader_that_depends_on_the_mean_keeps_the_layer_norm(also, why):
     model = randomize(Stream(also)).eval()
     done, report = to_rms(model, tokens(2, 7))
     assert converted(report) == "0 of 2"

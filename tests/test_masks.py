@@ -96,7 +96,7 @@ def test_masks_arrive_under_checkpointing():
     assert not torch.allclose(blind.block[0].weight.grad, other.block[0].weight.grad, rtol=1e-2)
 
 
-def test_a_mask_is_forgotten_when_its_call_is_over():
+def test_a_mask_is_released_after_its_call():
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()

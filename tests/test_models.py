@@ -64,7 +64,7 @@ def test_padding_changes_no_statistics_while_training(spec):
 
 
 @pytest.mark.parametrize("config", FORMS)
-def test_the_decoder_does_not_see_what_follows(config):
+def test_the_decoder_is_causal(config):
     model = seq2seq(config)
     other = TARGET.clone()
     other[0, 2:] = 8

@@ -78,7 +78,7 @@ def test_what_bleu_is_counted_on_is_the_corpus_own():
         bleu(["a"], ["a", "b"], PARALLEL)
 
 
-def test_paired_bootstrap_tells_a_real_difference_from_none():
+def test_paired_bootstrap_distinguishes_a_real_difference_from_none():
     lines = [two for _, two in sentences(60, 5, longest=9)]
     worse = [line if number % 3 else " ".join(line.split()[::-1]) for number, line in enumerate(lines)]
     assert paired(lines, worse, lines, PARALLEL, samples=200).p < 0.02
@@ -89,7 +89,7 @@ def test_paired_bootstrap_tells_a_real_difference_from_none():
         paired(lines, lines[:1], lines, PARALLEL)
 
 
-def test_intervals_cover_the_mean_as_often_as_they_say():
+def test_intervals_have_their_nominal_coverage():
     draws = np.random.default_rng(0).normal(5, 2, (2000, 4))
     covered = sum(abs(mean - 5) < half for mean, half in (interval(list(row)) for row in draws))
     assert 1900 - 35 < covered < 1900 + 35
@@ -139,7 +139,7 @@ def test_a_run_on_a_made_corpus(corpus, tmp_path, norm):
     assert all({"bleu", "bleu_error", "sacrebleu", "n"} <= set(score) for score in result["scores"].values())
     assert all(score["n"] == 20 for score in result["scores"].values())
     assert result["data"]["splits"]["train"]["lines"] == 300
-    assert [set(look) for look in result["valid"]] == [{"step", "loss", "bleu"}] * 2
+    assert [set(each) for each in result["valid"]] == [{"step", "loss", "bleu"}] * 2
     assert len(read_outputs(tmp_path)) == 20
     _, model, vocabularies = load(tmp_path)
     assert isinstance(vocabularies["target"], Subwords)
@@ -162,7 +162,7 @@ def test_a_small_model_learns_the_made_language(corpus, tmp_path):
     assert read_outputs(tmp_path)[0].split()[0] in {"one", "two", "three", "four", "five", "six", "seven", "eight"}
 
 
-def test_only_words_of_the_targets_can_be_said(corpus):
+def test_only_target_words_are_generated(corpus):
     data = prepare(locate(str(corpus)), subwords=60, share=True)
     config = dataclasses.replace(TINY, mask_logits=True)
     torch.manual_seed(0)
@@ -233,13 +233,13 @@ def test_a_resumed_run_must_have_the_same_vocabulary(tmp_path, corpus, monkeypat
     assert checkpoints(tmp_path / "run"), "nothing is lost"
 
 
-def test_training_stops_after_looks_that_are_no_better(corpus, tmp_path, monkeypatch):
+def test_training_stops_after_validations_without_improvement(corpus, tmp_path, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.4, 2.3, 9.0])
     monkeypatch.setattr(MachineTranslation, "validate", lambda task: {"loss": next(losses)})
     run = changed(corpus, steps=50, valid_every=4, checkpoint_every=4, patience=3, average=2, average_of="best", keep=2)
     result = train(dataclasses.replace(run, test_items=5), tmp_path)
     assert result["status"] == "done"
-    assert [look["step"] for look in result["valid"]] == [4, 8, 12, 16, 20]
+    assert [each["step"] for each in result["valid"]] == [4, 8, 12, 16, 20]
     assert result["curve"][-1]["step"] == 20
     kept = [int(path.stem[5:]) for path in checkpoints(tmp_path)]
     assert kept == [8, 20], "the two best, of which one is the last"
@@ -439,7 +439,7 @@ def test_two_processes_train_one_model(corpus, tmp_path):
         assert result["status"] == "done"
         assert result["scores"]["beam"]["n"] == 5
         assert int(load(folder).model.encoder.final_norm.step) == 6
-        losses[strategy] = [(look["step"], look["loss"]) for look in result["valid"]]
+        losses[strategy] = [(each["step"], each["loss"]) for each in result["valid"]]
         losses[strategy].append((0, result["scores"]["running"]["loss"]))
         checkpoint_path(folder, 6).unlink()
         again, same = by_torchrun(run, folder)

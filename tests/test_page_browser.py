@@ -134,7 +134,7 @@ def test_many_runs_are_named_in_the_legend_alone(browser, tmp_path):
     tab.close()
 
 
-def test_hovering_tells_the_values(visit):
+def test_hovering_shows_the_values(visit):
     tab = visit()
     chart = tab.locator(f"{FIRST} svg.chart")
     chart.scroll_into_view_if_needed()
@@ -253,7 +253,7 @@ def test_the_scale_can_be_linear(visit):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_every_screen_and_the_dark(visit, scheme, width, tmp_path):
+def test_the_page_fits_every_screen_and_a_dark_theme(visit, scheme, width, tmp_path):
     tab = visit(width, scheme, touch=width < 500)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     ground, text = (tab.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))

@@ -55,7 +55,7 @@ def request(address, path="/", method="GET", **headers):
     return found
 
 
-def test_it_listens_on_this_machine_alone(serve, tmp_path):
+def test_the_server_listens_on_localhost_alone(serve, tmp_path):
     running(tmp_path)
     assert serve(tmp_path)[0] == "127.0.0.1"
 

@@ -109,7 +109,7 @@ def test_library_models_take_norms_by_rule_and_drop_path(arch, size, parameters,
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_names_that_there_are_not_and_sizes_that_do_not_fit():
+def test_unknown_names_and_sizes_that_do_not_fit_raise():
     with pytest.raises(ValueError, match=r"no model named 'resnet2' \(did you mean 'resnet20'\?\); there are tiny_vit"):
         classifier(Model(arch="resnet2"), 10)
     with pytest.raises(ValueError, match="multiple of 16; got 40"):
@@ -243,7 +243,7 @@ def test_drop_path_leaves_blocks_out_by_picture():
     assert drops == pytest.approx([0.0, 0.1])
 
 
-def test_the_final_norm_sees_all_tokens():
+def test_the_final_norm_gets_all_tokens():
     """Statistics of the last norm are of all tokens and not of the class token alone.
 
     The authors' code does the same.

@@ -90,7 +90,7 @@ def test_the_speed_of_image_models_is_in_images():
         assert f"{other}/s" not in summary.table({one: made[one]})
 
 
-def test_a_diverged_run_stands_in_the_table():
+def test_a_diverged_run_is_in_the_table():
     made = {1: result("layer", 9.9), 2: result("batch", status="diverged at step 1500")}
     made[2]["scores"] = {}
     assert summary.cells(made)[2] == ["batch", "381,547", *["-"] * 4, "1,210", "800", "0 of 2", "diverged at step 1500"]
@@ -143,7 +143,7 @@ def test_two_sampling_errors_decide_what_differs():
     assert "behind: un" in verdict(result("layer", 10.0), sure)
 
 
-def test_calibration_is_not_praised_for_nothing():
+def test_calibration_without_gain_is_not_recommended():
     assert "calibration makes it worse (22.0)" in verdict(result("batch", 18.0, statistics=(10.0, 22.0)))
     assert "calibration does not repair it (18.1)" in verdict(result("batch", 18.0, statistics=(10.0, 18.1)))
     assert "repairs 5% of that (17.6, within sampling error)" in verdict(result("batch", 18.0, statistics=(10.0, 17.6)))
@@ -389,7 +389,7 @@ def test_the_page_has_the_figures_settings_and_origin(tmp_path):
     )
 
 
-def test_a_page_of_little_leaves_out_what_is_not_there(tmp_path):
+def test_a_page_of_an_interrupted_run_leaves_out_empty_sections(tmp_path):
     made = result(status="interrupted at step 1")
     made |= {"curve": [], "valid": [], "speed": {}, "fold": None, "scores": {}, "command": ""}
     values, _, found = data(page.write({tmp_path: made}, tmp_path / "report.html"))

@@ -73,7 +73,7 @@ def test_what_a_study_measured_is_kept_and_shown(script, tmp_path):
         script.keep(tmp_path / "nothing", kept)
 
 
-def test_a_study_that_shares_runs_with_others_says_so(script, tmp_path, monkeypatch):
+def test_a_study_with_shared_runs_has_a_remark(script, tmp_path, monkeypatch):
     """Kept runs that fill cells of a study without a table of its own.
 
     What only failed fills none.

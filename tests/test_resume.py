@@ -112,7 +112,7 @@ def test_asked_to_stop_and_resumed(whole, tmp_path):
     same(everything(tmp_path), everything(whole))
 
 
-def test_a_run_goes_on_elsewhere(whole, tmp_path):
+def test_a_run_resumes_with_another_name_and_workers(whole, tmp_path):
     train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 17)
     moved = dataclasses.replace(RUN, name="moved", device="cpu", workers=1)
     assert train(moved, tmp_path, resume=True)["run"] == dataclasses.asdict(moved)

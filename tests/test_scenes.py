@@ -29,7 +29,7 @@ def read(folder, given, files, broken="skip", **more):
     return read_scenes(folder / "train.json", Files(folder / "images"), broken, **more)
 
 
-def test_what_is_right_is_read_as_it_stands(tmp_path, given):
+def test_valid_annotations_are_read_unchanged(tmp_path, given):
     labels, files = given
     found = read(tmp_path, labels, files, "refuse")
     assert found.counts == {"images": 4, "boxes": len(labels["annotations"])}
@@ -98,7 +98,7 @@ PROBLEMS = {  # words of the message: how to cause it
 
 
 @pytest.mark.parametrize("what", PROBLEMS)
-def test_what_is_wrong_is_counted_or_refused(what, tmp_path, given):
+def test_invalid_annotations_are_counted_or_raise(what, tmp_path, given):
     labels, files = copy.deepcopy(given)
     PROBLEMS[what](labels, files)
     more, what = list(PROBLEMS)[-3:], what.strip()
@@ -158,7 +158,7 @@ def test_run_lengths_decode_as_in_pycocotools():
     assert decode_counts("3 ") is None
 
 
-def test_whatever_is_given_can_be_scored_against(tmp_path, given):
+def test_damaged_annotations_do_not_break_scoring(tmp_path, given):
     """pycocotools raises an error, or ends the process, on outlines that are missing or wrong."""
     labels, files = given
     first = labels["annotations"][0]
@@ -181,7 +181,7 @@ def test_whatever_is_given_can_be_scored_against(tmp_path, given):
     assert (scores["box_ap"], scores["mask_ap"]) == (pytest.approx(100), pytest.approx(100))
 
 
-def test_a_file_cut_short_and_one_of_which_nothing_is_left(tmp_path, given):
+def test_a_truncated_file_and_an_empty_one(tmp_path, given):
     labels, files = given
     scene_files.write(tmp_path, labels, files, "train")
     (tmp_path / "train.json").write_bytes((tmp_path / "train.json").read_bytes()[:-40])
@@ -211,7 +211,7 @@ def test_grey_images_become_rgb_and_other_files_raise(tmp_path):
         Files(tmp_path / "text.png")
 
 
-def test_data_sets_are_found_or_what_is_missing_is_said(tmp_path, monkeypatch):
+def test_data_sets_are_found_or_missing_files_are_named(tmp_path, monkeypatch):
     monkeypatch.delenv("NORMKIT_DATA", raising=False)
     with pytest.raises(ValueError, match="NORMKIT_DATA is not set"):
         find_scenes("coco")
@@ -226,7 +226,7 @@ def test_data_sets_are_found_or_what_is_missing_is_said(tmp_path, monkeypatch):
         find_scenes(str(tmp_path / "own"))
 
 
-def test_a_part_of_a_data_set_says_so(tmp_path, monkeypatch):
+def test_a_partial_data_set_has_a_remark(tmp_path, monkeypatch):
     """Pictures are counted: what is not all of a data set does not carry its name alone."""
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
     labels, files = scene_files.scenes(3)
@@ -242,7 +242,7 @@ def test_a_part_of_a_data_set_says_so(tmp_path, monkeypatch):
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("name", "boxes"), [("coco128_320", 929), ("pennfudan_320", 286)])
-def test_the_small_sets_have_nothing_to_refuse(name, boxes, monkeypatch):
+def test_the_small_sets_have_no_invalid_annotations(name, boxes, monkeypatch):
     monkeypatch.setenv("NORMKIT_DATA", str(SHARED))
     data = find_scenes(name, "refuse")()
     assert data.train.counts["boxes"] == boxes

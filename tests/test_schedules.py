@@ -83,7 +83,7 @@ def test_state_round_trips(make):
     assert rates(two, 10) == rates(one, 10)
 
 
-def test_bad_settings_are_refused():
+def test_bad_settings_raise():
     with pytest.raises(ValueError, match="warmup must be at least 1"):
         InverseSqrt(optimizer(), 0)
     with pytest.raises(ValueError, match="warmup must be at least 0"):

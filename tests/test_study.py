@@ -9,7 +9,7 @@ import pytest
 from made_results import result
 from rich.console import Console
 
-from normkit.lab.metrics import METRICS
+from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report import results
 from normkit.lab.studies import runner, table
 from normkit.lab.studies.catalogue import RECIPES, STUDIES
@@ -217,7 +217,7 @@ def test_well_known_figures_of_the_papers():
 
 
 def test_papers_studies_name_columns_that_are_measured():
-    assert {column.metric for study in STUDIES.values() for column in study.columns} <= set(METRICS)
+    assert {column.metric for study in STUDIES.values() for column in study.columns} <= set(STUDY_METRICS)
     with pytest.raises(ValueError, match="no metric named 'bleus'"):
         Study(id="x", title="", rows=(), columns=(Column(title="", metric="bleus"),))
     with pytest.raises(ValueError, match="1 figures for 2 columns"):
@@ -308,13 +308,13 @@ def test_statistics_are_read_off_recorded_rows(tmp_path):
     rows += ["70,b,batch,distance_mean,500", "70,a,batch,distance_var,500"]
     (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *rows]) + "\n", encoding="utf8")
     run = {"run": {"steps": 5000}, "curve": [{"step": 100}]}  # stopped early
-    read = {name: METRICS[name].read(tmp_path, run) for name in METRICS if "distance_mean" in name}
+    read = {name: STUDY_METRICS[name].read(tmp_path, run) for name in STUDY_METRICS if "distance_mean" in name}
     assert read.pop("distance_mean anywhere") == 500.0
     assert read == {"distance_mean": 2.0, "distance_mean max": 3.0, "distance_mean outliers": 1.5}
     values = [f"100,target_embedding.words,,singular_value[{i}],{1 / (1 + i)}" for i in range(0, 100, 3)]
     (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *values]) + "\n", encoding="utf8")
-    assert METRICS["singular value"].read(tmp_path, run) == pytest.approx(1 / 10)
-    assert METRICS["distance_mean"].read(tmp_path / "nowhere", run) is None
+    assert STUDY_METRICS["singular value"].read(tmp_path, run) == pytest.approx(1 / 10)
+    assert STUDY_METRICS["distance_mean"].read(tmp_path / "nowhere", run) is None
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_a_study_runs_fails_resumes_and_ends(tmp_path):
     assert [run.seed for run in runner.plan(study, "pocket", tmp_path, seeds=2).todo.values()] == [1, 1, 1]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path):
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     from normkit.lab.train.run import train
 
     study = dataclasses.replace(ONE, rows=ONE.rows[2:])

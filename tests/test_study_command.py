@@ -80,7 +80,7 @@ def test_ray_takes_an_address_or_none(arguments, address, tmp_path, monkeypatch,
     assert "failed" in capsys.readouterr().out
 
 
-def test_a_scale_that_needs_a_gpu_says_so(tmp_path):
+def test_a_scale_that_needs_a_gpu_raises_without_one(tmp_path):
     plan = runner.plan(ONE, "paper", tmp_path)
     assert {run.device for run in plan.todo.values()} == {"cuda"}
     import torch

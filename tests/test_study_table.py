@@ -9,7 +9,7 @@ import image_files
 import pytest
 from test_study import TOY, put
 
-from normkit.lab.metrics import METRICS
+from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.papers.unified import throughput
 from normkit.lab.recipes import cifar10_tiny_vit
 from normkit.lab.studies import runner, similarity, table
@@ -106,7 +106,7 @@ def test_curves_of_an_early_stopped_run_end_at_its_last_step():
     }
     run["curve"][-1]["train_loss"] = 2.0
     read = {
-        name: METRICS[name].read(pathlib.Path(), run)
+        name: STUDY_METRICS[name].read(pathlib.Path(), run)
         for name in ("perplexity train", "minutes to 80%", "perplexity smoothed")
     }
     assert read == {"perplexity train": math.exp(2.0), "minutes to 80%": 2.5, "perplexity smoothed": 3.0}

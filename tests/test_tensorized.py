@@ -41,7 +41,7 @@ def test_multi_linear_attention_is_its_formula():
     np.testing.assert_allclose(block(x).detach().numpy(), expected, rtol=1e-10)
 
 
-def test_no_word_sees_those_after_it():
+def test_attention_is_causal():
     model = drawn(DecoderLM(CONFIG, vocab=11)).eval()
     tokens = torch.randint(4, 11, (3, 8), generator=torch.Generator().manual_seed(1))
     scores = model(tokens)
@@ -58,7 +58,7 @@ def test_the_order_of_earlier_words_counts():
     assert (block(x[:, [1, 0, 2, 3]])[:, 3] - block(x)[:, 3]).abs().max() > 1e-3
 
 
-def test_what_does_not_fit_is_refused():
+def test_sizes_that_do_not_fit_raise():
     with pytest.raises(ValueError, match="over 7 words got 8; raise max_length"):
         MultiLinear(6, 4, 7, 0.0)(torch.zeros(1, 8, 6))
     with pytest.raises(ValueError, match="whole pieces"):

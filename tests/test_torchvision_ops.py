@@ -73,7 +73,7 @@ def bilinear(picture: np.ndarray, y: float, x: float) -> np.ndarray:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("count", [0, 1, 40, 150])
-def test_nms_keeps_what_the_loop_keeps(count, threshold):
+def test_nms_equals_the_loop_over_boxes(count, threshold):
     b = boxes(count)
     scores = torch.rand(count, generator=torch.Generator().manual_seed(1)).round(decimals=1)  # with equal ones
     assert nms(b, scores, threshold).tolist() == greedy(b.double().numpy(), scores.numpy(), threshold)

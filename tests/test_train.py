@@ -280,13 +280,13 @@ def test_run_that_cannot_start_changes_no_file(wrong, tmp_path, monkeypatch):
         ({"betas": (2, 3)}, r"betas must be two numbers, each at least 0 and below 1; got \(2, 3\)"),
         ({"threads": -1}, "threads must be at least 1; got -1"),
         ({"device": "gpu"}, "device must be one of auto, cpu, cuda; got 'gpu'"),
-        ({"valid_bleu": True}, "valid_bleu must be left out for task g2p; it is of mt; got True"),
-        ({"task": "lm", "beam": 5}, "beam must be left out for task lm; it is of g2p and mt; got 5"),
+        ({"valid_bleu": True}, "valid_bleu must be left out for task g2p; it applies to mt; got True"),
+        ({"task": "lm", "beam": 5}, "beam must be left out for task lm; it applies to g2p and mt; got 5"),
         ({"model": dataclasses.replace(TINY, mask_logits=True)}, "model.mask_logits must be left out for task g2p"),
         ({"average": 2}, "average must be 0 without checkpoint_every; got 2"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changes, message):
+def test_impossible_settings_raise(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
 
@@ -310,7 +310,7 @@ def test_layer_drop_with_several_processes_raises(how):
         ({"model": dataclasses.replace(TINY, norm="un(windw=2)")}, "named 'windw' .did you mean 'window'"),
     ],
 )
-def test_unknown_names_are_refused_with_the_nearest(changes, message, tmp_path):
+def test_unknown_names_raise_with_the_nearest(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(dataclasses.replace(SMALL, **changes), tmp_path)
 
@@ -320,7 +320,7 @@ def test_pick_names_what_there_is():
         pick(RECIPES, "zzz", "recipe")
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_raises(tmp_path):
     with pytest.raises(ValueError, match="is not a run folder: there is no such folder"):
         load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"is not a run folder: it has no run\.json"):
@@ -417,7 +417,7 @@ def test_a_folded_run_is_a_run_with_the_same_answers(model, foldable, tmp_path):
     assert again.run.model.tie == model.tie
 
 
-def test_a_run_says_what_is_recorded_of_its_norms(tmp_path):
+def test_a_result_lists_the_quantities_that_are_recorded(tmp_path):
     run = dataclasses.replace(SMALL, steps=2, quantities=["rms", "pnac_activation"])
     assert Run.from_json(run.to_json()) == run
     with pytest.raises(ValueError, match="no quantity 'rsm'"):

@@ -89,7 +89,7 @@ def test_large_jpegs_are_decoded_at_reduced_size(tmp_path):
     torch.testing.assert_close(*shown, atol=0.05, rtol=0)
 
 
-def test_at_inference_the_middle_is_looked_at():
+def test_at_inference_the_centre_is_cropped():
     data = album(size=40)
     frame = data.test.pixels.copy()
     frame[:, 3:-3, 3:-3] = 128
@@ -220,9 +220,9 @@ def test_averaged_run_resumes_to_the_same_bits(folder, tmp_path):
 
 
 def test_settings_of_pictures_are_refused_elsewhere():
-    with pytest.raises(ValueError, match=r"ema must be left out for task detection; it is of images; got 0.9"):
+    with pytest.raises(ValueError, match=r"ema must be left out for task detection; it applies to images; got 0.9"):
         Run(name="x", task="detection", data="coco", steps=1, ema=0.9)
-    with pytest.raises(ValueError, match=r"weights must be left out for task mt; it is of images and detection"):
+    with pytest.raises(ValueError, match=r"weights must be left out for task mt; it applies to images and detection"):
         Run(name="x", task="mt", data="iwslt14.de-en", steps=1, weights="runs/old")
 
 
@@ -335,6 +335,6 @@ def test_two_steps_of_every_recipe(name, tmp_path, monkeypatch):
     assert main(["train", name, *short, "--out", str(tmp_path / "run")]) == 0
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["status"] == "done"
-    assert [look["step"] for look in result["valid"]] == [1, 2]
+    assert [each["step"] for each in result["valid"]] == [1, 2]
     assert all(np.isfinite(list(score.values())).all() for score in result["scores"].values())
     assert "images in its train split" in " ".join(result["data"]["notes"])

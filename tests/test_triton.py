@@ -95,7 +95,7 @@ def test_kernels_match_the_reference_on_the_device():
     assert " passed" in out
 
 
-def test_the_switch_refuses_what_cannot_be():
+def test_an_impossible_choice_of_kernels_raises():
     with pytest.raises(ValueError, match="auto, triton, native, fused, reference"), normkit.kernels("cuda"):
         pass
     with normkit.kernels("reference") as ran:

@@ -409,7 +409,7 @@ def test_rows_of_no_norm_let_almost_nothing_be_checked():
     assert all(any(kind in found for found in unchecked(rows)) for kind in kinds)
 
 
-def test_the_page_tells_of_every_quantity_and_threshold():
+def test_the_page_lists_every_quantity_and_threshold():
     page = (Path(__file__).parents[1] / "docs" / "watch.md").read_text(encoding="utf8")
     lines = {line.replace("\\|", "|") for line in page.splitlines()}
     assert {f"| `{name}` | {q.definition} | {q.source} |" for name, q in QUANTITIES.items()} <= lines

@@ -38,10 +38,10 @@ def test_advice_by_the_lengths_of_targets():
     assert both.endswith(
         " % of the variance of target lengths, given source lengths, is between batches; UN would hold"
     )
-    assert source.startswith(f"{start}whether a model bears that is not known"), "near the threshold"
+    assert source.startswith(f"{start}whether the model would hold is not known"), "near the threshold"
     assert shuffled.startswith(f"{start}all three would hold, as 0 % of the variance of target lengths")
-    assert advise(pairs(1, gap=0.3))[0].endswith("whether a model bears that is not known")
-    assert advise(pairs(2, steps=9))[0].endswith("whether a model bears that is not known")
+    assert advise(pairs(1, gap=0.3))[0].endswith("whether the model would hold is not known")
+    assert advise(pairs(2, steps=9))[0].endswith("whether the model would hold is not known")
 
 
 def test_no_finding_if_target_lengths_follow_from_the_sources():
