@@ -54,7 +54,7 @@ suffix selects the format:
 
 ## Integers
 
-`int8=batches` quantizes the model to 8-bit integers, calibrated on your batches, by the tools of each runtime:
+`int8=batches` quantizes the model to 8-bit integers, calibrated on your batches. The tools are those of each runtime:
 onnxruntime's static quantization (QDQ), nncf for OpenVINO, torchao's PT2E for ExecuTorch.
 
 ```python

@@ -1,13 +1,14 @@
 """The command `normkit`.
 
-Exit status: 0 if all went well, 1 if the command found or met a failure that it was to look for, 2 for bad input and
-errors (one line on standard error), 130 after Ctrl-C.
+Exit status: 0 if all went well, 1 if the command found a failure (a fault in a run, a run that failed), 2 for bad
+input and errors (one line on standard error), 130 after Ctrl-C.
 """
 
 import errno
 import os
 import sys
 from collections.abc import Callable
+from textwrap import indent
 
 import normkit
 from normkit.cli.benching import bench
@@ -23,6 +24,7 @@ from normkit.cli.running import demo, train
 from normkit.cli.studying import study
 from normkit.cli.using import pronounce, translate
 from normkit.names import pick
+from normkit.text import align
 
 EXTRA = "pip install 'normkit[demo]'"
 
@@ -88,6 +90,5 @@ def _describe(error: OSError) -> str:
 
 def _overview() -> str:
     lines = [f"normkit {normkit.__version__}: swap, train, watch and fold away the norms of any Transformer", ""]
-    for name, command in COMMANDS.items():
-        lines.append(f"  normkit {name:<12} {summary(command)}")
+    lines.append(indent(align([(f"normkit {name}", summary(command)) for name, command in COMMANDS.items()]), "  "))
     return "\n".join([*lines, "", "normkit COMMAND --help lists the options of a command."])

@@ -6,10 +6,13 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated, Any
 
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, parse_arguments, typed, write
+from normkit.cli.listing import summary
 from normkit.cli.reporting import show
+from normkit.text import align
 
 
 def demo(arguments: list[str]) -> int:
@@ -92,7 +95,7 @@ def train(arguments: list[str]) -> int:
 
     if not arguments or arguments[0].startswith("-"):
         lines = ["usage: normkit train RECIPE [--steps N] [--model.norm SPEC] [--SETTING VALUE ...]", ""]
-        lines += [f"  {name:<13} {str(recipe.__doc__).splitlines()[0]}" for name, recipe in RECIPES.items()]
+        lines.append(indent(align([(name, summary(recipe)) for name, recipe in RECIPES.items()]), "  "))
         write("\n".join([*lines, "", "normkit train RECIPE --help lists all flags with their values."]))
         return 0 if arguments and arguments[0] in ("-h", "--help") else BAD_INPUT
     recipe = pick(RECIPES, arguments[0], "recipe")()

@@ -14,7 +14,7 @@ from normkit.watch.row_files import FILE
 
 Result = Mapping[str, Any]
 Reader = Callable[[Path, Result], float | None]
-SETTLED = 0.1  # statistics over a run leave out this first part of it
+SKIPPED_START = 0.1  # statistics over a run leave out this first part of it
 
 
 class Metric(NamedTuple):
@@ -95,7 +95,7 @@ def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: 
 
     def read(folder: Path, result: Result) -> float | None:
         series = list(_recording(folder).of(quantity).values())
-        start = SETTLED * _last_step(result)
+        start = SKIPPED_START * _last_step(result)
         pairs = [pair for s in series[: None if all_sites else 1] for pair in zip(s.steps, s.values, strict=True)]
         values = [value for step, value in pairs if step > start]
         return summary(values) if values else None
@@ -165,7 +165,7 @@ AVERAGE_PRECISION = {  # suffix in COCO's tables: suffix in result files, and th
     "m": ("_medium", " of medium objects"),
     "l": ("_large", " of large objects"),
 }
-METRICS: dict[str, Metric] = {
+STUDY_METRICS: dict[str, Metric] = {
     **{
         f"{metric.key}{suffix}": _score(f"{metric.about}, {about}", metric.key, kind, better=metric.better)
         for metric in (BLEU, PER, PERPLEXITY, ACCURACY, LOSS)

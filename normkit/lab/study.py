@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from normkit.lab.metrics import METRICS
+from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report.settings import flat
 from normkit.lab.train.config import Run
 from normkit.lab.train.donor_kinds import DONORS
@@ -56,7 +56,7 @@ class Column:
 
     Attributes:
         title: The paper's heading, in our words.
-        metric: Name of a row of METRICS.
+        metric: Name of a row of STUDY_METRICS.
         base: Starting point of the runs, by scale.
         settings: Settings that this column replaces in its base.
         at: Further settings, by scale.
@@ -132,7 +132,7 @@ class Study:
 
     def __post_init__(self):
         for column in self.columns:
-            pick(METRICS, column.metric, "metric")
+            pick(STUDY_METRICS, column.metric, "metric")
         for row in self.rows:
             if row.printed and len(row.printed) != len(self.columns):
                 raise ValueError(
@@ -157,7 +157,7 @@ class Study:
     @property
     def donors(self) -> tuple[str, ...]:
         """Kinds of donors that columns show beyond those that each run is scored with."""
-        shown = {METRICS[column.metric].kind for column in self.columns}
+        shown = {STUDY_METRICS[column.metric].kind for column in self.columns}
         return tuple(kind for kind in DONORS if kind in shown)
 
 

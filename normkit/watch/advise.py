@@ -21,7 +21,7 @@ def advise(rows: Iterable[Row] | Recording) -> list[str]:
 
     >>> rows = [Row(1, "norm", "LayerNorm", f"gap_{kind}", 0.9) for kind in ("batch", "quadratic")]
     >>> print(*advise(rows))
-    norm: BatchNorm would be off by 90 % at evaluation, PN-V and UN by 90 %; whether a model bears that is not known
+    norm: BatchNorm would be off by 90 % at evaluation, PN-V and UN by 90 %; whether the model would hold is not known
     """
     recording = as_recording(rows)
     sites = [site for site, norm in recording.norms().items() if not keeps_batch_statistics(norm)]
@@ -56,4 +56,4 @@ def _prediction(share: float, batch: float, quadratic: float) -> str:
         return f"BatchNorm and PN-V would fail, as {lengths}; {un}"
     if fails(share) is False and max(batch, quadratic) <= LIMITS["gap"]:
         return f"all three would hold, as {lengths}" if share else "all three would hold"
-    return "whether a model bears that is not known"
+    return "whether the model would hold is not known"

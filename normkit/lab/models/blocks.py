@@ -149,7 +149,7 @@ class Layer(nn.Module):
                 cache[name] = pair
             return self.attention(y, pair, mask, causal)
 
-        def look(y: Tensor) -> Tensor:
+        def attend_memory(y: Tensor) -> Tensor:
             assert self.cross is not None
             assert memory is not None
             key = f"{name}.cross"
@@ -162,7 +162,7 @@ class Layer(nn.Module):
 
         x = self._residual(x, attend, self.attention_norm, real)
         if self.cross_norm is not None:
-            x = self._residual(x, look, self.cross_norm, real)
+            x = self._residual(x, attend_memory, self.cross_norm, real)
         return self._residual(x, self.feedforward, self.feedforward_norm, real)
 
     def _residual(self, x: Tensor, block, norm: nn.Module, real: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ def read(path: Path) -> dict[str, list[dict[str, str]]]:
     Other CSV files of a folder are ignored. ValueError if there are no timings.
     """
     if not path.exists():
-        raise ValueError(f"there is no {path}")
+        raise ValueError(f"there is no file or folder {path}")
     found: dict[str, list[dict[str, str]]] = {}
     for file in sorted(path.rglob("*.csv")) if path.is_dir() else [path]:
         try:

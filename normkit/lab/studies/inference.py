@@ -24,7 +24,7 @@ def best(folder: Path) -> Path:
         ValueError: If the folder holds no finished run of task g2p.
     """
     if not folder.is_dir():
-        raise ValueError(f"there is no {folder}; train with `normkit demo` first, or name a run with --run")
+        raise ValueError(f"there is no folder {folder}; train with `normkit demo` first, or name a run with --run")
     scored = {run: result["scores"] for run, result in results.find([folder]).items() if result["scores"]}
     if not scored:
         raise ValueError(f"no run in {folder} was finished; name another one with --run")

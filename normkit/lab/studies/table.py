@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from normkit.files import write_whole
-from normkit.lab.metrics import METRICS
+from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report import results
 from normkit.lab.study import Cell, Column, Study, differences, expand, seeded, seeds
 from normkit.lab.train.config import Run
@@ -58,7 +58,7 @@ def collect(study: Study, scale: str, out: Path) -> Table:
 
 
 def _column(column: Column) -> dict[str, Any]:
-    metric = METRICS[column.metric]
+    metric = STUDY_METRICS[column.metric]
     return {"title": column.title, "about": metric.about, "better": metric.better, "digits": metric.digits}
 
 
@@ -73,7 +73,7 @@ def _runs(cell: Cell, column: Column, out: Path) -> list[dict[str, Any]]:
         if (folder / FAILURE).is_file() and (result is None or result["status"].startswith("interrupted")):
             record["status"] = (folder / FAILURE).read_text(encoding="utf8").strip()
         elif result is not None:
-            metric, where = METRICS[column.metric], result["where"]
+            metric, where = STUDY_METRICS[column.metric], result["where"]
             done = result["status"] == "done"
             record |= {
                 "status": result["status"],

@@ -62,7 +62,7 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
             settings = getattr(self, owner[0]) if owner else self
             given, tasks = getattr(settings, field), takers(name)
             default = given == settings.__dataclass_fields__[field].default
-            allowed = f"left out for task {self.task}; it is of {' and '.join(tasks)}"
+            allowed = f"left out for task {self.task}; it applies to {' and '.join(tasks)}"
             require(default or self.task in tasks, name, given, allowed)
 
     def _check_devices(self) -> None:

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from normkit.lab.train.weights import misfit, refuse
+from normkit.lab.train.weights import misfit, raise_misfit
 from normkit.norms import Norm
 
 
@@ -70,7 +70,7 @@ def start_from(weights: str, model: nn.Module, classes: int) -> list[str]:
     free |= {id(buffer) for norm in norms.values() for buffer in norm.buffers(recurse=False)}
     misfits = {name: problem for name in expected if (problem := misfit(name, saved, expected))}
     of_norms = tuple(f"{name}." for name in norms)
-    refuse(
+    raise_misfit(
         f"weights: {weights}",
         [
             *(problem for name, problem in misfits.items() if id(expected[name]) not in free),

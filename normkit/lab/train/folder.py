@@ -77,7 +77,7 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         problem = "there is no such folder" if not folder.is_dir() else "it has no run.json"
         raise ValueError(
-            f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` make such folders"
+            f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` write run folders"
         )
     try:
         return Run.from_json(path.read_text(encoding="utf8"))

@@ -47,7 +47,7 @@ def _extend(model: nn.Module, saved: dict[str, Tensor]) -> None:
 def check_fit(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
     """Raise a ValueError unless names, shapes and kinds of numbers are the same."""
     problems = [problem for name in expected if (problem := misfit(name, saved, expected))]
-    refuse(f"{path}", [*problems, *(f"an unknown {name}" for name in saved if name not in expected)])
+    raise_misfit(f"{path}", [*problems, *(f"an unknown {name}" for name in saved if name not in expected)])
 
 
 def misfit(name: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
@@ -62,7 +62,7 @@ def misfit(name: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor
     return ""
 
 
-def refuse(origin: str, problems: Iterable[str]) -> None:
+def raise_misfit(origin: str, problems: Iterable[str]) -> None:
     """Raise a ValueError that names the first of several problems, if there are any."""
     if problems := list(problems):
         more = f" and {len(problems) - 1} more differences" if len(problems) > 1 else ""

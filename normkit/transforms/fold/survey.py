@@ -37,7 +37,7 @@ class Survey:
         step: Called with the name of each step.
 
     Raises:
-        ValueError: If the model has no norm, the example does not fit, or its output proves nothing.
+        ValueError: If the model has no norm, the example does not fit, or its output cannot be compared.
         TypeError: If the model is wrapped or quantized.
     """
 
@@ -148,7 +148,7 @@ class Survey:
             if t.dtype.is_floating_point and (t.isnan().any() or (t.numel() and not t.isfinite().any())):
                 what = "no number is finite" if not t.isfinite().any() else "some numbers are NaN"
                 raise ValueError(
-                    f"{self.verb}() cannot prove anything on the example: {what} in the output"
+                    f"{self.verb}() cannot verify anything on the example: {what} in the output"
                     f"{f' {path}' if path else ''} of a float64 copy of the model. Give an example with finite outputs"
                 )
 
@@ -184,7 +184,7 @@ class Survey:
         if not self.worst(self.double()) <= 1e-12:
             raise ValueError(
                 f"{self.verb}() ran the model twice on the example and got different outputs: its forward is random or "
-                "keeps state, so nothing can be proved about it. Remove what is random, or reset the state in forward"
+                "keeps state, so its outputs cannot be compared. Remove what is random, or reset the state in forward"
             )
 
 
