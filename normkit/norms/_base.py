@@ -43,6 +43,7 @@ class Norm(HasOptions):
     offline: ClassVar[bool] = False  # True: statistics are frozen at inference and `rest` is the identity: it folds
     exact_grad: ClassVar[bool] = True  # True: backward is the derivative of the training forward
     batch_free: ClassVar[bool] = True  # True: an output depends on its own token only, in training too
+    channel_dim = -1  # 1 with the hooks of `channels_first`, which take and return `[batch, channels, ...]`
 
     dim: int = option(kw_only=False)
     eps: Epsilon = 1e-5

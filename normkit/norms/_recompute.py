@@ -21,6 +21,11 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_recomputed() -> bool:
+    """Return True if this forward must change no state again; compiled code cannot detect it."""
+    return not torch.compiler.is_compiling() and inside_backward()
+
+
 class Record:
     """Statistics of one forward; the graph holds them, so both are freed together."""
 
@@ -56,7 +61,7 @@ class Records:
         Args:
             batch: Computes the statistics `[k, C]` of this batch; called only if several forwards are candidates.
         """
-        if torch.compiler.is_compiling() or not inside_backward():
+        if not is_recomputed():
             return None
         alive = [record for ref in self._of_graphs if (record := ref()) is not None]
         candidates = [record.statistics for record in [*self._without_graph, *alive]][::-1]

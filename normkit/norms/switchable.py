@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from normkit.kernels import reference
 from normkit.norms._base import Norm
 from normkit.norms._options import OldShare
-from normkit.norms._recompute import inside_backward
+from normkit.norms._recompute import is_recomputed
 from normkit.norms._state import usable
 
 
@@ -67,7 +67,7 @@ class SwitchableNorm(Norm):
             found.append(reference.moments_over(wide, (0, 1), keep))
             batch = torch.cat(found[-1]).detach()[:, 0].to(self.running.dtype)
             ok = usable(batch, torch.ones((), device=x.device) if keep is None else keep.sum())
-            if torch.compiler.is_compiling() or not inside_backward():  # a recomputed forward is no step
+            if not is_recomputed():
                 self.running.copy_(torch.where(ok, self.running.lerp(batch, 1 - self.alpha), self.running))
         else:
             found.append((self.running[:1, None], self.running[1:, None]))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from normkit.kernels import autograd, sync
 from normkit.norms._base import Norm, Split
 from normkit.norms._options import Count, OldShare, option, require
-from normkit.norms._recompute import inside_backward
+from normkit.norms._recompute import is_recomputed
 from normkit.norms._state import usable
 
 
@@ -111,7 +111,7 @@ class TaperNorm(Norm):
             return y if y.dtype == x.dtype else y.to(x.dtype)
         wide = x.to(torch.promote_types(x.dtype, self.energy.dtype))
         inv = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.training and (torch.compiler.is_compiling() or not inside_backward()):  # recomputation counts no step
+        if self.training and not is_recomputed():
             with torch.no_grad():
                 gate, c, anchor = self._advance(wide.detach(), inv.detach(), mask)
         else:

@@ -1,23 +1,22 @@
 """Replace norms gradually during training, all at once or site by site."""
 
-import collections
 import copy
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
+from normkit.norms._recompute import is_recomputed
 from normkit.transforms.checks import copy_model, refuse_quantized, refuse_wrapped
-from normkit.transforms.convert import HOOKS, chosen_sites, find, put, replacement
-from normkit.transforms.fastpath import leave_fast_path
-from normkit.transforms.masks import MaskFrom, route_mask
-from normkit.transforms.model_changes import record_changes
+from normkit.transforms.convert import chosen_sites, find, replace_all, replacement, take_hooks
+from normkit.transforms.invoke import input_and_mask
+from normkit.transforms.masks import MaskFrom
 from normkit.transforms.third_party import equivalent, read
 
 Schedule = Literal["linear", "cosine"]
@@ -104,8 +103,7 @@ class Blend(Norm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Blend the outputs of both norms, and count the step while training."""
         mask = self.mask if mask is None else mask
-        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if self.training and not recomputed:
+        if self.training and not is_recomputed():
             self.step.add_(1)
         share = self.share().to(x.dtype)
         if self.first_start is not None:
@@ -126,10 +124,8 @@ class Blend(Norm):
         kept = {id(tensor): tensor for tensor in (*self.parameters(), *self.new.buffers())}
         new = copy.deepcopy(self.new, kept)
         new.weight, new.bias = self.weight, self.bias
-        for hooks in HOOKS:
-            setattr(new, hooks, getattr(self, hooks))
-        if hasattr(self, "channel_dim"):
-            new.channel_dim = self.channel_dim  # type: ignore[assignment]
+        take_hooks(new, self)
+        new.channel_dim = self.channel_dim
         return new.train(self.training)
 
     def split(self) -> Split:
@@ -205,21 +201,14 @@ def blend(
     first_start = max(starts.values()) + steps if first_last else None
     model = model if inplace else copy_model(model)
     like = next(model.parameters(), None)
-    made: dict[int, nn.Module] = {}
-    for name, spec in chosen.items():
-        old = model.get_submodule(name)
+
+    def blended(name: str, old: nn.Module) -> Blend:
         if isinstance(old, Blend):
-            made[id(old)] = old
-        if id(old) not in made:
-            when = {"steps": steps, "schedule": schedule, "start": starts[name], "first_start": first_start}
-            made[id(old)] = _blended(old, spec, when, like)
-            made[id(made[id(old)])] = made[id(old)]
-        model = put(model, name, made[id(old)])
-    leave_fast_path(model)
-    if mask_from is not None:
-        route_mask(model, mask_from)
-    record_changes(model)
-    return model
+            return old
+        when = {"steps": steps, "schedule": schedule, "start": starts[name], "first_start": first_start}
+        return _blended(old, chosen[name], when, like)
+
+    return replace_all(model, chosen, blended, mask_from)
 
 
 def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> nn.Module:
@@ -253,11 +242,7 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
             f"{len(waiting)} of {len(blends)} blends are not done: {name} has made {int(first.step)} of {first.end} "
             "training forwards; train on, or pass early=True"
         )
-    made = {id(m): m.finalize() for m in blends.values()}
-    for name, old in blends.items():
-        model = put(model, name, made[id(old)])
-    record_changes(model)
-    return model
+    return replace_all(model, blends, lambda name, old: old.finalize())
 
 
 @contextmanager
@@ -285,8 +270,8 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         raise ValueError(f"the pattern {sites!r} matches no norm; the norms are {', '.join(find(model)) or 'none'}")
     terms: list[Tensor] = []
 
-    def measure(norm: nn.Module, args: tuple, kwargs: dict) -> None:
-        x, mask = args[0] if args else kwargs["x"], kwargs.get("mask", args[1] if len(args) > 1 else None)
+    def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        x, mask = input_and_mask(args, kwargs)
         x = x.float() if mask is None else x[mask].float()
         scale = x.square().mean(-1).sqrt()
         terms.append((scale / scale.square().mean().sqrt() - 1).square().mean())
@@ -337,10 +322,8 @@ def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blen
                 setattr(outgoing, key, mine)
     both = Blend(outgoing, new, **when)
     both.step = both.step.to(next((t.device for t in (*new.parameters(), *new.buffers())), both.step.device))
-    for hooks in HOOKS:
-        setattr(both, hooks, getattr(new, hooks))
-        for norm in (outgoing, new):
-            setattr(norm, hooks, collections.OrderedDict())
-    if getattr(new, "channel_dim", -1) != -1:
-        both.channel_dim = 1  # type: ignore[assignment]
+    take_hooks(both, new)
+    both.channel_dim = new.channel_dim
+    for norm in (outgoing, new):
+        take_hooks(norm, nn.Module())
     return both.train(old.training)

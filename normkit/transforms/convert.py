@@ -2,7 +2,8 @@
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,13 +49,8 @@ def find(model: nn.Module) -> dict[str, Found]:
         >>> list(find(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
         ['1']
     """
-    found = {}
-    for name, module in outermost(model).items():
-        try:
-            found[name] = read(module)
-        except CannotRead:
-            continue
-    return found
+    readings = {name: _try_read(module) for name, module in outermost(model).items()}
+    return {name: reading for name, reading in readings.items() if isinstance(reading, Found)}
 
 
 def outermost(model: nn.Module, shared: bool = False) -> dict[str, nn.Module]:
@@ -79,14 +75,16 @@ def unreadable(model: nn.Module) -> dict[str, str]:
         >>> unreadable(nn.Sequential(nn.InstanceNorm1d(4)))
         {'0': 'no reader for the class name InstanceNorm1d'}
     """
-    reasons = {}
-    for name, module in outermost(model).items():
-        if is_named_norm(module):
-            try:
-                read(module)
-            except CannotRead as error:
-                reasons[name] = str(error)
-    return reasons
+    named = {name: _try_read(module) for name, module in outermost(model).items() if is_named_norm(module)}
+    return {name: str(reading) for name, reading in named.items() if isinstance(reading, CannotRead)}
+
+
+def _try_read(module: nn.Module) -> Found | CannotRead:
+    """Return what a module computes, or the reason why it cannot be read."""
+    try:
+        return read(module)
+    except CannotRead as reason:
+        return reason
 
 
 def convert(
@@ -132,13 +130,19 @@ def convert(
     refuse_quantized(model, "convert")
     chosen = chosen_sites(model, to, where, "convert")
     model = model if inplace else copy_model(model)
-    made: dict[int, nn.Module] = {}  # one new module per old one, however often it is shared
-    for name, spec in chosen.items():
-        old = model.get_submodule(name)
-        if id(old) not in made:
-            made[id(old)] = replacement(old, spec, like=next(model.parameters(), None))
-            made[id(made[id(old)])] = made[id(old)]  # its other names refer to the new module by now
-        model = put(model, name, made[id(old)])
+    like = next(model.parameters(), None)
+    return replace_all(model, chosen, lambda name, old: replacement(old, chosen[name], like), mask_from)
+
+
+def replace_all(
+    model: nn.Module, names: Iterable[str], build: Callable[[str, Any], nn.Module], mask_from: MaskFrom = None
+) -> nn.Module:
+    """Put `build(name, module)` in the place of each named module; a shared one stays shared."""
+    new: dict[nn.Module, nn.Module] = {}
+    for name, old in [(name, model.get_submodule(name)) for name in names]:
+        if old not in new:
+            new[old] = build(name, old)
+        model = put(model, name, new[old])
     leave_fast_path(model)
     if mask_from is not None:
         route_mask(model, mask_from)
@@ -164,17 +168,18 @@ def chosen_sites(
     if where is not None and not callable(where):
         raise TypeError(f"where is a function of a norm's name and the norm; got {where!r}. By name: {{pattern: spec}}")
     every = outermost(model, shared=True)
-    places = {name: module for name, module in every.items() if _readable(module)}
-    if isinstance(to, Mapping):
-        _refuse_idle_patterns(rules, list(places))
+    readable = [name for name, module in every.items() if isinstance(_try_read(module), Found)]
+    for pattern in rules:
+        if readable and isinstance(to, Mapping) and not any(fnmatch.fnmatchcase(name, pattern) for name in readable):
+            raise ValueError(f"the pattern {pattern!r} matches no norm; the norms are {_listed(readable)}")
     meant, chosen = {}, {}
     for name, module in every.items():
         spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        known = name in places
+        known = name in readable
         if spec is not None and (known or is_named_norm(module)) and (where is None or where(name, module)):
             (chosen if known else meant)[name] = spec
     if not chosen:
-        raise ValueError(_nothing_found(model, list(places), verb))
+        raise ValueError(_nothing_found(model, readable, verb))
     if meant:
         why = unreadable(model)
         left = _listed([f"{name} ({why[name]})" for name in meant if name in why], most=4)
@@ -206,13 +211,17 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     if tensors:
         new.to(tensors[0].device, tensors[0].dtype)
     _inherit(new, old, found)
-    for hooks in HOOKS:
-        setattr(new, hooks, getattr(old, hooks))
+    take_hooks(new, old)
     if found.channel_dim != -1 and not isinstance(old, Norm):
         channels_first(new)
-    elif isinstance(old, Norm) and hasattr(old, "channel_dim"):
-        new.channel_dim = old.channel_dim  # type: ignore[assignment]
+    new.channel_dim = found.channel_dim
     return new.train(old.training)
+
+
+def take_hooks(new: nn.Module, old: nn.Module) -> None:
+    """Give a module the hooks of another; both have the same dictionaries then."""
+    for hooks in HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
@@ -271,20 +280,6 @@ def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
     if same and all(mine.shape == theirs.shape for mine, theirs in state.values()):  # no count without its window
         for mine, theirs in state.values():
             mine.copy_(theirs)
-
-
-def _readable(module: nn.Module) -> bool:
-    try:
-        read(module)
-    except CannotRead:
-        return False
-    return True
-
-
-def _refuse_idle_patterns(rules: dict[str, str], names: list[str]) -> None:
-    for pattern in rules:
-        if names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"the pattern {pattern!r} matches no norm; the norms are {_listed(names)}")
 
 
 def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:

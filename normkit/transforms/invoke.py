@@ -72,6 +72,11 @@ def describe(value: object) -> str:
     return repr(value) if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
 
 
+def input_and_mask(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return `x` and `mask` of a call of a norm, from the arguments that a hook gets."""
+    return args[0] if args else kwargs["x"], args[1] if len(args) > 1 else kwargs.get("mask")
+
+
 USED_BY = {  # part of a weight's name: arguments that make a model of transformers use such weights
     "global": ("global_attention_mask",),
     "encoder_attn": ("encoder_hidden_states",),

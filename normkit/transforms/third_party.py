@@ -8,12 +8,14 @@ import fnmatch
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm, make, options, parse
+from normkit.text import format_spec
 
 COMMON_EPS = (1e-5, 1e-6, 1e-12, 1e-8)  # tried if a class has eps in its forward, not in an attribute
 
@@ -56,18 +58,16 @@ def read(module: nn.Module) -> Found:
         'layer'
     """
     if isinstance(module, Norm):
-        return _ours(module)
+        running = module.running if isinstance(module, StatNorm) else None
+        return Found(module.dim, module.eps, module.gains(), module.bias, module.spec, module.channel_dim, running)
     name = type(module).__name__
     for pattern, readers in READERS.items():
         if fnmatch.fnmatchcase(name, pattern):
             if not all(type(child) is nn.Identity for child in module.children()):
-                raise CannotRead(f"{name} contains other modules ({_kinds(module)}); only a norm by itself can be read")
+                kinds = ", ".join(dict.fromkeys(type(child).__name__ for child in module.children()))
+                raise CannotRead(f"{name} contains other modules ({kinds}); only a norm by itself can be read")
             return _first_that_agrees(module, readers)
     raise CannotRead(f"no reader for the class name {name}")
-
-
-def _kinds(module: nn.Module) -> str:
-    return ", ".join(dict.fromkeys(type(child).__name__ for child in module.children()))
 
 
 def is_named_norm(module: nn.Module) -> bool:
@@ -91,12 +91,10 @@ def equivalent(found: Found) -> Norm:
         'rms(eps=1e-06)'
     """
     name, given = parse(found.kind)
-    affine = found.weight is not None or found.bias is not None
-    if name != "dyt":
-        given = {**given, "eps": found.eps}
-    given = {"affine": affine, "bias": affine and found.bias is not None, **given}
     if name == "scale":  # the length is a single number; here it is spread over the channels
         raise CannotRead("ScaleNorm is read from normkit's own class only")
+    affine = found.weight is not None or found.bias is not None
+    given = {"affine": affine, "bias": found.bias is not None, **given, "eps": found.eps}
     norm = make(write(name, given), found.dim)
     tensors = [t for t in (found.weight, found.bias, found.running) if t is not None]
     norm = (norm.to(tensors[0].device, tensors[0].dtype) if tensors else norm).eval()
@@ -130,12 +128,7 @@ def write(name: str, given: dict[str, object]) -> str:
         'un(window=2)'
     """
     given = {key: value for key, value in given.items() if key in options(name) and options(name)[key] != value}
-    return name + (f"({', '.join(f'{key}={value!r}' for key, value in given.items())})" if given else "")
-
-
-def _ours(norm: Norm) -> Found:
-    running = norm.running if isinstance(norm, StatNorm) else None
-    return Found(norm.dim, norm.eps, norm.gains(), norm.bias, norm.spec, getattr(norm, "channel_dim", -1), running)
+    return format_spec(name, given)
 
 
 def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found], ...]) -> Found:
@@ -168,32 +161,30 @@ def _runnable(module: nn.Module) -> nn.Module:
     return probe
 
 
+@torch.no_grad()
 def _check(module: nn.Module, found: Found) -> float:
     """Return the eps with which the reading agrees; try common ones if it has none."""
+    theirs = copy.deepcopy(module).double().eval()
     tried = COMMON_EPS if math.isnan(found.eps) else (found.eps,)
     for eps in tried:
-        if _agrees(module, replace(found, eps=eps)):
-            if _takes_any_size(module, found):
+        if _agrees(theirs, replace(found, eps=eps)):
+            if _takes_any_size(theirs, found):
                 raise CannotRead(f"it takes inputs of any size, not only of its own size {found.dim}")
             return eps
     without = f" with any eps of {', '.join(map(str, tried))}, and it has no attribute eps" if len(tried) > 1 else ""
     raise CannotRead(f"read as {found.kind}, its output differs{without}")
 
 
-@torch.no_grad()
-def _agrees(module: nn.Module, found: Found) -> bool:
+def _agrees(theirs: Any, found: Found) -> bool:
     """Compare module and reading on inputs of ordinary and tiny size, where eps matters."""
-    tensors = [*module.parameters(), *module.buffers()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    theirs: Any
-    theirs, mine = copy.deepcopy(module).double().eval(), equivalent(found).double()
+    mine = equivalent(found).double()
     if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes the smallest number of its input's type
         theirs.eps = found.eps
     axes = {"BatchNorm1d": 3, "BatchNorm3d": 5, "SqueezeBertLayerNorm": 3}.get(
-        type(module).__name__, 3 if found.channel_dim == -1 else 4
+        type(theirs).__name__, 3 if found.channel_dim == -1 else 4
     )
     shape = (2, *(2, 3, 2)[: axes - 2], found.dim)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(_device(theirs))
     for size in (1.0, 1e-2, 1e-4):
         y = theirs.forward((x * size).movedim(-1, found.channel_dim)).movedim(found.channel_dim, -1)
         if not torch.allclose(y.double(), mine(x * size), rtol=1e-4, atol=1e-5 * float(y.abs().max())):
@@ -201,16 +192,17 @@ def _agrees(module: nn.Module, found: Found) -> bool:
     return True
 
 
-@torch.no_grad()
-def _takes_any_size(module: nn.Module, found: Found) -> bool:
+def _takes_any_size(theirs: Any, found: Found) -> bool:
     """True where a module ignores its own size, so that its weights are not used."""
-    theirs = copy.deepcopy(module).double().eval()
-    device = next((t.device for t in [*module.parameters(), *module.buffers()]), None)
-    x = torch.ones(2, 2, found.dim + 1, dtype=torch.float64, device=device).movedim(-1, found.channel_dim)
+    x = torch.ones(2, 2, found.dim + 1, dtype=torch.float64, device=_device(theirs)).movedim(-1, found.channel_dim)
     try:
         return found.dim > 1 and theirs.forward(x).shape == x.shape
     except Exception:
         return False
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 # -- one function per formula and place of its numbers ---------------------------------------------------------------
@@ -241,30 +233,12 @@ def _dim(module: Any) -> int:
     return weight.numel()
 
 
-def _layer(module: Any) -> Found:
-    return Found(_dim(module), _eps(module), getattr(module, "weight", None), getattr(module, "bias", None), "layer")
-
-
-def _layer_unit_offset(module: Any) -> Found:
-    weight = nn.Parameter(1 + module.weight.detach(), module.weight.requires_grad)
-    return Found(_dim(module), _eps(module), weight, module.bias, "layer")
-
-
-def _layer_channels_first(module: Any) -> Found:
-    return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "layer", channel_dim=1)
-
-
-def _rms(module: Any) -> Found:
-    return Found(_dim(module), _eps(module), getattr(module, "weight", None), getattr(module, "bias", None), "rms")
-
-
-def _rms_unit_offset(module: Any) -> Found:
-    weight = 1 + module.weight.detach()
-    return Found(_dim(module), _eps(module), nn.Parameter(weight, module.weight.requires_grad), None, "rms")
-
-
-def _rms_channels_first(module: Any) -> Found:
-    return Found(_dim(module), _eps(module), module.weight, getattr(module, "bias", None), "rms", channel_dim=1)
+def _affine(module: Any, kind: str, channel_dim: int = -1, unit_offset: bool = False) -> Found:
+    """Read a norm of single tokens; with `unit_offset` it stores its gain minus 1."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if unit_offset:
+        weight = nn.Parameter(1 + module.weight.detach(), module.weight.requires_grad)
+    return Found(_dim(module), _eps(module), weight, bias, kind, channel_dim)
 
 
 def _batch(module: Any) -> Found:
@@ -283,18 +257,20 @@ def _group(module: Any) -> Found:
     return Found(module.num_channels, module.eps, module.weight, module.bias, kind, channel_dim=1)
 
 
+LAYER, RMS = partial(_affine, kind="layer"), partial(_affine, kind="rms")
+LAYER_2D, RMS_2D = partial(LAYER, channel_dim=1), partial(RMS, channel_dim=1)
 READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the first reading that agrees is used
-    "LayerNorm": (_layer, _layer_channels_first),  # torch, timm
-    "LayerNormFp32": (_layer,),  # timm
-    "LayerNorm2d*": (_layer_channels_first,),  # timm, torchvision
-    "LayerNormNoBias": (_layer,),  # timm
-    "*LayerNorm1P": (_layer_unit_offset,),  # Nemotron keeps weight - 1
-    "*LayerNorm": (_layer, _rms, _layer_channels_first),  # T5LayerNorm is an RMSNorm, ConvNextLayerNorm has two layouts
-    "*RMSNorm": (_rms, _rms_unit_offset),  # torch, Llama, Mistral, Qwen; Gemma keeps weight - 1
-    "RmsNorm": (_rms,),  # timm
-    "RmsNormFp32": (_rms,),
-    "RmsNorm2d": (_rms_channels_first,),
-    "RmsNorm2dFp32": (_rms_channels_first,),
+    "LayerNorm": (LAYER, LAYER_2D),  # torch, timm
+    "LayerNormFp32": (LAYER,),  # timm
+    "LayerNorm2d*": (LAYER_2D,),  # timm, torchvision
+    "LayerNormNoBias": (LAYER,),  # timm
+    "*LayerNorm1P": (partial(LAYER, unit_offset=True),),  # Nemotron keeps weight - 1
+    "*LayerNorm": (LAYER, RMS, LAYER_2D),  # T5LayerNorm is an RMSNorm, ConvNextLayerNorm has two layouts
+    "*RMSNorm": (RMS, partial(RMS, unit_offset=True)),  # torch, Llama, Mistral, Qwen; Gemma keeps weight - 1
+    "RmsNorm": (RMS,),  # timm
+    "RmsNormFp32": (RMS,),
+    "RmsNorm2d": (RMS_2D,),
+    "RmsNorm2dFp32": (RMS_2D,),
     **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "BatchNormAct2d"), (_batch,)),
     "*FrozenBatchNorm2d": (_batch,),  # torchvision, DETR; gain and bias are buffers, and stay frozen
     "*GroupNorm": (_group,),  # torch, PoolFormer of transformers
