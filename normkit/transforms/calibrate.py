@@ -1,7 +1,7 @@
 """Compute the running statistics of norms from data, without training."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
-from normkit.transforms.checks import copy_model, refuse_meta, refuse_wrapped
-from normkit.transforms.invoke import call
+from normkit.transforms.checks import copy_model, norms_with_statistics, refuse_meta, refuse_wrapped
+from normkit.transforms.invoke import call, input_and_mask
 
 
 def calibrate(
@@ -65,11 +65,7 @@ def calibrate(
             f"passes={passes} goes through the batches {passes} times; give a list or a loader, not a generator"
         )
     model = model if inplace else copy_model(model)
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
-    if not norms:
-        raise ValueError(
-            "calibrate() found no norm with running statistics; convert(model, 'un') or another offline norm first"
-        )
+    norms = norms_with_statistics(model, "calibrate")
     before = {name: norm.running.clone() for name, norm in norms.items()}
     with torch.no_grad(), evaluating(model):
         try:
@@ -98,20 +94,17 @@ def evaluating(model: nn.Module) -> Any:
 
 def _collect(model, norms, batches, forward, index, on_progress) -> dict[str, "_Sums"]:
     sums = {name: _Sums(norm, own=index == 0) for name, norm in norms.items()}
-    handles = [norm.register_forward_pre_hook(sums[name], with_kwargs=True) for name, norm in norms.items()]
     done = 0
-    try:
-        for batch in batches:
+    with ExitStack() as hooks:
+        for name, norm in norms.items():
+            hooks.enter_context(norm.register_forward_pre_hook(sums[name], with_kwargs=True))
+        for done, batch in enumerate(batches, 1):
             call(model, batch, forward)
-            done += 1
             if on_progress is not None:
                 on_progress(done, index + 1)
-    finally:
-        for handle in handles:
-            handle.remove()
     if not done:
         raise ValueError("calibrate() was given no batches")
-    if idle := [name for name, each in sums.items() if each.count is None]:
+    if idle := [name for name, each in sums.items() if each.sums is None]:
         raise ValueError(f"calibrate() found norms that never ran, so they have no statistics: {', '.join(idle)}")
     return sums
 
@@ -123,20 +116,17 @@ class _Sums:
     """
 
     def __init__(self, norm: StatNorm, own: bool):
-        self.center, self.own = norm.center, own
+        self.own = own
         self.sums: Tensor | None = None
-        self.count: Tensor | None = None
         self.origin = torch.zeros_like(norm.running, dtype=torch.float64)
 
     def __call__(self, norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
-        x = kwargs["x"] if "x" in kwargs else args[0]
-        mask = norm.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))
-        batch, count = ops.moments(norm.rest(x).double(), mask, self.center)
+        x, mask = input_and_mask(args, kwargs)
+        batch, count = ops.moments(norm.rest(x).double(), norm.check(x, mask), norm.center)
         if self.sums is None:  # second moments are taken about the first batch's mean, which keeps their digits
-            self.origin[: len(batch) - 1] = batch[0] if self.center else 0.0
+            self.origin[: len(batch) - 1] = batch[0]
         added = sync.pack(batch, count, self.origin)
         self.sums = added if self.sums is None else self.sums + added
-        self.count = self.sums[-1]
         if self.own:
             norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))
 

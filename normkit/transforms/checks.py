@@ -4,6 +4,8 @@ import copy
 
 from torch import Tensor, nn
 
+from normkit.norms import StatNorm
+
 WRAPPERS = {  # class name: what to do instead
     "DistributedDataParallel": "transform `model.module` and wrap the result",
     "DataParallel": "transform `model.module` and wrap the result",
@@ -71,6 +73,16 @@ def refuse_training(model: nn.Module, verb: str) -> None:
         raise ValueError(
             f"{verb}() works on a model for inference, and {where} is in training mode; call model.eval() first"
         )
+
+
+def norms_with_statistics(model: nn.Module, verb: str) -> dict[str, StatNorm]:
+    """Return the norms with running statistics by name; a ValueError if there are none."""
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
+    if not norms:
+        raise ValueError(
+            f"{verb}() found no norm with running statistics; convert(model, 'un') or another offline norm first"
+        )
+    return norms
 
 
 def copy_model(model: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
 """Fit offline norms to the norms that they replaced, by least squares."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from normkit.kernels import ops
 from normkit.norms import StatNorm
 from normkit.transforms.calibrate import evaluating
-from normkit.transforms.checks import copy_model, refuse_meta, refuse_wrapped
-from normkit.transforms.invoke import call
+from normkit.transforms.checks import copy_model, norms_with_statistics, refuse_meta, refuse_wrapped
+from normkit.transforms.invoke import call, input_and_mask
 
 Forward = Callable[[nn.Module, Any], Any] | None
 
@@ -53,15 +53,15 @@ def fit_norms(
     if not batches:
         raise ValueError("fit_norms() was given no batches")
     model = model if inplace else copy_model(model)
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
-    if not norms:
-        raise ValueError("fit_norms() found no norm with running statistics; convert(model, 'un') first")
+    norms = norms_with_statistics(model, "fit_norms")
     theirs = dict(like.named_modules(remove_duplicate=False))
     if absent := [name for name in norms if name not in theirs]:
         raise ValueError(f"fit_norms() takes the model that was converted as `like`; it has no {', '.join(absent)}")
     with torch.no_grad(), evaluating(model), evaluating(like):
         calls: list[str] = []
-        with _hooked([(norm, lambda *_, name=name: calls.append(name)) for name, norm in norms.items()]):
+        with ExitStack() as hooks:
+            for name, norm in norms.items():
+                hooks.enter_context(norm.register_forward_hook(lambda *_, name=name: calls.append(name)))
             call(model, batches[0], forward)
         if idle := sorted(set(norms) - set(calls)):
             raise ValueError(f"fit_norms() found norms that never ran on the first batch: {', '.join(idle)}")
@@ -90,17 +90,6 @@ def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
         norm.bias.copy_(mean_y - gain * mean_z)
 
 
-@contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
-    """Call functions with `(module, args, kwargs, output)` of each call of a module."""
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _rows(
     model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward
 ) -> tuple[Tensor, Tensor]:
@@ -109,13 +98,13 @@ def _rows(
     wanted: list[Tensor] = []
 
     def keep_input(norm: StatNorm, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
-        x = kwargs["x"] if "x" in kwargs else args[0]
-        read.append((norm.rest(x), norm.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))))
+        x, mask = input_and_mask(args, kwargs)
+        read.append((norm.rest(x), norm.check(x, mask)))
 
-    def keep_output(old: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
-        wanted.append(y.movedim(getattr(norm, "channel_dim", -1), -1))
+    def keep_output(old: nn.Module, args: tuple, y: Tensor) -> None:
+        wanted.append(y.movedim(norm.channel_dim, -1))
 
-    with _hooked([(norm, keep_input), (old, keep_output)]):
+    with norm.register_forward_hook(keep_input, with_kwargs=True), old.register_forward_hook(keep_output):
         call(model, batch, forward)
         call(like, batch, forward)
     pairs = [(x, y) if mask is None else (x[mask], y[mask]) for (x, mask), y in zip(read, wanted, strict=True)]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from normkit.norms import StatNorm
-from normkit.transforms.checks import refuse_wrapped
+from normkit.transforms.checks import norms_with_statistics, refuse_wrapped
 
 
 class OptimizerLink:
@@ -62,9 +62,7 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
     refuse_wrapped(model, "follow_optimizer")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or None; got {type(optimizer).__name__}")
-    norms = [module for module in model.modules() if isinstance(module, StatNorm)]
-    if not norms:
-        raise ValueError("follow_optimizer() found no norm with running statistics; convert(model, 'un') first")
+    norms = list(norms_with_statistics(model, "follow_optimizer").values())
     for norm in norms:
         _start(norm)
     reference = weakref.ref(model)  # a hook on all optimizers must not keep the model alive

@@ -118,7 +118,7 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
         width = next(p.numel() for p in module.parameters())
         return {"is": "affine", **affine, "dim": width, "channel_dim": module.channel_dim}
     if isinstance(module, Norm):
-        return {"is": module.spec, "dim": module.dim, "channel_dim": getattr(module, "channel_dim", -1)}
+        return {"is": module.spec, "dim": module.dim, "channel_dim": module.channel_dim}
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return {"is": type(module).__name__, **affine, "dim": module.normalized_shape[0], "eps": module.eps}
     raise ValueError(
