@@ -195,8 +195,12 @@ def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
         >>> operations_of(program_of(nn.Linear(2, 3).eval(), torch.zeros(1, 2)))
         {'aten.linear': 1}
     """
-    names = [".".join(str(n.target).split(".")[:2]) for n in program.graph.nodes if n.op == "call_function"]
-    return {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
+    return _counted(".".join(str(n.target).split(".")[:2]) for n in program.graph.nodes if n.op == "call_function")
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    """Count names, most frequent first, then by name."""
+    return dict(Counter(sorted(names)).most_common())
 
 
 def _write(model: TensorModel, path: Path, shapes: Any) -> Ran:
@@ -248,10 +252,9 @@ def _run_onnx(model: TensorModel, path: Path) -> Ran:
     import onnx
     import onnxruntime
 
-    counted = Counter(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
+    operations = _counted(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     out = session.run(None, _feed(model, {slot.name for slot in session.get_inputs()}, model.given))
-    operations = dict(sorted(counted.items(), key=lambda found: (-found[1], found[0])))
     return operations, "onnxruntime", [torch.from_numpy(array) for array in out]
 
 

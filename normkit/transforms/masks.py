@@ -47,48 +47,42 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
             )
     remove_routes(model)
     route = Route({a: names.index(a) if a in names else None for a in rules.values()}, _time_first(model))
-    given = set()
     for name, norm in model.named_modules():
-        if isinstance(norm, Norm):
-            argument = next((a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
-            if argument is not None:
-                given.add(argument)
-                norm.register_forward_pre_hook(GiveMask(route, argument), prepend=False, with_kwargs=True)
-    if unused := set(rules.values()) - given - {f"decoder_{mask_from}"}:
+        argument = next((a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if isinstance(norm, Norm) and argument is not None:
+            norm.register_forward_pre_hook(GiveMask(route, argument), with_kwargs=True)
+    if unused := set(rules.values()) - set(mask_arguments(model).values()) - {f"decoder_{mask_from}"}:
         raise ValueError(f"no norm takes its mask from {', '.join(sorted(unused))}; check the patterns of mask_from")
-    model.register_forward_pre_hook(route, with_kwargs=True)
-    model.register_forward_hook(Forget(route), always_call=True)
+    model.register_forward_pre_hook(route.begin, with_kwargs=True)
+    model.register_forward_hook(route.end, always_call=True)
 
 
 def mask_arguments(model: nn.Module) -> dict[str, str]:
     """Return the argument that each norm takes its mask from, by the norm's name."""
-    found = {}
-    for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, GiveMask):
-                found[name] = hook.argument
-    return found
+    hooks = ((name, hook) for name, module in model.named_modules() for hook in module._forward_pre_hooks.values())
+    return {name: hook.argument for name, hook in hooks if isinstance(hook, GiveMask)}
 
 
 def remove_routes(model: nn.Module) -> None:
     """Remove the hooks of `route_mask`."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Route | GiveMask | Forget)]:
+            ours = [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", hook), Route | GiveMask)]
+            for key in ours:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
 
 
 class Route:
-    """Forward pre-hook of a model that keeps the masks of the current call for its norms."""
+    """Hooks of a model that keep the masks of the current call for its norms."""
 
     def __init__(self, arguments: dict[str, int | None], time_first: bool):
         self.arguments, self.time_first = arguments, time_first
         self.masks: dict[str, Tensor | None] = {}
         self.over = True  # False while a forward runs
 
-    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep the masks of this call."""
         self.over = False
         for name, index in self.arguments.items():
@@ -97,19 +91,12 @@ class Route:
                 given = args[index]
             self.masks[name] = None if given is None else real_tokens(given, name)
 
+    def end(self, model: nn.Module, args: tuple, output: object) -> None:
+        """Mark the end of the forward: from here on, only recomputed forwards get its masks."""
+        self.over = True
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "masks": {}, "over": True}
-
-
-class Forget:
-    """Forward hook of a model: from here on, only recomputed forwards get its masks."""
-
-    def __init__(self, route: Route):
-        self.route = route
-
-    def __call__(self, model: nn.Module, args: tuple, output: object) -> None:
-        """Mark the end of the forward."""
-        self.route.over = True
 
 
 class GiveMask:
