@@ -89,7 +89,9 @@ def test_split_is_the_norm_at_inference(spec):
     rest, scale, shift = norm.split()
     x = batch(9, 3, 4, DIM)
     assert scale.shape == shift.shape == (DIM,)
-    assert_close(rest(x) * scale + shift, norm(x))
+    y = norm(x)
+    assert_close(rest(x) * scale + shift, y)
+    assert_close(channels_first(norm).split().rest(x) * scale + shift, y)  # without the hooks of the norm
     if norm.offline:
         assert_close(rest(x), x)
 

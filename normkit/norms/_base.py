@@ -76,13 +76,21 @@ class Norm(HasOptions):
 
     def split(self) -> Split:
         """Return the norm at inference: `rest` without weight and bias, and these, `[dim]`."""
-        options = {name: self.option(name) for name in option_defaults(type(self))}
-        rest = type(self)(self.dim, **{**options, "affine": False}).eval()
-        like = next(iter([*self.parameters(), *self.buffers()]), torch.empty(0))
-        own = {name: value for name, value in self.state_dict().items() if name not in ("weight", "bias")}
-        rest.to(like.device, like.dtype).load_state_dict(own)
+        rest, like = self._without("affine"), self._tensor()
         scale = torch.ones(self.dim, device=like.device) if self.weight is None else self.weight.expand(self.dim)
         return Split(rest, scale, torch.zeros_like(scale) if self.bias is None else self.bias)
+
+    def _without(self, option: str) -> "Norm":
+        """Copy the norm for inference, with an option switched off and without hooks."""
+        options = {name: self.option(name) for name in option_defaults(type(self))}
+        copy, like = type(self)(self.dim, **{**options, option: False}).eval(), self._tensor()
+        state = self.state_dict()
+        copy.to(like.device, like.dtype).load_state_dict({name: state[name] for name in copy.state_dict()})
+        return copy
+
+    def _tensor(self) -> Tensor:
+        """Return a tensor with the norm's device and type."""
+        return next(iter([*self.parameters(), *self.buffers()]), torch.empty(0))
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register state, in float32 or wider whatever the default type is."""

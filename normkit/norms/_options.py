@@ -138,23 +138,20 @@ def option_defaults(kind: type[nn.Module]) -> dict[str, Any]:
 
 
 def _constructor(cls: type[HasOptions]) -> Callable[..., None]:
+    """Return a constructor whose signature has `dim`, then the options by name."""
+
     def __init__(self: Any, dim: int, **options: Any) -> None:
         super(cls, self).__init__(dim, **options)  # type: ignore[call-arg]
 
-    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
-    __init__.__signature__ = signature(cls)  # type: ignore[attr-defined]
-    return __init__
-
-
-def signature(cls: type[HasOptions]) -> inspect.Signature:
-    """Return the signature of the constructor: `dim`, then the options by name."""
     place = inspect.Parameter
     first = [place("self", place.POSITIONAL_OR_KEYWORD), place("dim", place.POSITIONAL_OR_KEYWORD, annotation=int)]
     named = [
         place(name, place.KEYWORD_ONLY, default=each.default, annotation=_without_rules(each.kind))
         for name, each in cls.declared.items()
     ]
-    return inspect.Signature([*first, *named])
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    __init__.__signature__ = inspect.Signature([*first, *named])  # type: ignore[attr-defined]
+    return __init__
 
 
 def _members(kind: Any) -> tuple[Any, ...]:

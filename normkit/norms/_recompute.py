@@ -37,7 +37,7 @@ class Records:
     """Statistics of the forwards of one norm whose backward is still to come. A copy is empty."""
 
     def __init__(self) -> None:
-        self._of_graphs: list[weakref.ref[Record]] = []
+        self._of_graphs: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
         self._without_graph: collections.deque[Record] = collections.deque(maxlen=16)
 
     def __reduce__(self) -> tuple[type["Records"], tuple[()]]:
@@ -49,8 +49,7 @@ class Records:
             return None
         record = Record(statistics)
         if torch.is_grad_enabled():
-            self._of_graphs = [r for r in self._of_graphs if r() is not None]
-            self._of_graphs.append(weakref.ref(record))
+            self._of_graphs[id(record)] = record
         else:  # reentrant checkpointing runs its first forward without a graph
             self._without_graph.append(record)
         return record
@@ -63,8 +62,7 @@ class Records:
         """
         if not is_recomputed():
             return None
-        alive = [record for ref in self._of_graphs if (record := ref()) is not None]
-        candidates = [record.statistics for record in [*self._without_graph, *alive]][::-1]
+        candidates = [record.statistics for record in [*self._without_graph, *self._of_graphs.values()]][::-1]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         # select the forward of the same batch on the device, without waiting for it

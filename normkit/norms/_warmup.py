@@ -30,6 +30,9 @@ class WarmupNorm(StatNorm):
         warmup: Training forwards by the batch's own statistics, or "auto".
     """
 
+    exact_grad = False
+    pad_grad = "real"
+
     warmup: Warmup
 
     def build(self) -> None:

@@ -35,9 +35,6 @@ class MABN(WarmupNorm):
     [[1.0], [-1.0]]
     """
 
-    exact_grad = False
-    pad_grad = "real"
-
     window: Window = 16
     alpha: OldShare = 0.98
     warmup: Warmup = 100

@@ -45,9 +45,6 @@ class PowerNorm(WarmupNorm):
     [[1.0], [-1.0]]
     """
 
-    exact_grad = False
-    pad_grad = "real"
-
     groups: Steps = 1
     alpha_fwd: OldShare = 0.9
     alpha_bkw: OldShare = 0.9

@@ -1,6 +1,5 @@
 """TaperNorm (Kanavalau, Amo Alonso & Lall 2026, arXiv:2602.10408)."""
 
-import copy
 from typing import Any
 
 import torch
@@ -155,6 +154,4 @@ class TaperNorm(Norm):
         shift = torch.zeros_like(self.anchor) if self.bias is None else self.bias
         if self.offline:
             return Split(nn.Identity(), self._fixed(), shift)
-        rest = copy.deepcopy(self).eval()
-        rest.bias = None
-        return Split(rest, torch.ones_like(self.anchor), shift)
+        return Split(self._without("bias"), torch.ones_like(self.anchor), shift)

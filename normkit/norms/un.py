@@ -50,9 +50,6 @@ class UN(WarmupNorm):
     [[1.0], [-1.0]]
     """
 
-    exact_grad = False
-    pad_grad = "real"
-
     window: Window = 4
     alpha: OldShare = 0.9
     warmup: Warmup = 4000
