@@ -53,12 +53,8 @@ class Norm(HasOptions):
     def build(self) -> None:
         """Create parameters and buffers, from the options in `self`."""
         self.mask: Tensor | None = None
-        self.weight: nn.Parameter | None = nn.Parameter(torch.ones(self.weight_shape())) if self.affine else None
+        self.weight: nn.Parameter | None = nn.Parameter(torch.ones(self.dim)) if self.affine else None
         self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(self.dim)) if self.affine and self.with_bias else None
-
-    def weight_shape(self) -> tuple[int, ...]:
-        """Return the shape of `weight`: one number per channel."""
-        return (self.dim,)
 
     def gains(self) -> Tensor | None:
         """Return the factors `[dim]` on a token of mean square 1: `weight` for most norms."""

@@ -93,11 +93,10 @@ class StatefulNorm(Norm):
     def reset_parameters(self) -> None:
         """Set parameters, running statistics, windows and counters to their initial values."""
         super().reset_parameters()
+        self.reset_warmup()
         with torch.no_grad():
-            for buffer in self.buffers(recurse=False):
-                buffer.zero_()
+            self.running.zero_()
             self.running[-1] = 1.0
-        self._reset_counters()
 
     def reset_warmup(self) -> None:
         """Restart the warm-up before fine-tuning: all state but `running` becomes zero."""

@@ -42,6 +42,11 @@ class WarmupNorm(StatNorm):
             self.lag = nn.Buffer(torch.zeros(()))
             self.warmup_end = nn.Buffer(torch.zeros((), dtype=torch.long))
 
+    @property
+    def floor(self) -> float:
+        """Least mean square of which a logarithm is taken."""
+        return self.eps or torch.finfo(self.running.dtype).tiny
+
     def end_of_warmup(self) -> int | Tensor:
         """Return the last step of the warm-up, a very large number while that is not known."""
         if isinstance(self.warmup, int):
@@ -50,8 +55,7 @@ class WarmupNorm(StatNorm):
 
     def is_later(self, step: Tensor, least: int) -> Tensor:
         """Return True after the warm-up and `least` steps."""
-        end = self.end_of_warmup()
-        return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
+        return (step > self.end_of_warmup()) & (step > least)
 
     def known_end(self) -> int:
         """Return the same as far as the host has seen it, for kernels."""
@@ -63,8 +67,7 @@ class WarmupNorm(StatNorm):
         """Return the new values of the buffers of "auto", after a batch with these statistics."""
         if self.warmup != "auto":
             return {}
-        floor = self.eps or torch.finfo(self.running.dtype).tiny
-        level = batch[-1].to(self.running.dtype).clamp(min=floor).log()
+        level = batch[-1].to(self.running.dtype).clamp(min=self.floor).log()
         first, before = self.lag == 0, self.averages
         fast, slow = torch.where(first, level, before[0]), torch.where(first, level, before[1])
         variance = before[2].lerp((level - slow).square(), SLOW)

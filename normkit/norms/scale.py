@@ -33,17 +33,11 @@ class ScaleNorm(RowNorm):
 
     def build(self) -> None:  # noqa: D102
         super().build()
-        self._set_length()
-
-    def weight_shape(self) -> tuple[int, ...]:
-        """Return the shape of `weight`: one number for the whole norm."""
-        return (1,)
+        self.weight = nn.Parameter(torch.empty(1)) if self.affine else None
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:  # noqa: D102
         super().reset_parameters()
-        self._set_length()
-
-    def _set_length(self) -> None:
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 if self.unit_init else self.dim**0.5)
             self.weight.requires_grad_(self.learn)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import autograd, sync
+from normkit.kernels import autograd, reference, sync
 from normkit.norms._base import Norm, Split
 from normkit.norms._options import Count, OldShare, option, require
 from normkit.norms._recompute import is_recomputed
@@ -58,13 +58,10 @@ class TaperNorm(Norm):
         self.tapered = False  # in evaluation mode: the gate is 0, so exported graphs compute no statistics
 
     def reset_parameters(self) -> None:  # noqa: D102
+        self.reset_warmup()
         super().reset_parameters()
-        with torch.no_grad():
-            for tensor in (self.drift, self.energy, self.step, self.skipped):
-                if tensor is not None:
-                    tensor.zero_()
-            self.anchor.fill_(1.0)
-        self.tapered = False
+        nn.init.zeros_(self.skipped)
+        nn.init.ones_(self.anchor)
 
     def gains(self) -> nn.Parameter | None:
         """Return the gain in use: `weight` during the warm-up, then the separately learned one."""
@@ -105,8 +102,7 @@ class TaperNorm(Norm):
         """Normalize `x[..., dim]`; in training, count the step and update the averages."""
         mask = self.check(x, mask)
         if self.tapered:
-            y = x * self._fixed()
-            y = y if self.bias is None else y + self.bias
+            y = reference.affine(x, self._fixed(), self.bias)
             return y if y.dtype == x.dtype else y.to(x.dtype)
         wide = x.to(torch.promote_types(x.dtype, self.energy.dtype))
         inv = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
@@ -117,8 +113,7 @@ class TaperNorm(Norm):
             gate, c, anchor = self.gate(self.step), self._match(), self.anchor
         fixed = c * (anchor if self.drift is None else anchor + self.drift)
         own = inv if self.weight is None else inv * self.weight
-        y = wide * (gate * own + (1 - gate) * fixed)
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+        return reference.affine(wide, gate * own + (1 - gate) * fixed, self.bias).to(x.dtype)
 
     def _advance(self, x: Tensor, inv: Tensor, mask: Tensor | None) -> list[Tensor]:
         weight = torch.ones_like(self.anchor) if self.weight is None else self.weight.to(self.anchor.dtype)
@@ -132,9 +127,8 @@ class TaperNorm(Norm):
         ok = usable(means, count)
         step = self.step + 1
         learning = ok & (step <= self.warmup)
-        self.energy.copy_(
-            torch.where(learning, self.energy.lerp(means.to(self.energy.dtype), 1 - self.alpha), self.energy)
-        )
+        averages = self.energy.lerp(means.to(self.energy.dtype), 1 - self.alpha)
+        self.energy.copy_(torch.where(learning, averages, self.energy))
         self.anchor.copy_(torch.where(learning, weight, self.anchor))
         self.skipped.add_(~ok)
         self.step.add_(ok)

@@ -75,12 +75,11 @@ class UN(WarmupNorm):
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
         early = self._batch_phase(step, self.window_x)
-        floor = self.eps or torch.finfo(self.running.dtype).tiny
-        window = push(self.window_x, step, batch[0].clamp(min=floor))
+        window = push(self.window_x, step, batch[0].clamp(min=self.floor))
         skip = None
         if self.outlier_filtration:
             skip = ~early & self._is_outlier(window)
-            window = torch.where(skip, push(self.window_x, step, self.running[0].clamp(min=floor)), window)
+            window = torch.where(skip, push(self.window_x, step, self.running[0].clamp(min=self.floor)), window)
             early = early | skip
         value = torch.where(early, batch, _geometric_mean(window)[None].to(batch.dtype))
         state = {"window_x": window, "running": self.average(value), **self.drift_state(batch, step)}
@@ -118,10 +117,9 @@ class UN(WarmupNorm):
     def kernel_rule(self) -> KernelRule | None:  # noqa: D102
         if self.outlier_filtration or self.compensate:
             return None
-        floor = self.eps or torch.finfo(self.running.dtype).tiny
         rate, rate_grad = 1 - self.alpha, 1 - (self.alpha if self.alpha_bkw is None else self.alpha_bkw)
         return KernelRule(
-            "geometric", "windowed", rate, rate_grad, floor=floor,
+            "geometric", "windowed", rate, rate_grad, floor=self.floor,
             warmup=self.known_end() if self.window > 1 else NEVER,
             window=self.window_x, window_grad=self.window_g, smooth_grad=self.psi,
             exact_early=self.warmup_grad == "exact",

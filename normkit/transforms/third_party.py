@@ -135,15 +135,13 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
     reasons = []
     with torch.device("cpu"):  # also where models are built on meta
         probe = _runnable(module)
-    for reader in readers:
-        try:
-            with torch.device("cpu"):
-                eps = _check(probe, reader(probe))
-            return replace(reader(module), eps=eps)
-        except CannotRead as error:
-            reasons.append(str(error))
-        except Exception as error:
-            reasons.append(f"{type(error).__name__}: {error}")
+        for reader in readers:
+            try:
+                return replace(reader(module), eps=_check(probe, reader(probe)))
+            except CannotRead as error:
+                reasons.append(str(error))
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {error}")
     raise CannotRead(
         f"{type(module).__name__} computes something else than its name suggests ({'; '.join(dict.fromkeys(reasons))})"
     )
