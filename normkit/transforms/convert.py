@@ -170,7 +170,7 @@ def chosen_sites(
     every = outermost(model, shared=True)
     readable = [name for name, module in every.items() if isinstance(_try_read(module), Found)]
     for pattern in rules:
-        if readable and isinstance(to, Mapping) and not any(fnmatch.fnmatchcase(name, pattern) for name in readable):
+        if readable and not any(fnmatch.fnmatchcase(name, pattern) for name in readable):
             raise ValueError(f"the pattern {pattern!r} matches no norm; the norms are {_listed(readable)}")
     meant, chosen = {}, {}
     for name, module in every.items():
@@ -250,13 +250,12 @@ def _carry(new: Norm, key: str, value: torch.Tensor | None) -> None:
     mine = getattr(new, key)
     if mine is None or value is None:
         return
-    if isinstance(value, nn.Parameter) and value.shape == mine.shape:
-        setattr(new, key, value)
-    elif value.shape == mine.shape:
-        setattr(new, key, nn.Parameter(value.detach().clone(), value.requires_grad))
-    else:  # ScaleNorm has one length: the mean of the old gains times its own
+    if value.shape != mine.shape:  # ScaleNorm has one length: the mean of the old gains times its own
         length = mine.to(value.device, value.dtype) * value.mean()
-        setattr(new, key, nn.Parameter(length, mine.requires_grad and value.requires_grad))
+        value = nn.Parameter(length, mine.requires_grad and value.requires_grad)
+    elif not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value.detach().clone(), value.requires_grad)
+    setattr(new, key, value)
 
 
 def _akin(one: str, other: str) -> bool:

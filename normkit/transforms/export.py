@@ -182,10 +182,10 @@ def batch_axis(given: tuple[Tensor, ...]) -> Any:
     return {"inputs": tuple({0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else None for t in given)}
 
 
-def program_of(model: nn.Module, *example: Any, **kwexample: Any) -> torch.export.ExportedProgram:
+def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
     """Return the `torch.export` program of a model."""
     with torch.no_grad():
-        return torch.export.export(model, example, kwexample, strict=False)
+        return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
 
 
 def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
@@ -226,11 +226,10 @@ def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batc
 
 
 def _program(model: TensorModel, path: Path, shapes: Any) -> Ran:
+    program = program_of(model, *model.given, dynamic_shapes=shapes)
     with torch.no_grad():
-        program = torch.export.export(model, model.given, dynamic_shapes=shapes, strict=False)
         torch.export.save(program, path)
-        again = torch.export.load(path)
-        return operations_of(program), "torch.export", again.module()(*model.given)
+        return operations_of(program), "torch.export", torch.export.load(path).module()(*model.given)
 
 
 def _onnx(model: TensorModel, path: Path, shapes: Any) -> Ran:

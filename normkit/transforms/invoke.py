@@ -34,21 +34,11 @@ def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] 
 def example_call(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: str, shown: tuple, what: str = "the model"
 ) -> Any:
-    """Run a model on an example.
+    """Run a model on an example, and return its output.
 
-    Args:
-        model: The model.
-        args: Positional arguments of the example.
-        kwargs: Keyword arguments of the example.
-        verb: The public function that was called, for the message.
-        shown: The example as the user passed it, `(args, kwargs)`, for the message.
-        what: The model or a copy of it, for the message.
-
-    Returns:
-        The output of the model.
-
-    Raises:
-        ValueError: if the example does not fit the forward; the message lists the arguments of both.
+    A ValueError lists the arguments of both if the example does not fit the forward. For this message, `verb` is the
+    public function that was called, `shown` the example `(args, kwargs)` as the user passed it, and `what` the model or
+    a copy of it.
     """
     try:
         return model(*args, **kwargs)
@@ -96,16 +86,9 @@ PLAIN_OPTIONS = ("past_key_values", "inputs_embeds", "position_ids", "head_mask"
 
 
 def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mapping[str, Any]) -> str:
-    """Advise on an example that would use weights which no call used.
+    """Advise on an example that would use weights which the example `(args, kwargs)` does not.
 
-    Args:
-        model: The model.
-        weights: Names of the weights.
-        args: Positional arguments of the example.
-        kwargs: Keyword arguments of the example.
-
-    Returns:
-        The arguments to pass, from the weights' names and the signature of the forward.
+    The arguments to pass follow from the names of the weights and the signature of the forward.
 
     Example:
         >>> class Pair(nn.Module):
@@ -119,23 +102,14 @@ def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mappin
         passed = {key for key, value in signature.bind_partial(*args, **kwargs).arguments.items() if value is not None}
     except TypeError:
         passed = set(kwargs)
+    left = {name: parameter for name, parameter in takes.items() if name not in passed}
     weights = list(weights)
-    likely = [
-        argument
-        for part, arguments in USED_BY.items()
-        if any(part in weight for weight in weights)
-        for argument in arguments
-        if argument in takes and argument not in passed
-    ]
-    if likely:
+    uses = [arguments for part, arguments in USED_BY.items() if any(part in weight for weight in weights)]
+    if likely := [argument for arguments in uses for argument in arguments if argument in left]:
         return f"pass {' or '.join(dict.fromkeys(likely))}"
     if any("expert" in weight for weight in weights):
         return "pass more rows, which reach more experts"
-    left = [
-        name
-        for name, parameter in takes.items()
-        if name not in passed and parameter.default is None and not name.startswith(PLAIN_OPTIONS)
-    ]
+    left = [name for name, p in left.items() if p.default is None and not name.startswith(PLAIN_OPTIONS)]
     also = f", whose forward also takes {', '.join(left[:4])}" if left else ""
     return f"give an example that does{also}"
 
