@@ -98,10 +98,11 @@ def headline(folder: Path = RESULTS) -> str:
     names = ", ".join(f"`{result['rows'][0]['model']}`" for result in shown)
     return "\n".join([
         *lines, "",
-        (f"Time of the model with `un` folded, relative to LayerNorm, each in its fastest recipe for int8: onnxruntime, "
-        f"batch 1,\none pinned thread of an {cpu(where)}, n = {n} rounds by turns, median (20th to 80th percentile), "
-        f"commit {commits}.\nCosine: outputs to those of the same model in float32; only MiniLM's weights are trained.\n"
-        f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes; the rows are\n{names}."),
+        "Time of the model with `un` folded, relative to LayerNorm, each in its fastest recipe for int8: onnxruntime,",
+        f"batch 1, one pinned thread of an {cpu(where)}, n = {n} rounds by turns, median (20th to 80th percentile), "
+        f"commit {commits}.",
+        "Cosine: outputs to those of the same model in float32; only MiniLM's weights are trained.",
+        f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes; the rows are\n{names}.",
     ])  # fmt: skip
 
 

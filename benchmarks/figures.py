@@ -86,10 +86,10 @@ def numbers(out: Path) -> str:
     """
     names = ("mt-batch", "g2p-batch", "digits-batch", "resnet20-batch")
     chosen = {out / name: results.live(out / name) for name in names if (out / name).is_dir()}
-    columns = {"distance_mean": "mean", "stray_mean": "mean / sd", "distance_var": "variance", "g_mu": "g_mu",
+    columns = {"distance_mean": "mean", "drift_mean": "mean / sd", "distance_var": "variance", "g_mu": "g_mu",
                "g_sigma2": "g_sigma2"}  # fmt: skip
     lines = [
-        ["run", "norms", *columns.values(), *(f"peak {columns[name]}" for name in columns if name != "stray_mean")]
+        ["run", "norms", *columns.values(), *(f"peak {columns[name]}" for name in columns if name != "drift_mean")]
     ]
     for run in recorded(chosen):
         [(_, first)] = first_sites([run], "distance_mean", *BATCH_NORMS)
@@ -100,7 +100,7 @@ def numbers(out: Path) -> str:
                 series = [after_start(sites[site], run.steps) for site in ([first] if which == "first" else sites)]
                 middles.append(statistics.median(map(statistics.median, series)))
                 peaks.append(statistics.median(max(values) / statistics.median(values) for values in series))
-            kept = [peak for quantity, peak in zip(columns, peaks, strict=True) if quantity != "stray_mean"]
+            kept = [peak for quantity, peak in zip(columns, peaks, strict=True) if quantity != "drift_mean"]
             count = "first" if which == "first" else f"all {len(run.sites('distance_mean', *BATCH_NORMS))}"
             lines.append([run.settings["name"], count, *(f"{m:.2g}" for m in middles), *(f"{p:.1f}" for p in kept)])
     return "\n".join([align(lines), "", *(origin(path.name, result) for path, result in chosen.items())])

@@ -247,7 +247,7 @@ def section(result: dict) -> str:
     at, rows = result["where"], result["rows"]
     first = rows[0]
     head = (
-        f"{at['device']}, {first['batch']} pictures of {first['size']}, {first['rounds']} rounds; normkit "
+        f"{at['device']}, batch {first['batch']}, images of {first['size']}, {first['rounds']} rounds; normkit "
         f"`{(at['commit'] or 'unknown')[:9]}`, torch {at['torch']}."
     )
     lines = [

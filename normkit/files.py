@@ -3,6 +3,7 @@
 import contextlib
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,6 +38,21 @@ def write_whole(path: Path, data: bytes) -> Path:
         os.fsync(directory)
         os.close(directory)
     return path
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder that a command writes to, and check that files can be made there.
+
+    Raises:
+        ValueError: if the folder cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ValueError(f"--out {folder} is no folder that can be written to ({why}); name another folder") from None
 
 
 def open_regular(path: str | Path) -> BinaryIO:

@@ -276,6 +276,13 @@ def test_bad_input_is_one_line_and_status_2(words, parts, typed, tmp_path, monke
     assert refused(typed(*words), *parts)
 
 
+@pytest.mark.parametrize("words", [["demo"], ["train", "vit_digits"], ["study", "core.cmudict"]])
+def test_the_folder_of_results_is_checked_before_training(words, typed, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    assert refused(typed(*words, "--out", file), f"--out {file} is no folder that can be written to", "name another")
+
+
 def test_a_full_disk_names_the_file_and_the_remedy(typed, tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -96,7 +96,7 @@ def test_sums_of_positions_stay_integers(ending, tmp_path):
 
 
 class Padded(nn.Module):
-    """Multiplies by `addmm`, as Hugging Face's `Conv1D` does, and pads by nothing and by one row."""
+    """Multiplies by `addmm`, as Hugging Face's `Conv1D`, and pads by no row and by one."""
 
     def __init__(self):
         super().__init__()
@@ -149,8 +149,19 @@ def test_bad_batches_and_formats_are_named(mixer, tmp_path, monkeypatch):
         export(mixer, path, x, int8=[])
     with pytest.raises(ValueError, match=r"batch 1 of int8= is \(float32\[4, 8\]\); the example is \(float32\[4, 16\]"):
         export(mixer, path, x, int8=[x, torch.randn(4, 8)])
-    with pytest.raises(ValueError, match="form of the example"):
+    with pytest.raises(ValueError, match=r"is \(x=float32\[4, 16\]\); the example is \(float32\[4, 16\]\). Pass"):
         export(mixer, path, x, int8=[{"x": x}])
+    with pytest.raises(ValueError, match=r"batch 0 of int8= is \(int64\[4, 16\]\)"):
+        export(mixer, path, x, int8=[x.long()])
+    with pytest.raises(ValueError, match=r"batch 0 of int8= is \('words'\)"):
+        export(mixer, path, x, int8=["words"])
+    with pytest.raises(ValueError, match=r"batch 1 of int8= has NaN or infinity in float32\[4, 16\]"):
+        export(mixer, path, x, int8=[x, x / 0])
+    for wrong in (True, "words"):
+        with pytest.raises(ValueError, match="int8= takes batches to calibrate on"):
+            export(mixer, path, x, int8=wrong)
+    with pytest.raises(ValueError, match=r"found no folder .*missing for m\.onnx"):
+        export(mixer, tmp_path / "missing" / "m.onnx", x)
     with pytest.raises(ValueError, match="form of the example"):
         export(mixer, path, x, dynamic=False, int8=[torch.randn(2, 16)])
     with pytest.raises(ValueError, match="allowed: 'products', 'stream'"):

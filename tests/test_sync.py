@@ -71,7 +71,7 @@ def compare(got: dict, joint: dict, rank: int, grads: dict) -> None:
             assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def _plain(rank, world, expected_steps):
+def _train_in_process(rank, world, expected_steps):
     for spec, expected in expected_steps.items():
         norm = random_norm(spec)
         for step in range(STEPS):
@@ -91,7 +91,7 @@ def joint_results(record_property, world: int) -> dict[str, list[dict]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_equal_one_process_with_the_joint_batch(world, tmp_path, record_property):
-    spawn(_plain, world, tmp_path, joint_results(record_property, world))
+    spawn(_train_in_process, world, tmp_path, joint_results(record_property, world))
 
 
 def _ddp(rank, world, broadcast, expected_steps):

@@ -426,7 +426,7 @@ def test_a_result_lists_the_quantities_that_are_recorded(tmp_path):
     rows = (tmp_path / "rows.csv").read_text().splitlines()
     recorded = {row.split(",")[-2] for row in rows[1:]}
     assert "rms" in recorded
-    assert not {name for name in recorded if name.startswith(("distance", "stray_"))}
+    assert not {name for name in recorded if name.startswith(("distance", "drift_"))}
 
 
 def test_a_result_names_what_trained_it(monkeypatch):

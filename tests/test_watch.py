@@ -74,8 +74,8 @@ def test_distances_and_gaps_of_a_third_party_norm():
     off = (flat[1] / psi_running - flat[1] / psi).square().mean().sqrt()
     assert only(rows, "gap_quadratic")[0] == pytest.approx(float(off), rel=1e-4)
     log = (var[1] / var[0]).log()
-    assert only(rows, "stray_var")[0] == pytest.approx(math.exp(log.square().mean().sqrt()))
-    assert only(rows, "stray_mean")[0] == pytest.approx(float(((mean[1] - mean[0]) / running).square().mean().sqrt()))
+    assert only(rows, "drift_var")[0] == pytest.approx(math.exp(log.square().mean().sqrt()))
+    assert only(rows, "drift_mean")[0] == pytest.approx(float(((mean[1] - mean[0]) / running).square().mean().sqrt()))
     assert only(rows, "largest") == pytest.approx([float(x.abs().max()) for x in xs])
     assert only(rows, "rms") == pytest.approx([float(x.square().mean().sqrt()) for x in xs])
     assert only(rows, "tokens") == [20, 20, 20]

@@ -15,6 +15,7 @@ from normkit.lab.cka import cka
 from normkit.lab.singular_values import embedding_rows
 from normkit.watch import Row
 from normkit.watch.normality import p_normal
+from normkit.watch.quantities import choose
 
 ROWS = [Row(1, "a.norm", "un(window=2, warmup=3)", "rms", 0.5), Row(26, "", "", "gradient_norm", 2.0)]
 
@@ -29,6 +30,15 @@ def test_files_give_back_their_rows(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [name]
     watch.write(tmp_path / name, [])
     assert watch.read(tmp_path / name) == []
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_quantities_of_older_files_have_todays_names(suffix, tmp_path):
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    watch.write(tmp_path / f"rows.{suffix}", [Row(1, "a", "batch", "stray_var", 2.0)])
+    assert watch.read(tmp_path) == [Row(1, "a", "batch", "drift_var", 2.0)]
+    assert list(choose(["stray_var"])) == ["drift_var"]
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):

@@ -15,6 +15,7 @@ REPLACED = (  # word that we replaced: the field's term
     ("room", "package"),
     ("dear", "expensive"),
     ("stray", "drift"),
+    ("refuse_\\w+", "check_\\w+"),
     ("spoilt?", "corrupted"),
     ("anew", "again"),
     ("felt", "grad_sums"),

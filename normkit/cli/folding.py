@@ -6,6 +6,7 @@
 from pathlib import Path
 
 from normkit.cli.line import command, write
+from normkit.files import check_writable
 
 
 @command
@@ -67,3 +68,4 @@ def check_out(model: Path, out: Path, action: str) -> None:
         holds = "a Hugging Face model"
     if holds:
         raise ValueError(f"--out {out} holds {holds}, which {action} would overwrite; name another folder")
+    check_writable(out)

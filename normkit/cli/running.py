@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, parse_arguments, typed, write
 from normkit.cli.listing import summary
 from normkit.cli.reporting import show
+from normkit.files import check_writable
 from normkit.text import align
 
 
@@ -54,6 +55,7 @@ def demo(arguments: list[str]) -> int:
         raise ValueError(f"processes must be at least 1; got {processes}")
     if minutes is not None and minutes <= 0:
         raise ValueError(f"minutes must be above 0; got {minutes:g}")
+    check_writable(given["out"])
     steps = STEPS if given["steps"] is None else given["steps"]
     return _demo({**given, "steps": steps}, minutes, processes)
 
@@ -115,6 +117,7 @@ def train(arguments: list[str]) -> int:
     run, folder = warm(given.run, automatic=True), given.out or Path("runs") / given.run.name
     if given.seeds is not None and given.seeds < 1:
         raise ValueError(f"seeds must be at least 1; got {given.seeds}")
+    check_writable(folder)
     runs = {folder: run}
     if given.seeds is not None:
         numbers = range(run.seed, run.seed + given.seeds)
@@ -129,6 +132,7 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
     from normkit.lab.report import results
     from normkit.lab.studies.progress import Board
     from normkit.lab.studies.runner import finished
+    from normkit.lab.train.checkpoints import checkpoints
     from normkit.lab.train.run import train as train_run
 
     console, found = Console(), dict[Path, Any]()
@@ -138,6 +142,8 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
             f"the warm-up of {first.warmup:,} steps does not end within {first.steps:,}, for learning rate and "
             f"statistics; --warmup {max(1, first.steps // 10)} would be a tenth"
         )
+    if resume and not any(map(checkpoints, runs)):
+        complain(f"{out} has no checkpoint to resume from: training starts at the beginning")
     with interruptible() as signals, Board(console, [run.name for run in runs.values()], first.steps) as board:
         for folder, run in runs.items():
 

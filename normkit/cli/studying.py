@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from normkit.cli.line import INTERRUPTED, parse_arguments, typed, write
+from normkit.files import check_writable
 
 
 def study(arguments: list[str]) -> int:
@@ -75,6 +76,7 @@ def _study(given: dict[str, Any], command: str) -> int:
             write(f"It can be run at scale: {', '.join(study.scales) or 'none yet'}.")
         return 0
     plan = runner.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
+    check_writable(out)
     with Board(Console(), [run.name for run in plan.todo.values()], 1) as board:
         board.print(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
         for reason in plan.missing:

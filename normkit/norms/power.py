@@ -79,8 +79,8 @@ class PowerNorm(WarmupNorm):
         warm = step <= end
         before = self.running.to(batch.dtype)
         value = torch.where(warm, batch, before)
-        looks = step.to(batch.dtype).clamp(max=1 / self._least_share) if self._least_share else step
-        average = before + (batch - before) / looks
+        samples = step.to(batch.dtype).clamp(max=1 / self._least_share) if self._least_share else step
+        average = before + (batch - before) / samples
         if self.accumulate == "ema":
             running = before.lerp(batch, 1 - self.alpha_fwd)
         elif self.accumulate == "released":  # the code's average ends one step before its warm-up does

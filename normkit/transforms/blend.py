@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
 from normkit.norms._recompute import is_recomputed
-from normkit.transforms.checks import copy_model, refuse_quantized, refuse_wrapped
+from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
 from normkit.transforms.convert import chosen_sites, find, replace_all, replacement, take_hooks
 from normkit.transforms.invoke import input_and_mask
 from normkit.transforms.masks import MaskFrom
@@ -189,8 +189,8 @@ def blend(
         >>> model[0].share()
         tensor(1.)
     """
-    refuse_wrapped(model, "blend")
-    refuse_quantized(model, "blend")
+    check_not_wrapped(model, "blend")
+    check_not_quantized(model, "blend")
     for name, value, least in (("steps", steps, 1), ("gap", gap, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
@@ -231,7 +231,7 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
         >>> settle(model)[0]
         UN(4, un(warmup='auto'))
     """
-    refuse_wrapped(model, "settle")
+    check_not_wrapped(model, "settle")
     model = model if inplace else copy_model(model)
     blends = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Blend)}
     if not blends:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
-from normkit.transforms.checks import copy_model, norms_with_statistics, refuse_meta, refuse_wrapped
+from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.invoke import call, input_and_mask
 
 
@@ -53,8 +53,8 @@ def calibrate(
         >>> calibrate(model, [torch.full((2, 1), 3.0), torch.full((6, 1), 1.0)])[0].running.tolist()
         [[3.0]]
     """
-    refuse_wrapped(model, "calibrate")
-    refuse_meta(model, "calibrate")
+    check_not_wrapped(model, "calibrate")
+    check_not_meta(model, "calibrate")
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise ValueError(f"passes must be a whole number of at least 1; got {passes!r}")
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | str | bytes | Mapping):

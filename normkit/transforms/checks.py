@@ -1,4 +1,4 @@
-"""Refuse models that cannot be transformed, and copy the others."""
+"""Check that a model can be transformed, and copy it."""
 
 import copy
 
@@ -18,7 +18,7 @@ WRAPPERS = {  # class name: what to do instead
 QUANTIZED = ("torch.ao.nn.quantized", "torchao", "bitsandbytes", "auto_gptq", "awq", "hqq", "optimum.quanto")
 
 
-def refuse_wrapped(model: nn.Module, verb: str) -> None:
+def check_not_wrapped(model: nn.Module, verb: str) -> None:
     """Raise a TypeError for what is no model, or is wrapped, sharded or compiled."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{verb}() takes an nn.Module; got {type(model).__name__}")
@@ -49,13 +49,13 @@ def quantized(model: nn.Module) -> str | None:
     return None
 
 
-def refuse_quantized(model: nn.Module, verb: str) -> None:
+def check_not_quantized(model: nn.Module, verb: str) -> None:
     """Raise a TypeError for a model with quantized weights."""
     if what := quantized(model):
         raise TypeError(f"{verb}() cannot change this model: {what}. Transform the model first, then quantize it")
 
 
-def refuse_meta(model: nn.Module, verb: str) -> None:
+def check_not_meta(model: nn.Module, verb: str) -> None:
     """Raise a ValueError for parameters or buffers on the meta device, without values."""
     names = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if names:
@@ -65,7 +65,7 @@ def refuse_meta(model: nn.Module, verb: str) -> None:
         )
 
 
-def refuse_training(model: nn.Module, verb: str) -> None:
+def check_not_training(model: nn.Module, verb: str) -> None:
     """Raise a ValueError unless every module is in evaluation mode."""
     training = [name for name, module in model.named_modules() if module.training]
     if training:

@@ -10,7 +10,7 @@ from torch import nn
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
 from normkit.norms._warmup import WarmupNorm
-from normkit.transforms.checks import copy_model, refuse_quantized, refuse_wrapped
+from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import MaskFrom, route_mask
@@ -126,8 +126,8 @@ def convert(
         >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un")[1]
         UN(4, un(warmup='auto'))
     """
-    refuse_wrapped(model, "convert")
-    refuse_quantized(model, "convert")
+    check_not_wrapped(model, "convert")
+    check_not_quantized(model, "convert")
     chosen = chosen_sites(model, to, where, "convert")
     model = model if inplace else copy_model(model)
     like = next(model.parameters(), None)

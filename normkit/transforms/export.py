@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from normkit.transforms.checks import copy_model, refuse_meta, refuse_training, refuse_wrapped
+from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import example_call, tensors
 from normkit.transforms.openvino_executorch import (
@@ -109,12 +109,14 @@ def export(
         ...     export(nn.Linear(2, 3).eval(), f"{folder}/model.pt2", torch.zeros(2, 2)).normalizing
         {}
     """
-    refuse_wrapped(model, "export")
-    refuse_training(model, "export")
-    refuse_meta(model, "export")
+    check_not_wrapped(model, "export")
+    check_not_training(model, "export")
+    check_not_meta(model, "export")
     path = Path(path)
     if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):
         raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"export() found no folder {path.parent} for {path.name}; make it first, or name another")
     if int8 is not None and path.suffix == ".pt2":
         raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
     with torch.no_grad():
@@ -122,7 +124,7 @@ def export(
     wrapped = TensorModel(copy_model(model), example, kwexample, outputs).eval()
     shapes = batch_axis(wrapped.given) if dynamic else None
     settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
-    batches = calibration(settings, wrapped.spec, wrapped.given, shapes is not None) if settings else []
+    batches = calibration(settings, example, kwexample, shapes is not None) if settings else []
     with quiet(), tempfile.TemporaryDirectory() as scratch:
         in_float = Path(scratch) / path.name.replace(".pte", ".pt2") if settings else path  # .pte: only int8 is lowered
         operations, runtime, got = _write(wrapped, in_float, shapes)

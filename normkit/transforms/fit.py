@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from normkit.kernels import ops
 from normkit.norms import StatNorm
 from normkit.transforms.calibrate import evaluating
-from normkit.transforms.checks import copy_model, norms_with_statistics, refuse_meta, refuse_wrapped
+from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.invoke import call, input_and_mask
 
 Forward = Callable[[nn.Module, Any], Any] | None
@@ -47,8 +47,8 @@ def fit_norms(
         UN(4, un(warmup='auto'))
     """
     for each in (model, like):
-        refuse_wrapped(each, "fit_norms")
-        refuse_meta(each, "fit_norms")
+        check_not_wrapped(each, "fit_norms")
+        check_not_meta(each, "fit_norms")
     batches = list(batches)
     if not batches:
         raise ValueError("fit_norms() was given no batches")

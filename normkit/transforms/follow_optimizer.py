@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from normkit.norms import StatNorm
-from normkit.transforms.checks import norms_with_statistics, refuse_wrapped
+from normkit.transforms.checks import check_not_wrapped, norms_with_statistics
 
 
 class OptimizerLink:
@@ -59,7 +59,7 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
         >>> model[0].step
         tensor(1)
     """
-    refuse_wrapped(model, "follow_optimizer")
+    check_not_wrapped(model, "follow_optimizer")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or None; got {type(optimizer).__name__}")
     norms = list(norms_with_statistics(model, "follow_optimizer").values())

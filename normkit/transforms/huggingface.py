@@ -140,7 +140,7 @@ def load_pretrained(folder: Path | str) -> Any:
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from problem
     model.__class__ = kind
-    _refuse_misfit(path, found, changes is not None)
+    _check_fit(path, found, changes is not None)
     if changes is not None:
         write_changes(model)
     return model
@@ -186,7 +186,7 @@ def _only_variant(path: Path) -> str | None:
     raise ValueError(f"{path} holds no weights; expected model.safetensors beside config.json")
 
 
-def _refuse_misfit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
+def _check_fit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
     """Raise a ValueError that names tensors unless a checkpoint fits its model exactly."""
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     shapes = sorted(f"{name} {list(saved)}, not {list(built)}" for name, saved, built in found["mismatched_keys"])

@@ -52,17 +52,17 @@ def to_rms(
         RMSNorm(4, rms(bias=True))
     """
     survey = Survey(model, example, kwexample, outputs, untie, True, "to_rms")
-    outcomes, writers = _decide(survey)
+    outcomes, producers = _decide(survey)
     if not any(_centres(outcome.norm) for outcome in outcomes.values()):
         kinds = ", ".join(sorted({outcome.norm for outcome in outcomes.values()}))
         raise ValueError(f"to_rms() found no LayerNorm; the norms are {kinds}")
     changed = [name for name, outcome in outcomes.items() if outcome.action == "rms"]
     survey.add_longer_call()
-    worst = survey.worst(_rewrite(survey.model, survey.trace, changed, writers))
+    worst = survey.worst(_rewrite(survey.model, survey.trace, changed, producers))
     if not worst <= TOLERANCE:
         survey.require_repeatable()
         raise RuntimeError(f"to_rms() cannot verify this model: outputs differ by {worst:.1e} in float64")
-    done = _rewrite(survey.copy(), survey.trace, changed, writers)
+    done = _rewrite(survey.copy(), survey.trace, changed, producers)
     with torch.no_grad():
         native = error(done(*example, **kwexample), model(*example, **kwexample), outputs)
     record_changes(done)
@@ -78,18 +78,18 @@ def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
     trace = survey.trace
     relations = Relations(trace, survey.model, {})
     outcomes: dict[str, Outcome] = {}
-    writers: dict[Product, int] = {}
+    producers: dict[Product, int] = {}
     for name, found in trace.norms.items():
         outcome = Outcome(name, found.kind, position(trace, name), "kept", why="it does not centre")
         if _centres(found.kind):
             sources = _stream(trace, name)
             why = _obstacle(relations, name, found.dim, sources)
             own = [] if why else [source.product for source in sources if source.product]
-            writers |= dict.fromkeys(own, found.dim)
+            producers |= dict.fromkeys(own, found.dim)
             into = listed_once(product.layer for product in own)
             outcome = replace(outcome, action="kept" if why else "rms", into=into, why=why)
         outcomes[name] = outcome
-    return outcomes, writers
+    return outcomes, producers
 
 
 def _stream(trace: Trace, name: str) -> list[Source]:
@@ -145,12 +145,12 @@ def _obstacle(relations: Relations, name: str, width: int, sources: list[Source]
 
 
 @torch.no_grad()
-def _rewrite(model: nn.Module, trace: Trace, changed: list[str], writers: dict[Product, int]) -> nn.Module:
-    for writer, width in writers.items():
-        view = writer.view
-        of = (lambda w, width=width: w.view(-1, width)) if writer.kind == "table" else view.of
+def _rewrite(model: nn.Module, trace: Trace, changed: list[str], producers: dict[Product, int]) -> nn.Module:
+    for producer, width in producers.items():
+        view = producer.view
+        of = (lambda w, width=width: w.view(-1, width)) if producer.kind == "table" else view.of
         change(model, view.parameter, lambda w, of=of: of(w).sub_(of(w).mean(-1, keepdim=True)))
-        if bias := trace.biases.get(writer):
+        if bias := trace.biases.get(producer):
             change(model, bias.parameter, lambda b, of=bias.of: of(b).sub_(of(b).mean()))
     for name in changed:
         model = put(model, name, replacement(model.get_submodule(name), "rms", next(model.parameters(), None)))

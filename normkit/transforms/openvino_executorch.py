@@ -38,8 +38,8 @@ def quantize_openvino(
     import openvino
 
     graph = openvino.Core().read_model(str(source))
-    readers = [op.input_value(0).get_node() for op in graph.get_ops() if op.get_type_name() == "Softmax"]
-    in_float = {op.get_friendly_name() for op in readers if op.get_type_name() == "Add"}  # masks
+    producers = [op.input_value(0).get_node() for op in graph.get_ops() if op.get_type_name() == "Softmax"]
+    in_float = {op.get_friendly_name() for op in producers if op.get_type_name() == "Add"}  # masks
     in_float |= {op.get_friendly_name() for op in graph.get_ops() if op.get_type_name() == "Gather"}  # nncf fails there
     weights = QuantizationParameters(per_channel=int8.per_channel)
     quantized = nncf.quantize(
@@ -133,7 +133,10 @@ def prepare_for_xnnpack(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _run_executorch(program: ExportedProgram, given: Sequence[Tensor], path: Path, pads: bool = True) -> Ran:
-    """Write and run a program; without `pads`, XNNPACK gets no paddings, as it does not load those of integers."""
+    """Write and run a program.
+
+    Without `pads` paddings stay outside of XNNPACK, which does not load those of integers.
+    """
     try:
         from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner

@@ -1,10 +1,11 @@
 """Static quantization to 8-bit integers, calibrated on batches."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -28,7 +29,7 @@ class Int8:
         per_channel: Give each output channel of a weight a scale of its own.
 
     Raises:
-        ValueError: If the scope is unknown.
+        ValueError: If the scope is unknown, or `batches` cannot be iterated over.
 
     Example:
         >>> import torch
@@ -41,32 +42,52 @@ class Int8:
     per_channel: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.batches, str) or not hasattr(self.batches, "__iter__"):
+            raise ValueError(
+                f"int8= takes batches to calibrate on, such as a list of tensors, or Int8(batches, ...); got "
+                f"{self.batches!r}"
+            )
         if self.scope not in SCOPES:
             raise ValueError(f"Int8(scope={self.scope!r}) is unknown; allowed: {', '.join(map(repr, SCOPES))}")
 
 
-def calibration(int8: Int8, spec: Any, given: Sequence[Tensor], dynamic: bool) -> list[list[Tensor]]:
+def calibration(int8: Int8, args: tuple, kwargs: dict[str, Any], dynamic: bool) -> list[list[Tensor]]:
     """Return the tensors of each calibration batch, or raise a ValueError.
 
-    A batch has to fit the example, which has the structure `spec`, from `tree_flatten((args, kwargs))`, and the tensors
-    `given`. With `dynamic` the first axis may differ.
+    A batch has to fit the example, a call with `args` and `kwargs`. With `dynamic` the first axis may differ.
     """
+    leaves, form = tree_flatten((args, kwargs))
+    kinds = [_kind(leaf, dynamic) for leaf in leaves if isinstance(leaf, Tensor)]
     batches = []
     for number, batch in enumerate(int8.batches):
-        args = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        leaves, found = tree_flatten((args, dict(batch) if isinstance(batch, Mapping) else {}))
+        given = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        named = dict(batch) if isinstance(batch, Mapping) else {}
+        leaves, found = tree_flatten((given, named))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        shapes = [tuple(t.shape[dynamic and t.dim() > 0 :]) for t in inputs]
-        if found != spec or shapes != [tuple(t.shape[dynamic and t.dim() > 0 :]) for t in given]:
+        if found != form or [_kind(t, dynamic) for t in inputs] != kinds:
             raise ValueError(
-                f"batch {number} of int8= is ({', '.join(map(describe, inputs))}); the example is "
-                f"({', '.join(map(describe, given))}). Pass batches in the form of the example"
-                f"{', of any batch size' if dynamic else ''}"
+                f"batch {number} of int8= is {_call(given, named)}; the example is {_call(args, kwargs)}. "
+                f"Pass batches in the form of the example{', of any batch size' if dynamic else ''}"
+            )
+        if broken := [t for t in inputs if not (t.isfinite() | t.isneginf()).all()]:  # a mask may be of -inf
+            raise ValueError(
+                f"batch {number} of int8= has NaN or infinity in {describe(broken[0])}, which leaves integers without "
+                f"a range; leave it out"
             )
         batches.append(inputs)
     if not batches:
         raise ValueError("int8= has no batch; pass at least one to calibrate on")
     return batches
+
+
+def _kind(t: Tensor, dynamic: bool) -> tuple[torch.dtype, torch.Size]:
+    """Type and shape, the latter without the batch axis if that is dynamic."""
+    return t.dtype, t.shape[dynamic and t.dim() > 0 :]
+
+
+def _call(args: tuple, kwargs: dict[str, Any]) -> str:
+    """Arguments of a call, as in `(float32[2, 3], mask=bool[2])`."""
+    return f"({', '.join([*map(describe, args), *(f'{name}={describe(each)}' for name, each in kwargs.items())])})"
 
 
 def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: Int8) -> None:

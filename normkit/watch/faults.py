@@ -176,12 +176,12 @@ def evaluation(check: Check, recording: Recording) -> list[Finding]:
     found = []
     for advice, hit in groups.items():
         message = (
-            f"batch variance is {_worst(recording, 'stray_var', hit, 'x')} from its running value, the mean"
-            f" {_worst(recording, 'stray_mean', hit)} standard deviations: BatchNorm will fail at evaluation here"
+            f"batch variance is {_worst(recording, 'drift_var', hit, 'x')} from its running value, the mean"
+            f" {_worst(recording, 'drift_mean', hit)} standard deviations: BatchNorm will fail at evaluation here"
             " (off by {percent:.0f} %)"
         )
         if advice != unknown:
-            message += f"; quadratic mean is {_worst(recording, 'stray_quadratic', hit, 'x')} from its own"
+            message += f"; quadratic mean is {_worst(recording, 'drift_quadratic', hit, 'x')} from its own"
         found += check.findings(hit, message + (", too" if advice == keep else ""), advice)
     return found
 
@@ -190,7 +190,7 @@ def evaluation_quadratic(check: Check, recording: Recording) -> list[Finding]:
     """Find running quadratic means that do not represent the batches."""
     hit = _above(LIMITS["gap"], check.series(recording))
     message = (
-        f"quadratic mean is {_worst(recording, 'stray_quadratic', hit, 'x')} from its running value: the norm will fail"
+        f"quadratic mean is {_worst(recording, 'drift_quadratic', hit, 'x')} from its running value: the norm will fail"
         " at evaluation (off by {percent:.0f} %)"
     )
     return check.findings(hit, message, CALIBRATE)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from normkit.watch.normality import p_normal
+from normkit.watch.row_names import current_name
 
 QUARTILES = {
     "min": (0.0, "least"), "q25": (0.25, "first quartile"), "median": (0.5, "median"), "q75": (0.75, "third quartile"),
@@ -91,13 +92,13 @@ QUANTITIES: dict[str, Quantity] = {
     "distance_quadratic": Quantity(
         "(1/d) ||psi_B^2 - psi^2||", "PowerNorm Fig. 4",
         "quadratic running_quadratic", _distance),
-    "stray_mean": Quantity(
+    "drift_mean": Quantity(
         "rms over channels of (mu_B - mu) / sigma", "normkit",
         "mean running_mean running_sigma", lambda mean, before, sigma: _rms((mean - before) / sigma)),
-    "stray_var": Quantity(
+    "drift_var": Quantity(
         "exp(rms over channels of log(sigma_B^2 / sigma^2)), a factor from 1 up", "normkit",
         "var running_var", _factor),
-    "stray_quadratic": Quantity(
+    "drift_quadratic": Quantity(
         "exp(rms over channels of log(psi_B^2 / psi^2)), a factor from 1 up", "normkit",
         "quadratic running_quadratic", _factor),
     "gap_batch": Quantity(
@@ -191,7 +192,7 @@ def choose(names: str | Iterable[str] | None) -> dict[str, Quantity]:
     cheap = [name for name, quantity in QUANTITIES.items() if not quantity.expensive]
     groups = {"default": cheap, "all": list(QUANTITIES)}
     given = [names] if isinstance(names, str) else ["default"] if names is None else names
-    chosen = [each for name in given for each in groups.get(name, [name])]
+    chosen = [each for name in given for each in groups.get(name, [current_name(name)])]
     if unknown := [name for name in chosen if name not in QUANTITIES]:
         raise ValueError(f"there is no quantity {unknown[0]!r}; there are {', '.join(QUANTITIES)}, default and all")
     return {name: QUANTITIES[name] for name in dict.fromkeys(chosen)}

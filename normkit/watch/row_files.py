@@ -8,6 +8,7 @@ from typing import Any
 
 from normkit.files import open_regular, write_whole
 from normkit.watch.recording import Recording, Row
+from normkit.watch.row_names import current_name
 
 FILE = "rows.csv"
 TAIL = 64  # bytes before the position reached, by which a file that has grown is recognised
@@ -155,7 +156,7 @@ def _parse(lines: list[str], header: bool) -> Iterator[Row]:
     if header and tuple(next(reader, Row._fields)) != Row._fields:
         raise ValueError(f"its first line is not {HEAD}")
     for step, site, norm, quantity, value in reader:
-        yield Row(int(step), site, norm, quantity, float(value))
+        yield Row(int(step), site, norm, current_name(quantity), float(value))
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
@@ -164,7 +165,10 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
 
 def _read_parquet(path: Path) -> list[Row]:
     columns: dict[str, Any] = _pyarrow().parquet.read_table(path, columns=list(Row._fields)).to_pydict()
-    return [Row(int(s), str(a), str(b), str(q), float(v)) for s, a, b, q, v in zip(*columns.values(), strict=True)]
+    return [
+        Row(int(s), str(a), str(b), current_name(str(q)), float(v))
+        for s, a, b, q, v in zip(*columns.values(), strict=True)
+    ]
 
 
 def _pyarrow() -> Any:

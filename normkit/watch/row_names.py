@@ -9,6 +9,18 @@ from normkit.text import escape, truncate
 NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)(|\..*)")  # the name of a site around its first part that is a number
 
 
+RENAMED = {f"stray_{kind}": f"drift_{kind}" for kind in ("mean", "var", "quadratic")}  # in files of version 0.2.0
+
+
+def current_name(quantity: str) -> str:
+    """Return the name of a quantity today, given one from any version.
+
+    >>> current_name("stray_mean"), current_name("rms")
+    ('drift_mean', 'rms')
+    """
+    return RENAMED.get(quantity, quantity)
+
+
 def norm_class(norm: str) -> tuple[type[Norm] | None, dict[str, object]]:
     """The class (None if not normkit's) and the given options of a norm that rows name."""
     try:

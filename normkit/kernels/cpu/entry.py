@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the real rows of `x`, and their number."""
-    (n, channels), x = _sizes(x), _plain(x)
+    (n, channels), x = _sizes(x), _contiguous(x)
     stat, count = _vectors(x, 1 + center), x.new_empty((), dtype=torch.float32)
     call("column_forward", x=x, mask=_real(mask, n), stat=stat, count=count, n=n, channels=channels, groups=groups,
          eps=float(eps), center=center)  # fmt: skip
@@ -35,7 +35,7 @@ def standardize(
 
     With `sums`, also the quadratic means `[1, C]` of the real rows and their number.
     """
-    (n, channels), x = _sizes(x), _plain(x)
+    (n, channels), x = _sizes(x), _contiguous(x)
     y, fresh = torch.empty_like(x), (_vectors(x, 1), x.new_empty((), dtype=torch.float32)) if sums else None
     stat, count = fresh or (None, None)
     call("column_forward", x=x, mask=_real(mask, n), y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count,
@@ -55,7 +55,7 @@ def gradient(
     With `to_dx = (dy_coefficient, x_coefficient, constant)`, dx is `dy_coefficient * dy + x_coefficient * (x - mean) +
     constant`, in the padding `dy_coefficient * dy`.
     """
-    (n, channels), dy, x = _sizes(x), _plain(dy), _plain(x)
+    (n, channels), dy, x = _sizes(x), _contiguous(dy), _contiguous(x)
     dx, out = None if to_dx is None else torch.empty_like(x), _vectors(x, 4 if real else 2) if sums else None
     dy_coefficient, x_coefficient, constant = to_dx or (None, None, None)
     call("column_backward", dy=dy, x=x, mask=_real(mask, n), dx=dx, mean=mean, dy_coefficient=dy_coefficient,
@@ -89,7 +89,7 @@ class Divide(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, length):
-        x = _plain(x)
+        x = _contiguous(x)
         (n, channels), y = _sizes(x), torch.empty_like(x)
         factor, constant = _expanded(weight, channels), _expanded(bias, channels)
         if factor is None and constant is not None:
@@ -108,7 +108,7 @@ class Divide(torch.autograd.Function):
             return dx, dweight, None if bias is None else dy.sum(range(dy.dim() - 1)).to(bias.dtype), None, None
         (n, channels), dx = _sizes(x), torch.empty_like(x)
         sums = _vectors(x, 2) if any(ctx.needs_input_grad[1:3]) else None
-        call("row_backward", dy=_plain(dy), x=x, dx=dx, weight=_expanded(weight, channels), sums=sums, n=n,
+        call("row_backward", dy=_contiguous(dy), x=x, dx=dx, weight=_expanded(weight, channels), sums=sums, n=n,
              channels=channels, eps=float(ctx.eps), length=ctx.length)  # fmt: skip
         if sums is None:
             return dx, None, None, None, None
@@ -119,14 +119,14 @@ class Divide(torch.autograd.Function):
 
 def infer(norm: Any, x: Tensor) -> Tensor:
     """A norm by its running statistics, layer-scale included."""
-    (n, channels), x = _sizes(x), _plain(x)
+    (n, channels), x = _sizes(x), _contiguous(x)
     y, weight, bias = torch.empty_like(x), _expanded(norm.weight, channels), _expanded(norm.bias, channels)
     call("infer", x=x, y=y, running=norm.running, weight=weight, bias=bias, n=n, channels=channels, groups=norm.groups,
          eps=float(norm.eps), center=norm.center)  # fmt: skip
     return y
 
 
-def _plain(x: Tensor) -> Tensor:
+def _contiguous(x: Tensor) -> Tensor:
     """The tensor, contiguous and with its signs resolved."""
     return x.resolve_neg().contiguous()
 

@@ -77,7 +77,7 @@ FIGURES: dict[str, Drawing] = {
         figures_unified.figure7, "pnac_activation pnac_gradient",
         "PNAC in each layer, at the beginning and at the end of training"),
     "length": Drawing(
-        draw_length, "stray_mean length",
+        draw_length, "drift_mean length",
         "Distance of batch means from the running ones in the first norm by batch length, coloured by target length"),
 }  # fmt: skip
 

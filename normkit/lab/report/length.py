@@ -16,7 +16,7 @@ def draw_length(runs: Sequence[Recorded]) -> "Figure":
     The distance is that of the first norm, in standard deviations. Colours are lengths at the last norm, which are
     those of targets where an encoder comes first.
     """
-    runs = with_quantities(runs, "stray_mean", "length")[:4]
+    runs = with_quantities(runs, "drift_mean", "length")[:4]
     tables = [_points(run) for run in runs]
     colours = [colour for table in tables for *_, colour in table] or [0.0]
     figure = canvas.figure(2.2 * len(runs) + 1.0, 2.8)
@@ -35,6 +35,6 @@ def draw_length(runs: Sequence[Recorded]) -> "Figure":
 def _points(run: Recorded) -> list[tuple[float, float, float]]:
     """Length and distance at the first norm, and length at the last, of each batch."""
     lengths = [dict(series.points()) for series in run.recording.of("length").values()]
-    distances = dict(next(iter(run.recording.of("stray_mean").values())).points())
+    distances = dict(next(iter(run.recording.of("drift_mean").values())).points())
     steps = [step for step in distances if step > SKIP * run.steps and all(step in each for each in lengths)]
     return [(lengths[0][step], distances[step], lengths[-1][step]) for step in steps]

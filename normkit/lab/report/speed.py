@@ -46,7 +46,7 @@ def _numbers(row: dict[str, str], needed: set[str]) -> bool:
         return False
 
 
-def places(rows: Rows) -> list[tuple[str, str, str]]:
+def cases(rows: Rows) -> list[tuple[str, str, str]]:
     """(pass, shape, type) in their order."""
     return list(dict.fromkeys((row.get("pass", "block"), row["shape"], row["dtype"]) for row in rows))
 
@@ -66,7 +66,7 @@ def table(rows: Rows) -> str:
          block 8x4 float32
     rms  1.00 (0.90-1.25)
     """
-    heads = places(rows)
+    heads = cases(rows)
     cells = {(name(row), row.get("pass", "block"), row["shape"], row["dtype"]): row for row in rows}
     lines = [["", *(" ".join(head) for head in heads)]]
     for norm in dict.fromkeys(map(name, rows)):
@@ -81,7 +81,7 @@ def table(rows: Rows) -> str:
 def ratios(rows: Rows, path: str | Path) -> Path:
     """Draw `table`: a panel for each pass, shape and type, a point for each norm."""
     path = canvas.figure_path(path)
-    heads = places(rows)
+    heads = cases(rows)
     norms = list(dict.fromkeys(name(row) for row in rows if not row["norm"].startswith("nn.")))
     with canvas.style():
         wide = min(len(heads), 4)

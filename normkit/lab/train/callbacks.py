@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normkit.kernels.cpu.build import step_op
 from normkit.lab.report import results
 from normkit.lab.singular_values import embedding_rows
 from normkit.lab.tasks import TASKS
@@ -23,6 +24,7 @@ from normkit.lab.train.nt_asgd import NTASGD, averaged
 from normkit.lab.train.parallel import all_gather
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.schedules import ValidationDecay
+from normkit.norms import StatNorm
 from normkit.watch import Recorder, Row
 from normkit.watch.row_files import Appender, truncate_file
 
@@ -70,6 +72,8 @@ class RunCallback(lightning.Callback):
         self._start_recorder(pl_module.model)
         if self._rng:
             _set_rng(self._rng[trainer.global_rank])
+        if any(isinstance(module, StatNorm) for module in pl_module.modules()):
+            step_op()  # compiles on the first run of a machine, which is no part of the training time
         self._started = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

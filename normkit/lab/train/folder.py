@@ -77,7 +77,8 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         problem = "there is no such folder" if not folder.is_dir() else "it has no run.json"
         raise ValueError(
-            f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` write run folders"
+            f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` write run folders, and "
+            "`audit` and `fold` also take Hugging Face models (config.json and safetensors)"
         )
     try:
         return Run.from_json(path.read_text(encoding="utf8"))

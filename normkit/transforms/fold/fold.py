@@ -116,11 +116,11 @@ def fold(
 def _one_by_one(survey: Survey, plan: FoldPlan, conditions: dict[str, Any]) -> tuple[FoldPlan, float]:
     """Should not be needed: leave out the norms whose folding is not exact."""
     survey.model = survey.double()
-    refused: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     exact: list[str] = []
 
     def tried(only: list[str]) -> tuple[FoldPlan, float]:
-        plan = make_plan(survey.trace, survey.model, refused, only, **conditions)
+        plan = make_plan(survey.trace, survey.model, reasons, only, **conditions)
         return plan, survey.worst(rewrite(copy.deepcopy(survey.model), plan))
 
     for name in [name for name, outcome in plan.outcomes.items() if outcome.action != "kept"]:
@@ -128,9 +128,9 @@ def _one_by_one(survey: Survey, plan: FoldPlan, conditions: dict[str, Any]) -> t
         if worst <= TOLERANCE:
             exact.append(name)
         elif survey.failure:
-            refused[name] = f"the model fails without it: {survey.failure}"
+            reasons[name] = f"the model fails without it: {survey.failure}"
         else:
-            refused[name] = f"not exact: with it folded, the output differs by {worst:.1e}"
+            reasons[name] = f"not exact: with it folded, the output differs by {worst:.1e}"
     plan, worst = tried(exact)
     if not worst <= TOLERANCE:
         raise RuntimeError(f"fold() cannot verify this model: without any norm folded, outputs differ by {worst:.1e}")

@@ -37,7 +37,7 @@ class FoldPlan:
 def make_plan(
     trace: Trace,
     model: nn.Module,
-    refused: dict[str, str] | None = None,
+    reasons: dict[str, str] | None = None,
     only: Collection[str] | None = None,
     spread: float | None = None,
     balance: bool = False,
@@ -47,23 +47,23 @@ def make_plan(
     Args:
         trace: The trace.
         model: The traced model, in float64.
-        refused: Norms that stay as they are, with the reason.
+        reasons: Norms that stay as they are, with the reason.
         only: Of the other norms those that may vanish; all by default.
         spread: The limit of the spread of a stream's channels.
         balance: Make the ranges of a stream's channels equal where their scales are free.
     """
-    return _Planner(trace, model, refused or {}, only, spread, balance).plan
+    return _Planner(trace, model, reasons or {}, only, spread, balance).plan
 
 
 class _Planner:
     """Chooses the norms, solves, and describes the result in `plan`."""
 
     def __init__(
-        self, trace: Trace, model: nn.Module, refused: dict[str, str], only: Collection[str] | None,
+        self, trace: Trace, model: nn.Module, reasons: dict[str, str], only: Collection[str] | None,
         spread: float | None, balance: bool,
     ):  # fmt: skip
         self.trace, self.model, self.limit = trace, model, spread
-        self.relations = Relations(trace, model, refused)
+        self.relations = Relations(trace, model, reasons)
         self.solver = Solver(self.relations)
         conditioning = Conditioning(self.solver, spread, balance)
         self.chosen = self.solver.choose(lambda name: only is None or name in only, conditioning.within)
@@ -75,8 +75,8 @@ class _Planner:
             missing = moved and product.takes_bias and product not in trace.biases
             if missing and (made := new_bias(model, trace, product)):
                 self.plan.new_biases[product] = made
-        self.readers: dict[int, list[str]] = defaultdict(list)  # by stream the layers that read other coordinates
-        self.writers: dict[int, list[str]] = defaultdict(list)
+        self.consumers: dict[int, list[str]] = defaultdict(list)  # by stream the layers that read other coordinates
+        self.producers: dict[int, list[str]] = defaultdict(list)
         self._note_layers()
         for name, node in self.relations.norms.items():
             self.plan.outcomes[name] = self._outcome(node)
@@ -90,12 +90,12 @@ class _Planner:
             outputs = self.relations.outputs[product]
             if product.kind == "gain" and torch.equal(at.scale[inputs], at.scale[outputs]):
                 continue  # it stays as it is
-            for nodes, layers in ((inputs, self.readers), (outputs, self.writers)):
+            for nodes, layers in ((inputs, self.consumers), (outputs, self.producers)):
                 for stream in streams_of(nodes[other[nodes]]):
                     layers[stream].append(product.layer)
         for name, node in self.relations.norms.items():
             for stream in streams_of(node.outputs[other[node.outputs]]) if node.takes_scale else ():
-                self.writers[stream].append(name)
+                self.producers[stream].append(name)
 
     def _outcome(self, node: NormNode) -> Outcome:
         name, streams_of = node.name, self.relations.streams_of
@@ -106,8 +106,8 @@ class _Planner:
         own -= sum(p.numel() for p in node.rest.parameters())
         if not node.offline and node.trivial:
             return replace(outcome, why=f"{ONLINE}; no gain or bias to fold")
-        after = listed_once(each for stream in streams_of(node.outputs) for each in self.readers[stream])
-        before = listed_once(each for stream in streams_of(node.inputs) for each in self.writers[stream])
+        after = listed_once(each for stream in streams_of(node.outputs) for each in self.consumers[stream])
+        before = listed_once(each for stream in streams_of(node.inputs) for each in self.producers[stream])
         into = listed_once([*after, *before])
         if name in self.chosen and not node.offline:
             return replace(outcome, action="gain folded", into=after, why=ONLINE, saved=own)

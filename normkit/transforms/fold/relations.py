@@ -87,7 +87,7 @@ class Row:
 class Relations:
     """All links and rows of a trace, and the nodes that products and norms read and write."""
 
-    def __init__(self, trace: Trace, model: nn.Module, refused: dict[str, str]):
+    def __init__(self, trace: Trace, model: nn.Module, reasons: dict[str, str]):
         self.trace, self.model = trace, model
         self.links: list[Link] = []
         self.rows: list[Row] = []
@@ -98,7 +98,7 @@ class Relations:
         self.outputs = {source.product: source.codes for source in trace.sources.values()
                         if source.product is not None and (source.kind != "table" or source.reads)}  # fmt: skip
         for name in trace.norms:
-            self._norm(name, refused.get(name))
+            self._norm(name, reasons.get(name))
         for source in trace.sources.values():
             self._source(source)
         for product in self.outputs:
@@ -138,7 +138,7 @@ class Relations:
 
     # -- norms and sums -----------------------------------------------------------------------------------------------
 
-    def _norm(self, name: str, refused: str | None) -> None:
+    def _norm(self, name: str, reason: str | None) -> None:
         source, module = self.trace.sources.get(("norm", name)), self.model.get_submodule(name)
         norm = module if isinstance(module, Norm) else equivalent(self.trace.norms[name])
         rest, scale, shift = norm.split()
@@ -152,8 +152,8 @@ class Relations:
         self.norms[name] = node
         if source is None:
             self.kept[name] = "it never ran"
-        elif refused:
-            self.kept[name] = refused
+        elif reason:
+            self.kept[name] = reason
         elif own_hooks(module):
             self.kept[name] = "it has hooks of its own, which see its output"
         if name in self.kept or not norm.offline:
@@ -205,8 +205,8 @@ class Relations:
             why = ""
             if name in self.trace.entangled:
                 why = f"{name} shares memory with {self.trace.entangled[name]}"
-            elif readers := self.trace.weight_readers.get(name):
-                why = f"{name} is also read by {listed(sorted(readers))}"
+            elif consumers := self.trace.weight_consumers.get(name):
+                why = f"{name} is also read by {listed(sorted(consumers))}"
             elif len(products) > 8:
                 why = f"{name} is used in {len(products)} places"
             elif len(products) > 1 and any(product.kind == "gain" for product in products):
@@ -280,9 +280,9 @@ class Relations:
                 self._pin_both(product, f"{product.view.parameter} {why}", inputs=False, outputs=False)
             elif bias is not None:
                 shared[bias.parameter].append((product, bias))
-                readers = sorted(self.trace.weight_readers.get(bias.parameter, ()))
-                if readers or bias.parameter in weights or bias.parameter in self.trace.entangled:
-                    why = f"{bias.parameter} is also read by {listed(readers) or 'something else'}"
+                consumers = sorted(self.trace.weight_consumers.get(bias.parameter, ()))
+                if consumers or bias.parameter in weights or bias.parameter in self.trace.entangled:
+                    why = f"{bias.parameter} is also read by {listed(consumers) or 'something else'}"
                     self._pin_both(product, why, inputs=False)
         for name, uses in shared.items():
             why = f"{name} is also the bias of another product"
@@ -315,7 +315,7 @@ class Relations:
 def unused_weights(trace: Trace, model: nn.Module) -> dict[int, str]:
     """By number of channels, a weight that no call used and that may read as many."""
     used = {source.product.view.parameter for source in trace.sources.values() if source.product}
-    used |= set(trace.weight_readers)
+    used |= set(trace.weight_consumers)
     own = tuple(f"{norm}." for norm in trace.norms)
     names: dict[int, list[str]] = defaultdict(list)
     for key, p in model.named_parameters():

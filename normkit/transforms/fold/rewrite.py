@@ -163,14 +163,14 @@ def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.M
     if action in GONE:
         new: nn.Module = nn.Identity()
     elif action == "gain folded":
-        new = _plain(copy.deepcopy(node.rest), channel_dim).to(like.device)
+        new = _without_parameters(copy.deepcopy(node.rest), channel_dim).to(like.device)
     else:
         weight = None if action == "add" else gain.to(like)
         new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)
     return put(model, node.name, new.train(old.training))
 
 
-def _plain(rest: nn.Module, channel_dim: int) -> nn.Module:
+def _without_parameters(rest: nn.Module, channel_dim: int) -> nn.Module:
     """PyTorch's own version of a norm without parameters where there is one."""
     if channel_dim == -1 and type(rest) is LayerNorm:
         return nn.LayerNorm(rest.dim, rest.eps, elementwise_affine=False)

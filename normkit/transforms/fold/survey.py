@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import fold_weights
-from normkit.transforms.checks import copy_model, refuse_meta, refuse_quantized, refuse_training, refuse_wrapped
+from normkit.transforms.checks import (
+    check_not_meta,
+    check_not_quantized,
+    check_not_training,
+    check_not_wrapped,
+    copy_model,
+)
 from normkit.transforms.convert import find, unreadable
 from normkit.transforms.fold.float64 import in_float64, widened
 from normkit.transforms.fold.inputs import Call, longer, variants
@@ -45,8 +51,8 @@ class Survey:
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any, untie: bool, other: bool,
         verb: str, step: Callable[[str], None] = lambda label: None,
     ):  # fmt: skip
-        for refuse in (refuse_wrapped, refuse_quantized, refuse_training, refuse_meta):
-            refuse(model, verb)
+        for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
+            check(model, verb)
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.other = other
         self.model = self.double()

@@ -130,7 +130,7 @@ class Trace:
         self.sources: dict[Any, Source] = {}
         self.inputs: dict[str, Tensor] = {}  # norm: pairs (code, channel)
         self.slots: dict[Product, Tensor] = {}  # pairs (code, input of the product)
-        self.weight_readers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
+        self.weight_consumers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
         self.biases: dict[Product, View] = {}
         self.entangled: dict[str, str] = {}  # parameters that are views of one another's memory
         self.sizes: dict[str, int] = {}  # numbers of elements

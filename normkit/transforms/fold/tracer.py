@@ -88,7 +88,7 @@ class Tracer(TorchDispatchMode):
     def read_weight(self, tensor: Tensor, by: str) -> None:
         """Note that `by`, which is no product, reads a tensor if that is a weight."""
         if (parameter := self._parameter(tensor)) is not None:
-            self.trace.weight_readers[parameter].add(by)
+            self.trace.weight_consumers[parameter].add(by)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
