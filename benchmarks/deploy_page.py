@@ -98,11 +98,10 @@ def headline(folder: Path = RESULTS) -> str:
     names = ", ".join(f"`{result['rows'][0]['model']}`" for result in shown)
     return "\n".join([
         *lines, "",
-        "Time of the model with `un` folded, relative to LayerNorm, each in its fastest recipe for int8: onnxruntime,",
-        f"batch 1, one pinned thread of an {cpu(where)}, n = {n} rounds by turns, median (20th to 80th percentile), "
-        f"commit {commits}.",
-        "Cosine: outputs to those of the same model in float32; only MiniLM's weights are trained.",
-        f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes; the rows are\n{names}.",
+        "Time with `un` folded relative to LayerNorm, and cosine to the model in float32, each in its fastest recipe.",
+        (f"onnxruntime, batch 1, one pinned thread of an {cpu(where)}, n = {n} rounds by turns, median (20th to 80th "
+        f"percentile), commit {commits}; only MiniLM's weights are trained."),
+        f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes; the rows are {names}.",
     ])  # fmt: skip
 
 
