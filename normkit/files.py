@@ -41,11 +41,12 @@ def write_whole(path: Path, data: bytes) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder that a command writes to, and check that files can be made there.
+    """Check that a command can make a folder and files in it; nothing stays.
 
     Raises:
         ValueError: if the folder cannot be made or written to.
     """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -53,6 +54,10 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise ValueError(f"--out {folder} is no folder that can be written to ({why}); name another folder") from None
+    finally:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
 
 
 def open_regular(path: str | Path) -> BinaryIO:

@@ -180,7 +180,7 @@ def test_bench_explains_without_a_clock(typed):
         (["--norms", "lay"], "did you mean 'layer'"),
         (["--rounds", "0"], "--rounds must be a whole number >= 1; got 0"),
         (["--dtype", "fp8"], "float32"),
-        (["nowhere"], "there is no nowhere"),
+        (["nowhere"], "there is no file or folder nowhere"),
     ],
 )
 def test_bad_input_is_one_line(typed, words, message):

@@ -55,7 +55,8 @@ class WarmupNorm(StatNorm):
 
     def is_later(self, step: Tensor, least: int) -> Tensor:
         """Return True after the warm-up and `least` steps."""
-        return (step > self.end_of_warmup()) & (step > least)
+        end = self.end_of_warmup()
+        return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
 
     def known_end(self) -> int:
         """Return the same as far as the host has seen it, for kernels."""

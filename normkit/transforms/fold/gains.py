@@ -36,7 +36,7 @@ def _small(node: NormNode) -> Tensor:
 
 
 class _Channels:
-    """Channels in classes that share a coordinate, and for each class its producers and consumers."""
+    """Classes of channels that share a coordinate, and the producers and consumers of each."""
 
     def __init__(self, relations: Relations):
         self.root = united(relations.trace.codes, [link.followed for link in relations.links]).root
