@@ -3,7 +3,6 @@
 import contextlib
 import os
 import stat
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,26 +37,6 @@ def write_whole(path: Path, data: bytes) -> Path:
         os.fsync(directory)
         os.close(directory)
     return path
-
-
-def check_writable(folder: Path) -> None:
-    """Check that a command can make a folder and files in it; nothing stays.
-
-    Raises:
-        ValueError: if the folder cannot be made or written to.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ValueError(f"--out {folder} is no folder that can be written to ({why}); name another folder") from None
-    finally:
-        with contextlib.suppress(OSError):
-            for path in missing:
-                path.rmdir()
 
 
 def open_regular(path: str | Path) -> BinaryIO:

@@ -5,8 +5,7 @@
 
 from pathlib import Path
 
-from normkit.cli.line import command, write
-from normkit.files import check_writable
+from normkit.cli.line import check_writable, command, write
 
 
 @command

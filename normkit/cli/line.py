@@ -6,7 +6,9 @@ import inspect
 import io
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from normkit.text import escape
@@ -78,6 +80,26 @@ def _one_line(box: str) -> str:
 def typed(*words: str) -> str:
     """Format a command as it is typed in a shell."""
     return shlex.join(["normkit", *words])
+
+
+def check_writable(folder: Path) -> None:
+    """Check that a command can make a folder and files in it; nothing stays.
+
+    Raises:
+        ValueError: if the folder cannot be made or written to.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ValueError(f"--out {folder} is no folder that can be written to ({why}); name another folder") from None
+    finally:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
 
 
 def write(text: str) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any
 
-from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, parse_arguments, typed, write
+from normkit.cli.line import BAD_INPUT, INTERRUPTED, check_writable, complain, parse_arguments, typed, write
 from normkit.cli.listing import summary
 from normkit.cli.reporting import show
-from normkit.files import check_writable
 from normkit.text import align
 
 

@@ -4,8 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
-from normkit.cli.line import INTERRUPTED, parse_arguments, typed, write
-from normkit.files import check_writable
+from normkit.cli.line import INTERRUPTED, check_writable, parse_arguments, typed, write
 
 
 def study(arguments: list[str]) -> int:

@@ -72,7 +72,7 @@ class RunCallback(lightning.Callback):
         self._start_recorder(pl_module.model)
         if self._rng:
             _set_rng(self._rng[trainer.global_rank])
-        if any(isinstance(module, StatNorm) for module in pl_module.modules()):
+        if pl_module.device.type == "cpu" and any(isinstance(module, StatNorm) for module in pl_module.modules()):
             step_op()  # compiles on the first run of a machine, which is no part of the training time
         self._started = time.perf_counter()
 
