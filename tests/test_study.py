@@ -87,6 +87,11 @@ def test_a_grid_is_rows_times_columns_that_have_a_recipe():
 def test_rows_are_chosen_by_norm_or_label():
     for name in ("un", "UN"):
         assert {cell.row for cell in expand(TOY, "pocket", [name])} == {2}
+    longer = Row(label="un(warmup=9)", settings={"model.norm": "un(warmup=9)"})
+    study = dataclasses.replace(TOY, rows=(*ROWS, longer))
+    assert {cell.row for cell in expand(study, "pocket", ["un"])} == {2, 3}, "all rows with this norm"
+    named = dataclasses.replace(TOY, rows=(ROWS[0], ROWS[1], dataclasses.replace(ROWS[2], label="un"), longer))
+    assert {cell.row for cell in expand(named, "pocket", ["un"])} == {2}, "the row of this label alone"
     with pytest.raises(ValueError, match=r"row of toy named 'layr' \(did you mean 'layer'\?\)"):
         expand(TOY, "pocket", ["layr"])
     with pytest.raises(ValueError, match="no scale 'pockets'; there are pocket, gpu, paper"):

@@ -32,7 +32,8 @@ def study(arguments: list[str]) -> int:
             list_: List all studies with the scales at which they can be run, and exit.
             scale: pocket (two CPU cores, minutes a run), gpu (one GPU, ten minutes a run) or paper (the original).
             seeds: Runs of each cell, with seeds 0, 1, ...
-            only: Norms or labels of the rows to run; the default is all. The table shows all finished runs.
+            only: Labels of the rows to run, or norms, for all rows with a norm if no row has this label; default: all.
+                The table shows all finished runs.
             out: Folder of runs and tables.
             processes: Runs at the same time on this machine; at scale pocket each has one thread.
             ray: Run on Ray at this address, or on a local Ray without one: one run per free core or GPU.

@@ -176,7 +176,7 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
     Args:
         study: The study.
         scale: One of SCALES.
-        only: Norms or labels of rows; empty for all rows.
+        only: Labels of rows, or norms, for all rows with a norm if no row has this label; empty for all rows.
 
     Raises:
         ValueError: If the scale is unknown, or no row has a name in `only`.
@@ -186,9 +186,11 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
     names = sorted(set().union(*(row.names for row in study.rows)))
     for name in only:
         pick(dict.fromkeys(names), name, f"row of {study.id}")
+    labels = {row.label for row in study.rows}
+    norms = set(only) - labels
     cells = []
     for number, row in enumerate(study.rows):
-        if row.settings is None or (only and row.names.isdisjoint(only)):
+        if row.settings is None or (only and row.label not in only and row.names.isdisjoint(norms)):
             continue
         for place, column in enumerate(study.columns):
             if (base := study.base(row, place, scale)) is None:
