@@ -121,11 +121,12 @@ void column_backward(const ColumnBackward& given, int threads) {
     const int64_t n = given.n, channels = given.channels, groups = given.groups;
     const float eps = given.eps;
     const int real = given.real;
+    const int64_t width = channels / std::max<int64_t>(groups, 1);  // of a group of layer-scale
     const Chunks chunks(n);
     const int64_t size = sums ? (real ? 4 : 2) * channels : 0;
     Floats parts(chunks.number * size);
     chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
-        InputRows<T> rows(x, channels, groups, eps), grads(dy, channels);
+        InputRows<T> rows(x, channels), grads(dy, channels);
         OutputRows<T> results(dx, n, channels);
         Floats block(size);
         for (int64_t first = from; first < to; first += BLOCK) {
@@ -139,19 +140,27 @@ void column_backward(const ColumnBackward& given, int threads) {
                 float *sum = block.data() + (real && kept ? 2 * channels : 0), *with = sum + channels;
                 const auto pass = [&](auto writes, auto adds, auto shifts, auto real_row, auto scales) {
                     constexpr bool WRITES = writes, ADDS = adds, SHIFTS = shifts, REAL = real_row, SCALES = scales;
-                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width) {
-                        const float r = rows.factor[k];
+                    for (int64_t at = 0; at < channels; at += width) {
+                        float r = 1, along = 0;
+                        if constexpr (SCALES) {  // the gradient of u is `direct + through * r`
+                            const auto direct = [=](int64_t c) {
+                                const float of_dy = g[c] * dy_coefficient[c];
+                                return REAL && SHIFTS ? of_dy + constant[c] - mean[c] * x_coefficient[c] : of_dy;
+                            };
+                            const auto [square, with_direct, with_through] = totals(
+                                at, at + width, square_of(row),
+                                [=](int64_t c) { return WRITES ? direct(c) * row[c] : 0; },
+                                [=](int64_t c) { return WRITES && REAL ? x_coefficient[c] * row[c] * row[c] : 0; });
+                            r = 1 / std::sqrt(square / width + eps);
+                            along = (with_direct + with_through * r) * r * r / width;
+                        }
                         const auto apart = [=](int64_t c) { return SHIFTS ? row[c] * r - mean[c] : row[c] * r; };
                         const auto gradient = [=](int64_t c) {  // of u
                             const float direct = g[c] * dy_coefficient[c];
                             if constexpr (!REAL) return direct;
                             return direct + apart(c) * x_coefficient[c] + (SHIFTS ? constant[c] : 0);
                         };
-                        float along = 0;
-                        if constexpr (WRITES && SCALES)
-                            along = total(at, at + rows.width, [=](int64_t c) { return gradient(c) * row[c]; }) *
-                                    r * r / rows.width;
-                        each(at, at + rows.width, [=](int64_t c) {
+                        each(at, at + width, [=](int64_t c) {
                             if constexpr (ADDS) sum[c] += g[c], with[c] += g[c] * apart(c);
                             if constexpr (!WRITES) return;
                             put(out + c, SCALES ? r * (gradient(c) - row[c] * along) : gradient(c));

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -62,6 +63,15 @@ inline float total(int64_t first, int64_t last, Body body) {
 #pragma omp simd reduction(+ : sum)
     for (int64_t c = first; c < last; ++c) sum += body(c);
     return sum;
+}
+
+// The sums of three functions on one reading.
+template <class First, class Second, class Third>
+inline std::array<float, 3> totals(int64_t first, int64_t last, First a, Second b, Third d) {
+    float of_a = 0, of_b = 0, of_d = 0;
+#pragma omp simd reduction(+ : of_a, of_b, of_d)
+    for (int64_t c = first; c < last; ++c) of_a += a(c), of_b += b(c), of_d += d(c);
+    return {of_a, of_b, of_d};
 }
 
 inline auto square_of(const float* x) {

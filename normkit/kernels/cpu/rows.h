@@ -74,9 +74,11 @@ void row_backward(const RowBackward& given, int threads) {
                 const auto pass = [&](auto weighted, auto adds) {
                     constexpr bool WEIGHTED = weighted, ADDS = adds;
                     const auto g = [=](int64_t c) { return WEIGHTED ? dy[c] * weight[c] : dy[c]; };
-                    const Factor factor(total(0, channels, square_of(u)), channels, eps, length);
+                    const auto [square, dot, none] = totals(
+                        0, channels, square_of(u), [=](int64_t c) { return g(c) * u[c]; },
+                        [](int64_t) { return 0; });
+                    const Factor factor(square, channels, eps, length);
                     const float r = factor.value;
-                    const float dot = total(0, channels, [=](int64_t c) { return g(c) * u[c]; });
                     const float along = factor.clamped ? 0 : dot * r * r / (length ? 1 : channels);
                     each(channels, [=](int64_t c) {
                         if constexpr (ADDS) sum[c] += dy[c], with[c] += dy[c] * (u[c] * r);
