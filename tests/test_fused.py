@@ -118,6 +118,21 @@ def test_norms_on_fused_kernels_equal_the_reference(spec, masked):
     assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_layer_norm_of_bfloat16_with_float32_parameters(weighted, biased):
+    torch.manual_seed(0)
+    x, found = torch.randn(6, 8).bfloat16(), []
+    for choice in ("auto", "reference"):
+        leaf, weight = x.clone().requires_grad_(), torch.ones(8, requires_grad=True) if weighted else None
+        bias = torch.ones(8, requires_grad=True) if biased else None
+        with normkit.kernels(choice):
+            y = ops.layer(leaf, weight, bias, 1e-5)
+            y.float().pow(3).sum().backward()
+        found.append([y.detach(), *(t.grad for t in (leaf, weight, bias) if t is not None)])
+    assert_close(found[0], found[1], atol=0.05, rtol=0.02)
+
+
 @pytest.mark.parametrize("choice", ["auto", "fused", "reference"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_padding_moves_no_state(kind, choice):

@@ -144,6 +144,7 @@ def test_a_time_first_model_gets_its_mask_turned():
         ((1 - padding().float()) * -1e9, "src_key_padding_mask"),
         ((1 - padding().float())[:, None, None, :] * -1e9, "attention_mask"),
         (padding().bool()[:, None, None, :].expand(2, 3, 7, 7), "attention_mask"),
+        (~padding().bool()[:, None, :].expand(2, 7, 7), "key_padding_mask"),
         (torch.full((7, 7), -torch.inf).triu(1) + (1 - padding().float())[:, None, :] * -1e9, "attention_mask"),
     ],
 )

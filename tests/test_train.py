@@ -5,6 +5,8 @@ import errno
 import json
 import math
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from normkit.lab.report.verdict import sentences
 from normkit.lab.studies import runner
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.tasks import TASKS
+from normkit.lab.train import callbacks
 from normkit.lab.train.build import build_model
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
 from normkit.lab.train.config import Run
@@ -151,6 +154,15 @@ def test_loss_that_is_not_finite_ends_the_run_with_a_row(tmp_path):
     assert all(math.isfinite(point["train_loss"]) for point in result["curve"])
     assert result["scores"] == {}
     assert results.read(tmp_path)["status"] == result["status"]
+
+
+def test_compilation_is_no_part_of_the_training_time(tmp_path, monkeypatch):
+    order = []
+    clock = SimpleNamespace(perf_counter=lambda: order.append("clock") or time.perf_counter())
+    monkeypatch.setattr(callbacks, "time", clock)
+    monkeypatch.setattr(callbacks, "step_op", lambda: order.append("compile"))
+    train(dataclasses.replace(SMALL, steps=2, model=dataclasses.replace(TINY, norm="un")), tmp_path)
+    assert order[:2] == ["compile", "clock"]
 
 
 def test_accumulation_takes_several_batches_to_a_step(tmp_path):

@@ -68,6 +68,21 @@ def test_a_file_and_a_logger(tmp_path):
     assert watch.read(tmp_path) == expected, "as if it had not been interrupted"
 
 
+def test_padding_is_found_in_a_batch_with_names(tmp_path):
+    class Named(Module):
+        def training_step(self, batch, index):
+            return super().training_step(batch["x"], index)
+
+    watching = Watch(every=1, quantities=["tokens"])
+    batch = {"x": torch.randn(2, 3, 4), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+    trainer = lightning.Trainer(
+        max_steps=2, callbacks=[watching], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=tmp_path, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Named(), torch.utils.data.DataLoader([batch, batch], batch_size=None))
+    assert [row.value for row in watching.rows] == [3, 3]
+
+
 class Listening(lightning.loggers.Logger):
     """A logger with the methods that Lightning calls."""
 

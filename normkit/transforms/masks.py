@@ -129,12 +129,12 @@ def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
         raise ValueError(
             f"{name} must be [batch, tokens] or [batch, (heads,) queries, keys]; got shape {tuple(given.shape)}"
         )
-    if name.endswith("padding_mask"):
-        return given > -1 if given.dtype.is_floating_point else ~given.bool()
-    if given.dim() == 2:
-        return given > 0.5 if given.dtype.is_floating_point else given.bool()
-    keep = given > -1 if given.dtype.is_floating_point else given.bool()
-    return keep.any(1) if given.dim() == 3 else keep.any(1).any(1)
+    padding = name.endswith("padding_mask")
+    if given.dtype.is_floating_point:
+        real = given > (0.5 if given.dim() == 2 and not padding else -1)
+    else:
+        real = given.bool() ^ padding
+    return real if given.dim() == 2 else real.flatten(1, -2).any(1)
 
 
 def fit(mask: Tensor, shape: torch.Size, time_first: bool) -> Tensor | None:

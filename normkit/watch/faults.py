@@ -231,8 +231,8 @@ def nu(check: Check, recording: Recording) -> list[Finding]:
     hit = {}
     for site, series in recording.of("Gamma").items():
         bound = recording.of("Gamma_bound").get(site)
-        if bound is not None and series.middle() > LIMITS["Gamma"] * last(bound):
-            hit[site] = series.middle() / last(bound)
+        if bound is not None and series.middle() > LIMITS["Gamma"] * (most := last(bound)) > 0:
+            hit[site] = series.middle() / most
     for site, series in recording.of("nu").items():
         values = [value for _, value in series.points() if value > 0]
         if values and max(values) > LIMITS["nu"] * statistics.median(values):

@@ -238,6 +238,7 @@ class NormRecorder:
         if self._is_due() and isinstance(y, Tensor) and y.requires_grad:
             x, mask = self._given(args, kwargs)
             step, moments, x = self.recorder.step, self.moments, x.detach()
+            mask = self.choose_mask(x, mask)  # now: another forward may come before the backward
             y.register_hook(lambda dy: self.sample_gradient(step, x, dy, mask, moments))
         self.moments = None
         return None
@@ -245,17 +246,23 @@ class NormRecorder:
     @torch.no_grad()
     def sample_input(self, x: Tensor, mask: Tensor | None) -> Moments:
         """Measure the input; return its moments, which `sample_gradient` can use again."""
-        x = self.site.channels_last(x)
-        fields = gather(self.site, self.memory, x, self._mask(x, mask), self.recorder.padding.mask(x.shape[:-1]))
+        mask, x = self.choose_mask(x, mask), self.site.channels_last(x)
+        fields = gather(self.site, self.memory, x, mask, self.recorder.padding.mask(x.shape[:-1]))
         self._add(self.recorder.step, fields, "x", fields["quadratic"])
         return fields["mean"], fields["var"], fields["count"]
 
     @torch.no_grad()
     def sample_gradient(self, step: int, x: Tensor, dy: Tensor, mask: Tensor | None, moments: Moments | None) -> None:
-        """Measure the gradient of the output; `moments` are those of the input, if known."""
+        """Measure the gradient of the output by `choose_mask`; `moments` are those of the input, if known."""
         x, dy = self.site.channels_last(x), self.site.channels_last(dy)
-        fields = gather_gradient(self.site, x, dy, self._mask(x, mask), moments)
+        fields = gather_gradient(self.site, x, dy, mask, moments)
         self._add(step, fields, "g", fields["g_psi2"])
+
+    def choose_mask(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The mask of a norm; for a per-token one, that of batch statistics in its place."""
+        if mask is not None or self.site.stateful:
+            return mask
+        return self.recorder.padding.mask(self.site.channels_last(x).shape[:-1])
 
     def _add(self, step: int, fields: Fields, side: str, followed: Tensor) -> None:
         last = int(getattr(self.site.module, "window", 4))
@@ -273,10 +280,6 @@ class NormRecorder:
             x = kwargs["x"] if "x" in kwargs else args[0]
             return x, self.site.module.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))
         return args[0] if args else next(iter(kwargs.values())), None
-
-    def _mask(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The mask of a norm; for a per-token one, that of batch statistics in its place."""
-        return self.recorder.padding.mask(x.shape[:-1]) if mask is None and not self.site.stateful else mask
 
 
 def _check(model: object, alpha: float, **counts: object) -> None:

@@ -1,6 +1,6 @@
 """Record the norms of any LightningModule: rows to a file and to loggers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ def log_rows(rows: Iterable[Row], loggers: Iterable[Any], quantities: Iterable[s
 
 class Watch(lightning.Callback):
     """Records statistics of norms: `Trainer(callbacks=[Watch(to="rows.csv")])`.
+
+    Padding is left out by the `padding_idx` of embeddings, or by `attention_mask` or `...padding_mask` of a batch that
+    is a mapping.
 
     Args:
         every: Batches from one measurement to the next.
@@ -79,6 +82,8 @@ class Watch(lightning.Callback):
         """Begin a step."""
         if self._recorder is not None:
             self._recorder.begin_step()
+            if isinstance(batch, Mapping):
+                self._recorder.padding.read((), batch)
             if self._recorder.due:
                 self._global[self._recorder.step] = trainer.global_step
 
