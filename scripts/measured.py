@@ -9,15 +9,20 @@ python scripts/measured.py runs/demo   # copy the results of this demo to result
 import json
 import re
 import shutil
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from normkit.lab.report.seeds import interval
+
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "log.md")
 DEMO = ROOT / "results" / "demo"
 TABLES = ROOT / "results" / "studies" / "pocket" / "tables"
+FOLDED = ROOT / "results" / "folded-multi30k.json"
+BY_HAND = ("un", "power(groups=0)", "mabn")  # rows that README shows with warmup=auto instead
 KEPT = ("table.txt", "curves.png", "statistics.png", "*/result.json")
 PLACE = re.compile(r"<!-- measured: (\S+) -->\n.*?<!-- /measured -->", re.DOTALL)
 
@@ -71,20 +76,45 @@ def demo() -> str:
 
 
 def multi30k() -> str:
-    """Format BLEU of short runs (of several seeds) and of long runs on Multi30k."""
-    short, long = (
-        json.loads((TABLES / f"core.multi30k{end}.json").read_text(encoding="utf8")) for end in ("", "-hour")
+    """Format BLEU of short and of long runs on Multi30k.
+
+    Of long runs also the difference from LayerNorm, and BLEU after folding.
+    """
+    core, warmup, long = (
+        json.loads((TABLES / f"{name}.json").read_text(encoding="utf8"))["rows"]
+        for name in ("core.multi30k", "warmup.multi30k", "core.multi30k-hour")
     )
-    after = {row["label"]: row["cells"][0] for row in long["rows"]}
-    lines = ["| norm | 1,600 steps | 10,000 steps |", "|---|---|---|"]
-    for row in short["rows"]:
-        if row["cells"][0].get("n", 0) > 1:
-            lines.append(f"| `{row['label']}` | {_mean(row['cells'][0])} | {_mean(after.get(row['label'], {}))} |")
+    automatic = [row for row in warmup if "warmup=auto" in row["label"]]
+    rows = [*(row for row in core if row["label"] not in BY_HAND), *automatic]
+    short = {row["label"]: row["cells"][0] for row in rows if row["cells"][0].get("n", 0) > 1}
+    after = {row["label"]: row["cells"][0] for row in long if row["cells"][0].get("n")}
+    folded = {row["run"]: row["folded"] for row in json.loads(FOLDED.read_text(encoding="utf8"))}
+    lines = ["| norm | 1,600 steps | 10,000 steps | minus `layer` | folded |", "|---|---|---|---|---|"]
+    for label in dict.fromkeys([*short, *(name for name in after if name not in BY_HAND)]):
+        cell = after.get(label, {})
+        values = [folded[run["folder"]] for run in cell.get("runs", ()) if run["folder"] in folded]
+        pieces = [_mean(short.get(label, {})), _mean(cell), _difference(cell, after["layer"]), _average(values)]
+        lines.append(f"| `{label}` | {' | '.join(pieces)} |")
     lines += [
         "",
-        "Mean ± standard deviation (seeds); `normkit study core.multi30k`, `normkit study core.multi30k-hour`.",
+        "Mean ± standard deviation (seeds); difference of runs of the same seed with its 95 % interval (Student's t);",
+        "`normkit study core.multi30k`, `warmup.multi30k`, `core.multi30k-hour`; `python benchmarks/folded_scores.py`.",
     ]
     return "\n".join(lines)
+
+
+def _difference(cell: dict, base: dict) -> str:
+    """The mean difference over the seeds that both have."""
+    ours, theirs = ({run["seed"]: run["value"] for run in each.get("runs", ())} for each in (cell, base))
+    pairs = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if cell is base or len(pairs) < 2:
+        return ""
+    mean, half = interval(pairs)
+    return f"{mean:+.1f} ± {half:.1f}"
+
+
+def _average(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.1f} ({len(values)})" if values else ""
 
 
 def _mean(cell: dict, digits: int = 1) -> str:
