@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from normkit.lab.data.batches import batches_of
-from normkit.watch import NOT_CHECKED, Recorder, Row, advise, diagnose
+from normkit.watch import NOT_CHECKED, Recorder, Row, advise, diagnose, record
 from normkit.watch.length import target_share
 from normkit.watch.recording import as_recording
 
@@ -61,3 +61,30 @@ def test_masks_of_past_steps_are_freed():
     assert [row.value for row in recorder.rows] == [1, 2, 0]
     assert len(recorder.padding.real) == 1
     recorder.close()
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x, attention_mask):
+        return self.norm(x)
+
+
+def test_a_gradient_has_the_mask_of_its_own_forward():
+    """Two forwards come before the first backward pass."""
+    model, x, found = Masked(), torch.randn(2, 3, 6), []
+    masks = [torch.tensor(rows) for rows in ([[1, 1, 0], [1, 0, 0]], [[1, 0, 0], [0, 0, 0]])]
+    for together in (False, True):
+        with record(model, every=1, quantities=["g_psi2"]) as rows:
+            losses = []
+            for mask in masks:
+                losses.append((model(x, mask) * torch.arange(6.0).view(2, 3, 1)).sum())
+                if not together:
+                    losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+        found.append([row.value for row in rows])
+    assert found[1] == found[0]
+    assert found[0][0] != found[0][1]

@@ -19,8 +19,7 @@ from normkit.kernels.cpu import entry as cpu
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Center and scale each row, with the biased variance."""
     joined = all(p is None or dispatch.can_join(x, p.dtype) for p in (weight, bias))
-    if weight is None and bias is not None and bias.dtype is not x.dtype:
-        joined = False  # PyTorch's backward pass would raise an error
+    joined &= weight is not None or bias is None or bias.dtype is x.dtype  # else PyTorch's backward raises an error
     kind = dispatch.select(x, "layer", native=False, fused=joined)
     if kind == "fused":  # PyTorch's kernel computes in float32 by itself
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -51,8 +51,7 @@ def sample_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, ledger: Tensor, 
     """Measure the gradient of its output."""
     listener = LISTENERS.get(key)
     if listener is not None and listener.due:
-        recorder = listener.norms[norm]
-        recorder.sample_gradient(listener.step, x, dy, recorder.choose_mask(x, mask), None)
+        listener.norms[norm].sample_gradient(listener.step, x, dy, listener.norms[norm].choose_mask(x, mask), None)
 
 
 class Tap(torch.autograd.Function):

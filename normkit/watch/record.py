@@ -253,15 +253,7 @@ class NormRecorder:
 
     @torch.no_grad()
     def sample_gradient(self, step: int, x: Tensor, dy: Tensor, mask: Tensor | None, moments: Moments | None) -> None:
-        """Measure the gradient of the output.
-
-        Args:
-            step: The step of the forward.
-            x: Its input.
-            dy: The gradient of its output.
-            mask: That of `choose_mask` in the forward.
-            moments: Moments of the input, if known.
-        """
+        """Measure the gradient of the output; `mask` is that of its forward."""
         x, dy = self.site.channels_last(x), self.site.channels_last(dy)
         fields = gather_gradient(self.site, x, dy, mask, moments)
         self._add(step, fields, "g", fields["g_psi2"])

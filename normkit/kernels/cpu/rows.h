@@ -75,8 +75,7 @@ void row_backward(const RowBackward& given, int threads) {
                     constexpr bool WEIGHTED = weighted, ADDS = adds;
                     const auto g = [=](int64_t c) { return WEIGHTED ? dy[c] * weight[c] : dy[c]; };
                     const auto [square, dot, none] = totals(
-                        0, channels, square_of(u), [=](int64_t c) { return g(c) * u[c]; },
-                        [](int64_t) { return 0; });
+                        0, channels, square_of(u), [=](int64_t c) { return g(c) * u[c]; }, [](int64_t) { return 0; });
                     const Factor factor(square, channels, eps, length);
                     const float r = factor.value;
                     const float along = factor.clamped ? 0 : dot * r * r / (length ? 1 : channels);

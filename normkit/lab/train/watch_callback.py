@@ -35,8 +35,7 @@ def log_rows(rows: Iterable[Row], loggers: Iterable[Any], quantities: Iterable[s
 class Watch(lightning.Callback):
     """Records statistics of norms: `Trainer(callbacks=[Watch(to="rows.csv")])`.
 
-    Padding is left out by the `padding_idx` of embeddings, or by `attention_mask` or `...padding_mask` of a batch that
-    is a mapping.
+    Padding is found by embeddings, and by `attention_mask` or `...padding_mask` of a batch that is a mapping.
 
     Args:
         every: Batches from one measurement to the next.
