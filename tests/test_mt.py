@@ -428,7 +428,7 @@ def by_torchrun(run, folder):
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(corpus, tmp_path):
-    """Synchronised statistics, replicated or sharded; an interrupted run reaches the same weights."""
+    """Replicated or sharded, with synchronised statistics, and resumed to the same weights."""
     losses = {}
     for strategy in ("ddp", "fsdp2"):
         folder = tmp_path / strategy
