@@ -40,10 +40,10 @@ model = nk.convert(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), 
 print(nk.audit(model, torch.randn(2, 9, 32)))
 ```
 
-Every model below is tiny and random, with random gains, biases and statistics. Its norms are converted, the model is
-folded, and the folded model is compared with the original in float64: on an example, and on random inputs of other
-shapes. `error` is the largest difference, relative to the largest output. No result is wrong: the largest error on this
-page is {worst:.0e}.
+Every model below is tiny and random, with random gains, biases and statistics. Its norms are converted and the model is
+folded. The folded model is compared with the original in float64, on an example and on random inputs of other shapes.
+`error` is the largest difference, relative to the largest output. No result is wrong: the largest error on this page is
+{worst:.0e}.
 
 ## Norms with frozen statistics
 
@@ -53,7 +53,7 @@ the numbers now. What does not vanish is one multiply-add, or one addition; the 
 GAINS = """## Norms that compute statistics at inference
 
 LayerNorm and RMSNorm stay, but their gain and bias vanish into the layers beside them. "untied" is the number with
-`untie=True`, which gives the output layer a copy of the embedding; an empty cell means that it makes no difference."""
+`untie=True`, which gives the output layer a copy of the embedding. An empty cell means that it makes no difference."""
 
 FURTHER = """## Further architectures
 
@@ -169,7 +169,7 @@ def _minilm() -> list[str]:
     r = json.loads(MINILM.read_text())
     text = (
         f"`all-MiniLM-L6-v2` (BERT, 6 layers of 384 channels, post-norm) with its released weights: the "
-        f"{r['norms']} LayerNorms become `{r['spec']}`, statistics are calibrated on {r['sentences']} sentences, and "
+        f"{r['norms']} LayerNorms become `{r['spec']}`, and statistics are calibrated on {r['sentences']} sentences. "
         f"{r['gone']} of {r['norms']} norms vanish. The folded model differs from the converted one by "
         f"{r['error']:.0e} in float64 and {r['native_error']:.0e} in float32, relative to the largest output. "
         f"Conversion without training costs quality: the cosine between the embeddings of the converted model and the "

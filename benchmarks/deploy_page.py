@@ -100,7 +100,7 @@ def headline(folder: Path = RESULTS) -> str:
         *lines, "",
         "Time with `un` folded relative to LayerNorm, and cosine to the model in float32, each in its fastest recipe.",
         (f"onnxruntime, batch 1, one pinned thread of an {cpu(where)}, n = {n} rounds by turns, median (20th to 80th "
-        f"percentile), commit {commits}; only MiniLM's weights are trained."),
+        f"percentile), commit {commits}. Only MiniLM's weights are trained."),
         f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes; the rows are {names}.",
     ])  # fmt: skip
 

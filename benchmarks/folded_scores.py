@@ -23,6 +23,16 @@ from normkit.lab.train.folder import load
 RESULT = Path(__file__).parents[1] / "results" / "folded-multi30k.json"
 
 
+def obstacle(folder: Path) -> str:
+    """The reason why a folder has nothing to score; empty if it has."""
+    if not (folder / "model.safetensors").is_file():
+        return "no weights here"
+    result = results.read(folder)
+    if result["run"]["task"] != "mt" or "beam" not in result["scores"]:
+        return f"no finished run on parallel text (task {result['run']['task']!r}, status {result['status']!r})"
+    return ""
+
+
 def scored(folder: Path) -> dict[str, Any]:
     """Score a run's model before and after folding.
 
@@ -33,8 +43,6 @@ def scored(folder: Path) -> dict[str, Any]:
         Name and seed of the run, BLEU of both, norms that are gone, error in float64, number of equal translations.
     """
     loaded, result = load(folder), results.read(folder)
-    if loaded.run.task != "mt" or "beam" not in result["scores"]:
-        raise ValueError(f"{folder} is no finished run on parallel text (status {result['status']!r})")
     folded, report = fold_run(loaded)
     run, spec = loaded.run, TASKS[loaded.run.task]
     task = spec.load("module")(run, folded.model.eval(), spec.load("data")(run, lambda stage: None)())
@@ -56,8 +64,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = {row["run"]: row for row in json.loads(RESULT.read_text(encoding="utf8"))} if RESULT.exists() else {}
     for folder in parser.parse_args().runs:
-        if not (folder / "model.safetensors").is_file():
-            print(f"{folder}: no weights here, left out")
+        if why := obstacle(folder):
+            print(f"{folder}: {why}, left out")
             continue
         row = scored(folder)
         rows[row["run"]] = {**row, "where": environment("cpu")}

@@ -7,9 +7,9 @@ from torch import Tensor
 class AsyncCounter:
     """The last value that the host has seen of a counter that only grows.
 
-    On a GPU the value is copied to the host in the background and read in a later call, once it has arrived: the
-    answer may be a step or two late, and is never wrong. Nothing is copied while a CUDA graph is captured. Replace the
-    object when the counter is set back.
+    On a GPU the value is copied to the host in the background and read in a later call, once it has arrived. The
+    answer may be a step or two late, and is never wrong. Nothing is copied while a CUDA graph is captured. Replace
+    the object when the counter is set back.
 
     >>> seen, counter = AsyncCounter(), torch.tensor(3)
     >>> seen.at_least(4, counter), seen.at_least(3, counter)

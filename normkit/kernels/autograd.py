@@ -143,8 +143,8 @@ def _backward(
 def snapshot(tensors: list[Tensor]) -> list[Tensor]:
     """Copies that a compiled backward must keep instead of recomputing them.
 
-    A compiled graph would otherwise recompute small tensors in the backward pass from the buffers that they were
-    made of, which the forward pass has overwritten by then (seen with torch 2.13: window slots off by one). Activation
+    A compiled graph would otherwise recompute small tensors in the backward pass from the buffers that they were made
+    of. The forward pass has overwritten these by then (seen with torch 2.13: window slots off by one). Activation
     checkpointing recomputes this op, too, unless `keep_statistics` excludes it: a RuntimeError.
     """
     if torch._C._current_graph_task_id() != -1:

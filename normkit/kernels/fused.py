@@ -1,8 +1,8 @@
 """Eager arithmetic on a CPU in few passes over memory, with PyTorch's own fused kernels.
 
 A chain of elementwise operations reads and writes every number again and again. The kernels of batch and layer
-normalization compute column moments, column sums and gradients in one pass each, that of weight normalization the
-gradient of a row divided by its length; they take any factors for "statistics".
+normalization compute column moments, column sums and gradients in one pass each. That of weight normalization
+computes the gradient of a row divided by its length. They take any factors for "statistics".
 """
 
 import functools

@@ -9,7 +9,7 @@ class FixNorm(nn.Module):
     """Parametrization of an embedding by rows of length one, `E = W / ||w||`.
 
     The gradient passes through the division. A row no longer than `eps`, as that of padding, stays zero and gets no
-    gradient: the paper's `W / max(||w||, eps)` would give it that of a tied output, times 1 / eps. Inputs are
+    gradient. The paper's `W / max(||w||, eps)` would give it that of a tied output, times 1 / eps. Inputs are
     `sqrt(dim) * E[token]`, tied outputs `h @ E.T (+ bias)`; after a last `ScaleNorm` these are `g cos(w, x)`.
 
     Args:

@@ -27,17 +27,17 @@ class PowerNorm(WarmupNorm):
     as `rest`.
 
     Args:
-        groups: Groups of channels for layer-scale: each group of a token is first divided by its root mean square. 1 as
-            in the paper; the released recipes use the number of heads; 0 means none.
+        groups: Groups of channels for layer-scale: each group of a token is first divided by its root mean square. 1
+            as in the paper, the number of heads in the released recipes, 0 for none.
         alpha_fwd: Share of the old `psi^2` per step; 0.9 as in the released code.
         alpha_bkw: Share of the old `nu` per step; 0.9 as in the released code.
         warmup: Training forwards by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
-            "auto" ends it by drift (`WarmupNorm`); psi in it is then at least as young as after it.
+            "auto" ends it by drift (`WarmupNorm`). psi in it is then at least as young as after it.
         accumulate: psi in the warm-up: "average", plain; "ema", Eq. 10 from the first step; "released", the code's
             average and EMA in one step.
         warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "nu" as the released code.
-        denominator: Divisor of dx: "forward" as in the paper; "batch", the batch's own statistic, as the released code:
-            a channel that is quiet in one batch gets a gradient up to 1/sqrt(eps) times too large.
+        denominator: Divisor of dx: "forward" as in the paper; "batch", the batch's own statistic, as the released
+            code. There a channel that is quiet in one batch gets a gradient up to 1/sqrt(eps) times too large.
         clamp: Keep nu's factor at 0 or above, as nu diverges once Gamma > 2 / (1 - alpha_bkw); off, as in the paper.
 
     >>> import torch

@@ -19,8 +19,8 @@ class TaperNorm(Norm):
     k-th training forward `gate` is 1 while `k <= warmup`, falls as a cosine and is 0 from `k = until` on; then the norm
     folds. At the end of the warm-up c is fixed at the least-squares match of the two branches,
     `c = E[|x weight|^2 / r(x)] / E[|x weight|^2]`, averages over real tokens and the steps before, and `gain` starts as
-    `weight`, to be learned separately: `gain = anchor + drift`, a buffer and a parameter. `.eval()` reads from the
-    device if the gate has reached 0.
+    `weight`, to be learned separately. It is `gain = anchor + drift`, a buffer and a parameter. `.eval()` reads from
+    the device if the gate has reached 0.
 
     Sources: the abstract, and descriptions of the paper by others, give the two branches, the form of the schedule and
     the formula of c. Not implemented: the LayerNorm form, and the auxiliary loss on the scale before the logits. The

@@ -36,8 +36,8 @@ class UN(WarmupNorm):
         window_bkw: Batches per window of the backward pass; None means `window`.
         alpha_bkw: Share of the old `psi` per step; None means `alpha`, 0 no momentum, as rows 4 and 5 of the paper's
             ablations.
-        threshold: V: "scalar", one variance over all entries, as the released code; "channel", one per channel, as the
-            paper's lemma reads: the filter is then active in nearly every step.
+        threshold: V: "scalar", one variance over all entries, as the released code; "channel", one per channel, as
+            the paper's lemma reads. The filter is then active in nearly every step.
         hold: Keep `running` and `psi` unchanged in a filtered step; off, as in the released code.
         warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "ema" removes psi, as the released code.
         compensate: Multiply the gradient by the released code's undocumented

@@ -20,8 +20,8 @@ def audit(
 ) -> Audit:
     """Report for each norm what `fold` can make of it, without changing anything.
 
-    The model runs on the example, and on random inputs of other shapes made after it, while every channel is followed
-    from where it is written to everything that reads it.
+    The model runs on the example, and on random inputs of other shapes made after it. Every channel is followed from
+    where it is written to everything that reads it.
 
     Args:
         model: The model, in evaluation mode.

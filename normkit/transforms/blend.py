@@ -168,9 +168,9 @@ def blend(
         steps: Training forwards of each site until only the new norm acts.
         schedule: "linear", or "cosine" for a slower start and end.
         gap: Training forwards between the starts of successive sites; 0 starts all at once.
-        order: Patterns of names, first to last; a site's place is that of the first that matches. By default the norms
-            of repeated blocks come first, each block's last norm before its others (in pre-norm models: before the
-            MLPs, then before attention), and norms outside of blocks, such as the final one, last.
+        order: Patterns of names, first to last; a site's place is that of the first that matches. By default the
+            norms of repeated blocks come first, each block's last norm before its others (in pre-norm models: before
+            the MLPs, then before attention). Norms outside of blocks, such as the final one, come last.
         first_last: Replace the norms on the first token of each sequence `[batch, time, channels]` after all sites, as
             it often has far larger activations. Until then new norms leave it out of their statistics.
         where: As in `convert`.

@@ -26,8 +26,8 @@ def calibrate(
 
     The model runs in evaluation mode without gradients. In the first pass each norm divides each batch by that batch's
     own statistics, as in training ("precise" statistics). The running statistics become mean and variance (or the
-    quadratic mean) of the inputs over the real tokens of all batches together, computed in float64, whatever the sizes
-    and the order of the batches. Masks count.
+    quadratic mean) of the inputs over the real tokens of all batches together. They are computed in float64, whatever
+    the sizes and the order of the batches. Masks count.
 
     Args:
         model: Model with norms that have running statistics (`convert(model, "un")`).

@@ -112,7 +112,7 @@ def convert(
             norm that none matches stays. `un`, `power` and `mabn` get `warmup="auto"` if the spec has no `warmup`.
         where: Called with name and norm; a norm for which it returns False stays.
         mask_from: Name of the argument of the model's forward that marks real tokens, or rules from patterns of names
-            to arguments; the norms then leave padding out of their statistics. See `normkit.transforms.masks`.
+            to arguments. The norms then leave padding out of their statistics. See `normkit.transforms.masks`.
         inplace: Change the given model. By default it is copied.
 
     Returns:

@@ -31,8 +31,8 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
 
     By default a norm with statistics moves its state in every training forward. Under gradient accumulation that is
     once per micro-batch. After this call each norm gathers the statistics of all batches since the last step, and moves
-    its state by their joint statistics when the optimizer steps. Unlike the option `steps_per_update=k`, this needs no
-    fixed k: a shorter last group of an epoch is handled, and a step that `GradScaler` skips moves no state.
+    its state by their joint statistics when the optimizer steps. Unlike the option `steps_per_update=k`, this needs
+    no fixed k. A shorter last group of an epoch is handled, and a step that `GradScaler` skips moves no state.
 
     Checkpoints do not change. Call it before `torch.compile`, and before the trainer starts. The statistics of batches
     that no optimizer step followed are not in checkpoints.

@@ -25,7 +25,7 @@ def to_rms(
 ) -> tuple[nn.Module, Report]:
     """Return an equivalent model with RMSNorms in place of LayerNorms, and a report on each.
 
-    A LayerNorm subtracts the mean of its input, so the layers that write a residual stream which only LayerNorms read
+    A LayerNorm subtracts the mean of its input. So the layers that write a residual stream which only LayerNorms read
     need not write a mean: `W - mean over outputs of W`, `b - mean(b)`, likewise embeddings and positions. The rest of
     the LayerNorm is `weight * x / sqrt(mean(x^2) + eps) + bias`, an RMSNorm with its bias. Post-norm models cannot do
     this: there a norm's output, which has a mean, is part of the next norm's input.

@@ -24,7 +24,7 @@ class Int8:
     Args:
         batches: Batches to calibrate on, each a call like the example: a mapping of keyword arguments, a tuple or list
             of positional ones, or one argument.
-        scope: What computes in integers. "products": matrix products and convolutions; what they return is in float.
+        scope: What computes in integers. "products": matrix products and convolutions, with outputs in float.
             "stream": also additions and multiplications, so that residual streams are integers.
         per_channel: Give each output channel of a weight a scale of its own.
 

@@ -2,9 +2,9 @@
 
 The statistics of all norms of one width are stacked: `[S, C]`, or `[S]` for one number a norm; a quantity is `[S]`.
 Only real tokens count. A sample of the input has `mean`, `var`, `quadratic` (mean of squares), their `running_...` from
-before this batch, `psi = sqrt(quadratic + eps)`, `sigma`, the affine `weight`, `spread` of its ratio to psi, `count` of
-tokens and `largest`; a sample of the gradient has `g_mu`, `g_sigma2`, `g_psi2` and squares of gradients. States of a
-norm have the names that its class gives them.
+before this batch, `psi = sqrt(quadratic + eps)`, `sigma`, the affine `weight`, `spread` of its ratio to psi, `count`
+of tokens and `largest`. A sample of the gradient has `g_mu`, `g_sigma2`, `g_psi2` and squares of gradients. States of
+a norm have the names that its class gives them.
 """
 
 import operator

@@ -75,7 +75,7 @@ def record(
 class Recorder:
     """Hooks on the norms of a model, and the count of steps that decides when they measure.
 
-    Arguments as for `record`. After `follow()` each training forward of the model is a step; a loop that calls only
+    Arguments as for `record`. After `follow()` each training forward of the model is a step. A loop that calls only
     parts of a model calls `begin_step()` before each step and `end_forward()` after it instead.
 
     Attributes:

@@ -28,8 +28,8 @@ class Waiting(NamedTuple):
 class Rows:
     """The rows recorded so far, oldest first; only reading them waits for the device.
 
-    A row's `step` counts the training forwards of the whole model from 1; `site` is the norm's place in the model, ""
-    for a number of the whole model; `norm` is its spec, or the class name of a norm that is not normkit's.
+    A row's `step` counts the training forwards of the whole model from 1. `site` is the norm's place in the model, ""
+    for a number of the whole model. `norm` is its spec, or the class name of a norm that is not normkit's.
 
     Args:
         keep: Number of rows held, the newest ones; bounds the memory.

@@ -35,10 +35,10 @@ def column_forward(
     """Compute Y (if given) and this program's share of the moments (if SQUARE is given).
 
     SQUARE without SUM: sums of x^2. With SUM: mean and squared deviations of this program's rows, merged tile by tile
-    (Chan, Golub and LeVeque), so that one reading is enough and a large mean costs no digits.
+    (Chan, Golub and LeVeque). So one reading is enough, and a large mean costs no digits.
 
-    For the rule that follows: FINITE, 1 if no sum of shares can overflow, and NEXT, one more than the counter STEP,
-    which the rule's programs must not read while one of them moves it.
+    For the rule that follows: FINITE, 1 if no sum of shares can overflow, and NEXT, one more than the counter STEP.
+    The rule's programs must not read STEP while one of them moves it.
     """
     start, programs = tl.program_id(0), tl.num_programs(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
 """Images in shards: tar archives in WebDataset's format, Parquet in Hugging Face's.
 
-A tar archive is listed once; the offset and class of each image are kept in the cache (`NORMKIT_CACHE`), so that an
+A tar archive is listed once. The offset and class of each image are kept in the cache (`NORMKIT_CACHE`), so that an
 image is one read of a file. Parquet is compressed by row groups: images of a group are read together, and the groups
 read last are kept in memory.
 """

@@ -3,8 +3,8 @@
 Beside a PyTorch for CPUs, its build for CUDA has no compiled operators.
 
 There `import torchvision` fails for want of `nms`, and detection for want of `nms` and `roi_align`. No library that is
-kept offers these two without a compiled part: torchvision has a `roi_align` of its own in PyTorch, but for masks it
-holds boxes x 784 x pixels numbers, unless it is compiled: 30 GB for 128 boxes in a picture of 320 x 240. So both are
+kept offers these two without a compiled part: torchvision has a `roi_align` of its own in PyTorch. Unless it is
+compiled, it holds boxes x 784 x pixels numbers for masks: 30 GB for 128 boxes in a picture of 320 x 240. So both are
 written here, and registered under torchvision's names where nothing better is. `torchvision_operators()` names those
 in use.
 """

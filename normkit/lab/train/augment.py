@@ -1,7 +1,7 @@
 """Augmentation of images for a classifier, as `Images` describes it.
 
 torchvision crops, flips, erases and mixes; timm has the RandAugment that Vision Transformers are trained with. All of
-them draw from global generators, so these are seeded for each batch and restored afterwards: a batch depends on the
+them draw from global generators, so these are seeded for each batch and restored afterwards. A batch depends on the
 run's seed and its number only, whichever process makes it.
 """
 

@@ -1,7 +1,7 @@
 """Environment variables of launchers: rank of this process, number of processes.
 
-They are read before PyTorch is imported. torchrun counts all processes, SLURM its tasks; Lightning starts the processes
-of a node itself and reads the node's number from NODE_RANK.
+They are read before PyTorch is imported. torchrun counts all processes, SLURM its tasks. Lightning starts the
+processes of a node itself and reads the node's number from NODE_RANK.
 """
 
 import os

@@ -31,14 +31,14 @@ def fold(
     """Return an equivalent model for inference without its norms, and a report on each.
 
     At inference a norm is `rest(x) * scale + shift`. Where `rest` is the identity (norms with frozen statistics, called
-    offline) the norm vanishes in a change of coordinates: the folded model computes `v` where the original computed
-    `x = s * v + t`, with `s` and `t` for each channel such that the norm is the identity on `v`. Products with a weight
+    offline) the norm vanishes in a change of coordinates. The folded model computes `v` where the original computed `x
+    = s * v + t`, with `s` and `t` for each channel such that the norm is the identity on `v`. Products with a weight
     take `s` and `t` of what they read and write, embeddings and tables those of what they write. A norm stays as one
     multiply-add (or one addition, where zero padding is in the way) if this contradicts something that fixes the
     coordinates at both of its ends: a nonlinear operation, the model's input or output, a tied weight. Of norms that
     compute statistics of each token the gain and bias vanish if they can. What stays has its reason in the report.
 
-    The connections are not assumed but traced, see `audit`, and the result is compared with the original in float64 on
+    The connections are not assumed but traced, see `audit`. The result is compared with the original in float64 on
     the example and on random inputs of other shapes. Numbers and flags are taken as fixed; a norm that a weight might
     read which no call used (an expert, another head) stays. Weights that are tied stay tied. The original is not
     changed.
@@ -52,13 +52,13 @@ def fold(
             lets the gain of a last norm that computes statistics vanish.
         other_shapes: Also verify with other lengths and sizes. False suits a model that will never see another length
             or size (Swin at a multiple of its window, where nothing is padded).
-        spread: A limit for the largest range of a channel of a residual stream over that of the median channel, on the
-            example or the batches of `balance`; multiply-adds stay where it would be exceeded. None, no limit, is right
-            for float32 and bfloat16; float16 and integers need a small one (such as 16), for the gains of a post-norm
-            stream multiply up over its depth.
-        balance: Batches on which to measure the ranges of the channels; scales that folding leaves free are chosen such
-            that the ranges are equal, for float16 and integers. A mapping is passed as keywords, a tuple or list as
-            arguments.
+        spread: A limit for the largest range of a channel of a residual stream over that of the median channel, on
+            the example or the batches of `balance`. Multiply-adds stay where it would be exceeded. None, no limit, is
+            right for float32 and bfloat16. float16 and integers need a small one (such as 16), for the gains of a
+            post-norm stream multiply up over its depth.
+        balance: Batches on which to measure the ranges of the channels. Scales that folding leaves free are chosen
+            such that the ranges are equal, for float16 and integers. A mapping is passed as keywords, a tuple or list
+            as arguments.
         **kwexample: The keyword arguments of the call.
 
     Returns:

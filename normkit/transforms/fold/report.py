@@ -15,8 +15,8 @@ class Outcome:
     `action` is "folded" (into layers that read it, and those that write its input where a stream was rescaled),
     "folded back" (only into layers that write its input), "multiply-add" or "add" (all that is left of it), or
     "kept". Of a norm that computes statistics at inference it is "gain folded", "gain changed" (it took the scale and
-    shift of norms after it) or "kept". `into` are the layers that took its scale and
-    shift, `why` is the reason for what is left, `saved` is the number of parameters that the model has fewer.
+    shift of norms after it) or "kept". `into` are the layers that took its scale and shift, `why` is the reason for
+    what is left. `saved` is the number of parameters that the model has fewer.
     """
 
     name: str
