@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from normkit.norms import UN, BatchNorm, LayerNorm, Norm, RMSNorm, make
 from normkit.transforms import audit, calibrate, convert, export, find, fold, unreadable
-from normkit.transforms.third_party import CannotRead, equivalent, read
+from normkit.transforms.third_party import CannotRead, equivalent, read_norm
 
 
 def run(case, model=None, **changes):
@@ -275,17 +275,17 @@ def test_modules_that_are_norms_by_name_only_are_refused():
 
     for module in (LayerNorm(4), RMSNorm(), nn.LayerNorm((3, 4)), nn.BatchNorm1d(4, track_running_stats=False)):
         with pytest.raises(CannotRead):
-            read(module)
+            read_norm(module)
     with pytest.raises(ValueError, match="RMSNorm computes something else than its name suggests"):
         convert(nn.Sequential(RMSNorm()), "un")
 
 
 def test_our_equivalent_of_a_reading_shares_nothing():
     module = nn.LayerNorm(4)
-    norm = equivalent(read(module))
+    norm = equivalent(read_norm(module))
     norm.weight.data.zero_()
     assert module.weight.sum() == 4
-    assert isinstance(equivalent(read(RMSNorm(4, eps_at="outside"))), RMSNorm)
+    assert isinstance(equivalent(read_norm(RMSNorm(4, eps_at="outside"))), RMSNorm)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile

@@ -17,7 +17,7 @@ from normkit.transforms.checks import check_not_quantized, check_not_wrapped, co
 from normkit.transforms.convert import chosen_sites, find, replace_all, replacement, take_hooks
 from normkit.transforms.invoke import input_and_mask
 from normkit.transforms.masks import MaskFrom
-from normkit.transforms.third_party import equivalent, read
+from normkit.transforms.third_party import equivalent, read_norm
 
 Schedule = Literal["linear", "cosine"]
 
@@ -313,7 +313,7 @@ def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blen
     if isinstance(old, Norm):
         new, outgoing = (copy.deepcopy(norm, dict(own)) for norm in (new, old))
     else:
-        found = read(old)
+        found = read_norm(old)
         outgoing = equivalent(found)
         outgoing = outgoing if like is None or found.weight is not None else outgoing.to(like.device, like.dtype)
         for key in ("weight", "bias"):

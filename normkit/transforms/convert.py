@@ -20,7 +20,7 @@ from normkit.transforms.third_party import (
     Found,
     is_named_norm,
     is_parametrization,
-    read,
+    read_norm,
     statistics,
     write,
 )
@@ -82,7 +82,7 @@ def unreadable(model: nn.Module) -> dict[str, str]:
 def _try_read(module: nn.Module) -> Found | CannotRead:
     """Return what a module computes, or the reason why it cannot be read."""
     try:
-        return read(module)
+        return read_norm(module)
     except CannotRead as reason:
         return reason
 
@@ -193,7 +193,7 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
 
     Returns the old norm if the spec describes it. `like` gives device and dtype if the old norm has no tensors.
     """
-    found = read(old)
+    found = read_norm(old)
     name, given = parse(spec)
     if isinstance(old, Norm) and parse(old.spec)[0] == name and all(old.option(k) == v for k, v in given.items()):
         return old

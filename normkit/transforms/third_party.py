@@ -47,14 +47,14 @@ class CannotRead(Exception):
     """Module that is no norm, or a norm that cannot be read; the message has the reason."""
 
 
-def read(module: nn.Module) -> Found:
+def read_norm(module: nn.Module) -> Found:
     """Read what a norm computes.
 
     Raises:
         CannotRead: If the module is no norm, or computes something else than its class name suggests.
 
     Example:
-        >>> read(nn.LayerNorm(8, eps=1e-6)).kind
+        >>> read_norm(nn.LayerNorm(8, eps=1e-6)).kind
         'layer'
     """
     if isinstance(module, Norm):
@@ -87,7 +87,7 @@ def equivalent(found: Found) -> Norm:
     """Build the equivalent norm of normkit, in evaluation mode, without shared memory.
 
     Example:
-        >>> equivalent(read(nn.RMSNorm(4, eps=1e-6))).spec
+        >>> equivalent(read_norm(nn.RMSNorm(4, eps=1e-6))).spec
         'rms(eps=1e-06)'
     """
     name, given = parse(found.kind)

@@ -159,7 +159,7 @@ class Recorder:
                 graph_ops.begin_step(self.ledger, self.key)
                 return
             self.begin_step()
-            self.padding.read(args, kwargs)
+            self.padding.take_masks(args, kwargs)
 
     def _after(self, model: nn.Module, args: tuple, output: object) -> None:
         if not torch.compiler.is_compiling():

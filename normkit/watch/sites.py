@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm
 from normkit.transforms.masks import fit, real_tokens
-from normkit.transforms.third_party import CannotRead, is_named_norm, is_parametrization, read
+from normkit.transforms.third_party import CannotRead, is_named_norm, is_parametrization, read_norm
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
@@ -79,7 +79,7 @@ def _unwrapped_name(name: str, model: nn.Module) -> str:
 
 def _axis(module: nn.Module) -> int:
     try:
-        return read(module).channel_dim
+        return read_norm(module).channel_dim
     except CannotRead:  # a norm of images, or one with a formula of its own
         return 1 if _has_running_statistics(module) or type(module).__name__.endswith(("2d", "3d")) else -1
 
@@ -104,8 +104,8 @@ class Padding:
             if isinstance(module, nn.Embedding) and module.padding_idx is not None
         ]
 
-    def read(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Read the masks among the arguments of the model."""
+    def take_masks(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Keep the masks among the arguments of the model."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         for name, value in reversed(given.items()):
             if name.endswith(("attention_mask", "padding_mask")) and isinstance(value, Tensor) and value.dim() > 1:

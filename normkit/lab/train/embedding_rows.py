@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from normkit.lab.train.distill import Outputs, relative_error
 from normkit.norms import Norm
 from normkit.transforms import find
-from normkit.transforms.third_party import equivalent
-from normkit.transforms.third_party import read as read_norm
+from normkit.transforms.third_party import equivalent, read_norm
 
 LENGTH = 32  # each token is measured at as many positions after the first
 OCCURRED = 10.0  # weight of a token in a text

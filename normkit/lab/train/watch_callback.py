@@ -82,7 +82,7 @@ class Watch(lightning.Callback):
         if self._recorder is not None:
             self._recorder.begin_step()
             if isinstance(batch, Mapping):
-                self._recorder.padding.read((), dict(batch))
+                self._recorder.padding.take_masks((), dict(batch))
             if self._recorder.due:
                 self._global[self._recorder.step] = trainer.global_step
 

@@ -133,13 +133,13 @@ class Survey:
         self._require_numbers(out, given)
         answer = {path: t.clone() for path, t in given.items()}
         for path in given:
-            tracer.read(given[path], f"the caller of the model ({path})" if path else "the caller of the model")
+            tracer.note_reader(given[path], f"the caller of the model ({path})" if path else "the caller of the model")
         del out, given  # the last references to them but those of the model and of cycles
         known = {id(t) for t in passed.values()} | tracer.tables
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
             gc.collect()
         for tensor in [t for t in tracer.shadows.keys() if id(t) not in known]:  # noqa: SIM118
-            tracer.read(tensor, "something that keeps it after the forward")
+            tracer.note_reader(tensor, "something that keeps it after the forward")
         return answer
 
     def _picked(self, out: Any) -> Outputs:

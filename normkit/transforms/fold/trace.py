@@ -102,7 +102,7 @@ class Source:
             low, high = torch.minimum(low, self.range[0]), torch.maximum(high, self.range[1])
         self.range = low, high
 
-    def read(self, by: "Product | Source | str", codes: Tensor) -> None:
+    def note_reader(self, by: "Product | Source | str", codes: Tensor) -> None:
         """Note a reader of some of the codes."""
         self.reads[by] = joined(self.reads.get(by), codes)
 

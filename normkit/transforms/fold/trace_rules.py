@@ -186,9 +186,9 @@ def _combine(tracer: "Tracer", parts: list[Tensor], terms: list[tuple[Tensor, fl
     known = [pairs for pairs, _ in source.terms] or [None] * len(terms)
     source.terms = [(joined(old, pairs), factor) for old, (pairs, factor) in zip(known, terms, strict=True)]
     for part in parts:
-        tracer.read(part, source)
+        tracer.note_reader(part, source)
         if tracer.shadow(part) is None:
-            tracer.read_weight(part, "a sum")
+            tracer.note_weight_reader(part, "a sum")
     if out is parts[0]:  # in place
         tracer._forget(out)
     tracer.mark(out, source, dim)

@@ -78,14 +78,14 @@ class Tracer(TorchDispatchMode):
         shape[dim] = source.size
         self.shadows[tensor] = source.codes.double().view(shape).expand(tensor.shape)
 
-    def read(self, tensor: Tensor, by: Product | Source | str) -> None:
+    def note_reader(self, tensor: Tensor, by: Product | Source | str) -> None:
         """Note that `by` reads what is followed in a tensor."""
         shadow = self.shadow(tensor)
         if shadow is not None:
             for source, codes in self.trace.by_code(shadow):
-                source.read(by, codes)
+                source.note_reader(by, codes)
 
-    def read_weight(self, tensor: Tensor, by: str) -> None:
+    def note_weight_reader(self, tensor: Tensor, by: str) -> None:
         """Note that `by`, which is no product, reads a tensor if that is a weight."""
         if (parameter := self._parameter(tensor)) is not None:
             self.trace.weight_consumers[parameter].add(by)
@@ -100,7 +100,7 @@ class Tracer(TorchDispatchMode):
             if self.inside_norm == 0 and isinstance(x, Tensor):
                 pairs = channel_pairs(self.origins(x), norm.channel_dim)
                 self.trace.inputs[name] = joined(self.trace.inputs.get(name), pairs)
-                self.read(x, f"norm {name}")
+                self.note_reader(x, f"norm {name}")
             self.inside_norm += 1
 
     def leave(self, name: str, module: nn.Module, args: tuple, out: Any) -> None:
@@ -138,13 +138,13 @@ class Tracer(TorchDispatchMode):
             storages = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, Tensor)}
             for tensor in given:
                 if storages - {tensor.untyped_storage().data_ptr()} and not self._followed(tensor):
-                    self.read_weight(tensor, name)  # a copy of a weight will not change along with it
+                    self.note_weight_reader(tensor, name)  # a copy of a weight will not change along with it
             return out
         if (rule := RULES.get(packet)) and rule(self, packet, args, kwargs, out):
             return out
         for tensor in given:  # no rule: the operation reads its arguments, and its result is not followed
-            self.read(tensor, name)
-            self.read_weight(tensor, name)
+            self.note_reader(tensor, name)
+            self.note_weight_reader(tensor, name)
         takes = func._schema.arguments
         values = [*args, *(kwargs.get(argument.name) for argument in takes[len(args) :])]
         for argument, value in zip(takes, values, strict=True):
@@ -164,7 +164,7 @@ class Tracer(TorchDispatchMode):
 
         packet = func.overloadpacket
         if packet is aten.masked_fill and isinstance(args[2], Tensor):
-            self.read(args[2], "aten.masked_fill")
+            self.note_reader(args[2], "aten.masked_fill")
         args, kwargs = tree_map(stand_in, args), tree_map(stand_in, kwargs)
         if packet in (aten.masked_fill, aten.where):
             args = tuple(_both_ways(a) if isinstance(a, Tensor) and a.dtype is torch.bool else a for a in args)
@@ -191,7 +191,7 @@ class Tracer(TorchDispatchMode):
         storage = written.untyped_storage().data_ptr()
         for tensor in [t for t in list(self.shadows.keys()) if t.untyped_storage().data_ptr() == storage]:
             if tensor is not written:
-                self.read(tensor, "an operation in place")
+                self.note_reader(tensor, "an operation in place")
             del self.shadows[tensor]
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Tracer(TorchDispatchMode):
         if x is not None:
             pairs = channel_pairs(x, 1)
             for source, own in self.trace.by_code(pairs[:, 0]):
-                source.read(product, own)
+                source.note_reader(product, own)
             self.trace.slots[product] = joined(self.trace.slots.get(product), pairs)
         self.mark(out, self.trace.source(product, "product", view.parameter, view.outputs, product), dim)
         return True
