@@ -46,7 +46,7 @@ MULTI30K_LONG = Study(
     id="core.multi30k-hour",
     title="norms in translation, an hour of one CPU core each, Multi30k De-En",
     rows=(
-        *(row for row in CORE if row.label in ("layer", "power(groups=1)", "un", "batch", "scale + FixNorm")),
+        *(row for row in CORE if row.label in ("layer", "power(groups=1)", "un", "pnv", "batch", "scale + FixNorm")),
         FIXED,
         *AUTOMATIC,
         *(
