@@ -31,8 +31,8 @@ def fold(
     """Return an equivalent model for inference without its norms, and a report on each.
 
     At inference a norm is `rest(x) * scale + shift`. Where `rest` is the identity (norms with frozen statistics, called
-    offline) the norm vanishes in a change of coordinates. The folded model computes `v` where the original computed `x
-    = s * v + t`, with `s` and `t` for each channel such that the norm is the identity on `v`. Products with a weight
+    offline) the norm vanishes in a change of coordinates. The folded model computes `v` where the original computed
+    `x = s * v + t`, with `s` and `t` for each channel such that the norm is the identity on `v`. Products with a weight
     take `s` and `t` of what they read and write, embeddings and tables those of what they write. A norm stays as one
     multiply-add (or one addition, where zero padding is in the way) if this contradicts something that fixes the
     coordinates at both of its ends: a nonlinear operation, the model's input or output, a tied weight. Of norms that
