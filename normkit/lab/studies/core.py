@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from normkit.lab.papers.powernorm.recipes import PTB, RESNET20
-from normkit.lab.papers.tears.recipes import TED
+from normkit.lab.papers.powernorm.recipes import PTB, RESNET20, RESNET20_HOUR
+from normkit.lab.papers.tears.recipes import TED, TED_LONG
 from normkit.lab.papers.tears.tables import DECAY
 from normkit.lab.papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
 from normkit.lab.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
@@ -128,6 +128,17 @@ GALICIAN_CORE = Study(
     note="Without warm-up at 0.607 of the peak rate, as the paper.",
 )
 
+GALICIAN_LONG = Study(
+    id="core.ted-gl-long",
+    title="norms in translation with little data, 22 epochs, TED gl-en",
+    rows=tuple(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
+    columns=(
+        Column(title="BLEU", metric="bleu", base=TED_LONG),
+        Column(title="BLEU greedy", metric="bleu running", base=TED_LONG),
+        Column(title="valid perplexity", metric="perplexity valid", base=TED_LONG),
+    ),
+)
+
 PICTURES = (
     *(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "batch", "mabn", "pnv")),
     Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
@@ -147,6 +158,22 @@ CIFAR10_CORE = Study(
         Column(title="ResNet-20, calibrated", metric="accuracy calibrated", base=RESNET20),
     ),
 )
+
+RESNET20_LONG = Study(
+    id="core.resnet20-hour",
+    title="norms in pictures, an hour of one CPU core each, CIFAR-10, ResNet-20",
+    rows=tuple(
+        Row(label=norm, settings={"model.norm": norm.replace("auto", "'auto'")})
+        for norm in (
+            "layer", "batch", "pnv", "un(outlier_filtration=True, warmup=auto)", "power(groups=0, warmup=auto)",
+            "mabn(warmup=auto)",
+        )
+    ),
+    columns=(
+        Column(title="accuracy", metric="accuracy", base=RESNET20_HOUR),
+        Column(title="accuracy, calibrated", metric="accuracy calibrated", base=RESNET20_HOUR),
+    ),
+)  # fmt: skip
 
 CIFAR10_SPEED = Study(
     id="core.cifar10-224",

@@ -216,3 +216,20 @@ RESNET20: Bases = {
     "gpu": Base("cifar10.resnet20", cifar10_resnet20_paper),  # the paper's setting is minutes of a GPU
     "paper": Base("cifar10.resnet20", cifar10_resnet20_paper),
 }
+RESNET20_HOUR: Bases = {
+    "pocket": Base(
+        "cifar10.resnet20.hour",
+        cifar10_resnet20_paper,
+        {
+            "images.held_out": 2000,
+            "steps": 7500,  # 20 epochs
+            "schedule": "cosine",
+            "warmup": 375,
+            "workers": 0,
+            "threads": 1,
+            "valid_every": 1875,
+            "checkpoint_every": 375,
+            "record_every": 25,
+        },
+    )
+}

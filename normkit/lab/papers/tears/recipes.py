@@ -104,3 +104,14 @@ TED: dict[str, Bases] = {
     "he": _ted("he", 2000),
     "ar": _ted("ar", 2000),
 }
+TED_LONG: Bases = {
+    "pocket": Base(
+        "ted.gl.long",
+        mt_ted_gl_pocket,
+        {
+            **dict.fromkeys(("model.dropout", "model.attention_dropout", "model.hidden_dropout"), 0.3),
+            "steps": 10_000,
+            "warmup": 1000,
+        },
+    )
+}
