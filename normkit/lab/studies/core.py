@@ -25,6 +25,7 @@ AUTOMATIC = tuple(
     Row(label=norm, settings={"model.norm": norm.replace("auto", "'auto'")})
     for norm in ("un(warmup=auto)", "power(groups=0, warmup=auto)", "power(groups=1, warmup=auto)")
 )
+FIXED_UN = Row(label="un(warmup=auto) + FixNorm", settings={"model.norm": "un(warmup='auto')", "model.fixnorm": True})
 OTHERS = tuple(
     Row(label=norm, settings={"model.norm": norm}) for norm in ("rms", "group", "renorm", "mabn", "nonorm", "dyt")
 )
@@ -32,7 +33,7 @@ OTHERS = tuple(
 MULTI30K_CORE = Study(
     id="core.multi30k",
     title="norms in translation, Multi30k De-En",
-    rows=(*CORE, FIXED, *OTHERS),
+    rows=(*CORE, FIXED, FIXED_UN, *OTHERS),
     columns=(
         Column(title="BLEU", metric="bleu", base=MULTI30K),
         Column(title="BLEU greedy", metric="bleu running", base=MULTI30K),
@@ -48,6 +49,7 @@ MULTI30K_LONG = Study(
     rows=(
         *(row for row in CORE if row.label in ("layer", "power(groups=1)", "un", "pnv", "batch", "scale + FixNorm")),
         FIXED,
+        FIXED_UN,
         *AUTOMATIC,
         *(
             Row(label=f"{norm}, shuffled", settings={"model.norm": norm, "bucketing": False})
