@@ -411,6 +411,7 @@ def test_counters_are_not_averaged():
     ("model", "foldable"),
     [
         (dataclasses.replace(TINY, norm="un(warmup=4)"), "7 of 7"),
+        (dataclasses.replace(TINY, norm="un(warmup=4)", fixnorm=True, tie=True), "7 of 7"),
         (dataclasses.replace(TINY, norm="layer", norm_at={"decoder.*": "batch"}), "4 of 7"),
         (dataclasses.replace(TINY, norm="pnv", placement="post"), None),
     ],

@@ -68,7 +68,7 @@ def spectral_norm(model: nn.Module, layers: str = "*") -> nn.Module:
 
 
 def fold_weights(model: nn.Module) -> nn.Module:
-    """Replace parametrized weights of layers by those that they give at inference, in place.
+    """Replace parametrized weights of layers and embeddings by those that they give at inference, in place.
 
     `fold` does this in its copy first, so that norms of activations fold into these layers, too.
 
@@ -78,7 +78,7 @@ def fold_weights(model: nn.Module) -> nn.Module:
     module: Any
     for module in list(model.modules()):
         steps: Any = getattr(module, "parametrizations", {})
-        if isinstance(module, LAYERS) and list(steps) == ["weight"]:
+        if isinstance(module, (*LAYERS, nn.Embedding)) and list(steps) == ["weight"]:
             steps.eval()
             weight = nn.Parameter(module.weight.detach())
             module.__class__ = parametrize.type_before_parametrizations(module)  # copies share the class: leave it be

@@ -231,14 +231,16 @@ class Output(nn.Module):
     """Logits of all words, `x @ E.T + bias`, with an own matrix or that of a tied embedding.
 
     A tied matrix is the parameter of the embedding itself. FixNorm computes the matrix at each use, so `forward` takes
-    the embedding.
+    the embedding; the bias then has the name that it has without FixNorm, which folding removes.
     """
+
+    linear: Any  # nn.Linear, or the bias alone
 
     def __init__(self, width: int, words: int, tied: nn.Embedding | None):
         super().__init__()
         self.fixed = tied is not None and parametrize.is_parametrized(tied, "weight")
         if self.fixed:
-            self.bias = nn.Parameter(torch.zeros(words))
+            self.linear = nn.ParameterDict({"bias": torch.zeros(words)})
             return
         self.linear = nn.Linear(width, words)
         nn.init.zeros_(self.linear.bias)
@@ -249,7 +251,7 @@ class Output(nn.Module):
 
     def forward(self, x: Tensor, table: nn.Embedding) -> Tensor:
         """Return logits `[batch, time, words]`; `table` is the tied embedding, if any."""
-        return F.linear(x, table.weight, self.bias) if self.fixed else self.linear(x)
+        return F.linear(x, table.weight, self.linear["bias"]) if self.fixed else self.linear(x)
 
 
 def sinusoids(length: int, width: int) -> Tensor:

@@ -26,7 +26,8 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
     """Fold the norms of a run's model; a tied output layer stays tied.
 
     Returns:
-        The folded run, whose settings have `nonorm` in place of the folded norms, and the outcome of each norm.
+        The folded run, whose settings have `nonorm` in place of the folded norms and no FixNorm, which is part of the
+        vectors then, and the outcome of each norm.
     """
     run, model, vocabularies = loaded
     spec = TASKS[run.task]
@@ -40,7 +41,9 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
         folded = copy.deepcopy(model)
         folded.set_submodule(spec.part, part)
     left = {outcome.name: _left(outcome) for outcome in report.rows}
-    return Loaded(with_norms(run, left), folded, vocabularies), report
+    run = with_norms(run, left)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, fixnorm=False))
+    return Loaded(run, folded, vocabularies), report
 
 
 def _named(rows: tuple[Outcome, ...], part: str) -> tuple[Outcome, ...]:
