@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import normkit
@@ -165,3 +166,23 @@ def test_a_mask_that_leaves_nothing_or_everything(center):
         assert sums.shape == (4, 4)
         assert_close(sums[2:], sums[:2] * mask[0])
     assert_close(batch, ops.moments(x, None, center, torch.float32)[0])
+
+
+@pytest.mark.parametrize("spec", ["rms", "scale", "power(groups=2)", "layer"])
+def test_norms_of_tokens_under_other_ways_to_differentiate(spec):
+    """Twice, of a transposed input too; batched backward passes; forward mode."""
+    norm, linear, x = normkit.make(spec, 4).eval(), torch.nn.Linear(4, 4), torch.randn(6, 3, 4)
+    found = []
+    for graph in (False, True):
+        h = linear(x).transpose(0, 1)
+        loss = (h + norm(h)).pow(3).sum()
+        found += torch.autograd.grad(loss, linear.weight, create_graph=graph)
+    assert_close(found[0], found[1])
+
+    x = torch.randn(3, 4)
+    jacobian = torch.autograd.functional.jacobian(norm, x)
+    assert_close(torch.autograd.functional.jacobian(norm, x, vectorize=True), jacobian)
+    tangent = torch.randn(3, 4)
+    with forward_ad.dual_level():
+        y = forward_ad.unpack_dual(norm(forward_ad.make_dual(x, tangent)))
+    assert_close(y.tangent, torch.einsum("abcd,cd->ab", jacobian, tangent))

@@ -5,14 +5,81 @@ import copy
 import pytest
 import torch
 from norm_cases import DIM, SPECS, STAT_SPECS, batch, random_norm, train_step, trained
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+import normkit
 from normkit.norms import NORMS, make, parse
 
 every = pytest.mark.parametrize("spec", SPECS)
 every_stat = pytest.mark.parametrize("spec", STAT_SPECS)
 TWO = torch.tensor([[True, True, True, False], [True, False, False, False]])
+
+
+class Block(nn.Module):
+    """A norm before a Linear layer; the graph may end between them."""
+
+    def __init__(self, spec: str, detach: bool):
+        super().__init__()
+        self.norm, self.linear, self.detach = make(spec, DIM), nn.Linear(DIM, DIM).double(), detach
+        self.norm.requires_grad_(detach)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.linear(y.detach() if self.detach else y)
+
+
+@every_stat
+@pytest.mark.parametrize("detach", [True, False])
+def test_a_norm_without_a_graph_is_recomputed_as_it_was(spec, detach):
+    """It is frozen, as beside adapters, or the block detaches its output."""
+    block = Block(spec, detach)
+    with torch.no_grad():
+        block(100 * batch(1, 8, DIM))  # a training forward that no backward pass needs
+    plain = copy.deepcopy(block)
+    for seed in (2, 3):
+        x = batch(seed, 8, DIM, scale=seed)
+        block.zero_grad()
+        plain.zero_grad()
+        plain(x).square().sum().backward()
+        checkpoint(block, x, use_reentrant=False).square().sum().backward()
+        assert_close(block.linear.weight.grad, plain.linear.weight.grad)
+        assert_close(block.norm.state_dict(), plain.norm.state_dict())
+
+
+def test_a_norm_that_a_graph_uses_often_is_recomputed_as_it_was():
+    norm, x = trained("un(warmup=1, window=2)"), batch(1, 32, DIM)
+    linear, found = nn.Linear(DIM, DIM).double(), []
+    state = copy.deepcopy(norm.state_dict())
+    for run in (lambda f, h: f(h), lambda f, h: checkpoint(f, h, use_reentrant=True)):
+        norm.load_state_dict(state)
+        h = leaf = x.clone().requires_grad_()
+        for _ in range(24):  # as a layer whose weights all depths share
+            h = run(lambda h: 0.9 * h + linear(norm(h)), h)
+        h.square().sum().backward()
+        found.append(leaf.grad)
+    assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("spec", ["power(groups=0, warmup=100)", "un(warmup=auto)", "taper(warmup=1, until=2)"])
+def test_measuring_the_gap_between_modes_changes_nothing_later(spec):
+    norm = make(spec, DIM)
+    for seed in range(30):
+        norm(batch(seed, 32, DIM).float())
+    other = copy.deepcopy(norm)
+    normkit.watch.train_eval_gap(norm, lambda: sum(norm(batch(i, 32, DIM).float()).square().mean() for i in range(150)))
+    for seed in range(3):
+        x, dy = batch(50 + seed, 32, DIM, scale=3).float(), batch(60 + seed, 32, DIM).float()
+        assert_close(train_step(norm, x, dy), train_step(other, x, dy))
+    assert_close(norm.state_dict(), other.state_dict())
+
+
+def test_a_state_of_other_options_loads_into_a_norm_on_no_device():
+    with torch.device("meta"):
+        norm = make("un(warmup=auto, steps_per_update=2)", DIM)
+    norm.load_state_dict(make("un(warmup=100)", DIM).state_dict(), assign=True)
+    assert norm(batch(0, 8, DIM)).isfinite().all()
 
 
 @every

@@ -88,3 +88,27 @@ def test_a_gradient_has_the_mask_of_its_own_forward():
         found.append([row.value for row in rows])
     assert found[1] == found[0]
     assert found[0][0] != found[0][1]
+
+
+def test_lengths_that_follow_from_the_sources_are_no_finding():
+    """A batch has one length, and the last norm sees one token more, as with a class token."""
+    rows = []
+    for step in range(12):
+        values = {"encoder": 5.0 + step % 3, "decoder": 6.0 + step % 3}
+        rows += [Row(step, site, "batch", "length", value) for site, value in values.items()]
+        rows += [Row(step, site, "batch", "length_spread", 0.0) for site in values]
+    assert target_share(as_recording(rows)) == 0
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_lengths_where_time_comes_first(masked):
+    real = torch.arange(10) < torch.tensor([10, 5, 5, 4])[:, None]
+    found = []
+    for first in (True, False):
+        layer = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=first)
+        model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        x = torch.randn(4, 10, 8) if first else torch.randn(10, 4, 8)
+        with record(model, quantities="length", every=1) as rows:
+            model(x, src_key_padding_mask=~real if masked else None)
+        found.append({row.value for row in rows if row.quantity == "length"})
+    assert found == [{6.0}, {6.0}] if masked else [{10.0}, {10.0}]

@@ -47,13 +47,11 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     Args:
         choice: One of
 
-            - "auto": in eager mode the first of the next three that can run; the reference elsewhere and under
-              `torch.compile`.
+            - "auto": in eager mode the first of the next three that can run, else the reference.
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
               Under `torch.compile` they run too. CPU tensors need Triton's interpreter (`TRITON_INTERPRET=1` before
               Python starts).
-            - "native": C++ kernels for float32 and bfloat16 tensors on a CPU, compiled on first use; needs Linux and a
-              C++ compiler.
+            - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
             - "fused": PyTorch's own fused kernels on a CPU.
             - "reference": plain PyTorch. Norms of each token can be differentiated twice; norms by batch statistics
               cannot while they train, with any implementation.

@@ -10,8 +10,7 @@ from torch import Tensor
 class KernelRule(NamedTuple):
     """Names and numbers of a method's rules.
 
-    `triton/rule_kernels.py` and `cpu/rules.h` implement them. `train_stat` and `grad_stat` in PyTorch stay the
-    reference.
+    `triton/rule_kernels.py` and `cpu/rules.h` implement them; `train_stat` and `grad_stat` are the reference.
 
     Attributes:
         forward: Statistics to standardize with: "batch"; "running", those from before this batch; "geometric" or

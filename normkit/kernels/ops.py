@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from normkit.kernels import dispatch, fused, reference
 from normkit.kernels.cpu import entry as cpu
@@ -66,8 +67,9 @@ def _module(kind: str) -> Any:
 
 
 def _needs_grad(x: Tensor, weight: Tensor | None) -> bool:
-    """True if a gradient is needed; without one, plain operations are as fast."""
-    return torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+    """True if a backward pass is needed; without one, plain operations are as fast."""
+    wanted = x.requires_grad or (weight is not None and weight.requires_grad)
+    return wanted and torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
 # -- per channel ------------------------------------------------------------------------------------------------------

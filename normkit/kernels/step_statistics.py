@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(slots=True)  # not frozen, which would make it slow to create
+@dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen, which would make it slow to create
 class StepStatistics:
     """Decisions of one training forward, for its backward pass and for a recomputed forward.
 

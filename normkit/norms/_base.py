@@ -173,7 +173,7 @@ class RowNorm(Norm):
     """Norm of each token by itself, without state; a subclass implements `normalize`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalize `x[..., dim]`; the mask is checked and otherwise unused."""
+        """Check `x[..., dim]` and the mask, and normalize."""
         return self.normalize(x, self.check(x, mask))
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:

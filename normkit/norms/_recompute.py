@@ -26,33 +26,26 @@ def is_recomputed() -> bool:
     return not torch.compiler.is_compiling() and inside_backward()
 
 
-class Record:
-    """Statistics of one forward; the graph holds them, so both are freed together."""
-
-    def __init__(self, statistics: StepStatistics):
-        self.statistics = statistics
-
-
 class Records:
     """Statistics of the forwards of one norm whose backward is still to come. A copy is empty."""
 
     def __init__(self) -> None:
-        self._of_graphs: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
-        self._without_graph: collections.deque[Record] = collections.deque(maxlen=16)
+        self._of_graphs: weakref.WeakValueDictionary[int, StepStatistics] = weakref.WeakValueDictionary()
+        self._without_graph: collections.deque[StepStatistics] = collections.deque(maxlen=64)  # uses in one step
+        self._last: StepStatistics | None = None  # its graph may be gone already, as after detach()
 
     def __reduce__(self) -> tuple[type["Records"], tuple[()]]:
         return Records, ()
 
-    def add(self, statistics: StepStatistics) -> Record | None:
-        """Keep the statistics of a forward; the caller attaches the record to the graph."""
+    def add(self, statistics: StepStatistics, y: Tensor) -> None:
+        """Keep the statistics of a forward as long as the graph of its output `y`."""
         if torch.compiler.is_compiling() or inside_backward():
-            return None
-        record = Record(statistics)
-        if torch.is_grad_enabled():
-            self._of_graphs[id(record)] = record
-        else:  # reentrant checkpointing runs its first forward without a graph
-            self._without_graph.append(record)
-        return record
+            return
+        self._last = statistics
+        if y.grad_fn is None:  # frozen, or the first forward of reentrant checkpointing
+            self._without_graph.append(statistics)
+        else:
+            y.grad_fn.metadata["statistics"] = self._of_graphs[id(statistics)] = statistics  # type: ignore[index]
 
     def find(self, batch: Callable[[], Tensor]) -> StepStatistics | None:
         """Return the statistics of the first run if this forward is recomputed, else None.
@@ -62,7 +55,8 @@ class Records:
         """
         if not is_recomputed():
             return None
-        candidates = [record.statistics for record in [*self._without_graph, *self._of_graphs.values()]][::-1]
+        kept = [*self._without_graph, *self._of_graphs.values(), *filter(None, [self._last])]
+        candidates = list(dict.fromkeys(kept))[::-1]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         # select the forward of the same batch on the device, without waiting for it

@@ -53,8 +53,7 @@ class StatNorm(StatefulNorm):
 
     Args:
         sync: Compute statistics over all processes of the default group; off, as it costs one all-reduce per pass.
-        steps_per_update: Training forwards per update of the state, by their joint statistics; 1, as without gradient
-            accumulation.
+        steps_per_update: Training forwards per update of the state, by their joint statistics; for accumulation.
         scalar: Divide all channels by one number, the root of their mean variance or mean square, as when the norms of
             a trained model are removed (Heimersheim 2024); off. A mean that is removed stays one per channel.
     """
@@ -143,9 +142,7 @@ class StatNorm(StatefulNorm):
                 statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
             options = autograd.StandardizeOptions(self, mask, groups, one_pass, y)
             y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, options)
-        record = self._records.add(statistics)
-        if record is not None and y.grad_fn is not None:
-            y.grad_fn.metadata["record"] = record  # type: ignore[index]
+        self._records.add(statistics, y)
         return y
 
     def rest(self, x: Tensor) -> Tensor:
@@ -164,8 +161,7 @@ class StatNorm(StatefulNorm):
     ) -> tuple[StepStatistics, Tensor | None, bool]:  # fmt: skip
         """Measure the batch, apply the method's rule and update the state.
 
-        Returns the statistics, the output if kernels computed it on the way, and True if the statistics were known in
-        advance.
+        Returns the statistics, the output if kernels computed it, and True if the statistics were known in advance.
         """
         known_in_advance, y = self.known_in_advance() if kernels else None, None
         if kernels and kernel_rule and kernels is not cpu:  # those in C++ run in one call only

@@ -109,7 +109,8 @@ class StatefulNorm(Norm):
         for name in OPTIONAL:  # options may differ from those of the saved norm
             buffer = self._buffers.get(name)
             if buffer is not None and name not in self._non_persistent_buffers_set:
-                state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
+                device = state_dict.get(f"{prefix}step", buffer).device  # ours may be "meta"
+                state_dict.setdefault(prefix + name, torch.zeros_like(buffer, device=device))
                 continue
             state_dict.pop(prefix + name, None)
             if buffer is not None:

@@ -20,14 +20,14 @@ class WarmupNorm(StatNorm):
 
     Past statistics lag behind while a model changes fast, above all when the learning rate peaks. With `warmup="auto"`
     the norm measures that. Per channel, it averages the log of each batch's mean square over about 8 and about 32
-    steps. `lag` is the mean square of their difference, relative to the variance between batches, and smoothed. Once
-    it falls below 0.15, the warm-up ends: past statistics are then nearer to the true ones than a batch's own.
+    steps. `lag` is the mean square of their difference, relative to the variance between batches, and smoothed. The
+    warm-up ends 16 steps after it falls below 0.15: past statistics are then nearer to the truth than a batch's own.
 
     Buffers with "auto": `averages [3, C]` (fast, slow, variance), `lag`, and `warmup_end`, the last step of the
     warm-up, 0 until it is known.
 
     Args:
-        warmup: Training forwards by the batch's own statistics, or "auto".
+        warmup: Updates by the batch's own statistics, or "auto".
     """
 
     exact_grad = False

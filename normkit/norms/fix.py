@@ -31,8 +31,7 @@ def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.E
 
     Args:
         embedding: A plain `nn.Embedding`.
-        init: Draw the matrix from U(-init, init) first, 0.01 as in the authors' code; None keeps it. Rows of padding
-            stay zero.
+        init: Draw the matrix from U(-init, init), 0.01 as in the authors' code; None keeps it. Padding stays zero.
 
     Returns:
         The same embedding.

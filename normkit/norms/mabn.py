@@ -24,7 +24,7 @@ class MABN(WarmupNorm):
     Args:
         window: Batches per window.
         alpha: Share of the old running statistics per step.
-        warmup: Training forwards by the batch's own statistics; "auto" ends it by drift (`WarmupNorm`).
+        warmup: Update from which on windows are used; "auto" ends it by drift (`WarmupNorm`).
         form: "megvii" as above: all published MABN figures come from that code. "unp" as the UN paper describes MABN
             (Eq. 13-14): forward by the running value including this batch, no r.
         renorm_after: Training forwards before r applies.

@@ -23,15 +23,14 @@ class PowerNorm(WarmupNorm):
     The gradient is approximate by design. During the warm-up the norm is PN-V with its exact gradient, while psi
     collects a plain average and nu is updated already.
 
-    With `groups=0`, the paper's PN*, the norm folds. With groups, layer-scale is computed at inference, too: it stays
-    as `rest`.
+    With `groups=0`, the paper's PN*, the norm folds. With groups, layer-scale stays at inference, as `rest`.
 
     Args:
         groups: Groups of channels for layer-scale: each group of a token is first divided by its root mean square. 1
             as in the paper, the number of heads in the released recipes, 0 for none.
         alpha_fwd: Share of the old `psi^2` per step; 0.9 as in the released code.
         alpha_bkw: Share of the old `nu` per step; 0.9 as in the released code.
-        warmup: Training forwards by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
+        warmup: Updates by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
             "auto" ends it by drift (`WarmupNorm`). psi in it is then at least as young as after it.
         accumulate: psi in the warm-up: "average", plain; "ema", Eq. 10 from the first step; "released", the code's
             average and EMA in one step.

@@ -30,12 +30,11 @@ class UN(WarmupNorm):
     Args:
         window: Batches per window of the forward pass; 4 as in the paper. 1 is PN-V.
         alpha: Share of the old running statistics per step; 0.9, as 0.6 fails in the paper's Table 9.
-        warmup: Training forwards by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
+        warmup: Update from which on windows are used; 4000 as the learning rate's warm-up in the paper.
             "auto" ends it by drift (`WarmupNorm`).
         outlier_filtration: Filter outliers; off, as in the released recipes for text. The paper turns it on for images.
         window_bkw: Batches per window of the backward pass; None means `window`.
-        alpha_bkw: Share of the old `psi` per step; None means `alpha`, 0 no momentum, as rows 4 and 5 of the paper's
-            ablations.
+        alpha_bkw: Share of the old `psi` per step; None means `alpha`, 0 no momentum (rows 4 and 5 of the ablations).
         threshold: V: "scalar", one variance over all entries, as the released code; "channel", one per channel, as
             the paper's lemma reads. The filter is then active in nearly every step.
         hold: Keep `running` and `psi` unchanged in a filtered step; off, as in the released code.

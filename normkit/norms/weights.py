@@ -45,10 +45,12 @@ def weight_norm(model: nn.Module, initialize: Callable[[], Any] | None = None, l
 
     if initialize is not None:
         handles |= {layer: layer.register_forward_hook(start) for layer in found}
-        with torch.no_grad():
-            initialize()
-        for handle in handles.values():
-            handle.remove()
+        try:
+            with torch.no_grad():
+                initialize()
+        finally:
+            for handle in handles.values():
+                handle.remove()
     return model
 
 
@@ -68,7 +70,7 @@ def spectral_norm(model: nn.Module, layers: str = "*") -> nn.Module:
 
 
 def fold_weights(model: nn.Module) -> nn.Module:
-    """Replace parametrized weights of layers and embeddings by those that they give at inference, in place.
+    """Replace parametrized weights by those that they give at inference, in place.
 
     `fold` does this in its copy first, so that norms of activations fold into these layers, too.
 
@@ -80,7 +82,7 @@ def fold_weights(model: nn.Module) -> nn.Module:
         steps: Any = getattr(module, "parametrizations", {})
         if isinstance(module, (*LAYERS, nn.Embedding)) and list(steps) == ["weight"]:
             steps.eval()
-            weight = nn.Parameter(module.weight.detach())
+            weight = nn.Parameter(module.weight.detach(), any(p.requires_grad for p in steps.parameters()))
             module.__class__ = parametrize.type_before_parametrizations(module)  # copies share the class: leave it be
             del module.parametrizations
             module.weight = weight

@@ -88,8 +88,8 @@ def evaluating(model: nn.Module) -> Any:
     try:
         yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for module, mode in modes.items():  # parents first
+            module.train(mode)
 
 
 def _collect(model, norms, batches, forward, index, on_progress) -> dict[str, "_Sums"]:

@@ -46,7 +46,7 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
                 f"the model's forward has no argument {argument!r} to take masks from; it has {', '.join(names)}"
             )
     remove_routes(model)
-    route = Route({a: names.index(a) if a in names else None for a in rules.values()}, _time_first(model))
+    route = Route({a: names.index(a) if a in names else None for a in rules.values()}, is_time_first(model))
     for name, norm in model.named_modules():
         argument = next((a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if isinstance(norm, Norm) and argument is not None:
@@ -167,6 +167,7 @@ def _rules(mask_from: MaskFrom, names: list[str]) -> dict[str, str]:
     return {"*": mask_from}
 
 
-def _time_first(model: nn.Module) -> bool:
+def is_time_first(model: nn.Module) -> bool:
+    """Return True if modules have `batch_first` and it is off, as in PyTorch's by default."""
     layouts = {m.batch_first for m in model.modules() if isinstance(getattr(m, "batch_first", None), bool)}
     return layouts == {False}

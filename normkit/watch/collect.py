@@ -8,6 +8,7 @@ from torch import Tensor
 
 from normkit.kernels import ops, sync
 from normkit.norms import PowerNorm, StatNorm
+from normkit.norms._state import usable
 from normkit.norms._warmup import NOTICE, WarmupNorm
 from normkit.norms.un import UN
 from normkit.watch.length import LengthShare, batch_lengths
@@ -50,14 +51,14 @@ class Memory:
         self.counts = {"x": 0, "g": 0}
         self.share = LengthShare()
 
-    def average(self, batch: Fields) -> Fields:
-        """Update the averages with a finite batch; return those before it, empty at first."""
+    def average(self, batch: Fields, count: Tensor) -> Fields:
+        """Update the averages with a usable batch; return those before it, empty at first."""
         if not batch:
             return {}
         new = torch.stack(list(batch.values()))
-        old = torch.zeros_like(new) if self.running is None else self.running
+        old = torch.full_like(new, torch.nan) if self.running is None else self.running
         weight = max(1 / (self.samples + 1), 1 - self.alpha)  # a plain average first
-        self.running = torch.where(torch.isfinite(new).all(), old.lerp(new, weight), old)
+        self.running = torch.where(usable(new, count), torch.where(old.isnan(), new, old.lerp(new, weight)), old)
         self.samples += 1
         return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.samples > 1 else {}
 
@@ -107,8 +108,9 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     mean, var, count = moments(x, mask, module)
     batch = {"mean": mean, "var": var, "quadratic": var + mean.square()}
-    fields = {**batch, **memory.average({k: v for k, v in batch.items() if f"running_{k}" not in own}), **own}
-    fields["length"], fields["length_spread"] = batch_lengths(mask if real is None else real, x.shape[:-1], mean)
+    fields = {**batch, **memory.average({k: v for k, v in batch.items() if f"running_{k}" not in own}, count), **own}
+    tokens = mask if real is None else real
+    fields["length"], fields["length_spread"] = batch_lengths(tokens, x.shape[:-1], mean, site.batch_axis)
     sigma = (var + site.eps).sqrt()
     moved = torch.cat([mean / sigma, sigma.log()]), (batch["quadratic"] + site.eps).log() / 2
     if (share := memory.share.add(fields["length"], *moved)) is not None:
@@ -133,6 +135,8 @@ def _state(norm: StatNorm, fields: Fields) -> Fields:
     warmup = norm.end_of_warmup() if isinstance(norm, WarmupNorm) else getattr(norm, "warmup", None)
     if warmup is not None:
         most = NOTICE if isinstance(warmup, Tensor) else None  # with "auto" the end is not known before
+        warmup, window = torch.as_tensor(warmup), getattr(norm, "window", 0)
+        warmup = (warmup - 1).clamp(min=window) if window else warmup  # a window is used once it is full
         found["warmup_left"] = (warmup - norm.step).clamp(min=0, max=most)
     if isinstance(norm, PowerNorm):
         batch, running = fields["quadratic"], fields["running_quadratic"]
@@ -142,7 +146,7 @@ def _state(norm: StatNorm, fields: Fields) -> Fields:
         found["Gamma_bound"] = batch.new_full((), 2 / (1 - norm.alpha_bkw))
     if isinstance(norm, UN) and norm.outlier_filtration:
         found["filtered"] = norm.filtered.clone()
-        found["smoothed"] = norm.step - (torch.as_tensor(warmup) - 1).clamp(min=norm.window)
+        found["smoothed"] = norm.step - torch.as_tensor(warmup)
     return found
 
 

@@ -217,7 +217,7 @@ def train_eval(check: Check, recording: Recording) -> list[Finding]:
     """Find a loss that is larger with running statistics than with the batches' own."""
     losses = {mode: recording.of(f"loss_{mode}_mode").get("") for mode in ("train", "eval")}
     numbers = {mode: last(series) for mode, series in losses.items() if series}
-    if len(numbers) < 2 or numbers["eval"] <= (1 + LIMITS["lose"]) * numbers["train"]:
+    if len(numbers) < 2 or numbers["eval"] - numbers["train"] <= LIMITS["lose"] * abs(numbers["train"]):
         return []
     message = (
         "the loss is {eval:.3g} at evaluation and {train:.3g} with the batches' own statistics: running statistics do"

@@ -42,7 +42,7 @@ class LengthShare:
         finite = torch.isfinite(change).all()
         added = torch.stack([change[0] * change, change.square()])
         self.sums = FORGET * self.sums + torch.where(finite, added, 0)
-        self.last = torch.where(finite, new, self.last)
+        self.last = torch.where(torch.isfinite(new).all(), new, self.last)
         self.count = FORGET * self.count + 1
         if self.count < LEAST - 1:
             return None
@@ -53,15 +53,16 @@ class LengthShare:
         return (1 - (1 - share) * self.count / (self.count - 1)).clamp(min=0)
 
 
-def batch_lengths(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of the real tokens per sequence of `[batch, time, ...]`.
+def batch_lengths(mask: Tensor | None, shape: torch.Size, like: Tensor, axis: int = 0) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of the real tokens per sequence along `axis` of `shape`.
 
     >>> [each.item() for each in batch_lengths(torch.tensor([[1, 1, 1], [1, 0, 0]]), torch.Size([2, 3]), torch.ones(1))]
     [2.0, 1.0]
     """
+    axis = min(axis, max(len(shape) - 1, 0))
     if mask is None:
-        return like.new_full((), shape.numel() / max(shape[0], 1)), like.new_zeros(())
-    lengths = mask.reshape(shape[0], -1).sum(1).to(like)
+        return like.new_full((), math.prod([*shape[:axis], *shape[axis + 1 :]])), like.new_zeros(())
+    lengths = torch.atleast_1d(mask).movedim(axis, 0).reshape(*shape[axis : axis + 1], -1).sum(-1).to(like)
     return lengths.mean(), lengths.std(correction=0)
 
 
@@ -89,4 +90,5 @@ def target_share(recording: Recording) -> float:
     if x == y or min(x) == max(x) or min(y) == max(y):
         return math.nan
     between = statistics.pvariance(y) * (1 - statistics.correlation(x, y) ** 2)
-    return between / (between + statistics.fmean(each * each for each in spread))
+    total = between + statistics.fmean(each * each for each in spread)
+    return between / total if total else 0.0

@@ -1,12 +1,12 @@
 """The loss of a whole model by the statistics that its norms use."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
-from normkit.norms import StatNorm
+from normkit.norms import StatNorm, SwitchableNorm
+from normkit.transforms.calibrate import evaluating
 
 
 @torch.no_grad()
@@ -30,15 +30,18 @@ def train_eval_gap(model: nn.Module, loss: Callable[[], Tensor | float]) -> tupl
     >>> train < 1.01, evaluation > 50
     (True, True)
     """
-    batch_norms = (StatNorm, nn.modules.batchnorm._BatchNorm)
-    modes = {module: module.training for module in model.modules()}
+    batch_norms = (StatNorm, SwitchableNorm, nn.modules.batchnorm._BatchNorm)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with ExitStack() as stack:
-        stack.callback(lambda: [setattr(module, "training", mode) for module, mode in modes.items()])
-        stack.callback(lambda: [buffer.copy_(before[name]) for name, buffer in model.named_buffers()])
-        model.eval()
-        evaluation = float(loss())
-        for module in modes:
-            if isinstance(module, batch_norms):
-                module.train()
-        return float(loss()), evaluation
+    try:
+        with evaluating(model):
+            evaluation = float(loss())
+            for module in model.modules():
+                if isinstance(module, batch_norms):
+                    module.train()
+            return float(loss()), evaluation
+    finally:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        for module in model.modules():
+            if isinstance(module, StatNorm):
+                module._reset_counters()

@@ -170,7 +170,8 @@ class Recorder:
     @torch.no_grad()
     def _keep_gradient_norm(self, number: int, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._gradients[number] = torch.linalg.vector_norm(parameter.grad)
+            grad = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+            self._gradients[number] = torch.linalg.vector_norm(grad)
 
     @torch.no_grad()
     def evaluate_samples(self) -> None:
@@ -226,7 +227,8 @@ class NormRecorder:
             return
         self.moments = None
         if self._is_due() and not inside_backward():  # a repeated forward was measured before
-            self.moments = self.sample_input(*self._given(args, kwargs))
+            x, mask = self._given(args, kwargs)
+            self.moments = self.sample_input(x, mask) if x.numel() else None
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> Tensor | None:
         """Measure the gradient of the output, when the backward pass computes it."""
@@ -235,7 +237,7 @@ class NormRecorder:
                 x, mask = self._given(args, kwargs)
                 return graph_ops.Tap.apply(y, x, mask, self.recorder.ledger, self.recorder.key, self.index)
             return None
-        if self._is_due() and isinstance(y, Tensor) and y.requires_grad:
+        if self._is_due() and isinstance(y, Tensor) and y.requires_grad and y.numel():
             x, mask = self._given(args, kwargs)
             step, moments, x = self.recorder.step, self.moments, x.detach()
             mask = self.choose_mask(x, mask)  # now: another forward may come before the backward

@@ -81,7 +81,7 @@ def read(path: str | Path) -> list[Row]:
     A last line without its line end is still being written, and is left out.
 
     Raises:
-        ValueError: if there is no such file, or it holds no rows; the message names it.
+        ValueError: if there is no such file, or it holds anything but rows; the message names it.
     """
     path = Path(path)
     if path.is_dir():

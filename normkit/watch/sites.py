@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm
-from normkit.transforms.masks import fit, real_tokens
+from normkit.transforms.masks import fit, is_time_first, real_tokens
 from normkit.transforms.third_party import CannotRead, is_named_norm, is_parametrization, read_norm
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")
@@ -16,12 +16,13 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 @dataclass(eq=False)
 class Site:
-    """A norm of a model: its name there, its spec or class, and its axis of channels."""
+    """A norm of a model: its name there, its spec or class, axes of channels and sequences."""
 
     name: str
     norm: str
     module: nn.Module
     axis: int = -1
+    batch_axis: int = 0
 
     @property
     def stateful(self) -> bool:
@@ -63,12 +64,12 @@ def sites(model: nn.Module) -> list[Site]:
     >>> [(site.name, site.norm) for site in sites(nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3)))]
     [('0', 'BatchNorm2d'), ('1', 'LayerNorm')]
     """
-    found = []
+    found, batch = [], int(is_time_first(model))
     for name, module in model.named_modules():
         if isinstance(module, Norm):  # hooks that move channels are outside
-            found.append(Site(_unwrapped_name(name, model), module.spec, module))
+            found.append(Site(_unwrapped_name(name, model), module.spec, module, batch_axis=batch))
         elif not is_parametrization(name) and (is_named_norm(module) or _has_running_statistics(module)):
-            found.append(Site(_unwrapped_name(name, model), type(module).__name__, module, _axis(module)))
+            found.append(Site(_unwrapped_name(name, model), type(module).__name__, module, _axis(module), batch))
     return found
 
 
@@ -91,12 +92,11 @@ def _has_running_statistics(module: nn.Module) -> bool:
 class Padding:
     """Finds padding by the `padding_idx` of embeddings and by masks among arguments.
 
-    Embeddings come first, the one that was run last and whose shape fits; then arguments named `attention_mask` or
-    `...padding_mask`.
+    Embeddings come first, the last one whose shape fits; then arguments named `attention_mask` or `...padding_mask`.
     """
 
     def __init__(self, model: nn.Module):
-        self.names = list(inspect.signature(model.forward).parameters)
+        self.names, self.time_first = list(inspect.signature(model.forward).parameters), is_time_first(model)
         self.real: list[Tensor] = []  # of this step, the first to try last
         self.handles = [
             module.register_forward_pre_hook(self._embed)
@@ -114,7 +114,7 @@ class Padding:
     def mask(self, shape: torch.Size) -> Tensor | None:
         """Return True for real tokens of an input of this shape `[...]`; None without any mask."""
         for real in reversed(self.real):
-            for time_first in (False, True):
+            for time_first in (self.time_first, not self.time_first):
                 if (mask := fit(real, shape, time_first)) is not None:
                     return mask
         return None

@@ -89,25 +89,26 @@ class Divide(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, length):
-        x = _contiguous(x)
-        (n, channels), y = _sizes(x), torch.empty_like(x)
+        ctx.save_for_backward(x, weight, bias)  # not a copy, which has no graph to differentiate twice
+        ctx.eps, ctx.length = eps, length
+        (n, channels), x = _sizes(x), _contiguous(x)
+        y = torch.empty_like(x)
         factor, constant = _expanded(weight, channels), _expanded(bias, channels)
         if factor is None and constant is not None:
             factor = torch.ones_like(constant)
         call("row_forward", x=x, y=y, weight=factor, bias=constant, n=n, channels=channels, eps=float(eps),
              length=length)  # fmt: skip
-        ctx.save_for_backward(x, weight, bias)
-        ctx.eps, ctx.length = eps, length
         return y
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            dx, dweight = reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy)
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):  # type: ignore[attr-defined]
+            with torch.enable_grad():
+                dx, dweight = reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy)
             return dx, dweight, None if bias is None else dy.sum(range(dy.dim() - 1)).to(bias.dtype), None, None
-        (n, channels), dx = _sizes(x), torch.empty_like(x)
-        sums = _vectors(x, 2) if any(ctx.needs_input_grad[1:3]) else None
+        (n, channels), x = _sizes(x), _contiguous(x)
+        dx, sums = torch.empty_like(x), _vectors(x, 2) if any(ctx.needs_input_grad[1:3]) else None
         call("row_backward", dy=_contiguous(dy), x=x, dx=dx, weight=_expanded(weight, channels), sums=sums, n=n,
              channels=channels, eps=float(ctx.eps), length=ctx.length)  # fmt: skip
         if sums is None:

@@ -10,8 +10,7 @@ from torch import Tensor
 class Forest(NamedTuple):
     """For each node: `s[node] = ratio * s[root] ** exponent`.
 
-    `value` is s of the roots, 1 where it is `free`. `broken` marks the given edges that no values satisfy together
-    with the rest.
+    `value` is s of the roots, 1 where it is `free`. `broken` marks given edges that contradict the rest.
     """
 
     root: Tensor
