@@ -186,3 +186,14 @@ def test_norms_of_tokens_under_other_ways_to_differentiate(spec):
     with forward_ad.dual_level():
         y = forward_ad.unpack_dual(norm(forward_ad.make_dual(x, tangent)))
     assert_close(y.tangent, torch.einsum("abcd,cd->ab", jacobian, tangent))
+
+
+@pytest.mark.parametrize("spec", ["layer", "rms", "scale", "dyt", "derf", "nonorm(affine=True)", "switchable", "un"])
+def test_norms_of_a_bfloat16_model_are_rounded_once(spec):
+    torch.manual_seed(0)
+    norm, x = normkit.make(spec, 8).eval(), torch.randn(64, 8).bfloat16()
+    for parameter in norm.parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    norm.bfloat16()
+    differ = norm(x) != norm.double()(x.double()).bfloat16()
+    assert differ.float().mean() < 0.01

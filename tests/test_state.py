@@ -75,6 +75,42 @@ def test_measuring_the_gap_between_modes_changes_nothing_later(spec):
     assert_close(norm.state_dict(), other.state_dict())
 
 
+@every_stat
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_batch_that_passes_twice_is_recomputed_each_time_as_it_was(spec, reentrant):
+    """As with R-Drop; a batch with NaN passes, too."""
+    plain, rerun = trained(spec), trained(spec)
+    for seed in range(4):
+        x, bad, weights = batch(seed, 8, DIM, scale=1 + seed), batch(9, 8, DIM), batch(20 + seed, 2, 8, DIM)
+        bad[0] = torch.nan
+        grads = []
+        for norm in (plain, rerun):
+            run = norm if norm is plain else (lambda x: checkpoint(rerun, x, use_reentrant=reentrant))
+            leaf = x.clone().requires_grad_()
+            outputs = [run(leaf), run(bad.clone().requires_grad_()), run(leaf)]
+            torch.autograd.backward(outputs[::2], list(weights))
+            grads.append(leaf.grad)
+        assert_close(grads[0], grads[1])
+        assert_close(plain.state_dict(), rerun.state_dict())
+
+
+def test_a_state_without_this_norm_leaves_it_alone():
+    model = nn.ModuleDict({"norm": trained("un(warmup=auto, steps_per_update=2)"), "head": nn.Linear(2, 2)})
+    before = copy.deepcopy(model["norm"].state_dict())
+    found = model.load_state_dict(model["head"].state_dict(prefix="head."), strict=False)
+    assert_close(model["norm"].state_dict(), before)
+    assert "norm.lag" in found.missing_keys
+
+
+def test_nu_moves_by_the_gamma_of_all_batches_together():
+    """Equation 13: Gamma is the mean of 1 and 9."""
+    norm = make("power(groups=0, warmup=0, affine=False, eps=0.0, steps_per_update=2)", 1)
+    norm.nu.fill_(1.0)
+    for value in (1.0, 3.0):
+        (norm(torch.full((4, 1), value).requires_grad_()) * 0).sum().backward()
+    assert_close(norm.nu, torch.full((1, 1), 1 - 0.1 * 5))
+
+
 def test_a_state_of_other_options_loads_into_a_norm_on_no_device():
     with torch.device("meta"):
         norm = make("un(warmup=auto, steps_per_update=2)", DIM)

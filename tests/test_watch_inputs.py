@@ -1,4 +1,4 @@
-"""Inputs that are rare in training: recording them changes nothing, and what follows is recorded as without them."""
+"""Inputs that are rare in training do not disturb a recording."""
 
 import pytest
 import torch

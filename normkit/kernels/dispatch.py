@@ -49,8 +49,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
 
             - "auto": in eager mode the first of the next three that can run, else the reference.
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
-              Under `torch.compile` they run too. CPU tensors need Triton's interpreter (`TRITON_INTERPRET=1` before
-              Python starts).
+              Under `torch.compile` too. CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
             - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
             - "fused": PyTorch's own fused kernels on a CPU.
             - "reference": plain PyTorch. Norms of each token can be differentiated twice; norms by batch statistics

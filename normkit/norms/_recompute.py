@@ -33,6 +33,7 @@ class Records:
         self._of_graphs: weakref.WeakValueDictionary[int, StepStatistics] = weakref.WeakValueDictionary()
         self._without_graph: collections.deque[StepStatistics] = collections.deque(maxlen=64)  # uses in one step
         self._last: StepStatistics | None = None  # its graph may be gone already, as after detach()
+        self._uses: weakref.WeakKeyDictionary[StepStatistics, Tensor] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type["Records"], tuple[()]]:
         return Records, ()
@@ -47,22 +48,27 @@ class Records:
         else:
             y.grad_fn.metadata["statistics"] = self._of_graphs[id(statistics)] = statistics  # type: ignore[index]
 
-    def find(self, batch: Callable[[], Tensor]) -> StepStatistics | None:
+    def find(self, device: torch.device, batch: Callable[[], Tensor]) -> StepStatistics | None:
         """Return the statistics of the first run if this forward is recomputed, else None.
 
         Args:
+            device: The device of the batch.
             batch: Computes the statistics `[k, C]` of this batch; called only if several forwards are candidates.
         """
         if not is_recomputed():
             return None
         kept = [*self._without_graph, *self._of_graphs.values(), *filter(None, [self._last])]
-        candidates = list(dict.fromkeys(kept))[::-1]
+        candidates = [each for each in dict.fromkeys(kept) if each.batch.device == device][::-1]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         # select the forward of the same batch on the device, without waiting for it
-        mine = batch()
-        distance = torch.stack([(each.batch - mine).abs().sum() for each in candidates])
-        best = distance.nan_to_num(nan=0.0).argmin().view(1)
+        mine = batch().nan_to_num()
+        distance = torch.stack([(each.batch.nan_to_num() - mine).abs().sum() for each in candidates])
+        # among equal ones, as of a batch that passes twice with other dropout, each in turn, the last one first
+        uses = torch.stack([self._uses.setdefault(each, mine.new_zeros(())) for each in candidates])
+        best = torch.where(distance == distance.min(), uses, torch.inf).argmin().view(1)
+        for place, each in enumerate(candidates):
+            self._uses[each].add_(best[0] == place)
         columns = zip(*(each.tensors() for each in candidates), strict=True)
         return StepStatistics.from_tensors(
             [None if c[0] is None else torch.stack(c).index_select(0, best)[0] for c in columns]

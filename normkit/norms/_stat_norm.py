@@ -130,7 +130,7 @@ class StatNorm(StatefulNorm):
         with torch.no_grad():
             data = x.detach()
             statistics = self._records.find(
-                lambda: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
+                x.device, lambda: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
             )
         if kernel_rule and kernels is cpu and step.can_run(self):
             y, statistics = step.run(self, kernel_rule, x, mask, groups, statistics)
@@ -182,28 +182,29 @@ class StatNorm(StatefulNorm):
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # not finite, or all padding: as the average batch
         now = self.step + 1
         stat = self.train_stat(batch, now, count)
-        state, changes = stat.state, ok
+        state, saved, changes = stat.state, stat.saved, ok
         if self.accumulates:
             joint, joint_count, changes = self._accumulate("", sync.pack(batch, count, self.running), ok)
             joint, joint_count = sync.unpack(joint, self.running)
-            state = self.train_stat(joint, now, joint_count).state
+            together = self.train_stat(joint, now, joint_count)
+            state, saved = together.state, (*saved, *together.saved)
         self._commit({**state, "step": now}, changes)
         self.skipped.add_(~ok)
         scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
-        return StepStatistics(local, stat.value, count, now, *scales, stat.saved), y, known_in_advance is not None
+        return StepStatistics(local, stat.value, count, now, *scales, saved), y, known_in_advance is not None
 
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Return the gradient statistics `[k, C]` to remove from dx, and update the state."""
-        batch = self.pool(batch)
-        value, state = self.grad_stat(batch, step, saved)
+        batch, own = self.pool(batch), len(saved) // (1 + self.accumulates)  # behind `own`: of all batches together
+        value, state = self.grad_stat(batch, step, saved[:own])
         if not state:
             return value
         ok = changes = usable(batch, count)
         if self.accumulates:
             sums = torch.cat([(batch * count).flatten(), count.view(1)])
             sums, total, changes = self._accumulate("_grad", sums, ok)
-            state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, saved)[1]
+            state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, saved[own:])[1]
         self._commit(state, changes)
         self.skipped_grad.add_(~ok)
         return value

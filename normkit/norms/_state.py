@@ -106,10 +106,10 @@ class StatefulNorm(Norm):
         self._reset_counters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in OPTIONAL:  # options may differ from those of the saved norm
+        for name in OPTIONAL if f"{prefix}step" in state_dict else ():  # options of the saved norm may differ
             buffer = self._buffers.get(name)
             if buffer is not None and name not in self._non_persistent_buffers_set:
-                device = state_dict.get(f"{prefix}step", buffer).device  # ours may be "meta"
+                device = state_dict[f"{prefix}step"].device  # ours may be "meta"
                 state_dict.setdefault(prefix + name, torch.zeros_like(buffer, device=device))
                 continue
             state_dict.pop(prefix + name, None)

@@ -23,8 +23,7 @@ class WarmupNorm(StatNorm):
     steps. `lag` is the mean square of their difference, relative to the variance between batches, and smoothed. The
     warm-up ends 16 steps after it falls below 0.15: past statistics are then nearer to the truth than a batch's own.
 
-    Buffers with "auto": `averages [3, C]` (fast, slow, variance), `lag`, and `warmup_end`, the last step of the
-    warm-up, 0 until it is known.
+    Buffers with "auto": `averages [3, C]` (fast, slow, variance), `lag`, and the last step `warmup_end`, 0 at first.
 
     Args:
         warmup: Updates by the batch's own statistics, or "auto".

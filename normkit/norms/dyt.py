@@ -37,5 +37,5 @@ class DyT(RowNorm):
         return torch.tanh(x * self.a)
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        wide = x.to(torch.promote_types(x.dtype, self.a.dtype))
+        wide = x.to(reference.wide_type(x, self.a))
         return reference.affine(self.squash(wide), self.weight, self.bias).to(x.dtype)

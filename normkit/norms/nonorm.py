@@ -22,4 +22,6 @@ class NoNorm(RowNorm):
     affine: bool = False
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return x if self.weight is None else reference.affine(x, self.weight, self.bias).to(x.dtype)
+        if self.weight is None:
+            return x
+        return reference.affine(x.to(reference.wide_type(x)), self.weight, self.bias).to(x.dtype)

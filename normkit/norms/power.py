@@ -32,8 +32,7 @@ class PowerNorm(WarmupNorm):
         alpha_bkw: Share of the old `nu` per step; 0.9 as in the released code.
         warmup: Updates by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
             "auto" ends it by drift (`WarmupNorm`). psi in it is then at least as young as after it.
-        accumulate: psi in the warm-up: "average", plain; "ema", Eq. 10 from the first step; "released", the code's
-            average and EMA in one step.
+        accumulate: psi in the warm-up: a plain "average"; "ema", Eq. 10; "released", the code's average and EMA.
         warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "nu" as the released code.
         denominator: Divisor of dx: "forward" as in the paper; "batch", the batch's own statistic, as the released
             code. There a channel that is quiet in one batch gets a gradient up to 1/sqrt(eps) times too large.

@@ -12,15 +12,13 @@ class ScaleNorm(RowNorm):
     """Give each token one learned length: `y = g * x / max(||x||_2, eps)`.
 
     The parameter `weight`, `[1]`, is g, the same for all channels; it starts at sqrt(dim). The maximum cuts the norm's
-    own gradient for tokens shorter than `eps`, as in the paper's code: a token of zeros gets `g / eps * dy`. Mask the
-    loss where tokens are all zero.
+    own gradient for tokens shorter than `eps`, as in the paper's code: a token of zeros gets `g / eps * dy`; mask it.
 
     Args:
         eps: Lower bound of the length; 1e-5 as in the authors' code.
         bias: Learn a `bias`; off, as in the paper.
         learn: Learn g; False keeps it at sqrt(dim) (the paper's Table 7); without `affine` it is 1.
-        unit_init: Store g / sqrt(dim), which starts at 1. Adam then moves g sqrt(dim) times as fast; off, as in the
-            authors' code.
+        unit_init: Store g / sqrt(dim), which starts at 1; off, as in the authors' code. Adam moves it more, relatively.
 
     >>> import torch
     >>> ScaleNorm(4)(torch.ones(1, 4)).tolist()

@@ -71,7 +71,8 @@ class SwitchableNorm(Norm):
                 self.running.copy_(torch.where(ok, self.running.lerp(batch, 1 - self.alpha), self.running))
         else:
             found.append((self.running[:1, None], self.running[1:, None]))
-        shares = zip(self.mean_logits.softmax(0), self.var_logits.softmax(0), found, strict=True)
+        logits = self.mean_logits, self.var_logits
+        shares = zip(*(each.softmax(0, dtype=wide.dtype) for each in logits), found, strict=True)
         mixed: Any = zip(*((p * mean, q * var) for p, q, (mean, var) in shares), strict=True)
         mean, var = (sum(parts) for parts in mixed)
         y = (wide - mean) / (var + self.eps) ** 0.5

@@ -71,8 +71,7 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
 
     Raises:
         TypeError: If the model is not one of transformers.
-        ValueError: If a blend is not settled, a module was replaced by one that normkit cannot rebuild, or the folder
-            holds other weights.
+        ValueError: If a blend is not settled, normkit cannot rebuild a module, or the folder holds other weights.
     """
     folder = Path(folder)
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):

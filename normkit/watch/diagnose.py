@@ -45,8 +45,8 @@ def _filters(norm: str) -> bool:
 CHECKS = (
     Check("nan", faults.bad_batches, "nonfinite", _any),
     Check("warm-up", by_site(
-        0, "so far trained with each batch's own statistics, and for {0:.0f} more steps; evaluation uses the running"
-        " ones", "if the run ends before that, train longer, or shorten its warmup=", number=faults.last),
+        0, "so far trained with each batch's own statistics, and for at least {0:.0f} more steps; evaluation uses the"
+        " running ones", "train longer than that, or give a shorter warmup=", number=faults.last),
         "warmup_left", warms_up),
     Check("padding", by_site(
         LIMITS["padding"], "{percent:.0f} % of the rows that the statistics are taken over are padding",

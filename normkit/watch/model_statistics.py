@@ -13,8 +13,7 @@ from normkit.transforms.calibrate import evaluating
 def train_eval_gap(model: nn.Module, loss: Callable[[], Tensor | float]) -> tuple[float, float]:
     """Measure the loss with the batches' own statistics and with running ones.
 
-    Only norms with batch statistics change their mode; dropout is off in both. Afterwards the model is as before,
-    running statistics included.
+    Only norms with batch statistics change their mode; dropout is off in both. Afterwards the model is as before.
 
     Args:
         model: A model.
@@ -41,7 +40,8 @@ def train_eval_gap(model: nn.Module, loss: Callable[[], Tensor | float]) -> tupl
             return float(loss()), evaluation
     finally:
         for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+            if not torch.equal(buffer, before[name]):  # one that never changes may share its memory
+                buffer.copy_(before[name])
         for module in model.modules():
             if isinstance(module, StatNorm):
                 module._reset_counters()

@@ -109,8 +109,7 @@ def read(path: str | Path) -> list[Row]:
 class RunReader:
     """Reads the rows.csv of run folders, of a file that has grown only what is new.
 
-    A file that was started again or cut is read from its beginning: its size, or the bytes before the position that
-    was reached, differ.
+    Where the size or the bytes that were read last differ, the file was started again and is read from its beginning.
     """
 
     def __init__(self) -> None:

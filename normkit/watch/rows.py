@@ -33,8 +33,7 @@ class Rows:
 
     Args:
         keep: Number of rows held, the newest ones; bounds the memory.
-        to: CSV file that all rows are appended to, as whole lines, each 50,000 rows and at the end; or a function
-            that is called with them.
+        to: CSV file to which whole lines are appended, each 50,000 rows and at the end; or a function that takes them.
     """
 
     def __init__(self, keep: int = 200_000, to: Sink = None) -> None:

@@ -1,7 +1,6 @@
 """Launch of a kernel: tile, warps and number of programs from the shape.
 
-A launch decides the order of every sum, so it follows from the shape alone. The same shape gives the same bits, on
-every run and every device.
+A launch decides the order of every sum. It follows from the shape alone, so that the same shape gives the same bits.
 """
 
 from typing import NamedTuple

@@ -40,8 +40,7 @@ def fold(
 
     The connections are not assumed but traced, see `audit`. The result is compared with the original in float64 on
     the example and on random inputs of other shapes. Numbers and flags are taken as fixed; a norm that a weight might
-    read which no call used (an expert, another head) stays. Weights that are tied stay tied. The original is not
-    changed.
+    read which no call used (an expert, another head) stays. Ties stay. The original is not changed.
 
     Args:
         model: The model, in evaluation mode.
@@ -57,16 +56,14 @@ def fold(
             right for float32 and bfloat16. float16 and integers need a small one (such as 16), for the gains of a
             post-norm stream multiply up over its depth.
         balance: Batches on which to measure the ranges of the channels. Scales that folding leaves free are chosen
-            such that the ranges are equal, for float16 and integers. A mapping is passed as keywords, a tuple or list
-            as arguments.
+            such that the ranges are equal, for float16 and integers. Mappings are keywords, tuples and lists arguments.
         **kwexample: The keyword arguments of the call.
 
     Returns:
         The folded model, and the report: the outcome of each norm, and the errors of the comparison.
 
     Raises:
-        ValueError: If `spread` is below 1, the model is in training mode, the example does not fit, or the forward is
-        random.
+        ValueError: If `spread` is below 1, the model is training, the example does not fit, or the forward is random.
         TypeError: If the model is wrapped or quantized.
         RuntimeError: If folded weights overflow in half precision.
 
