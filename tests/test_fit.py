@@ -59,6 +59,17 @@ def test_masks_layouts_and_encoder_decoders_are_followed_and_the_error_falls():
     torch.testing.assert_close(fitted(x), picture(x), rtol=1e-4, atol=1e-5)
 
 
+def test_pytorchs_encoder_with_a_padding_mask_is_fitted_without_nested_tensors():
+    layer = nn.TransformerEncoderLayer(DIM, 2, 8, 0.0, batch_first=True)
+    model = randomize(nn.TransformerEncoder(layer, 2)).eval()
+    x, padding = torch.randn(3, 7, DIM), torch.arange(7) >= torch.tensor([7, 5, 4])[:, None]
+    fitted = fit_norms(
+        convert(model, "un", mask_from="src_key_padding_mask"), model, [{"src": x, "src_key_padding_mask": padding}]
+    )
+    assert all(module.running.isfinite().all() for module in fitted.modules() if hasattr(module, "running"))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_a_fitted_model_folds_and_the_given_models_stay():
     original, data = model_of(), batches()
     converted = convert(original, "un")

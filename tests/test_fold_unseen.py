@@ -241,3 +241,66 @@ def test_a_norm_that_is_the_whole_model():
     folded, report = fold(make("un", 4).eval(), torch.randn(3, 4))
     assert isinstance(folded, Affine)
     assert [row.action for row in report] == ["multiply-add"]
+
+
+class Options(nn.Module):
+    """A post-norm stream whose weight `w` a call uses as it is told to."""
+
+    def __init__(self, kind: str, *shape: int):
+        super().__init__()
+        self.kind, self.w = kind, nn.Parameter(torch.randn(shape))
+        self.write, self.norm, self.again = nn.Linear(DIM, DIM), make("un", DIM), make("un", DIM)
+        self.one, self.two, self.read = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 4)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        given = z is not None
+        x = self.write(x)
+        x = x + self.w if given and self.kind == "added" else x
+        y = self.norm(x + self.one(x))
+        y = self.again(y + self.two(y))
+        if self.kind == "stacked":
+            return y @ self.w[int(given)]
+        if not given or self.kind == "added":
+            return self.read(y)
+        return torch.cat([y, z], -1) @ self.w if self.kind == "cat" else y.flatten(1) @ self.w
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("cat", (2 * DIM, 4)), ("flat", (3 * DIM, 4)), ("stacked", (2, DIM, 4)), ("added", (DIM,))]
+)
+def test_weights_that_only_later_calls_use_keep_the_norms_that_they_may_touch(kind, shape):
+    x = torch.randn(2, 3, DIM)
+    _, report = both_agree_on(Options(kind, *shape), (x,), (x, torch.randn(2, 3, DIM)))
+    assert "no call that was tried used" in report.rows[-1].why + report.rows[0].why
+
+
+def test_huge_numbers_do_not_hide_an_error():
+    y = torch.tensor([1.0, 2.0, 3.0, -1e9])
+    assert error(y + torch.tensor([0.3, 0, 0, 0]), y) == pytest.approx(0.1)
+    assert error(y + torch.tensor([0, 0, 0, 1e8]), y) == pytest.approx(0.1)
+    assert error(torch.tensor([0.0, 0, 1]), torch.tensor([0.0, 0, 2])) == 0.5
+
+
+class Twice(nn.Module):
+    """One norm under two names, called with a mask."""
+
+    def __init__(self, norm: nn.Module, **kwargs):
+        super().__init__()
+        self.write, self.a, self.b, self.kwargs = nn.Linear(DIM, DIM), norm, norm, kwargs
+        self.one, self.two = nn.Linear(DIM, DIM), nn.Linear(DIM, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.write(x)
+        x = x + self.one(self.a(x, **self.kwargs))
+        return self.two(self.b(x, **self.kwargs))
+
+
+def test_a_norm_with_two_names_that_is_called_with_a_mask():
+    x, mask = torch.randn(2, 7, DIM), torch.rand(2, 7) > 0.5
+    folded, _ = check(Twice(make("un", DIM), mask=None), x, actions="folded")
+    assert type(folded.a) is type(folded.b) is not nn.Identity, "it takes the mask"
+    check(Twice(make("un", DIM)), x, actions="folded")
+    rms, _ = to_rms(Twice(nn.LayerNorm(DIM)).eval(), x)
+    assert rms.a is rms.b
+    assert "rms" in rms.a.spec
+    assert folded.a(x, mask) is x

@@ -80,6 +80,15 @@ def test_a_folder_as_transformers_saves_it_folds_its_gains(tmp_path):
     assert not (tmp_path / "folded" / "load.py").exists(), "norms are left that transformers' class would not have"
 
 
+def test_layer_norms_that_lost_only_their_gains_load(tmp_path):
+    case = case_of("gpt2")
+    randomize(case.model).eval().save_pretrained(tmp_path / "model")
+    fold_dir(tmp_path / "model", tmp_path / "folded")
+    again = load_pretrained(tmp_path / "folded")
+    torch.testing.assert_close(call(case, again), call(case, case.model), rtol=1e-4, atol=1e-5)
+    assert again.transformer.h[0].ln_1.weight is None
+
+
 def test_half_precision_comes_back_as_it_was(tmp_path):
     model = randomize(convert(case_of("llama").model, "un")).eval().bfloat16()
     save_pretrained(model, tmp_path)

@@ -1,7 +1,15 @@
-"""The multiply-add or addition that folding leaves where a norm cannot vanish completely."""
+"""What folding leaves in the place of a norm: a multiply-add, an addition, or nothing."""
 
 import torch
 from torch import Tensor, nn
+
+
+class Identity(nn.Identity):
+    """The identity, for models that call their norms with a mask."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Return `x`."""
+        return x
 
 
 class Affine(nn.Module):
@@ -23,8 +31,8 @@ class Affine(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias)
         self.channel_dim = channel_dim
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the multiply-add."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Apply the multiply-add; a mask changes nothing."""
         shape = [1] * x.dim()
         shape[self.channel_dim] = -1
         if self.weight is None:

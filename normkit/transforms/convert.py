@@ -232,6 +232,14 @@ def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     return model
 
 
+def put_everywhere(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Put a module in the place of another one under all names that it has."""
+    old = model.get_submodule(name)
+    for each in [each for each, there in model.named_modules(remove_duplicate=False) if there is old]:
+        model = put(model, each, module)
+    return model
+
+
 def _carried(found: Found, name: str) -> dict[str, object]:
     """Return the options that a new norm inherits unless its spec sets them."""
     kind, had = parse(found.kind)

@@ -1,8 +1,22 @@
 """Switch off PyTorch's fused encoder layer, which computes LayerNorm whatever the norm is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+
+
+@contextmanager
+def no_fast_path() -> Iterator[None]:
+    """Call the modules of encoder layers one by one in this block, on tensors that are not nested."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def leave_fast_path(model: nn.Module) -> None:

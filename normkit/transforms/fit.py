@@ -11,6 +11,7 @@ from normkit.kernels import ops
 from normkit.norms import StatNorm
 from normkit.transforms.calibrate import evaluating
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
+from normkit.transforms.fastpath import no_fast_path
 from normkit.transforms.invoke import call, input_and_mask
 
 Forward = Callable[[nn.Module, Any], Any] | None
@@ -106,6 +107,7 @@ def _rows(
 
     with norm.register_forward_hook(keep_input, with_kwargs=True), old.register_forward_hook(keep_output):
         call(model, batch, forward)
-        call(like, batch, forward)
+        with no_fast_path():
+            call(like, batch, forward)
     pairs = [(x, y) if mask is None else (x[mask], y[mask]) for (x, mask), y in zip(read, wanted, strict=True)]
     return torch.cat([x.flatten(0, -2) for x, _ in pairs]), torch.cat([y.flatten(0, -2) for _, y in pairs])

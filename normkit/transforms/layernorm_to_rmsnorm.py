@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normkit.transforms.convert import put, replacement
+from normkit.transforms.convert import put_everywhere, replacement
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.fold import TOLERANCE
 from normkit.transforms.fold.position import position
@@ -153,6 +153,7 @@ def _rewrite(model: nn.Module, trace: Trace, changed: list[str], producers: dict
         if bias := trace.biases.get(producer):
             change(model, bias.parameter, lambda b, of=bias.of: of(b).sub_(of(b).mean()))
     for name in changed:
-        model = put(model, name, replacement(model.get_submodule(name), "rms", next(model.parameters(), None)))
+        new = replacement(model.get_submodule(name), "rms", next(model.parameters(), None))
+        model = put_everywhere(model, name, new)
     leave_fast_path(model)
     return model

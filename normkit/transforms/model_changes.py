@@ -61,7 +61,7 @@ def find_changes(model: Any) -> dict[str, Any]:
         if name not in modules or any(name.startswith(f"{norm}.") for norm in norms):
             continue
         here = modules[name]
-        if type(here) is not type(there):
+        if type(here) is not type(there) or (isinstance(here, nn.LayerNorm | nn.RMSNorm) and _lacks(here, there)):
             norms[name] = _describe(name, here) | ({"mask": masks[name]} if name in masks else {})
             continue
         saved = there._non_persistent_buffers_set - here._non_persistent_buffers_set
@@ -70,6 +70,11 @@ def find_changes(model: Any) -> dict[str, Any]:
             if value is not None and there._parameters.get(key) is None:
                 biases[f"{name}.{key}"] = value.numel()
     return {"norms": norms, "biases": biases, "buffers": buffers, "untied": _untied(model, fresh)}
+
+
+def _lacks(here: nn.Module, there: nn.Module) -> bool:
+    """True if a module has not all parameters that another one of its kind has."""
+    return any(there._parameters[key] is not None and value is None for key, value in here._parameters.items())
 
 
 def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
@@ -112,7 +117,7 @@ def _full_name(model: Any, name: str) -> str:
 def _describe(name: str, module: nn.Module) -> dict[str, Any]:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     affine = {"weight": weight is not None, "bias": bias is not None}
-    if type(module) is nn.Identity:
+    if isinstance(module, nn.Identity):
         return IDENTITY
     if isinstance(module, Affine):
         width = next(p.numel() for p in module.parameters())

@@ -13,6 +13,7 @@ from normkit.transforms.fold.report import Report
 from normkit.transforms.fold.rewrite import largest_factor, rewrite
 from normkit.transforms.fold.survey import Survey
 from normkit.transforms.fold.verify import error
+from normkit.transforms.invoke import example_call
 from normkit.transforms.model_changes import record_changes
 
 TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
@@ -96,7 +97,8 @@ def fold(
         step("rewrite")
         folded = rewrite(survey.copy(), plan)
         with torch.no_grad():
-            native = error(folded(*example, **kwexample), model(*example, **kwexample), outputs)
+            expected = example_call(model, example, kwexample, "fold", (example, kwexample))
+            native = error(folded(*example, **kwexample), expected, outputs)
     if not native < float("inf"):
         raise RuntimeError(
             f"fold() verified the result in float64 (error {worst:.1e}), but in the model's own type the folded model "

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +108,13 @@ class Relations:
         self.stream = trace.streams()
         self._weights()
         self._biases()
-        idle = unused_weights(trace, model)
-        for source in trace.sources.values():
-            if source.size in idle:  # an expert, another head, a branch may read it in a later call
-                self.pin(source.codes, idle[source.size])
+        idle, tables = unused_weights(trace, model)
+        for source in trace.sources.values():  # an expert, another head, a branch may use it in a later call
+            for length, why in idle.items() if source.size > 1 else ():
+                if length % source.size == 0:
+                    self.pin(source.codes, why)
+            if source.size in tables and source.adds:
+                self.pin(source.codes, tables[source.size])
 
     def pin(self, nodes: Tensor, why: str, scale: bool = True) -> None:
         """Let nodes have `t = 0`, and `s = 1` too if `scale`."""
@@ -186,7 +190,7 @@ class Relations:
             why = f"added to something that is no layer's output in {where}"
             self._equal(foreign, torch.zeros_like(foreign), why=why)
         if source.terms:
-            self._row(nodes, [torch.full((source.size,), factor).double() for factor in factors])
+            self._row(nodes, [torch.full((source.size,), factor, dtype=torch.float64) for factor in factors])
 
     def _equal(self, a: Tensor, b: Tensor, exponent: int = 1, shift: bool = False, why: str = "") -> None:
         self.links.append(Link(a, b, exponent, shift=shift, why=why))
@@ -312,20 +316,36 @@ class Relations:
         return {self.stream[source.base] for source, _ in self.trace.by_code(nodes.double())}
 
 
-def unused_weights(trace: Trace, model: nn.Module) -> dict[int, str]:
-    """By number of channels, a weight that no call used and that may read as many."""
-    used = {source.product.view.parameter for source in trace.sources.values() if source.product}
-    used |= set(trace.weight_consumers)
+def unused_weights(trace: Trace, model: nn.Module) -> list[dict[int, str]]:
+    """By number of channels: weights that may read as many, and vectors that may be added; no call used all of them."""
+    used: dict[str, list[Product]] = defaultdict(list)
+    for source in trace.sources.values():
+        if source.product and (source.kind != "table" or source.reads):
+            used[source.product.view.parameter].append(source.product)
+    known = {*trace.weight_consumers, *(bias.parameter for bias in trace.biases.values())}
     own = tuple(f"{norm}." for norm in trace.norms)
-    names: dict[int, list[str]] = defaultdict(list)
+    names: list[dict[int, list[str]]] = [defaultdict(list), defaultdict(list)]
     for key, p in model.named_parameters():
-        if key not in used and not key.startswith(own) and sum(length > 1 for length in p.shape) > 1:
-            for length in set(p.shape):
-                names[length].append(key)
-    return {
-        length: f"no call that was tried used {listed(keys)}, which may read it; {trace.advice(keys)}"
-        for length, keys in names.items()
-    }
+        if not key.startswith(own) and key not in known and not _all_used(p, used[key]):
+            long = {length for length in p.shape if length > 1}
+            for length in long:
+                names[sum(length > 1 for length in p.shape) == 1][length].append(key)
+    found = []
+    for of, does in zip(names, ("read it", "be added to it"), strict=True):
+        parts = {n: listed(f"all of {key}" if used[key] else key for key in keys) for n, keys in of.items()}
+        texts = {n: f"no call that was tried used {part}, which may {does}" for n, part in parts.items()}
+        found.append({n: f"{text}; {trace.advice(of[n])}" for n, text in texts.items()})
+    return found
+
+
+def _all_used(weight: Tensor, products: list[Product]) -> bool:
+    """True if products use all elements of a weight, or it is a table, of which longer inputs read more."""
+    if any(product.adds or prod(product.view.size) == weight.numel() for product in products):
+        return True
+    used = torch.zeros(weight.numel(), dtype=torch.bool)
+    for product in products:
+        product.view.of(used).fill_(True)
+    return bool(used.all())
 
 
 def united(size: int, links: list[Link]) -> Forest:

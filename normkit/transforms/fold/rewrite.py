@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import LayerNorm, Norm, RMSNorm
-from normkit.transforms.affine import Affine
-from normkit.transforms.convert import put
+from normkit.transforms.affine import Affine, Identity
+from normkit.transforms.convert import put_everywhere
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.relations import NormNode, parameter
@@ -161,13 +161,13 @@ def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.M
     tensors = [*old.parameters(), *old.buffers(), *model.parameters()]
     like = next(t for t in tensors if t.dtype.is_floating_point)
     if action in GONE:
-        new: nn.Module = nn.Identity()
+        new: nn.Module = Identity() if node.name in plan.relations.trace.masked else nn.Identity()
     elif action == "gain folded":
         new = _without_parameters(copy.deepcopy(node.rest), channel_dim).to(like.device)
     else:
         weight = None if action == "add" else gain.to(like)
         new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)
-    return put(model, node.name, new.train(old.training))
+    return put_everywhere(model, node.name, new.train(old.training))
 
 
 def _without_parameters(rest: nn.Module, channel_dim: int) -> nn.Module:

@@ -129,6 +129,7 @@ class Trace:
         self.resizable = False
         self.sources: dict[Any, Source] = {}
         self.inputs: dict[str, Tensor] = {}  # norm: pairs (code, channel)
+        self.masked: set[str] = set()  # norms that are called with a mask, or by keyword
         self.slots: dict[Product, Tensor] = {}  # pairs (code, input of the product)
         self.weight_consumers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
         self.biases: dict[Product, View] = {}

@@ -97,6 +97,8 @@ class Tracer(TorchDispatchMode):
         self.stack.append(name)
         if norm := self.trace.norms.get(name):
             x = args[0] if args else next(iter(kwargs.values()), None)
+            if len(args) != 1 or kwargs:
+                self.trace.masked.add(name)
             if self.inside_norm == 0 and isinstance(x, Tensor):
                 pairs = channel_pairs(self.origins(x), norm.channel_dim)
                 self.trace.inputs[name] = joined(self.trace.inputs.get(name), pairs)

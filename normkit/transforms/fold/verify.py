@@ -8,10 +8,14 @@ from torch import Tensor
 
 from normkit.transforms.invoke import tensors
 
+OUTLIER = 1e4  # times the median, from which on a number is compared by itself
+
 
 @torch.no_grad()
 def error(mine: Any, theirs: Any, outputs: Callable[[Any], Any] | None = None) -> float:
     """Compute the largest difference between two outputs, relative to each largest number.
+
+    Numbers above 10,000 times the median, such as those that stand for minus infinity, are compared by themselves.
 
     Args:
         mine: What one model returned.
@@ -45,5 +49,9 @@ def _difference(a: Tensor, b: Tensor) -> float:
         if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
             return float("inf")
         a, b = a[finite], b[finite]
+    if not a.numel():
+        return 0.0
     a, b = a.double(), b.double()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) if a.numel() else 0.0
+    size = b.abs()
+    usual = size[size <= OUTLIER * size.median()].max() if size.median() else size.max()
+    return float(((a - b).abs() / size.clamp(min=float(usual.clamp(min=1e-30)))).max())
