@@ -274,6 +274,29 @@ def test_weights_that_only_later_calls_use_keep_the_norms_that_they_may_touch(ki
     assert "no call that was tried used" in report.rows[-1].why + report.rows[0].why
 
 
+class MaskToken(nn.Module):
+    """A vector that takes the place of some tokens, before the first norm; words by task."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.token = nn.Parameter(torch.randn(2, 5, DIM)), nn.Parameter(torch.randn(DIM))
+        self.first, self.last, self.one = make("un", DIM), make("un", DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor, masked: Tensor | None = None, task: int = 0) -> Tensor:
+        x = F.embedding(ids, self.words[task])
+        x = x if masked is None else torch.where(masked[..., None], self.token, x)
+        x = self.first(x)
+        return self.last(x + self.one(x))
+
+
+def test_a_vector_in_the_place_of_tokens_and_words_by_task():
+    ids, masked = torch.randint(0, 5, (2, 7)), torch.arange(7) % 2 == 0
+    masked = masked.expand(2, 7)
+    for example in ((ids,), (ids, masked)):
+        for later in ((ids, masked), (ids, None, 1)):
+            both_agree_on(MaskToken(), example, later)
+
+
 def test_huge_numbers_do_not_hide_an_error():
     y = torch.tensor([1.0, 2.0, 3.0, -1e9])
     assert error(y + torch.tensor([0.3, 0, 0, 0]), y) == pytest.approx(0.1)

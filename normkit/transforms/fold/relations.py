@@ -113,7 +113,7 @@ class Relations:
             for length, why in idle.items() if source.size > 1 else ():
                 if length % source.size == 0:
                     self.pin(source.codes, why)
-            if source.size in tables and source.adds:
+            if source.size in tables and source.kind != "norm":
                 self.pin(source.codes, tables[source.size])
 
     def pin(self, nodes: Tensor, why: str, scale: bool = True) -> None:
@@ -339,8 +339,9 @@ def unused_weights(trace: Trace, model: nn.Module) -> list[dict[int, str]]:
 
 
 def _all_used(weight: Tensor, products: list[Product]) -> bool:
-    """True if products use all elements of a weight, or it is a table, of which longer inputs read more."""
-    if any(product.adds or prod(product.view.size) == weight.numel() for product in products):
+    """True if products use all elements of a weight, or it is a table, of which other inputs read more."""
+    whole = (prod(each.view.size) == weight.numel() or (each.adds and weight.dim() < 3) for each in products)
+    if any(whole):
         return True
     used = torch.zeros(weight.numel(), dtype=torch.bool)
     for product in products:
