@@ -244,7 +244,7 @@ def test_a_norm_that_is_the_whole_model():
 
 
 class Options(nn.Module):
-    """A post-norm stream whose weight `w` a call uses as it is told to."""
+    """A post-norm stream whose weight `w` only some calls use."""
 
     def __init__(self, kind: str, *shape: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What folding leaves in the place of a norm: a multiply-add, an addition, or nothing."""
+"""What folding leaves of a norm: a multiply-add, an addition, or nothing."""
 
 import torch
 from torch import Tensor, nn

@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def no_fast_path() -> Iterator[None]:
-    """Call the modules of encoder layers one by one in this block, on tensors that are not nested."""
+    """Run encoder layers module by module, on tensors that are not nested."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

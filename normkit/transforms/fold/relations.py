@@ -317,7 +317,10 @@ class Relations:
 
 
 def unused_weights(trace: Trace, model: nn.Module) -> list[dict[int, str]]:
-    """By number of channels: weights that may read as many, and vectors that may be added; no call used all of them."""
+    """Weights that no call used all of, by channels: what may read as many, and vectors.
+
+    A vector may be added to tokens, or take their place.
+    """
     used: dict[str, list[Product]] = defaultdict(list)
     for source in trace.sources.values():
         if source.product and (source.kind != "table" or source.reads):
@@ -339,7 +342,7 @@ def unused_weights(trace: Trace, model: nn.Module) -> list[dict[int, str]]:
 
 
 def _all_used(weight: Tensor, products: list[Product]) -> bool:
-    """True if products use all elements of a weight, or it is a table, of which other inputs read more."""
+    """True if products use all elements of a weight; of tables other inputs read more."""
     whole = (prod(each.view.size) == weight.numel() or (each.adds and weight.dim() < 3) for each in products)
     if any(whole):
         return True
