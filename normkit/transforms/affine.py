@@ -1,4 +1,4 @@
-"""What folding leaves of a norm: a multiply-add, an addition, or nothing."""
+"""The rest of a norm after folding: a multiply-add, an addition, or nothing."""
 
 import torch
 from torch import Tensor, nn
