@@ -5,6 +5,7 @@ step uses `devices x nodes x accumulate x batch_tokens` tokens. Norms compute st
 with `sync=True` in their spec from all of them; those of rank 0 are saved.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,17 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import is_rank_zero
 
 
-def check_gpus(run: Run) -> None:
-    """Raise a ValueError if a run is for more GPUs than PyTorch finds."""
-    there = torch.cuda.device_count()
-    if run.devices > there and (run.device == "cuda" or (run.device == "auto" and there)):
+def check_devices(run: Run) -> None:
+    """Raise a ValueError if a run is for too many GPUs, or processes, for this machine."""
+    there, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    gpus = run.device == "cuda" or (run.device == "auto" and there > 0)
+    if gpus and run.devices > there:
         raise ValueError(
             f"the run is for {run.devices} GPUs, PyTorch finds {there} here; lower --devices or --device cpu"
+        )
+    if run.devices > 4 * cores and not gpus:
+        raise ValueError(
+            f"the run is for {run.devices} processes, and this machine has {cores} cores; --devices {cores} or fewer"
         )
 
 

@@ -30,7 +30,7 @@ from normkit.lab.train.folder import (
     save,
     write_run,
 )
-from normkit.lab.train.parallel import check_gpus, is_distributed
+from normkit.lab.train.parallel import check_devices, is_distributed
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.source import source
 from normkit.lab.train.utilization import utilization
@@ -81,7 +81,7 @@ def train(
     from normkit.lab.train.callbacks import RunCallback
 
     check_launched(run.devices, run.nodes)
-    check_gpus(run)
+    check_devices(run)
     folder = Path(folder)
     callback = RunCallback(run, folder, on_progress)
 
