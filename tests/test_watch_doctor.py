@@ -263,9 +263,7 @@ NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power"
 )
 def test_a_run_that_ends_inside_the_warm_up_of_statistics(spec):
     """The default of thousands of steps exceeds a short run."""
-    left = (
-        35.0 if spec.startswith(("un", "mabn")) else 36.0
-    )  # as the fifth step finds it; windows are used from step 40 on
+    left = 35.0 if spec.startswith(("un", "mabn")) else 36.0  # as the fifth step finds it; windows begin at step 40
     for warmup, evidence in ((40, [{"0": left}]), (3, [])):
         model = nn.Sequential(normkit.make(spec.format(warmup), 8), nn.Linear(8, 8))
         found = diagnose(fit(model, [sample(step, 64, 8) for step in range(5)]))

@@ -18,7 +18,7 @@ class ScaleNorm(RowNorm):
         eps: Lower bound of the length; 1e-5 as in the authors' code.
         bias: Learn a `bias`; off, as in the paper.
         learn: Learn g; False keeps it at sqrt(dim) (the paper's Table 7); without `affine` it is 1.
-        unit_init: Store g / sqrt(dim), which starts at 1; off, as in the authors' code. Adam moves it more, relatively.
+        unit_init: Store g / sqrt(dim), by which Adam moves g sqrt(dim) times as fast; off, as in the authors' code.
 
     >>> import torch
     >>> ScaleNorm(4)(torch.ones(1, 4)).tolist()

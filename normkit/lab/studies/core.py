@@ -132,7 +132,7 @@ GALICIAN_CORE = Study(
 
 GALICIAN_LONG = Study(
     id="core.ted-gl-long",
-    title="norms in translation with little data, 22 epochs, TED gl-en",
+    title="norms in translation with little data, 10,000 steps, TED gl-en",
     rows=tuple(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
     columns=(
         Column(title="BLEU", metric="bleu", base=TED_LONG),

@@ -41,7 +41,7 @@ def fold(
 
     The connections are not assumed but traced, see `audit`. The result is compared with the original in float64 on
     the example and on random inputs of other shapes. Numbers and flags are taken as fixed; a norm that a weight might
-    read which no call used (an expert, another head) stays. Ties stay. The original is not changed.
+    read which no call used (an expert, another head) stays. Tied weights stay tied. The original is not changed.
 
     Args:
         model: The model, in evaluation mode.
@@ -57,7 +57,7 @@ def fold(
             right for float32 and bfloat16. float16 and integers need a small one (such as 16), for the gains of a
             post-norm stream multiply up over its depth.
         balance: Batches on which to measure the ranges of the channels. Scales that folding leaves free are chosen
-            such that the ranges are equal, for float16 and integers. Mappings are keywords, tuples and lists arguments.
+            such that the ranges are equal, for float16 and integers. Mappings hold keywords, tuples and lists arguments.
         **kwexample: The keyword arguments of the call.
 
     Returns:
