@@ -57,7 +57,7 @@ def fold(
             right for float32 and bfloat16. float16 and integers need a small one (such as 16), for the gains of a
             post-norm stream multiply up over its depth.
         balance: Batches on which to measure the ranges of the channels. Scales that folding leaves free are chosen
-            such that the ranges are equal, for float16 and integers. Mappings hold keywords, tuples and lists arguments.
+            such that the ranges are equal, for float16 and integers. Mappings hold keywords, tuples or lists arguments.
         **kwexample: The keyword arguments of the call.
 
     Returns:
