@@ -135,6 +135,9 @@ def test_bad_folders_are_refused_with_the_reason(tmp_path):
         load_pretrained(tmp_path)
     with pytest.raises(ValueError, match="name another folder"):
         fold_dir(tmp_path, tmp_path)
+    path.write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
+    with pytest.raises(ValueError, match="deserializing header"):
+        load_pretrained(tmp_path)
 
 
 # -- folders whose parts do not fit ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 
 import pytest
@@ -50,7 +51,7 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=["bert", "gpt2"])
+@pytest.fixture(scope="module", params=["bert", "bert of texts", "gpt2"])
 def pretrained(request, tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp(request.param)
@@ -58,12 +59,12 @@ def pretrained(request, tmp_path_factory):
     (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf8")
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
-    if request.param == "bert":
+    if request.param.startswith("bert"):
         config = transformers.BertConfig(
             vocab_size=len(vocabulary), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
             max_position_embeddings=64,
         )  # fmt: skip
-        model = transformers.BertModel(config)
+        model = (transformers.BertModel if request.param == "bert" else transformers.BertForSequenceClassification)(config)
     else:
         config = transformers.GPT2Config(vocab_size=len(vocabulary), n_embd=8, n_layer=1, n_head=2, n_positions=64)
         model = transformers.GPT2LMHeadModel(config)
@@ -107,13 +108,15 @@ def test_a_pretrained_model_loses_its_norms(pretrained, text, tmp_path):
     torch.testing.assert_close(model(**tokens)[0], unfolded(**tokens)[0], rtol=1e-4, atol=1e-5)
     assert not any("LayerNorm" in type(module).__name__ for module in model.modules())
     assert (tmp_path / "out" / "tokenizer.json").is_file()
-    bert = "cosine" in removed.quality["original"]
-    assert (
-        removed.quality["original"] == pytest.approx({"cosine": 1, "worst 1 %": 1, "neighbours %": 100})
-        if bert
-        else (set(removed.quality["original"]) == {"loss"})
-    )
-    assert removed.tail_of == ("1 - cosine of a held-out token" if bert else "loss of a held-out token")
+    quality, tail_of = {
+        "BertModel": ({"cosine": 1, "worst 1 %": 1, "neighbours %": 100}, "1 - cosine of a held-out token"),
+        "BertForSequenceClassification": ({"divergence": 0}, "divergence of a held-out text"),
+        "GPT2LMHeadModel": ({"loss": removed.quality["original"].get("loss")}, "loss of a held-out token"),
+    }[type(model).__name__]
+    assert removed.quality["original"] == pytest.approx(quality, abs=1e-6)
+    assert removed.tail_of == tail_of
+    with pytest.raises(ValueError, match="holds a finished removal"):
+        remove_norms(pretrained, tmp_path / "out", Removal(steps=5, text=str(text)), resume=True)
 
 
 def test_an_interrupted_removal_resumes_to_the_same_weights(run, tmp_path):
@@ -186,7 +189,7 @@ def test_rows_of_embeddings_take_the_scale_of_a_norm_that_alone_reads_them(pretr
 
     def error(model):
         fitted = fit_norms(convert(model, "un", mask_from="attention_mask"), subject.model, batches)
-        site = "embeddings.LayerNorm"
+        site = next(name for name, _ in fitted.named_modules() if name.endswith("embeddings.LayerNorm"))
         with torch.no_grad(), captured(fitted, [site]) as mine, captured(subject.model, [site]) as wanted:
             [model(**batches[0]) for model in (fitted, subject.model)]
         real = batches[0]["attention_mask"].bool()
@@ -196,12 +199,16 @@ def test_rows_of_embeddings_take_the_scale_of_a_norm_that_alone_reads_them(pretr
 
 
 def test_bad_input_raises(run, text, pretrained, tmp_path):
-    out = tmp_path / "out"
+    out, untokenized = tmp_path / "out", tmp_path / "untokenized"
+    load_pretrained(pretrained).save_pretrained(untokenized)
     for folder, settings, message in (
         (run, Removal(steps=0), "steps must be at least 1; got 0"),
         (run, Removal(steps=1, text="wikitext-2"), "trains on its own data; leave --text out"),
         (run, Removal(steps=1, to="rms"), "no norm with running statistics"),
         (run, Removal(steps=1, to="nu"), "nu"),
+        (run, Removal(steps=1, to="power(groups=1)"), "computes statistics at inference, too; take un"),
+        (run, Removal(steps=1, lr=math.nan), "lr must be above 0 and finite; got nan"),
+        (untokenized, Removal(steps=1, text=str(text)), "holds no tokenizer"),
         (pretrained, Removal(steps=1), "name a text to train on"),
         (pretrained, Removal(steps=1, text="nothing.txt"), "is neither a file nor a corpus"),
         (pretrained, Removal(steps=1, text=str(text), loss="task"), "--loss task needs a run"),

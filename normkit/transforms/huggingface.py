@@ -112,6 +112,8 @@ def load_pretrained(folder: Path | str) -> Any:
     config = _config(path)
     variant = _only_variant(path)
     transformers = _transformers()
+    from safetensors import SafetensorError
+
     architecture = config["architectures"][0]
     try:
         kind = getattr(transformers, architecture)
@@ -136,7 +138,7 @@ def load_pretrained(folder: Path | str) -> Any:
                 path, variant=variant, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )  # fmt: skip
-    except ValueError as problem:
+    except (ValueError, SafetensorError) as problem:
         raise ValueError(f"{path}: {problem}") from problem
     model.__class__ = kind
     _check_fit(path, found, changes is not None)

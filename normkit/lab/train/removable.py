@@ -109,6 +109,8 @@ class RemovableText:
         self.model = load_pretrained(folder)
         from transformers import AutoTokenizer
 
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise ValueError(f"{folder} holds no tokenizer; write it there with `tokenizer.save_pretrained`")
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.size, self.length = batch, length
@@ -150,10 +152,11 @@ class RemovableText:
         return model(**batch)
 
     def outputs(self, model: nn.Module, batch: dict[str, Tensor]) -> Outputs:
-        """Return logits if the model has a head, else vectors of tokens."""
+        """Return logits if the model has a head, of tokens or of texts, else vectors of tokens."""
         found = model(**batch)
         logits = hasattr(found, "logits")
-        return Outputs(found.logits if logits else found.last_hidden_state, batch["attention_mask"].bool(), logits)
+        values = found.logits if logits else found.last_hidden_state
+        return Outputs(values, batch["attention_mask"].bool() if values.dim() == 3 else None, logits)
 
     @torch.no_grad()
     def quality(self, model: nn.Module) -> dict[str, float]:
@@ -174,11 +177,12 @@ class RemovableText:
 
     @torch.no_grad()
     def tail(self, model: nn.Module) -> tuple[str, Tensor]:
-        """Return loss, or distance from the original, of each held-out token."""
+        """Return loss, or distance from the original, of each held-out token, or text if a text has one output."""
         if self.causal:
             return "loss of a held-out token", self._next_token(model)
         pairs = [(self.outputs(model, batch), self.outputs(self.model, batch)) for batch in self._held_out()]
-        kind = "divergence of a held-out token" if pairs[0][0].logits else "1 - cosine of a held-out token"
+        item = "text" if pairs[0][1].real is None else "token"
+        kind = f"{'divergence' if pairs[0][0].logits else '1 - cosine'} of a held-out {item}"
         return kind, torch.cat([distance(*pair) for pair in pairs])
 
     def fold_and_save(self, model: nn.Module, out: Path) -> tuple[nn.Module, Report]:

@@ -5,10 +5,11 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,13 +107,17 @@ def remove_norms(
         on_progress: Called with the stage and its `Progress`; if it returns True, the removal stops and can be resumed.
 
     Raises:
-        ValueError: If an argument is wrong, data is missing, or the loss is not finite.
+        ValueError: If an argument is wrong, data is missing, `out` holds a finished removal, or the loss is not finite.
         KeyboardInterrupt: If `on_progress` stopped it.
     """
     folder, out = Path(folder), Path(out)
     if settings.steps < 1:
         raise ValueError(f"steps must be at least 1; got {settings.steps}")
+    if settings.lr is not None and not 0 < settings.lr < math.inf:
+        raise ValueError(f"lr must be above 0 and finite; got {settings.lr:g}")
     parse(settings.to)
+    if (out / FILE).is_file():
+        raise ValueError(f"{out} holds a finished removal ({FILE}); name another folder, or delete it")
     subject = open_removable(folder, settings.text)
     if settings.loss == "task" and not isinstance(subject, RemovableRun):
         raise ValueError("--loss task needs a run; a Hugging Face model is trained on the outputs of the original")
@@ -146,10 +151,12 @@ def remove_norms(
                 on_progress=on_progress and functools.partial(on_progress, stage),
             )  # fmt: skip
 
-        measure("original", original)
         first = [batch for batch, _ in zip(subject.batches(0), range(FITTED), strict=False)]
         model = convert(subject.student(first), settings.to, mask_from=subject.mask_from)
         sites = [name for name, module in model.named_modules() if isinstance(module, StatNorm)]
+        if not all(cast(StatNorm, model.get_submodule(name)).offline for name in sites):
+            raise ValueError(f"{settings.to} computes statistics at inference, too; take un, mabn or power(groups=0)")
+        measure("original", original)
         if not _checkpoint(state, "without norms").exists():
             show("fitting")
             fit_norms(model, original, first, forward=subject.forward, inplace=True)
