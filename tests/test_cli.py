@@ -133,9 +133,22 @@ def test_train_a_recipe_with_other_settings_and_resume(typed, tmp_path):
     assert result["run"]["model"]["norm"] == "un(window=2, warmup='auto')"
     assert result["command"].startswith("normkit train vit_digits --steps 6 --model.width 8")
     assert (tmp_path / "report.html").stat().st_size > 1000
-    before = (tmp_path / "model.safetensors").read_bytes()
-    assert typed("train", "vit_digits", *settings, "--resume")[0] == 0
-    assert (tmp_path / "model.safetensors").read_bytes() == before
+    before = (tmp_path / "model.safetensors").stat()
+    status, again, error = typed("train", "vit_digits", *settings, "--resume")
+    assert (status, error) == (0, "")
+    assert (tmp_path / "table.txt").read_text() in again
+    assert (tmp_path / "model.safetensors").stat() == before, "a run that ended is not trained again"
+    refusal = typed("train", "vit_digits", *settings, "--lr", "0.01", "--resume")
+    assert refused(refusal, "holds a run with another lr; resume with its own settings")
+
+
+def test_a_run_that_diverged_is_a_failure(typed, tmp_path):
+    settings = ["--steps", 20, "--lr", 1e30, "--warmup", 0, "--clip", 0, "--schedule", "constant", "--model.width", 8]
+    settings += ["--model.depth", 1, "--model.heads", 2, "--out", tmp_path]
+    status, _, error = typed("train", "vit_digits", *settings)
+    assert status == 1
+    assert "diverged at step" in error
+    assert "lower --lr" in error
 
 
 def test_pronounce_takes_a_run_or_the_best_of_the_demo(typed, runs, monkeypatch):
@@ -254,7 +267,11 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["demo", "--steps", "0"], ["steps must be at least 1; got 0"]),
         (["demo", "--steps", "5", "--minutes", "5"], ["give --steps or --minutes, not both"]),
         (["demo", "--processes", "0"], ["processes must be at least 1; got 0"]),
-        (["demo", "--minutes", "-1"], ["minutes must be above 0; got -1"]),
+        (["demo", "--minutes", "-1"], ["minutes must be above 0 and finite; got -1"]),
+        (["demo", "--minutes", "nan"], ["minutes must be above 0 and finite; got nan"]),
+        (["demo", "--out", ""], ["--out is empty; name a folder"]),
+        (["fold", ".", "--out="], ["--out is empty; name a folder"]),
+        (["bench", "--shape", "99999999x99999999"], ["--shape 99999999x99999999: 12 such activations do not fit"]),
         (["pronounce"], ["no word given"]),
         (["pronounce", "x", "--run", "nowhere"], ["nowhere is not a run folder: there is no such folder"]),
         (["pronounce", "x"], ["there is no folder runs/demo; train with `normkit demo` first"]),
@@ -276,7 +293,7 @@ def test_bad_input_is_one_line_and_status_2(words, parts, typed, tmp_path, monke
     assert refused(typed(*words), *parts)
 
 
-@pytest.mark.parametrize("words", [["demo"], ["train", "vit_digits"], ["study", "core.cmudict"]])
+@pytest.mark.parametrize("words", [["demo"], ["train", "vit_digits"], ["study", "core.cmudict"], ["bench"]])
 def test_the_folder_of_results_is_checked_before_training(words, typed, tmp_path):
     file = tmp_path / "file"
     file.touch()

@@ -64,7 +64,8 @@ def pretrained(request, tmp_path_factory):
             vocab_size=len(vocabulary), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
             max_position_embeddings=64,
         )  # fmt: skip
-        model = (transformers.BertModel if request.param == "bert" else transformers.BertForSequenceClassification)(config)
+        kind = "BertModel" if request.param == "bert" else "BertForSequenceClassification"
+        model = getattr(transformers, kind)(config)
     else:
         config = transformers.GPT2Config(vocab_size=len(vocabulary), n_embd=8, n_layer=1, n_head=2, n_positions=64)
         model = transformers.GPT2LMHeadModel(config)

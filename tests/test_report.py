@@ -14,8 +14,11 @@ from made_results import result, score
 
 from normkit.lab.report import page, plot, summary
 from normkit.lab.report.panels import panels
+from normkit.lab.report.results import write as write_result
+from normkit.lab.report.seeds import pool
 from normkit.lab.report.settings import labels
 from normkit.lab.report.verdict import sentences
+from normkit.lab.train.compare import compared
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
 
@@ -204,6 +207,16 @@ def test_seeds_of_a_norm_are_not_competitors():
     )
     assert "layer, seed=2" in each
     assert "layer, seed=0" in summary.text(dict(enumerate(seeds("layer", 10.0, 10.2)))).split("each run:")[1]
+
+
+def test_a_copy_of_a_run_is_no_further_seed(tmp_path):
+    seeds = [result("un", seed=seed) for seed in (0, 1)]
+    table = pool(dict(enumerate([*seeds, copy.deepcopy(seeds[0])])))
+    assert [(folder, row.get("seeds", 1)) for folder, row in table.items()] == [(0, 2), (2, 1)]
+    for name in ("run", "copy"):
+        write_result(tmp_path / name, seeds[0])
+    with pytest.raises(ValueError, match=r"copy and .*run are runs of the same seed, 0; needs one of each seed"):
+        compared([tmp_path])
 
 
 def test_a_seed_that_diverged_is_counted():

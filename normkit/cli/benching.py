@@ -5,11 +5,13 @@ import io
 from pathlib import Path
 from typing import Literal
 
-from normkit.cli.line import command, write
+from normkit.cli.line import check_writable, command, write
 from normkit.text import align
 
 KINDS = ("ratios", "blocks", "pieces")  # of files with ratios to LayerNorm
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "pnv", "batch", "un")
+
+HELD = 12  # activations at a time: input, output, gradients, what norms keep, what empties the cache
 
 
 @command
@@ -51,8 +53,8 @@ def bench(
         return 0
     import torch
 
+    from normkit.lab.norm_speed import DTYPES, measure
     from normkit.lab.norm_speed import explain as operations
-    from normkit.lab.norm_speed import measure
 
     rows, dim = _shape(shape)
     for name, count in (("rounds", rounds), ("threads", threads)):
@@ -62,6 +64,12 @@ def bench(
         raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out to measure on the CPU")
     if not norms:
         raise ValueError("--norms: name at least one, as --norms layer 'un(window=8)'")
+    if out is not None:
+        check_writable(out)
+    try:  # reserves pages and touches none
+        torch.empty(HELD, rows, dim, dtype=DTYPES[dtype], device=device)
+    except RuntimeError as error:
+        raise ValueError(f"--shape {shape}: {HELD} such activations do not fit into memory; name fewer rows") from error
     if explain:
         write(_explained([row for spec in norms for row in operations(spec, rows, dim, dtype, device)]))
     else:

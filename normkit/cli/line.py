@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
 import shlex
 import sys
 import tempfile
@@ -47,6 +48,8 @@ def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any
     """
     import tyro
 
+    if "--out=" in arguments or ("--out", "") in itertools.pairwise(arguments):
+        raise ValueError("--out is empty; name a folder, or . for this one")
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -52,8 +53,8 @@ def demo(arguments: list[str]) -> int:
         raise ValueError("give --steps or --minutes, not both")
     if processes < 1:
         raise ValueError(f"processes must be at least 1; got {processes}")
-    if minutes is not None and minutes <= 0:
-        raise ValueError(f"minutes must be above 0; got {minutes:g}")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ValueError(f"minutes must be above 0 and finite; got {minutes:g}")
     check_writable(given["out"])
     steps = STEPS if given["steps"] is None else given["steps"]
     return _demo({**given, "steps": steps}, minutes, processes)
@@ -128,10 +129,9 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
     """Train runs one after the other; an interrupt ends them."""
     from rich.console import Console
 
-    from normkit.lab.report import results
     from normkit.lab.studies.progress import Board
-    from normkit.lab.studies.runner import finished
     from normkit.lab.train.checkpoints import checkpoints
+    from normkit.lab.train.folder import check_resumable
     from normkit.lab.train.run import train as train_run
 
     console, found = Console(), dict[Path, Any]()
@@ -141,8 +141,12 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
             f"the warm-up of {first.warmup:,} steps does not end within {first.steps:,}, for learning rate and "
             f"statistics; --warmup {max(1, first.steps // 10)} would be a tenth"
         )
-    if resume and not any(map(checkpoints, runs)):
-        complain(f"{out} has no checkpoint to resume from: training starts at the beginning")
+    if resume:
+        for folder, run in runs.items():
+            check_resumable(folder, run)
+        found = {folder: result for folder in runs if (result := _result(folder))}
+        if not found and not any(map(checkpoints, runs)):
+            complain(f"{out} has no checkpoint to resume from: training starts at the beginning")
     with interruptible() as signals, Board(console, [run.name for run in runs.values()], first.steps) as board:
         for folder, run in runs.items():
 
@@ -150,14 +154,24 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
                 board.update(name, progress)
                 return bool(signals)
 
-            if resume and len(runs) > 1 and finished(folder, run):
-                found[folder] = results.read(folder)
-            elif not signals:
+            if folder not in found and not signals:
                 found[folder] = train_run(run, folder, resume, on_progress, command)
             if folder in found:
                 board.end(run.name, found[folder]["status"])
+    found = {folder: found[folder] for folder in runs if folder in found}
     show(found, out, command)
-    return 128 + signals[0] if signals else 0
+    diverged = [f"{folder} {result['status']}" for folder, result in found.items() if "diverged" in result["status"]]
+    for line in diverged:
+        complain(f"{line}; a lower --lr or a longer --warmup may help, and `normkit doctor` shows what failed first")
+    return 128 + signals[0] if signals else 1 if diverged else 0
+
+
+def _result(folder: Path) -> dict[str, Any] | None:
+    """Return the result of a run that ended by itself, if the folder has one."""
+    from normkit.lab.report import results
+
+    found = results.read(folder) if (folder / results.FILE).is_file() else None
+    return None if found is None or found["status"].startswith("interrupted") else found
 
 
 @contextlib.contextmanager

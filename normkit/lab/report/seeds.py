@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,16 @@ def pool(results: Results) -> dict[Any, Result]:
     """Replace runs that differ only in their seed by one result with their means.
 
     A pooled result has the folder of its first run, "seeds" (the number of runs) and no seed; `METRIC_error` is the
-    half of the 95 % interval over seeds, divided by 1.96. Runs without scores are counted in its status.
+    half of the 95 % interval over seeds, divided by 1.96. Runs without scores are counted in its status. A second run
+    of the same seed, such as a copy, is no further sample: it is pooled with other second runs.
     """
-    members: dict[str, list[Any]] = {}
+    members: dict[tuple[str, int], list[Any]] = {}
+    earlier = Counter[str]()  # runs by settings and seed
     for folder, result in results.items():
-        settings = {key: value for key, value in result["run"].items() if key not in ("seed", "name")}
-        members.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(folder)
+        every = json.dumps({**result["run"], "name": ""}, sort_keys=True, default=str)
+        settings = json.dumps({**result["run"], "name": "", "seed": 0}, sort_keys=True, default=str)
+        members.setdefault((settings, earlier[every]), []).append(folder)
+        earlier[every] += 1
     return {
         folders[0]: _pooled([results[folder] for folder in folders]) if len(folders) > 1 else results[folders[0]]
         for folders in members.values()

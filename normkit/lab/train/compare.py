@@ -129,9 +129,13 @@ def _values(seeds: dict[int, tuple[Path, dict[str, Any]]], kind: str, name: str)
 def _seeds(folder: Path) -> dict[int, tuple[Path, dict[str, Any]]]:
     """The runs of a folder by seed; ValueError if other settings differ, too."""
     there = results.find([folder])
-    found = {result["run"]["seed"]: (path, result) for path, result in there.items()}
     defaults = flat(json.loads(Run(name="", task="", data="", steps=1).to_json()))  # for settings that older runs lack
-    settings = [{**defaults, **flat({**result["run"], "seed": 0, "name": ""})} for _, result in found.values()]
-    if settings.count(settings[0]) < len(settings) or len(found) < len(there):
+    settings = [{**defaults, **flat({**result["run"], "seed": 0, "name": ""})} for result in there.values()]
+    if settings.count(settings[0]) < len(settings):
         raise ValueError(f"{folder} has runs of several settings; name the folder of one, or of its seeds")
+    found: dict[int, tuple[Path, dict[str, Any]]] = {}
+    for path, result in there.items():
+        before, _ = found.setdefault(seed := result["run"]["seed"], (path, result))
+        if before != path:
+            raise ValueError(f"{before} and {path} are runs of the same seed, {seed}; needs one of each seed")
     return found
