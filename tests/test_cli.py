@@ -279,6 +279,11 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["fold", ".", "--out", "x"], ["is not a run folder"]),
         (["fold", "."], ["--out"]),
         (["audit", "nowhere"], ["is not a run folder"]),
+        (["audit", sys.executable], ["is not a run folder: it is a file"]),
+        (
+            ["train", "vit_digits", "--model.arch", "vit"],
+            ["model.arch must be left out for task digits"],
+        ),
         (["report"], ["no results given"]),
         (["compare"], ["no run given"]),
         (["figure", "pn.figure9"], ["no figure named 'pn.figure9'"]),

@@ -101,7 +101,7 @@ TASKS: dict[str, TaskSpec] = {
         example=f"{_TRAIN}.build:text",
         data=f"{_TRAIN}.source:running_text",
         metrics=(PERPLEXITY,),
-        settings=("test_context", *(f"model.{name}" for name in _LANGUAGE)),
+        settings=("test_context", "model.arch", *(f"model.{name}" for name in _LANGUAGE)),
         fixed_length=True,
     ),
     "digits": TaskSpec(
@@ -119,7 +119,7 @@ TASKS: dict[str, TaskSpec] = {
         data=f"{_TRAIN}.source:images",
         metrics=(ACCURACY,),
         unit="images",
-        settings=("ema", "body_lr", "weights"),
+        settings=("ema", "body_lr", "weights", "model.arch"),
         drops_samples=True,
     ),
     "detection": TaskSpec(
@@ -130,7 +130,7 @@ TASKS: dict[str, TaskSpec] = {
         metrics=(BOX_AP, MASK_AP),
         unit="images",
         part="backbone",
-        settings=("weights",),
+        settings=("weights", "model.arch"),
         drops_samples=True,
     ),
 }

@@ -75,7 +75,8 @@ def read_run(folder: Path) -> Run:
     """
     path = folder / "run.json"
     if not path.is_file():
-        problem = "there is no such folder" if not folder.is_dir() else "it has no run.json"
+        problem = "it is a file" if folder.is_file() else "there is no such folder"
+        problem = "it has no run.json" if folder.is_dir() else problem
         raise ValueError(
             f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` write run folders, and "
             "`audit` and `fold` also take Hugging Face models (config.json and safetensors)"
