@@ -177,7 +177,10 @@ class RemovableText:
 
     @torch.no_grad()
     def tail(self, model: nn.Module) -> tuple[str, Tensor]:
-        """Return loss, or distance from the original, of each held-out token, or text if a text has one output."""
+        """Return loss, or distance from the original, of each held-out token.
+
+        Of each text, if the model has one output a text.
+        """
         if self.causal:
             return "loss of a held-out token", self._next_token(model)
         pairs = [(self.outputs(model, batch), self.outputs(self.model, batch)) for batch in self._held_out()]
