@@ -1,5 +1,7 @@
 """Inputs that are rare in training do not disturb a recording."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +51,11 @@ def test_the_gap_between_modes_of_a_loss_below_zero():
     rows = [Row(1, "", "", "loss_train_mode", -2.0), Row(1, "", "", "loss_eval_mode", -2.0)]
     found = [[finding.message for finding in diagnose([rows[0], rows[1]._replace(value=x)])] for x in (-2.0, -1.0)]
     assert [any("the loss is" in message for message in each) for each in found] == [False, True]
+
+
+def test_a_copy_of_the_model_is_not_recorded():
+    model = nn.Sequential(nn.Embedding(9, 6, padding_idx=0), nn.Linear(6, 6), normkit.make("un", 6))
+    with record(model, every=1) as rows:
+        for forward in (model, copied := copy.deepcopy(model), model, torch.compile(copied, backend="eager")):
+            forward(torch.tensor([[3, 4], [5, 0]])).sum().backward()
+    assert {row.step for row in rows} == {1, 2}

@@ -1,5 +1,6 @@
 """Record statistics of a model's norms by hooks that do not change the training."""
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from normkit.watch.rows import Rows, Sink
 from normkit.watch.sites import Padding, Site, sites
 
 BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "channel_g", "window_g"}
+NO_KEY = 0  # of a recorder that is a copy
 
 
 @contextmanager
@@ -127,6 +129,12 @@ class Recorder:
             if self.needs & BACKWARD:
                 self._handles.append(module.register_forward_hook(norm.after, with_kwargs=True, prepend=True))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Recorder":
+        """Return a recorder that measures nothing: a copy of the model, as for EMA, has copies of the hooks."""
+        copied = copy.copy(self)
+        copied.key, copied.due, copied.active = NO_KEY, False, False
+        return copied
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
@@ -154,7 +162,7 @@ class Recorder:
         self.active = False
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if model.training:
+        if model.training and self.key != NO_KEY:
             if torch.compiler.is_compiling():
                 graph_ops.begin_step(self.ledger, self.key)
                 return

@@ -1,6 +1,7 @@
 """The norms of any model, the layout of their inputs, and the tokens that are padding."""
 
 import inspect
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ class Padding:
 
     def __init__(self, model: nn.Module):
         self.names, self.time_first = list(inspect.signature(model.forward).parameters), is_time_first(model)
-        self.real: list[Tensor] = []  # of this step, the first to try last
+        self.real = deque[Tensor](maxlen=64)  # of this step, the first to try last; evaluation has no steps
         self.handles = [
             module.register_forward_pre_hook(self._embed)
             for module in model.modules()
