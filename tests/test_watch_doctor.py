@@ -126,6 +126,17 @@ def test_padding_that_no_mask_hides(masked):
         assert "40 % of the rows" in found[0].message
 
 
+@pytest.mark.parametrize("spec", ["pnv", "layer"])
+def test_a_few_large_tokens_decide_the_statistics_of_channels(spec):
+    def batch(step):
+        x = sample(step, 64, 8)
+        return torch.where(torch.arange(64)[:, None] % 32 == 0, 30 * x, x)
+
+    found = wrong(fit(nn.Sequential(normkit.make(spec, 8), nn.Linear(8, 8)), [batch(step) for step in range(20)]))
+    shares = [finding.evidence["0"] for finding in found if finding.kind == "large tokens"]
+    assert shares == ([pytest.approx(2 / 64, rel=0.3)] if spec == "pnv" else [])
+
+
 def test_tiny_batches():
     rows = fit(mlp("batch", "batch"), [sample(step, 4, 16) for step in range(40)])
     assert "tiny batches" in kinds(rows)
@@ -273,7 +284,7 @@ def test_a_run_that_ends_inside_the_warm_up_of_statistics(spec):
 def healthy(steps=60):
     """Rows with all that checks need and nothing wrong in them."""
     calm = {"Gamma_bound": 20.0, "tokens": 900.0, "padding": 0.0, "nonfinite": 0.0, "dead": 0.0, "filtered_rate": 0.0}
-    calm |= {"warmup_left": 0.0}
+    calm |= {"warmup_left": 0.0, "token_share": 0.8}
     names = sorted({name for check in CHECKS for name in check.needs.split()})
     whole = [name for name in names if name.startswith(("loss", "gradient"))]
     for step in range(1, steps + 1, max(1, steps // 6)):

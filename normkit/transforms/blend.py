@@ -249,8 +249,8 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
 def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tensor]]:
     """Measure, inside the block, how unequal the scales of tokens are where norms read them.
 
-    A norm with frozen statistics divides all tokens by the same numbers; this loss draws their scales together (Baroni
-    et al. 2025, arXiv:2507.02559).
+    A norm with batch or frozen statistics divides all tokens by the same numbers, so that a few large ones make all
+    others small; this loss draws their scales together (Baroni et al. 2025, arXiv:2507.02559).
 
     Args:
         model: The model that trains.
@@ -271,6 +271,8 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
     terms: list[Tensor] = []
 
     def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():  # an evaluation in between
+            return
         x, mask = input_and_mask(args, kwargs)
         x = x.float() if mask is None else x[mask].float()
         scale = x.square().mean(-1).sqrt()

@@ -119,6 +119,9 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     low, high = torch.aminmax(kept)
     fields["largest"] = torch.maximum(-low, high)
     fields["count"] = count
+    energy = kept.square().mean(-1)
+    rows = energy.numel() if mask is None else mask.sum()
+    fields["token_share"] = energy.sum().square() / energy.square().sum() / rows
     if real is not None:
         padded = ~real if mask is None else mask & ~real
         fields["padding"] = padded.sum() / count.clamp(min=1)

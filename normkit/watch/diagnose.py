@@ -55,6 +55,11 @@ CHECKS = (
         LIMITS["tokens"], "batches of {0:.0f} rows, too few for statistics",
         "larger batches, steps_per_update=k, sync=True over processes, or a per-token norm", below=True),
         "tokens", keeps_batch_statistics),
+    Check("large tokens", by_site(
+        LIMITS["token_share"], "a few tokens are far larger than the others: statistics average over {percent:.0f} % of"
+        " the tokens, and divide all by them",
+        "a per-token norm there (norm_at=, convert with a pattern), or nk.scale_loss in training", below=True),
+        "token_share", keeps_batch_statistics),
     Check("evaluation", faults.evaluation, "gap_batch", _centred, steps=LIMITS["steps"]),
     Check("evaluation", faults.evaluation_quadratic, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
     Check("batch length", faults.batch_length, "length_share length_share_quadratic", relies_on_batch, 6,

@@ -124,6 +124,9 @@ QUANTITIES: dict[str, Quantity] = {
     "nonfinite": Quantity("channels whose statistics are not finite", "normkit", "mean quadratic", _bad),
     "tokens": Quantity("rows that the statistics are taken over", "B of PowerNorm Alg. 1", "count"),
     "padding": Quantity("share of those that are padding", "normkit", "padding"),
+    "token_share": Quantity(
+        "share of tokens that the mean square effectively averages over: mean(e)^2 / mean(e^2), e a token's mean square",
+        "normkit", "token_share"),
     # the learned scale
     **{
         f"gamma_over_psi_{name}": Quantity(

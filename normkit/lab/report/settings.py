@@ -75,6 +75,8 @@ def labels(results: Results) -> dict[Any, str]:
     {1: 'un', 2: 'scale + FixNorm'}
     >>> labels({1: {"run": {"seed": 0, "model": {"norm": "un"}}}, 2: {"run": {"seed": 1, "model": {"norm": "un"}}}})
     {1: 'un, seed=0', 2: 'un, seed=1'}
+    >>> labels({1: {"run": {"scale_loss": 0.1, "model": {"norm": "un"}}}})
+    {1: 'un + scale loss'}
     """
     models = {folder: result["run"].get("model") or {} for folder, result in results.items()}
     specs = _short([str(model.get("norm", "?")) for model in models.values()])
@@ -82,6 +84,7 @@ def labels(results: Results) -> dict[Any, str]:
     for (folder, model), spec in zip(models.items(), specs, strict=True):
         rules = [f"{pattern}: {norm}" for pattern, norm in (model.get("norm_at") or {}).items()]
         parts = [spec, *(["FixNorm"] if model.get("fixnorm") else [])]
+        parts += ["scale loss"] if results[folder]["run"].get("scale_loss") else []
         names[folder] = escape(" + ".join(parts) + (f" ({'; '.join(rules)})" if rules else ""))
     for name in _twice(names.values()):
         same = [folder for folder in names if names[folder] == name]

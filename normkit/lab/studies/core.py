@@ -26,6 +26,10 @@ AUTOMATIC = tuple(
     for norm in ("un(warmup=auto)", "power(groups=0, warmup=auto)", "power(groups=1, warmup=auto)")
 )
 FIXED_UN = Row(label="un(warmup=auto) + FixNorm", settings={"model.norm": "un(warmup='auto')", "model.fixnorm": True})
+SCALED = tuple(
+    dataclasses.replace(row, label=f"{row.label} + scale loss", settings={**row.settings, "scale_loss": 0.1})
+    for row in (AUTOMATIC[0], FIXED_UN)
+)
 OTHERS = tuple(
     Row(label=norm, settings={"model.norm": norm}) for norm in ("rms", "group", "renorm", "mabn", "nonorm", "dyt")
 )
@@ -33,7 +37,7 @@ OTHERS = tuple(
 MULTI30K_CORE = Study(
     id="core.multi30k",
     title="norms in translation, Multi30k De-En",
-    rows=(*CORE, FIXED, FIXED_UN, *OTHERS),
+    rows=(*CORE, FIXED, FIXED_UN, *SCALED, *OTHERS),
     columns=(
         Column(title="BLEU", metric="bleu", base=MULTI30K),
         Column(title="BLEU greedy", metric="bleu running", base=MULTI30K),
@@ -50,6 +54,7 @@ MULTI30K_LONG = Study(
         *(row for row in CORE if row.label in ("layer", "power(groups=1)", "un", "pnv", "batch", "scale + FixNorm")),
         FIXED,
         FIXED_UN,
+        *SCALED,
         *AUTOMATIC,
         *(
             Row(label=f"{norm}, shuffled", settings={"model.norm": norm, "bucketing": False})

@@ -44,6 +44,7 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
         self._check_devices()
         if self.patience or self.average_of == "best":
             require(self.valid_every > 0, "valid_every", self.valid_every, "above 0 for patience and average_of=best")
+        require(not (self.scale_loss and self.compile), "scale_loss", self.scale_loss, "0 for compile=True")
         if self.average_of == "best":
             same = self.checkpoint_every == self.valid_every
             require(same, "checkpoint_every", self.checkpoint_every, f"valid_every={self.valid_every} for the best")

@@ -15,7 +15,7 @@ from normkit.lab.train.nt_asgd import NTASGD
 from normkit.lab.train.parallel import all_gather, shard
 from normkit.lab.train.schedules import make_schedule
 from normkit.norms import StatNorm
-from normkit.transforms import calibrate
+from normkit.transforms import calibrate, scale_loss
 
 
 class Batch(NamedTuple):
@@ -72,8 +72,13 @@ class Task(lightning.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the loss to minimize, and a detached copy to record."""
-        loss = self.loss(batch, self.settings.label_smoothing)
-        return {"loss": loss, "recorded": loss.detach()}
+        run = self.settings
+        if not run.scale_loss:
+            loss = self.loss(batch, run.label_smoothing)
+            return {"loss": loss, "recorded": loss.detach()}
+        with scale_loss(self.model) as scales:
+            loss = self.loss(batch, run.label_smoothing)
+            return {"loss": loss + run.scale_loss * scales(), "recorded": loss.detach()}
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule by step."""
