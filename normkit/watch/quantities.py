@@ -125,7 +125,7 @@ QUANTITIES: dict[str, Quantity] = {
     "tokens": Quantity("rows that the statistics are taken over", "B of PowerNorm Alg. 1", "count"),
     "padding": Quantity("share of those that are padding", "normkit", "padding"),
     "token_share": Quantity(
-        "share of tokens that the mean square effectively averages over: mean(e)^2 / mean(e^2), e a token's mean square",
+        "share of tokens that mean squares effectively average over: mean(e)^2 / mean(e^2), e a token's mean square",
         "normkit", "token_share"),
     # the learned scale
     **{
