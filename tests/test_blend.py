@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normkit.norms import NORMS, UN, LayerNorm, make
-from normkit.transforms import Blend, blend, calibrate, convert, fold, scale_loss, settle
+from normkit.transforms import Blend, blend, calibrate, convert, fold, settle
 
 DIM = 6
 
@@ -282,28 +282,6 @@ def test_the_first_token_keeps_the_old_norm_until_all_sites_are_replaced():
     assert staged[0].new.running.max() > 10
     with pytest.raises(ValueError, match=r"first tokens are x\[:, 0\]"):
         staged(x[0])
-
-
-def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
-    torch.manual_seed(0)
-    model = blend(nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)), "un", steps=100).train()
-    x = rows(seed=4) * torch.linspace(0.2, 3, 20)[:, None]
-    optimizer, seen = torch.optim.Adam(model.parameters(), 0.05), []
-    with scale_loss(model) as scales:
-        for _ in range(60):
-            read = model[0](x).detach()
-            model(x)
-            loss = scales()
-            ratio = read.square().mean(1).sqrt() / read.square().mean().sqrt()
-            torch.testing.assert_close(loss.detach(), (ratio - 1).square().mean())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen.append(float(loss.detach()))
-    assert seen[-1] < seen[0] / 2
-    assert not model[1]._forward_pre_hooks
-    with pytest.raises(ValueError, match=r"matches no norm; the norms are 1"), scale_loss(model, "ln*"):
-        pass
 
 
 def test_bad_input_raises():

@@ -1,0 +1,54 @@
+"""Scales of tokens: the loss that draws them together, in a loop of one's own and in a run."""
+
+import dataclasses
+import statistics
+
+import pytest
+import torch
+from torch import nn
+
+from normkit.lab.models.config import Model
+from normkit.lab.train.config import Run
+from normkit.lab.train.run import train
+from normkit.transforms import blend, scale_loss
+from normkit.watch import read_run
+
+
+def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
+    torch.manual_seed(0)
+    model = blend(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), "un", steps=100).train()
+    x = torch.randn(20, 6) * torch.linspace(0.2, 3, 20)[:, None]
+    optimizer, seen = torch.optim.Adam(model.parameters(), 0.05), []
+    with scale_loss(model) as scales:
+        for _ in range(60):
+            read = model[0](x).detach()
+            model(x)
+            with torch.no_grad():
+                model(x * torch.linspace(1, 9, 20)[:, None])  # an evaluation does not count
+            loss = scales()
+            ratio = read.square().mean(1).sqrt() / read.square().mean().sqrt()
+            torch.testing.assert_close(loss.detach(), (ratio - 1).square().mean())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(float(loss.detach()))
+    assert seen[-1] < seen[0] / 2
+    assert not model[1]._forward_pre_hooks
+    with pytest.raises(ValueError, match=r"matches no norm; the norms are 1"), scale_loss(model, "ln*"):
+        pass
+
+
+def test_a_run_with_a_scale_loss_keeps_tokens_alike(tmp_path):
+    run = Run(
+        name="scaled", task="g2p", data="cmudict", steps=40, batch_tokens=200, warmup=4, lr=1e-2, test_items=20,
+        threads=1, record_every=1, quantities=("token_share",), model=Model(width=16, hidden=24, depth=1, heads=2, norm="pnv"),
+    )  # fmt: skip
+    shares, losses = [], []
+    for weight in (0.0, 10.0):
+        result = train(dataclasses.replace(run, scale_loss=weight), tmp_path / str(weight))
+        shares.append(statistics.fmean(s.middle() for s in read_run(tmp_path / str(weight)).of("token_share").values()))
+        losses.append(result["curve"][0]["train_loss"])
+    assert shares[1] > shares[0] + 0.05
+    assert losses[0] == losses[1], "what is recorded is the loss of the task"
+    with pytest.raises(ValueError, match="scale_loss must be 0 for compile=True"):
+        dataclasses.replace(run, scale_loss=0.1, compile=True)
