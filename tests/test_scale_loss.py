@@ -41,7 +41,8 @@ def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
 def test_a_run_with_a_scale_loss_keeps_tokens_alike(tmp_path):
     run = Run(
         name="scaled", task="g2p", data="cmudict", steps=40, batch_tokens=200, warmup=4, lr=1e-2, test_items=20,
-        threads=1, record_every=1, quantities=("token_share",), model=Model(width=16, hidden=24, depth=1, heads=2, norm="pnv"),
+        threads=1, record_every=1, quantities=("token_share",),
+        model=Model(width=16, hidden=24, depth=1, heads=2, norm="pnv"),
     )  # fmt: skip
     shares, losses = [], []
     for weight in (0.0, 10.0):
