@@ -1,4 +1,4 @@
-"""Scales of tokens: the loss that draws them together, in a loop of one's own and in a run."""
+"""The loss that draws the scales of tokens together, by itself and in a run."""
 
 import dataclasses
 import statistics
@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from normkit.lab.models.config import Model
 from normkit.lab.train.config import Run
@@ -36,6 +37,22 @@ def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
     assert not model[1]._forward_pre_hooks
     with pytest.raises(ValueError, match=r"matches no norm; the norms are 1"), scale_loss(model, "ln*"):
         pass
+
+
+def test_checkpointed_blocks_count_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
+    gradients = []
+    for forward in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        with scale_loss(model) as scales:
+            for _ in range(2):
+                model.zero_grad()
+                y = forward(torch.linspace(-1, 2, 30).view(5, 6))
+                (y.square().mean() + scales()).backward()
+        gradients.append(model[0].weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+    with scale_loss(model) as scales, pytest.raises(ValueError, match="needs a forward of the model, with gradients"):
+        scales()
 
 
 def test_a_run_with_a_scale_loss_keeps_tokens_alike(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
-from normkit.norms._recompute import is_recomputed
+from normkit.norms._recompute import inside_backward, is_recomputed
 from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
 from normkit.transforms.convert import chosen_sites, find, replace_all, replacement, take_hooks
 from normkit.transforms.invoke import input_and_mask
@@ -257,8 +257,9 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         sites: Pattern of names of norms, as in `fnmatch`.
 
     Yields:
-        A function that returns the loss of the forwards since its last call: the squared relative deviation of each
-        real token's root mean square from the batch's, averaged over tokens and sites.
+        A function that returns the loss of the forwards with gradients since its last call: the squared relative
+        deviation of each real token's root mean square from the batch's, averaged over tokens and sites. It raises a
+        ValueError if there were none, as under reentrant checkpointing.
 
     Example:
         >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=100)
@@ -271,14 +272,15 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
     terms: list[Tensor] = []
 
     def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():  # an evaluation in between
-            return
-        x, mask = input_and_mask(args, kwargs)
-        x = x.float() if mask is None else x[mask].float()
-        scale = x.square().mean(-1).sqrt()
-        terms.append((scale / scale.square().mean().sqrt() - 1).square().mean())
+        if torch.is_grad_enabled():  # no evaluation
+            x, mask = input_and_mask(args, kwargs)
+            scale = (x if mask is None else x[mask]).float().square().mean(-1).sqrt()
+            term = (scale / scale.square().mean().sqrt() - 1).square().mean()
+            terms.extend([] if inside_backward() else [term])  # a recomputation saves the same tensors, and adds none
 
     def loss() -> Tensor:
+        if not terms:
+            raise ValueError("scales() needs a forward of the model, with gradients, since its last call")
         total = torch.stack(terms).mean()
         terms.clear()
         return total

@@ -130,8 +130,7 @@ class Recorder:
                 self._handles.append(module.register_forward_hook(norm.after, with_kwargs=True, prepend=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recorder":
-        """Return a recorder that measures nothing: a copy of the model, as for EMA, has copies of the hooks."""
-        copied = copy.copy(self)
+        copied = copy.copy(self)  # for the hooks in a copy of the model, as for EMA: they measure nothing
         copied.key, copied.due, copied.active = NO_KEY, False, False
         return copied
 
