@@ -142,6 +142,7 @@ GALICIAN_LONG = Study(
     columns=(
         Column(title="BLEU", metric="bleu", base=TED_LONG),
         Column(title="BLEU greedy", metric="bleu running", base=TED_LONG),
+        Column(title="greedy, calibrated", metric="bleu calibrated", base=TED_LONG),
         Column(title="valid perplexity", metric="perplexity valid", base=TED_LONG),
     ),
 )
