@@ -56,8 +56,8 @@ CHECKS = (
         "larger batches, steps_per_update=k, sync=True over processes, or a per-token norm", below=True),
         "tokens", keeps_batch_statistics),
     Check("large tokens", by_site(
-        LIMITS["token_share"], "a few tokens are far larger than the others: its statistics are those of {percent:.0f} %"
-        " of the tokens, and it makes the others small",
+        LIMITS["token_share"], "a few tokens are far larger than the others: statistics are those of {percent:.0f} %"
+        " of the tokens, and the norm makes the others small",
         "add nk.scale_loss to the loss (normkit train --scale-loss 0.1), or use a per-token norm there", below=True),
         "token_share", keeps_batch_statistics),
     Check("evaluation", faults.evaluation, "gap_batch", _centred, steps=LIMITS["steps"]),
