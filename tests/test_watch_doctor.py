@@ -405,6 +405,15 @@ def test_advice_to_calibrate_follows_the_scores_of_the_run(calibrated, bucketing
     assert advice in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("calibrated", "status"), [(9.8, 1), (21.1, 0)])
+def test_a_calibration_that_helped_is_advised_where_rows_show_no_reason(calibrated, status, tmp_path, capsys):
+    write(tmp_path / "rows.csv", list(healthy()))
+    results.write(tmp_path, made_results.result("un", 21.3, statistics=(9.7, calibrated)))
+    assert main(["doctor", str(tmp_path)]) == status
+    advised = "much dropout: calibrate the model, which repaired 99 % of the loss here (PER 21.3, 9.8 calibrated"
+    assert (advised in capsys.readouterr().out) == bool(status)
+
+
 def test_control_characters_of_files_are_escaped(tmp_path, capsys):
     """A file must not be able to move the cursor of a terminal, or to hide a line of it."""
     rows = [Row(step, "norm\x1b[2J\u202e", "batch", "tokens", 4.0) for step in range(5)]

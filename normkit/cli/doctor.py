@@ -40,7 +40,8 @@ def doctor(path: Path, /) -> int:
 def examine(rows: Any, result: Mapping[str, Any] | None = None) -> tuple[list[str], list[str], list[str]]:
     """Diagnose a run: faults, checks that could not be made, and advice on batch statistics.
 
-    If the result of the run has a calibrated score, advice to calibrate is replaced by what calibration did there.
+    If the result of the run has a calibrated score, advice to calibrate is replaced by what calibration did there. A
+    calibration that repaired most of a loss is a finding of its own where the rows show no reason, as with dropout.
     """
     from normkit.watch import NOT_CHECKED, advise, diagnose
 
@@ -51,7 +52,10 @@ def examine(rows: Any, result: Mapping[str, Any] | None = None) -> tuple[list[st
         for one in found
         if one.kind != NOT_CHECKED
     ]
-    return list(map(str, faults)), [one.message for one in found if one.kind == NOT_CHECKED], advise(rows)
+    lines = list(map(str, faults))
+    if measured.startswith("calibrate") and not any(measured in line for line in lines):
+        lines.append(f"running statistics do not fit inference, as after training with much dropout: {measured}")
+    return lines, [one.message for one in found if one.kind == NOT_CHECKED], advise(rows)
 
 
 def _measured_advice(result: Mapping[str, Any]) -> str:
