@@ -1,4 +1,4 @@
-"""Sizes of tokens at the norms of trained runs, and what dropout does to running statistics.
+"""Sizes of tokens at the norms of trained runs, and the effect of dropout on statistics.
 
     NORMKIT_DATA=FOLDER python benchmarks/token_sizes.py runs/studies/pocket/ted.gl.long/*/seed-0
 
@@ -46,7 +46,7 @@ def sizes(task: Any) -> dict[str, Tensor]:
 
 
 def ratio(norm: nn.Module, calibrated: nn.Module) -> str:
-    """Format the running mean square relative to the calibrated one; empty for norms without, or with a mean."""
+    """Format the running mean square over the calibrated one; empty without such a one."""
     if not isinstance(norm, StatNorm) or norm.running.shape[0] != 1:
         return ""
     return f"{float((norm.running / calibrated.running).log().mean().exp()):.2f}"  # type: ignore[operator]
