@@ -27,7 +27,7 @@ AUTOMATIC = tuple(
 )
 FIXED_UN = Row(label="un(warmup=auto) + FixNorm", settings={"model.norm": "un(warmup='auto')", "model.fixnorm": True})
 SCALED = tuple(
-    dataclasses.replace(row, label=f"{row.label} + scale loss", settings={**row.settings, "scale_loss": 0.1})
+    dataclasses.replace(row, label=f"{row.label} + scale loss", settings={**(row.settings or {}), "scale_loss": 0.1})
     for row in (AUTOMATIC[0], FIXED_UN)
 )
 OTHERS = tuple(
