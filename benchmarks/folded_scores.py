@@ -3,7 +3,8 @@
     NORMKIT_DATA=FOLDER python benchmarks/folded_scores.py runs/studies/pocket/multi30k.de-en.hour/*/seed-*
 
 Each run is folded, which a float64 comparison verifies, and its test split is translated by beam search in float32.
-Rows of earlier calls are kept. Writes results/folded-multi30k.json, which `python scripts/measured.py` reads.
+Rows of earlier calls are kept. Writes results/folded-multi30k.json, which `python scripts/measured.py` reads. With
+--calibrate the statistics are calibrated first, and the file is results/folded-calibrated.json.
 """
 
 import argparse
@@ -16,11 +17,12 @@ import torch
 from normkit.files import write_whole
 from normkit.lab.report import results
 from normkit.lab.tasks import TASKS
+from normkit.lab.train.calibrate_run import calibrate_run
 from normkit.lab.train.environment import environment
 from normkit.lab.train.fold_run import fold_run
-from normkit.lab.train.folder import load
+from normkit.lab.train.folder import Loaded, load
 
-RESULT = Path(__file__).parents[1] / "results" / "folded-multi30k.json"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def obstacle(folder: Path) -> str:
@@ -33,25 +35,35 @@ def obstacle(folder: Path) -> str:
     return ""
 
 
-def scored(folder: Path) -> dict[str, Any]:
+def translated(loaded: Loaded) -> tuple[float, list[str]]:
+    """Return BLEU of the test split by beam search, and the translations."""
+    run, spec = loaded.run, TASKS[loaded.run.task]
+    task = spec.load("module")(run, loaded.model.eval(), spec.load("data")(run, lambda stage: None)())
+    task.kind = "beam"
+    return task.rate(task.decode_all(task.beam))["bleu"], task.outputs["beam"]
+
+
+def scored(folder: Path, calibrate: bool) -> dict[str, Any]:
     """Score a run's model before and after folding.
 
     Args:
         folder: A finished run on parallel text, with its weights.
+        calibrate: Calibrate the model before both.
 
     Returns:
         Name and seed of the run, BLEU of both, norms that are gone, error in float64, number of equal translations.
     """
     loaded, result = load(folder), results.read(folder)
-    folded, report = fold_run(loaded)
-    run, spec = loaded.run, TASKS[loaded.run.task]
-    task = spec.load("module")(run, folded.model.eval(), spec.load("data")(run, lambda stage: None)())
-    task.kind = "folded"
-    bleu = task.rate(task.decode_all(task.beam))["bleu"]
+    bleu = result["scores"]["beam"]["bleu"]
     before = (folder / "outputs" / "beam.txt").read_text(encoding="utf8").split("\n")[:-1]
-    same = sum(a == b for a, b in zip(before, task.outputs["folded"], strict=True))
+    if calibrate:
+        loaded = calibrate_run(loaded)[0]
+        bleu, before = translated(loaded)
+    folded, report = fold_run(loaded)
+    after, translations = translated(folded)
+    same = sum(a == b for a, b in zip(before, translations, strict=True))
     return {
-        "run": run.name, "seed": run.seed, "bleu": result["scores"]["beam"]["bleu"], "folded": bleu,
+        "run": loaded.run.name, "seed": loaded.run.seed, "bleu": bleu, "folded": after,
         "gone": report.foldable, "max_error": report.max_error, "same": same, "n": len(before),
         "trained_at": result["where"]["commit"],
     }  # fmt: skip
@@ -61,15 +73,18 @@ def main() -> None:
     """Score the given runs, and write the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--calibrate", action="store_true")
     torch.set_num_threads(1)
-    rows = {row["run"]: row for row in json.loads(RESULT.read_text(encoding="utf8"))} if RESULT.exists() else {}
-    for folder in parser.parse_args().runs:
+    given = parser.parse_args()
+    path = RESULTS / ("folded-calibrated.json" if given.calibrate else "folded-multi30k.json")
+    rows = {row["run"]: row for row in json.loads(path.read_text(encoding="utf8"))} if path.exists() else {}
+    for folder in given.runs:
         if why := obstacle(folder):
             print(f"{folder}: {why}, left out")
             continue
-        row = scored(folder)
+        row = scored(folder, given.calibrate)
         rows[row["run"]] = {**row, "where": environment("cpu")}
-        write_whole(RESULT, (json.dumps(list(rows.values()), indent=1) + "\n").encode())
+        write_whole(path, (json.dumps(list(rows.values()), indent=1) + "\n").encode())
         print({name: value for name, value in row.items() if name != "trained_at"}, flush=True)
 
 
