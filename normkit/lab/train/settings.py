@@ -120,7 +120,7 @@ class Optimization(Checked):
     label_smoothing: float = limited(0.1, at_least=0, below=1)
     """Label smoothing."""
     scale_loss: float = limited(0.0, at_least=0)
-    """Weight of `normkit.scale_loss`, which keeps tokens of one size for norms that divide all by the same numbers."""
+    """Weight of `normkit.scale_loss`, which draws the sizes of tokens together; 0 for none."""
 
     def __post_init__(self):
         super().__post_init__()
