@@ -111,3 +111,15 @@ def test_a_gain_that_exceeds_the_limit_is_not_folded_to_leave_an_addition():
     assert limited.spread <= 8 < 100 < free.spread
     assert limited.max_error < 1e-12
     torch.testing.assert_close(folded(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spread", [0.5, "16", float("nan")])
+def test_a_limit_that_is_no_ratio_is_refused(spread):
+    with pytest.raises(ValueError, match="spread is a ratio of ranges, at least 1"):
+        fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(3, 4), spread=spread)
+
+
+@pytest.mark.parametrize("balance", [3, torch.randn(3, 4), {"x": torch.randn(3, 4)}])
+def test_batches_to_balance_on_are_a_collection(balance):
+    with pytest.raises(TypeError, match="balance takes batches, such as a list"):
+        fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(3, 4), balance=balance)

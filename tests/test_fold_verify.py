@@ -28,6 +28,18 @@ def test_an_output_with_nan_is_refused_and_masked_scores_are_not():
     check(masked, torch.randn(3, DIM), actions="folded")
 
 
+def test_weights_that_are_not_finite_are_named():
+    model = nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval()
+    nn.init.constant_(model[1].bias, float("nan"))
+    with pytest.raises(ValueError, match=r"1\.bias is not finite"):
+        fold(model, torch.randn(3, 4))
+
+
+def test_an_empty_example_is_refused():
+    with pytest.raises(ValueError, match="an empty example"):
+        fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(0, 4))
+
+
 def test_random_and_stateful_forwards_are_refused():
     class Random(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

@@ -87,17 +87,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        every: int = 25,
-        quantities: str | Iterable[str] | None = None,
-        *,
-        to: Sink = None,
-        keep: int = 200_000,
-        start: int = 0,
-        channel: int = 0,
-        alpha: float = 0.9,
-    ):
+        self, model: nn.Module, every: int = 25, quantities: str | Iterable[str] | None = None, *, to: Sink = None,
+        keep: int = 200_000, start: int = 0, channel: int = 0, alpha: float = 0.9,
+    ):  # fmt: skip
         _check(model, alpha, every=every, start=start, channel=channel)
         self.model, self.every, self.step = model, every, start
         self.chosen = choose(quantities)

@@ -1,11 +1,11 @@
 """Fold the norms of a model into the layers beside them, and verify the result."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normkit.transforms.fold.plan import FoldPlan, make_plan
 from normkit.transforms.fold.progress import Steps
@@ -13,7 +13,7 @@ from normkit.transforms.fold.report import Report
 from normkit.transforms.fold.rewrite import largest_factor, rewrite
 from normkit.transforms.fold.survey import Survey
 from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import example_call
+from normkit.transforms.invoke import describe, example_call
 from normkit.transforms.model_changes import record_changes
 
 TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
@@ -65,7 +65,7 @@ def fold(
 
     Raises:
         ValueError: If `spread` is below 1, the model is training, the example does not fit, or the forward is random.
-        TypeError: If the model is wrapped or quantized.
+        TypeError: If the model is wrapped or quantized, or `balance` is no collection of batches.
         RuntimeError: If folded weights overflow in half precision.
 
     Example:
@@ -78,8 +78,10 @@ def fold(
           (1): Linear(in_features=4, out_features=2, bias=True)
         )
     """
-    if spread is not None and not spread >= 1:
-        raise ValueError(f"spread is a ratio of ranges, at least 1, or None for no limit; got {spread}")
+    if spread is not None and not (isinstance(spread, int | float) and spread >= 1):
+        raise ValueError(f"spread is a ratio of ranges, at least 1, or None for no limit; got {spread!r}")
+    if isinstance(balance, Tensor | Mapping) or not isinstance(balance, Iterable | None):
+        raise TypeError(f"balance takes batches, such as a list of them; got {describe(balance)}")
     with Steps("fold") as step:
         survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "fold", step)
         if balance is not None:

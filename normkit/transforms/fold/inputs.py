@@ -30,7 +30,7 @@ class Change:
 
     def lengths(self, t: Tensor, is_data: bool) -> dict[int, int]:
         """New lengths of axes of an input."""
-        if not t.dim():
+        if not t.dim() or not t.numel():
             return {}
         if self.batch and t.shape[0] == self.batch[0]:
             return {0: self.batch[1]}

@@ -53,6 +53,8 @@ class Survey:
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
+        if (passed := tensors((args, kwargs))) and not any(t.numel() for t in passed.values()):
+            raise ValueError(f"{verb}() cannot verify anything on an empty example; pass a batch with rows")
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.other = other
         self.model = self.double()
@@ -153,9 +155,11 @@ class Survey:
         for path, t in picked.items():
             if t.dtype.is_floating_point and (t.isnan().any() or (t.numel() and not t.isfinite().any())):
                 what = "no number is finite" if not t.isfinite().any() else "some numbers are NaN"
+                broken = [name for name, each in self.model.named_parameters() if not each.isfinite().all()]
+                hint = f"{broken[0]} is not finite" if broken else "Give an example with finite outputs"
                 raise ValueError(
                     f"{self.verb}() cannot verify anything on the example: {what} in the output"
-                    f"{f' {path}' if path else ''} of a float64 copy of the model. Give an example with finite outputs"
+                    f"{f' {path}' if path else ''} of a float64 copy of the model. {hint}"
                 )
 
     # -- comparing ----------------------------------------------------------------------------------------------------
