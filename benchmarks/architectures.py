@@ -45,6 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "dots1": {"n_shared_experts": 1},
     "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"]},
+    "longcat_flash": {"zero_expert_num": 2},
+    "deepseek_v4": {"mlp_layer_types": ["moe", "moe"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "funnel": {"block_sizes": [1, 1]},
     "xmod": {"default_language": "en_XX"},
@@ -139,15 +141,31 @@ MORE: dict[str, dict[str, Any]] = {  # arguments without which a call leaves wei
     "prophetnet": {"labels": tokens(2, 5, seed=3)},
     "blenderbot": {"encoder_hidden_states": torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))},
 }
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of models with experts
 CLASSES = {"canine": "CanineForTokenClassification"}
+
+
+def _reach_all_experts(model: nn.Module) -> None:
+    """Make embeddings and routers random, and expert biases zero: then a few rows reach all experts."""
+    generator = torch.Generator().manual_seed(0)
+    nn.init.normal_(model.get_input_embeddings().weight, generator=generator)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("expert_bias", "correction_bias")):
+            nn.init.zeros_(tensor)
+        elif name.endswith("router.gate.weight"):
+            nn.init.normal_(tensor, generator=generator)
 
 
 def _text(kind: str, mapping: str) -> Case:
     model = _transformers(kind, mapping)
     takes = inspect.signature(model.forward).parameters
-    kwargs: dict[str, Any] = {"input_ids": tokens(2, 7), "attention_mask": padding()}
+    rows = 2
+    if any(getattr(model.config, name, None) for name in EXPERTS):
+        rows = 16
+        _reach_all_experts(model)
+    kwargs: dict[str, Any] = {"input_ids": tokens(rows, 7), "attention_mask": padding(rows)}
     if mapping == "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES":
-        kwargs |= {"decoder_input_ids": tokens(2, 5, seed=3), "decoder_attention_mask": padding(2, 5)}
+        kwargs |= {"decoder_input_ids": tokens(rows, 5, seed=3), "decoder_attention_mask": padding(rows, 5)}
     if "attention_mask" not in takes:
         del kwargs["attention_mask"]
     if "use_cache" in takes:
