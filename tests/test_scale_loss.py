@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from normkit.lab.models.config import Model
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import train
+from normkit.norms import make
 from normkit.transforms import blend, scale_loss
 from normkit.watch import read_run
 
@@ -37,6 +38,25 @@ def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
     assert not model[1]._forward_pre_hooks
     with pytest.raises(ValueError, match=r"matches no norm; the norms are 1"), scale_loss(model, "ln*"):
         pass
+
+
+def test_tokens_of_zeros_and_padding_give_finite_gradients():
+    model = nn.ModuleList([make("un", 6)])
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+    x[0, 1] = 0.0
+    x[2, 2:] = torch.nan
+    mask = ~x[..., 0].isnan()
+    for real in (mask, torch.zeros_like(mask)):
+        leaf = x.clone().requires_grad_()
+        with scale_loss(model) as scales:
+            model[0](leaf, real)
+            loss = scales()
+        loss.backward()
+        square = x[real].square().mean(-1)
+        expected = ((square / square.mean()).sqrt() - 1).square().mean() if real.any() else torch.tensor(0.0)
+        torch.testing.assert_close(loss.detach(), expected)
+        assert leaf.grad.isfinite().all()
+        assert not leaf.grad[~real].any()
 
 
 def test_checkpointed_blocks_count_once():

@@ -273,9 +273,7 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
 
     def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():  # no evaluation
-            x, mask = input_and_mask(args, kwargs)
-            scale = (x if mask is None else x[mask]).float().square().mean(-1).sqrt()
-            term = (scale / scale.square().mean().sqrt() - 1).square().mean()
+            term = _deviation(*input_and_mask(args, kwargs))
             terms.extend([] if inside_backward() else [term])  # a recomputation saves the same tensors, and adds none
 
     def loss() -> Tensor:
@@ -289,6 +287,16 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         for norm in norms:
             hooks.enter_context(norm.register_forward_pre_hook(measure, with_kwargs=True))
         yield loss
+
+
+def _deviation(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean squared relative deviation of the lengths of real tokens from the usual one."""
+    x = x if mask is None else x.masked_fill(~mask[..., None], 0)  # padding may hold anything
+    length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    share = torch.ones_like(length) if mask is None else mask.to(length)
+    share = share / share.sum().clamp(min=1)
+    usual = torch.linalg.vector_norm(length * share.sqrt()).clamp(min=torch.finfo(length.dtype).tiny)
+    return ((length / usual - 1).square() * share).sum()
 
 
 def _in_order(names: list[str], order: Sequence[str] | None) -> list[str]:

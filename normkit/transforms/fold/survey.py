@@ -75,8 +75,6 @@ class Survey:
             self._record(EXAMPLE, False, args, kwargs)
         self.calls: dict[str, Call] = {EXAMPLE: (args, kwargs), **others}
 
-    # -- copies -------------------------------------------------------------------------------------------------------
-
     def copy(self) -> nn.Module:
         """A copy of the original in its own type, its output layer untied if requested."""
         model = fold_weights(copy_model(self.original))
@@ -150,8 +148,7 @@ class Survey:
     def _require_numbers(self, out: Any, picked: Outputs) -> None:
         """Raise a ValueError for NaN and for outputs without finite numbers; masks are infinite."""
         if not picked:
-            kind = type(out).__name__
-            raise ValueError(f"{self.verb}() found no tensor in what the model returned ({kind}); pass outputs=")
+            raise ValueError(f"{self.verb}() found no tensor in the model output ({type(out).__name__}); pass outputs=")
         for path, t in picked.items():
             if t.dtype.is_floating_point and (t.isnan().any() or (t.numel() and not t.isfinite().any())):
                 what = "no number is finite" if not t.isfinite().any() else "some numbers are NaN"
