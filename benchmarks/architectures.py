@@ -146,7 +146,7 @@ CLASSES = {"canine": "CanineForTokenClassification"}
 
 
 def _reach_all_experts(model: nn.Module) -> None:
-    """Make embeddings and routers random, and expert biases zero: then a few rows reach all experts."""
+    """Draw embeddings and routers, and zero the biases of experts: a few rows reach all."""
     generator = torch.Generator().manual_seed(0)
     nn.init.normal_(model.get_input_embeddings().weight, generator=generator)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
