@@ -139,6 +139,8 @@ MORE: dict[str, dict[str, Any]] = {  # arguments without which a call leaves wei
     "longformer": {"global_attention_mask": _given(2, 7)},
     "led": {"global_attention_mask": _given(2, 7)},
     "prophetnet": {"labels": tokens(2, 5, seed=3)},
+    "canine": {"input_ids": tokens(2, 20), "attention_mask": padding(2, 20)},
+    "deepseek_v4": {"input_ids": tokens(8, 160), "attention_mask": padding(8, 160)},
     "blenderbot": {"encoder_hidden_states": torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))},
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of models with experts
