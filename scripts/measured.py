@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "log.md")
 DEMO = ROOT / "results" / "demo"
 TABLES = ROOT / "results" / "studies" / "pocket" / "tables"
-FOLDED = ROOT / "results" / "folded-multi30k.json"
+FOLDED, CALIBRATED = (ROOT / "results" / f"folded-{name}.json" for name in ("multi30k", "calibrated"))
 BY_HAND = ("un", "power(groups=0)", "mabn")  # rows that README shows with warmup=auto instead
 KEPT = ("table.txt", "curves.png", "statistics.png", "*/result.json")
 PLACE = re.compile(r"<!-- measured: (\S+) -->\n.*?<!-- /measured -->", re.DOTALL)
@@ -88,12 +88,11 @@ def multi30k() -> str:
     rows = [*(row for row in core if row["label"] not in BY_HAND), *automatic]
     short = {row["label"]: row["cells"][0] for row in rows if row["cells"][0].get("n", 0) > 1}
     after = {row["label"]: row["cells"][0] for row in long if row["cells"][0].get("n")}
-    folded = {row["run"]: row["folded"] for row in json.loads(FOLDED.read_text(encoding="utf8"))}
     lines = ["| norm | 1,600 steps | 10,000 steps | minus `layer` | folded |", "|---|---|---|---|---|"]
     for label in dict.fromkeys([*short, *(name for name in after if name not in BY_HAND)]):
         cell = after.get(label, {})
-        values = [folded[run["folder"]] for run in cell.get("runs", ()) if run["folder"] in folded]
-        pieces = [_mean(short.get(label, {})), _mean(cell), _difference(cell, after["layer"]), _average(values)]
+        folded = _folded(cell, FOLDED)
+        pieces = [_mean(short.get(label, {})), _mean(cell), _difference(cell, after["layer"]), _mean(folded)]
         lines.append(f"| `{label}` | {' | '.join(pieces)} |")
     lines += [
         "",
@@ -101,6 +100,37 @@ def multi30k() -> str:
         "`normkit study core.multi30k`, `warmup.multi30k`, `core.multi30k-hour`; `python benchmarks/folded_scores.py`.",
     ]
     return "\n".join(lines)
+
+
+def ted() -> str:
+    """Format BLEU of long runs on TED gl-en.
+
+    Of norms that fold also after calibration and folding, and the difference of that from LayerNorm.
+    """
+    rows = json.loads((TABLES / "core.ted-gl-long.json").read_text(encoding="utf8"))["rows"]
+    trained = {row["label"]: row["cells"][0] for row in rows if row["cells"][0].get("n")}
+    lines = ["| norm | BLEU | calibrated and folded | minus LayerNorm |", "|---|---|---|---|"]
+    for label, cell in trained.items():
+        folded = _folded(cell, CALIBRATED)
+        base = trained["layer + FixNorm" if "FixNorm" in label else "layer"]
+        lines.append(f"| `{label}` | {_mean(cell)} | {_mean(folded)} | {_difference(folded, base)} |")
+    lines += [
+        "",
+        "As above; the difference is that of the calibrated model from `layer`, with FixNorm from `layer + FixNorm`.",
+        "`normkit study core.ted-gl-long`; `python benchmarks/folded_scores.py --calibrate`.",
+    ]
+    return "\n".join(lines)
+
+
+def _folded(cell: dict, file: Path) -> dict:
+    """The scores of these runs after folding."""
+    scores = {row["run"]: row["folded"] for row in json.loads(file.read_text(encoding="utf8"))}
+    runs = [{**run, "value": scores[run["folder"]]} for run in cell.get("runs", ()) if run["folder"] in scores]
+    values = [run["value"] for run in runs]
+    if not values:
+        return {}
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return {"runs": runs, "n": len(values), "mean": statistics.fmean(values), "spread": spread}
 
 
 def _difference(cell: dict, base: dict) -> str:
@@ -111,10 +141,6 @@ def _difference(cell: dict, base: dict) -> str:
         return ""
     mean, half = interval(pairs)
     return f"{mean:+.1f} ± {half:.1f}"
-
-
-def _average(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.1f} ({len(values)})" if values else ""
 
 
 def _mean(cell: dict, digits: int = 1) -> str:
@@ -169,6 +195,7 @@ TABLE: dict[str, Callable[[], str]] = {
     "length.iwslt14": lambda: length("length.iwslt14", "BLEU"),
     "length.multi30k": lambda: length("length.multi30k", "BLEU"),
     "multi30k": multi30k,
+    "ted": ted,
 }
 
 

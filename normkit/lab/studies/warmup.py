@@ -19,15 +19,16 @@ TIMES = (3, 10)  # warm-ups of statistics, relative to that of the learning rate
 
 
 def _study(id: str, data: str, base: Base, columns: tuple[Column, ...], options: Settings, note: str = "") -> Study:
-    steps = override(base.recipe(), base.settings).warmup
-    warmups: list[Settings] = [{}, *({"warmup": times * steps} for times in TIMES), {"warmup": "auto"}]
+    run = override(base.recipe(), base.settings)
+    longer: list[Settings] = [{"warmup": times * run.warmup} for times in TIMES if times * run.warmup <= run.steps]
+    warmups: list[Settings] = [{}, *longer, {"warmup": "auto"}]
     norms = [
         with_options(norm, {**warmup, **options}) for norm in ("un", "power(groups=0)", "mabn") for warmup in warmups
     ]
     return Study(
         id=f"warmup.{id}",
-        title=f"statistics that warm up as long as the learning rate, {steps} steps, or longer, {data}",
-        note=note,
+        title=f"statistics that warm up as long as the learning rate, {run.warmup} steps, or longer, {data}",
+        note=f"{note} {WHOLE}".strip(),
         rows=tuple(
             Row(label=norm.replace("'", ""), settings={"model.norm": norm}) for norm in ("layer", "pnv", *norms)
         ),
@@ -35,6 +36,7 @@ def _study(id: str, data: str, base: Base, columns: tuple[Column, ...], options:
     )
 
 
+WHOLE = "Ten times the learning rate's warm-up is the whole run: then un is pnv."
 VALID = Column(title="valid perplexity", metric="perplexity valid")
 BLEU = (Column(title="BLEU", metric="bleu"), Column(title="BLEU greedy", metric="bleu running"))
 ACCURACY = (
