@@ -82,6 +82,12 @@ def test_links_between_pages_have_targets():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_references_of_links_are_defined_and_used(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf8"), flags=re.DOTALL)
+    assert set(re.findall(r"\]\[([^\]\n]+)\]", text)) == set(re.findall(r"^\[([^\]]+)\]: ", text, re.MULTILINE))
+
+
 def test_the_tables_of_laws_name_every_norm():
     head = (ROOT / "docs" / "laws.md").read_text(encoding="utf8")
     assert all(f"`{name}`" in head for name in normkit.NORMS), "run `make laws`"
