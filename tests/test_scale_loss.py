@@ -12,7 +12,7 @@ from normkit.lab.models.config import Model
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import train
 from normkit.norms import make
-from normkit.transforms import blend, scale_loss
+from normkit.transforms import blend, convert, scale_loss
 from normkit.watch import read_run
 
 
@@ -57,6 +57,16 @@ def test_tokens_of_zeros_and_padding_give_finite_gradients():
         torch.testing.assert_close(loss.detach(), expected)
         assert leaf.grad.isfinite().all()
         assert not leaf.grad[~real].any()
+
+
+def test_a_token_of_a_picture_has_all_channels():
+    model, x = nn.Sequential(nn.BatchNorm2d(3)), torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    square = x.square().mean(1)
+    expected = ((square / square.mean()).sqrt() - 1).square().mean()
+    for each in (model, convert(model, "un")):
+        with scale_loss(each) as scales:
+            each(x)
+            torch.testing.assert_close(scales(), expected)
 
 
 def test_checkpointed_blocks_count_once():

@@ -266,14 +266,15 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         >>> with scale_loss(model) as scales:
         ...     loss = model(torch.randn(8, 4)).square().mean() + 0.1 * scales()
     """
-    norms = [model.get_submodule(name) for name in find(model) if fnmatch.fnmatchcase(name, sites)]
-    if not norms:
+    axes = {model.get_submodule(n): at.channel_dim for n, at in find(model).items() if fnmatch.fnmatchcase(n, sites)}
+    if not axes:
         raise ValueError(f"the pattern {sites!r} matches no norm; the norms are {', '.join(find(model)) or 'none'}")
     terms: list[Tensor] = []
 
     def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():  # no evaluation
-            term = _deviation(*input_and_mask(args, kwargs))
+            x, mask = input_and_mask(args, kwargs)
+            term = _deviation(x if isinstance(norm, Norm) else x.movedim(axes[norm], -1), mask)  # ours: channels last
             terms.extend([] if inside_backward() else [term])  # a recomputation saves the same tensors, and adds none
 
     def loss() -> Tensor:
@@ -284,7 +285,7 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         return total
 
     with ExitStack() as hooks:
-        for norm in norms:
+        for norm in axes:
             hooks.enter_context(norm.register_forward_pre_hook(measure, with_kwargs=True))
         yield loss
 
