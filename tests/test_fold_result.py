@@ -155,7 +155,7 @@ def test_outputs_of_any_shape_and_none_at_all():
 
     for wrap in (lambda y: {"logits": y, "n": 3}, lambda y: (y, (y * 2, None)), lambda y: [y]):
         check(Out(wrap), torch.randn(3, DIM), actions="folded")
-    with pytest.raises(ValueError, match="no tensor in what the model returned"):
+    with pytest.raises(ValueError, match="no tensor in the model output"):
         fold(Out(lambda y: None).eval(), torch.randn(3, DIM))
     with pytest.raises(ValueError, match="could not apply outputs="):
         fold(Out(lambda y: y).eval(), torch.randn(3, DIM), outputs=lambda out: out.logits)
