@@ -164,8 +164,7 @@ def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManag
     """Keep the decisions of norms when `torch.compile` recomputes activations.
 
     They are a few numbers for each norm. Pass it as `context_fn`. Without it, compiled norms with statistics raise a
-    RuntimeError in the backward pass.
-    Eager norms do not need it.
+    RuntimeError in the backward pass. Eager norms do not need it.
 
     Returns:
         The two context managers that `torch.utils.checkpoint.checkpoint` expects.

@@ -114,9 +114,7 @@ def resumed(block: Block | None) -> Iterator[None]:
         _block.reset(token)
 
 
-def select(
-    x: Tensor, name: str, wide: torch.dtype | None = None, *, native: bool = True, fused: bool = True
-) -> str:  # fmt: skip
+def select(x: Tensor, name: str, wide: torch.dtype | None = None, *, native: bool = True, fused: bool = True) -> str:
     """Select the implementation of an op on `x` and count it.
 
     Args:

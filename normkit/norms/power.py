@@ -16,12 +16,11 @@ from normkit.norms._warmup import WarmupNorm
 class PowerNorm(WarmupNorm):
     """Divide each channel by a running quadratic mean from *before* this batch.
 
-    After the warm-up, with `psi`, `nu` from before the step and g = weight * dy:
-    `z = x / sqrt(psi^2 + eps)` (Eq. 8), `y = weight * z + bias` (9),
-    `psi^2 <- alpha_fwd psi^2 + (1 - alpha_fwd) mean(x^2)` (10); `dx = (g - nu z) / sqrt(psi^2 + eps)` (11, 12),
-    `nu <- nu (1 - (1 - alpha_bkw) Gamma) + (1 - alpha_bkw) Lambda` with Gamma = mean(z^2), Lambda = mean(g z) (13).
-    The gradient is approximate by design. During the warm-up the norm is PN-V with its exact gradient, while psi
-    collects a plain average and nu is updated already.
+    After the warm-up, with `psi`, `nu` from before the step and g = weight * dy: `z = x / sqrt(psi^2 + eps)` (Eq. 8),
+    `y = weight * z + bias` (9), `psi^2 <- alpha_fwd psi^2 + (1 - alpha_fwd) mean(x^2)` (10); `dx = (g - nu z) /
+    sqrt(psi^2 + eps)` (11, 12), `nu <- nu (1 - (1 - alpha_bkw) Gamma) + (1 - alpha_bkw) Lambda` with Gamma = mean(z^2),
+    Lambda = mean(g z) (13). The gradient is approximate by design. During the warm-up the norm is PN-V with its exact
+    gradient, while psi collects a plain average and nu is updated already.
 
     With `groups=0`, the paper's PN*, the norm folds. With groups, layer-scale stays at inference, as `rest`.
 

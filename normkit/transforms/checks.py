@@ -87,10 +87,6 @@ def norms_with_statistics(model: nn.Module, verb: str) -> dict[str, StatNorm]:
 
 def copy_model(model: nn.Module) -> nn.Module:
     """Copy a model, also where weight norm or pruning keeps a computed weight."""
-    computed = [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    ]
+    values = [value for module in model.modules() for value in vars(module).values()]
+    computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in computed})  # each forward computes them again

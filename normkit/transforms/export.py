@@ -17,16 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+import normkit.transforms.openvino_executorch as others
 from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import example_call, tensors
-from normkit.transforms.openvino_executorch import (
-    Ran,
-    quantize_executorch,
-    quantize_openvino,
-    write_executorch,
-    write_openvino,
-)
+from normkit.transforms.openvino_executorch import Ran, program_of
 from normkit.transforms.quantize import Int8, calibration, quantize_onnx
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
@@ -184,12 +179,6 @@ def batch_axis(given: tuple[Tensor, ...]) -> Any:
     return {"inputs": tuple({0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else None for t in given)}
 
 
-def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
-    """Return the `torch.export` program of a model."""
-    with torch.no_grad():
-        return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
-
-
 def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
     """Count the operations of a program, most frequent first.
 
@@ -211,8 +200,8 @@ def _write(model: TensorModel, path: Path, shapes: Any) -> Ran:
     if path.suffix == ".pt2":
         return _program(model, path, shapes)
     if path.suffix == ".xml":
-        return write_openvino(model, model.given, path, shapes)
-    return write_executorch(model, model.given, path)
+        return others.write_openvino(model, model.given, path, shapes)
+    return others.write_executorch(model, model.given, path)
 
 
 def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batches: list[list[Tensor]]) -> Ran:
@@ -223,8 +212,8 @@ def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batc
         quantize_onnx(in_float, path, [_feed(model, known, batch) for batch in batches], int8)
         return _run_onnx(model, path)
     if path.suffix == ".xml":
-        return quantize_openvino(in_float, path, model.given, batches, int8)
-    return quantize_executorch(model, model.given, path, batches, int8)
+        return others.quantize_openvino(in_float, path, model.given, batches, int8)
+    return others.quantize_executorch(model, model.given, path, batches, int8)
 
 
 def _program(model: TensorModel, path: Path, shapes: Any) -> Ran:

@@ -15,14 +15,19 @@ Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runti
 # pyright: reportMissingImports=false
 
 
+def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> ExportedProgram:
+    """Return the `torch.export` program of a model."""
+    with torch.no_grad():
+        return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
+
+
 def write_openvino(model: nn.Module, given: Sequence[Tensor], path: Path, shapes: Any) -> Ran:
     """Write an OpenVINO model and run it in float32 (bfloat16 is the default on some CPUs)."""
     try:
         import openvino
     except ImportError as missing:
         raise ImportError("export() to OpenVINO needs openvino; pip install 'normkit[openvino]'") from missing
-    with torch.no_grad():
-        program = torch.export.export(model, tuple(given), dynamic_shapes=shapes, strict=False)
+    program = program_of(model, *given, dynamic_shapes=shapes)
     return _run_openvino(openvino.convert_model(program), given, path)
 
 
@@ -70,7 +75,7 @@ def write_executorch(model: nn.Module, given: Sequence[Tensor], path: Path) -> R
     Shapes are fixed. The operations are those that XNNPACK does not take, and `executorch_call_delegate`, the number of
     pieces that it takes. XNNPACK has no LayerNorm, so each one splits the model.
     """
-    return _run_executorch(_program(model, given), given, path)
+    return _run_executorch(program_of(model, *given), given, path)
 
 
 def quantize_executorch(
@@ -93,7 +98,7 @@ def quantize_executorch(
 
     quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=int8.per_channel))
     with torch.no_grad():
-        graph = prepare_for_xnnpack(_program(model, given).module())
+        graph = prepare_for_xnnpack(program_of(model, *given).module())
         prepared = prepare_pt2e(graph, quantizer.set_filter_function(wanted))
         for node in prepared.graph.nodes:  # the quantizer's constants are floats, also those added to positions
             if isinstance(value := node.meta.get("val"), Tensor) and not value.is_floating_point():
@@ -102,12 +107,7 @@ def quantize_executorch(
                         setattr(prepared, name, getattr(prepared, name).long())
         for batch in batches:
             prepared(*batch)
-        return _run_executorch(_program(convert_pt2e(prepared), given), given, path, pads=False)
-
-
-def _program(model: nn.Module, given: Sequence[Tensor]) -> ExportedProgram:
-    with torch.no_grad():
-        return torch.export.export(model, tuple(given), strict=False)
+        return _run_executorch(program_of(convert_pt2e(prepared), *given), given, path, pads=False)
 
 
 def prepare_for_xnnpack(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -36,16 +36,16 @@ void column_forward(const ColumnForward& given, int threads) {
     const int64_t n = given.n, channels = given.channels, groups = given.groups;
     const float eps = given.eps;
     const int center = given.center;
-    const Chunks chunks(n);
+    const Chunks chunks(n, channels * sizeof(T));
     const int64_t size = stat ? (1 + center) * channels : 0;
     Floats parts(chunks.number * size);
     std::vector<double> counts(chunks.number);
     const auto moments = [=](float* place, double rows) {
         return Moments{center ? place + channels : nullptr, place, rows};
     };
-    chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
+    chunks.over(channels, threads, !stat && chunks.large, [&](int64_t chunk, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels, groups, eps);
-        OutputRows<T> results(y, n, channels);
+        OutputRows<T> results(y, channels, chunks.large);
         Floats sums(size), origin(center ? channels : 0);
         Moments all = moments(parts.data() + chunk * size, 0);
         for (int64_t first = from; first < to; first += BLOCK) {
@@ -54,8 +54,9 @@ void column_forward(const ColumnForward& given, int threads) {
             Moments block = moments(sums.data(), 0);
             for (int64_t i = first; i < last; ++i) {
                 const bool counted = stat && (!mask || mask[i]);
+                for (int64_t c = 0; center && i + 2 < n && c < channels; c += LINE<T>)
+                    __builtin_prefetch(x + (i + 2) * channels + c);
                 const float* row = rows[i];
-                T* out = y ? results.row(i) : nullptr;
                 block.count += counted;
                 if (center && counted && block.count == 1)  // squares about a row of the block lose few digits
                     for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width)
@@ -64,19 +65,19 @@ void column_forward(const ColumnForward& given, int threads) {
                         });
                 const auto pass = [&](auto writes, auto shifts, auto counts, auto centers) {
                     constexpr bool WRITES = writes, SHIFTS = shifts, COUNTS = counts, CENTERS = centers;
-                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width)
-                        each(at, at + rows.width, [=, r = rows.factor[k], sum = block.mean, square = block.square,
-                                                   origin = origin.data()](int64_t c) {
-                            const float u = row[c] * r;
-                            if constexpr (WRITES) put(out + c, (SHIFTS ? u - mean[c] : u) * scale[c] + shift[c]);
-                            if constexpr (!COUNTS) return;
-                            const float apart = CENTERS ? u - origin[c] : u;
-                            if constexpr (CENTERS) sum[c] += apart;
-                            square[c] += apart * apart;
-                        });
+                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width) {
+                        const auto read = [=, r = rows.factor[k], sum = block.mean, square = block.square,
+                                           origin = origin.data()](int64_t c) {
+                            const float u = row[c] * r, apart = CENTERS ? u - origin[c] : u;
+                            if constexpr (COUNTS && CENTERS) sum[c] += apart;
+                            if constexpr (COUNTS) square[c] += apart * apart;
+                            return WRITES ? (SHIFTS ? u - mean[c] : u) * scale[c] + shift[c] : 0;
+                        };
+                        if constexpr (WRITES) results.write(i, at, at + rows.width, read);
+                        else each(at, at + rows.width, read);
+                    }
                 };
                 specialize(pass, y, mean, counted, center);
-                if (y) results.done(i);
             }
             if (!block.count) continue;
             if (center)
@@ -122,12 +123,12 @@ void column_backward(const ColumnBackward& given, int threads) {
     const float eps = given.eps;
     const int real = given.real;
     const int64_t width = channels / std::max<int64_t>(groups, 1);  // of a group of layer-scale
-    const Chunks chunks(n);
+    const Chunks chunks(n, channels * sizeof(T));
     const int64_t size = sums ? (real ? 4 : 2) * channels : 0;
     Floats parts(chunks.number * size);
-    chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
+    chunks.over(channels, threads, !sums && chunks.large, [&](int64_t chunk, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels), grads(dy, channels);
-        OutputRows<T> results(dx, n, channels);
+        OutputRows<T> results(dx, channels, chunks.large);
         Floats block(size);
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
@@ -135,7 +136,6 @@ void column_backward(const ColumnBackward& given, int threads) {
             for (int64_t i = first; i < last; ++i) {
                 const bool kept = !mask || mask[i];
                 const float *row = rows[i], *g = grads[i];
-                T* out = dx ? results.row(i) : nullptr;
                 // the first two sums are of padding, the next of real rows
                 float *sum = block.data() + (real && kept ? 2 * channels : 0), *with = sum + channels;
                 const auto pass = [&](auto writes, auto adds, auto shifts, auto real_row, auto scales) {
@@ -160,15 +160,15 @@ void column_backward(const ColumnBackward& given, int threads) {
                             if constexpr (!REAL) return direct;
                             return direct + apart(c) * x_coefficient[c] + (SHIFTS ? constant[c] : 0);
                         };
-                        each(at, at + width, [=](int64_t c) {
+                        const auto read = [=](int64_t c) {
                             if constexpr (ADDS) sum[c] += g[c], with[c] += g[c] * apart(c);
-                            if constexpr (!WRITES) return;
-                            put(out + c, SCALES ? r * (gradient(c) - row[c] * along) : gradient(c));
-                        });
+                            return !WRITES ? 0 : SCALES ? r * (gradient(c) - row[c] * along) : gradient(c);
+                        };
+                        if constexpr (WRITES) results.write(i, at, at + width, read);
+                        else each(at, at + width, read);
                     }
                 };
                 specialize(pass, dx, sums, mean, kept, groups);
-                if (dx) results.done(i);
             }
             each(size, [from = block.data(), all = parts.data() + chunk * size](int64_t c) { all[c] += from[c]; });
         }

@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <vector>
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace {
@@ -44,7 +44,8 @@ inline void put(bf16* to, float value) {  // to nearest, ties to even; NaN stays
     to->bits = std::uint16_t(value == value ? rounded : 0x7fc0);
 }
 
-// `body(c)` for every channel from `first` to before `last`, vectorized: no call reads what another writes.
+// `body(c)` for every channel from `first` to before `last`, vectorized: no call reads what another writes. "flatten":
+// the body becomes part of the loop, however large the function that contains it.
 template <class Body>
 inline void each(int64_t first, int64_t last, Body body) {
 #pragma omp simd
@@ -95,22 +96,31 @@ inline void specialize(Body body, bool flag, Flags... others) {
 constexpr int64_t BLOCK = 32;       // rows, a unit of sums
 constexpr int64_t CHUNKS = 128;     // at most, so as many threads at most
 constexpr int64_t SMALL = 1 << 15;  // elements: fewer are not worth a second thread
-constexpr int64_t LARGE = 12 << 20; // bytes of results: more would not stay in a cache until they are read
+constexpr int64_t TILE = 64;        // elements that bypass the caches together
+constexpr int64_t LARGE = 4 << 20;  // bytes of results: more would leave the second-level cache before they are read
+
+template <class T>
+constexpr int64_t LINE = 64 / sizeof(T);  // elements in a line of the caches
 
 struct Chunks {
     int64_t n, rows, number;
+    bool large;
 
-    explicit Chunks(int64_t n) : n(n) {
+    Chunks(int64_t n, int64_t bytes_of_a_row) : n(n), large(n * bytes_of_a_row > LARGE) {
         const int64_t blocks = (n + BLOCK - 1) / BLOCK;
         rows = BLOCK * std::max<int64_t>(1, (blocks + CHUNKS - 1) / CHUNKS);
         number = (n + rows - 1) / rows;
     }
 
-    // `body(chunk, first row, row after the last)` for every chunk.
+    // `body(chunk, first row, row after the last)` for every chunk. `backwards`, a second reading of large inputs starts
+    // with what the first has left in the cache.
     template <class Body>
-    void over(int64_t channels, int threads, Body body) const {
+    void over(int64_t channels, int threads, bool backwards, Body body) const {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (n * channels > SMALL)
-        for (int64_t chunk = 0; chunk < number; ++chunk) body(chunk, chunk * rows, std::min(n, (chunk + 1) * rows));
+        for (int64_t k = 0; k < number; ++k) {
+            const int64_t chunk = backwards ? number - 1 - k : k;
+            body(chunk, chunk * rows, std::min(n, (chunk + 1) * rows));
+        }
     }
 };
 
@@ -124,33 +134,46 @@ void add_up(const Floats& parts, int64_t chunks, int64_t size, float* out) {
     for (int64_t c = 0; c < size; ++c) out[c] = float(sum[c]);
 }
 
-// Rows of results. Large results bypass the caches, which saves reading the memory that is overwritten.
+// Copy a tile past the caches: the wider the stores, the fewer the lines that leave the processor in parts.
+template <class T>
+inline void stream(const T* tile, T* to) {
+#if defined(__AVX512F__)
+    for (int64_t k = 0; k < TILE; k += LINE<T>) _mm512_stream_si512((__m512i*)(to + k), _mm512_load_si512(tile + k));
+#elif defined(__AVX__)
+    for (int64_t k = 0; k < TILE; k += LINE<T> / 2)
+        _mm256_stream_si256((__m256i*)(to + k), _mm256_load_si256((const __m256i*)(tile + k)));
+#elif defined(__SSE2__)
+    for (int64_t k = 0; k < TILE; k += LINE<T> / 4)
+        _mm_stream_si128((__m128i*)(to + k), _mm_load_si128((const __m128i*)(tile + k)));
+#endif
+}
+
+// Rows of results. Large results bypass the caches, which saves reading the memory that is overwritten. They do so in
+// tiles: reading and writing overlap, a whole row at once would let one wait for the other.
 template <class T>
 class OutputRows {
     T* all;
     int64_t channels;
     bool streams;
-    std::vector<T> line;
+    alignas(64) T tile[TILE];
 
    public:
-    OutputRows(T* all, int64_t n, int64_t channels) : all(all), channels(channels), streams(false) {
+    OutputRows(T* all, int64_t channels, bool large) : all(all), channels(channels), streams(false) {
 #ifdef __SSE2__
-        const int64_t row = channels * sizeof(T);
-        streams = n * row > LARGE && row % 16 == 0 && reinterpret_cast<std::uintptr_t>(all) % 16 == 0;
+        streams = large && channels % LINE<T> == 0 && reinterpret_cast<std::uintptr_t>(all) % 64 == 0;
 #endif
-        if (streams) line.resize(channels);
     }
 
-    T* row(int64_t i) { return streams ? line.data() : all + i * channels; }
-
-    void done(int64_t i) {
-#ifdef __SSE2__
-        if (!streams) return;
-        const auto* from = reinterpret_cast<const __m128i*>(line.data());
-        auto* to = reinterpret_cast<__m128i*>(all + i * channels);
-        for (int64_t k = 0; k < int64_t(channels * sizeof(T) / 16); ++k)
-            _mm_stream_si128(to + k, _mm_loadu_si128(from + k));
-#endif
+    // `body(c)` into each channel of row i from `first` to before `last`; as `each`, no call reads what another writes.
+    template <class Body>
+    [[gnu::flatten]] void write(int64_t i, int64_t first, int64_t last, Body body) {
+        T* row = all + i * channels;
+        if (streams && first % LINE<T> == 0)
+            for (; first + TILE <= last; first += TILE) {
+                each(TILE, [=, to = tile](int64_t c) { put(to + c, body(first + c)); });
+                stream(tile, row + first);
+            }
+        each(first, last, [=](int64_t c) { put(row + c, body(c)); });
     }
 
     ~OutputRows() {

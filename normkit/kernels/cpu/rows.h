@@ -28,20 +28,19 @@ void row_forward(const RowForward& given, int threads) {
     const int64_t n = given.n, channels = given.channels;
     const float eps = given.eps;
     const int length = given.length;
-    Chunks(n).over(channels, threads, [&](int64_t, int64_t from, int64_t to) {
+    const Chunks chunks(n, channels * sizeof(T));
+    chunks.over(channels, threads, false, [&](int64_t, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels);
-        OutputRows<T> results(y, n, channels);
+        OutputRows<T> results(y, channels, chunks.large);
         for (int64_t i = from; i < to; ++i) {
             const float* u = rows[i];
             const float r = Factor(total(0, channels, square_of(u)), channels, eps, length).value;
-            T* out = results.row(i);
             if (weight && bias)
-                each(channels, [=](int64_t c) { put(out + c, u[c] * r * weight[c] + bias[c]); });
+                results.write(i, 0, channels, [=](int64_t c) { return u[c] * r * weight[c] + bias[c]; });
             else if (weight)
-                each(channels, [=](int64_t c) { put(out + c, u[c] * r * weight[c]); });
+                results.write(i, 0, channels, [=](int64_t c) { return u[c] * r * weight[c]; });
             else
-                each(channels, [=](int64_t c) { put(out + c, u[c] * r); });
-            results.done(i);
+                results.write(i, 0, channels, [=](int64_t c) { return u[c] * r; });
         }
     });
 }
@@ -57,19 +56,18 @@ void row_backward(const RowBackward& given, int threads) {
     const int64_t n = given.n, channels = given.channels;
     const float eps = given.eps;
     const int length = given.length;
-    const Chunks chunks(n);
+    const Chunks chunks(n, channels * sizeof(T));
     const int64_t size = sums ? 2 * channels : 0;
     Floats parts(chunks.number * size);
-    chunks.over(channels, threads, [&](int64_t chunk, int64_t from, int64_t to) {
+    chunks.over(channels, threads, false, [&](int64_t chunk, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels), grads(dy, channels);
-        OutputRows<T> results(dx, n, channels);
+        OutputRows<T> results(dx, channels, chunks.large);
         Floats block(size);
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
             std::fill(block.begin(), block.end(), 0.0f);
             for (int64_t i = first; i < last; ++i) {
                 const float *u = rows[i], *dy = grads[i];
-                T* out = results.row(i);
                 float *sum = block.data(), *with = sum + channels;
                 const auto pass = [&](auto weighted, auto adds) {
                     constexpr bool WEIGHTED = weighted, ADDS = adds;
@@ -79,13 +77,12 @@ void row_backward(const RowBackward& given, int threads) {
                     const Factor factor(square, channels, eps, length);
                     const float r = factor.value;
                     const float along = factor.clamped ? 0 : dot * r * r / (length ? 1 : channels);
-                    each(channels, [=](int64_t c) {
+                    results.write(i, 0, channels, [=](int64_t c) {
                         if constexpr (ADDS) sum[c] += dy[c], with[c] += dy[c] * (u[c] * r);
-                        put(out + c, r * (g(c) - u[c] * along));
+                        return r * (g(c) - u[c] * along);
                     });
                 };
                 specialize(pass, weight, sums);
-                results.done(i);
             }
             each(size, [from = block.data(), all = parts.data() + chunk * size](int64_t c) { all[c] += from[c]; });
         }

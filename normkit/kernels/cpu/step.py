@@ -66,9 +66,7 @@ def run(
     return y, statistics
 
 
-def _count(
-    norm: Any, x: Tensor, y: Tensor, mask: Tensor | None, groups: int, one_pass: bool, other: object
-) -> None:  # fmt: skip
+def _count(norm: Any, x: Tensor, y: Tensor, mask: Tensor | None, groups: int, one_pass: bool, other: object) -> None:
     """Report both passes as if Python called the kernels `train` and `differentiate`."""
     given = {"x": x, "mask": mask, "weight": norm.weight, "center": norm.center, "groups": groups, "other": other}
 
