@@ -94,14 +94,10 @@ class HasOptions(nn.Module):
                 declared = {key: each for key, each in declared.items() if each.attribute != attribute}
             elif attribute in vars(cls):
                 if callable(getattr(cls.__base__, attribute, None)):
-                    raise TypeError(
-                        f"{cls.__name__}.{attribute}: an option cannot have the name of a method; rename it"
-                    )
+                    raise TypeError(f"{cls.__name__}.{attribute}: options cannot have the name of a method; rename it")
                 if attribute in declared and declared[attribute].attribute != attribute:
                     use = f'{declared[attribute].attribute}: ... = option(default=..., alias="{attribute}")'
-                    raise TypeError(
-                        f"{cls.__name__}.{attribute} is the name of a parameter; declare the option as {use}"
-                    )
+                    raise TypeError(f"{cls.__name__}.{attribute} names a parameter; declare the option as {use}")
                 value = vars(cls)[attribute]
                 default, argument = value[:2] if isinstance(value, Option) else (value, "")
                 declared[argument or attribute] = Option(default, argument or attribute, attribute, kind)

@@ -102,7 +102,7 @@ class TaperNorm(Norm):
         """Normalize `x[..., dim]`; in training, count the step and update the averages."""
         mask = self.check(x, mask)
         if self.tapered:
-            y = reference.affine(x, self._fixed(), self.bias)
+            y = reference.affine(x, self._fixed(self._match(), self.anchor), self.bias)
             return y if y.dtype == x.dtype else y.to(x.dtype)
         wide = x.to(torch.promote_types(x.dtype, self.energy.dtype))
         inv = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
@@ -111,9 +111,8 @@ class TaperNorm(Norm):
                 gate, c, anchor = self._advance(wide.detach(), inv.detach(), mask)
         else:
             gate, c, anchor = self.gate(self.step), self._match(), self.anchor
-        fixed = c * (anchor if self.drift is None else anchor + self.drift)
         own = inv if self.weight is None else inv * self.weight
-        return reference.affine(wide, gate * own + (1 - gate) * fixed, self.bias).to(x.dtype)
+        return reference.affine(wide, gate * own + (1 - gate) * self._fixed(c, anchor), self.bias).to(x.dtype)
 
     def _advance(self, x: Tensor, inv: Tensor, mask: Tensor | None) -> list[Tensor]:
         weight = torch.ones_like(self.anchor) if self.weight is None else self.weight.to(self.anchor.dtype)
@@ -139,13 +138,13 @@ class TaperNorm(Norm):
         """Return c; 0 before the first step, when the gate is 1."""
         return torch.where(self.energy[1] > 0, self.energy[0] / self.energy[1], 0)
 
-    def _fixed(self) -> Tensor:
+    def _fixed(self, c: Tensor, anchor: Tensor) -> Tensor:
         """Return the final factors `[dim]`."""
-        return self._match() * (self.anchor if self.drift is None else self.anchor + self.drift)
+        return c * (anchor if self.drift is None else anchor + self.drift)
 
     def split(self) -> Split:
         """Return `Split(identity, c * gain, bias)` if the gate is 0, else `Split(norm, 1, bias)`."""
         shift = torch.zeros_like(self.anchor) if self.bias is None else self.bias
         if self.offline:
-            return Split(nn.Identity(), self._fixed(), shift)
+            return Split(nn.Identity(), self._fixed(self._match(), self.anchor), shift)
         return Split(self._without("bias"), torch.ones_like(self.anchor), shift)

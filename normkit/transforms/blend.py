@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
@@ -274,7 +275,7 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
     def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():  # no evaluation
             x, mask = input_and_mask(args, kwargs)
-            term = _deviation(x if isinstance(norm, Norm) else x.movedim(axes[norm], -1), mask)  # ours: channels last
+            term = Deviation.apply(x if isinstance(norm, Norm) else x.movedim(axes[norm], -1), mask)  # ours: last
             terms.extend([] if inside_backward() else [term])  # a recomputation saves the same tensors, and adds none
 
     def loss() -> Tensor:
@@ -290,14 +291,28 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         yield loss
 
 
-def _deviation(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean squared relative deviation of the lengths of real tokens from the usual one."""
-    x = x if mask is None else x.masked_fill(~mask[..., None], 0)  # padding may hold anything
-    length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-    share = torch.ones_like(length) if mask is None else mask.to(length)
-    share = share / share.sum().clamp(min=1)
-    usual = torch.linalg.vector_norm(length * share.sqrt()).clamp(min=torch.finfo(length.dtype).tiny)
-    return ((length / usual - 1).square() * share).sum()
+class Deviation(torch.autograd.Function):
+    """Mean squared relative deviation of the lengths of real tokens from the usual one.
+
+    With `u = sqrt(mean(l^2))` of lengths l, `mean((l / u - 1)^2)` is `2 - 2 mean(l) / u`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, mask):  # noqa: D102
+        length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        length = length if mask is None else length.masked_fill(~mask, 0)
+        ctx.count = length.numel() if mask is None else mask.sum()
+        total, most = length.sum(), torch.linalg.vector_norm(length) * ctx.count**0.5  # equal if all lengths are
+        ctx.save_for_backward(x, length, total, most)
+        return 2 * (most - total) / most.clamp(min=torch.finfo(length.dtype).tiny)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[override]  # noqa: D102
+        x, length, total, most = ctx.saved_tensors
+        factor = 2 * grad / most * (total * ctx.count / most.square() - 1 / length)
+        dx = (x * factor[..., None]).nan_to_num_(0, 0, 0)  # tokens of zeros, and padding, which may hold anything
+        return dx.to(x.dtype), None
 
 
 def _in_order(names: list[str], order: Sequence[str] | None) -> list[str]:

@@ -61,9 +61,7 @@ def calibrate(
         kind = type(batches).__name__  # iterating over a single batch would use each row as a batch
         raise TypeError(f"calibrate() takes batches to go through; got one {kind}. Give a list of it, [x], or a loader")
     if passes > 1 and iter(batches) is batches:
-        raise ValueError(
-            f"passes={passes} goes through the batches {passes} times; give a list or a loader, not a generator"
-        )
+        raise ValueError(f"passes={passes} reads the batches {passes} times; give a list or a loader, not a generator")
     model = model if inplace else copy_model(model)
     norms = norms_with_statistics(model, "calibrate")
     before = {name: norm.running.clone() for name, norm in norms.items()}

@@ -201,9 +201,7 @@ def _check_fit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
         return
     advice = ""
     if not recorded and any(name.endswith(".running") for name in unexpected):
-        advice = (
-            f". They hold statistics of norms, but config.json has no key {KEY!r}: save with normkit.save_pretrained"
-        )
+        advice = f". They hold statistics, but config.json has no key {KEY!r}: save with normkit.save_pretrained"
     raise ValueError(f"{path}: weights do not fit the model: {'; '.join(parts)}{advice}")
 
 

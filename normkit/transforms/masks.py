@@ -159,9 +159,8 @@ def _rules(mask_from: MaskFrom, names: list[str]) -> dict[str, str]:
     if isinstance(mask_from, Mapping):
         return dict(mask_from)
     if not isinstance(mask_from, str):
-        raise TypeError(
-            f"mask_from is the name of an argument, or rules pattern -> name; got {type(mask_from).__name__}"
-        )
+        given = type(mask_from).__name__
+        raise TypeError(f"mask_from is the name of an argument, or rules pattern -> name; got {given}")
     if f"decoder_{mask_from}" in names:
         return {"decoder.*": f"decoder_{mask_from}", "*.decoder.*": f"decoder_{mask_from}", "*": mask_from}
     return {"*": mask_from}

@@ -164,10 +164,8 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
 
 def _read_parquet(path: Path) -> list[Row]:
     columns: dict[str, Any] = _pyarrow().parquet.read_table(path, columns=list(Row._fields)).to_pydict()
-    return [
-        Row(int(s), str(a), str(b), current_name(str(q)), float(v))
-        for s, a, b, q, v in zip(*columns.values(), strict=True)
-    ]
+    rows = zip(*columns.values(), strict=True)
+    return [Row(int(s), str(a), str(b), current_name(str(q)), float(v)) for s, a, b, q, v in rows]
 
 
 def _pyarrow() -> Any:

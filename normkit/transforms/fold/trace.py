@@ -177,9 +177,7 @@ class Trace:
 
 def joined(known: Tensor | None, rows: Tensor) -> Tensor:
     """The rows of several calls together, each once."""
-    if known is None or torch.equal(known, rows):
-        return rows
-    return torch.cat([known, rows]).unique(dim=0)
+    return rows if known is None or torch.equal(known, rows) else torch.cat([known, rows]).unique(dim=0)
 
 
 def everywhere(code: float, shape: torch.Size) -> Tensor:
