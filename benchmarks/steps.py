@@ -47,6 +47,7 @@ def steps(spec: str, compiled: bool) -> Callable[[], None]:
         if isinstance(module, Norm):
             skip_warmup(module)
     batches = list(itertools.islice(task.batches(0), BATCHES))
+    task.on_train_start()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if compiled:
         model.compile(dynamic=True)

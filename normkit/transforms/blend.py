@@ -250,8 +250,8 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
 def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tensor]]:
     """Measure, inside the block, how unequal the scales of tokens are where norms read them.
 
-    A norm with batch or frozen statistics divides all tokens by the same numbers, so that a few large ones make all
-    others small; this loss draws their scales together (Baroni et al. 2025, arXiv:2507.02559).
+    A norm with batch or frozen statistics divides all tokens by the same numbers, so a few large ones make all others
+    small; this loss draws their scales together (Baroni et al. 2025, arXiv:2507.02559). Enter it once, for all steps.
 
     Args:
         model: The model that trains.

@@ -41,6 +41,7 @@ class Task(lightning.LightningModule):
         self.outputs: dict[str, list[str]] = {}  # decoded test split, by kind of scores
         self.broken: set[str] = set()  # error messages of images that cannot be read
         self.start = 0  # batches that each process has trained on
+        self.hooks = contextlib.ExitStack()  # of the scale loss, while it trains
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield training batches without end from number `start` on, by the run's seed only."""
@@ -70,15 +71,22 @@ class Task(lightning.LightningModule):
         if self.settings.strategy == "fsdp2" and self.device_mesh is not None:
             shard(self.model, self.device_mesh["data_parallel"])
 
+    def on_train_start(self) -> None:
+        """Put the hooks of the scale loss on the norms."""
+        if self.settings.scale_loss:
+            self.scales = self.hooks.enter_context(scale_loss(self.model))
+
+    def on_train_end(self) -> None:
+        """Remove the hooks, and combine the error messages of all processes."""
+        self.hooks.close()
+        self.combine_broken()
+
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the loss to minimize, and a detached copy to record."""
         run = self.settings
-        if not run.scale_loss:
-            loss = self.loss(batch, run.label_smoothing)
-            return {"loss": loss, "recorded": loss.detach()}
-        with scale_loss(self.model) as scales:
-            loss = self.loss(batch, run.label_smoothing)
-            return {"loss": loss + run.scale_loss * scales(), "recorded": loss.detach()}
+        loss = self.loss(batch, run.label_smoothing)
+        scaled = loss + run.scale_loss * self.scales() if run.scale_loss else loss
+        return {"loss": scaled, "recorded": loss.detach()}
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule by step."""
@@ -117,14 +125,14 @@ class Task(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save which images could not be read."""
-        self.on_train_end()
+        self.combine_broken()
         checkpoint["broken"] = sorted(self.broken)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore which images could not be read."""
         self.broken.update(checkpoint.get("broken", ()))
 
-    def on_train_end(self) -> None:
+    def combine_broken(self) -> None:
         """Combine the error messages of all processes."""
         self.broken = set().union(*all_gather(self.broken))
 
