@@ -23,7 +23,7 @@ SOURCES, TORCH = Path(__file__).parent, Path(torch.__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
 STEP_FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", ABI)
-TIMEOUT = 300  # seconds; the kernels take about 8, the steps, which read PyTorch's headers, 14
+TIMEOUT = 300  # seconds; the kernels take about 11, the steps, which read PyTorch's headers, 14
 
 _lock = threading.Lock()
 
