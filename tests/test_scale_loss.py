@@ -13,7 +13,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.run import train
 from normkit.norms import make
 from normkit.transforms import blend, convert, scale_loss
-from normkit.transforms.blend import Deviation
+from normkit.transforms.blend import ScaleDeviation
 from normkit.watch import read_run
 
 
@@ -64,10 +64,10 @@ def test_tokens_of_zeros_and_padding_give_finite_gradients():
 def test_the_gradient_is_that_of_the_formula(masked):
     x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.double).requires_grad_()
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]]).bool() if masked else None
-    assert torch.autograd.gradcheck(lambda x: Deviation.apply(x, mask), x)
+    assert torch.autograd.gradcheck(lambda x: ScaleDeviation.apply(x, mask), x)
     halves = x.detach().bfloat16().requires_grad_()
-    (found,) = torch.autograd.grad(Deviation.apply(halves, mask), halves)
-    (expected,) = torch.autograd.grad(Deviation.apply(x, mask), x)
+    (found,) = torch.autograd.grad(ScaleDeviation.apply(halves, mask), halves)
+    (expected,) = torch.autograd.grad(ScaleDeviation.apply(x, mask), x)
     torch.testing.assert_close(found.double(), expected, rtol=0.1, atol=1e-3)
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-import normkit.transforms.openvino_executorch as others
+import normkit.transforms.openvino_executorch as openvino_executorch
 from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import example_call, tensors
-from normkit.transforms.openvino_executorch import Ran, program_of
+from normkit.transforms.openvino_executorch import Ran
 from normkit.transforms.quantize import Int8, calibration, quantize_onnx
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
@@ -179,6 +179,12 @@ def batch_axis(given: tuple[Tensor, ...]) -> Any:
     return {"inputs": tuple({0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else None for t in given)}
 
 
+def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
+    """Return the `torch.export` program of a model."""
+    with torch.no_grad():
+        return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
+
+
 def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
     """Count the operations of a program, most frequent first.
 
@@ -200,8 +206,9 @@ def _write(model: TensorModel, path: Path, shapes: Any) -> Ran:
     if path.suffix == ".pt2":
         return _program(model, path, shapes)
     if path.suffix == ".xml":
-        return others.write_openvino(model, model.given, path, shapes)
-    return others.write_executorch(model, model.given, path)
+        program = program_of(model, *model.given, dynamic_shapes=shapes)
+        return openvino_executorch.write_openvino(program, model.given, path)
+    return openvino_executorch.write_executorch(program_of(model, *model.given), model.given, path)
 
 
 def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batches: list[list[Tensor]]) -> Ran:
@@ -212,8 +219,8 @@ def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batc
         quantize_onnx(in_float, path, [_feed(model, known, batch) for batch in batches], int8)
         return _run_onnx(model, path)
     if path.suffix == ".xml":
-        return others.quantize_openvino(in_float, path, model.given, batches, int8)
-    return others.quantize_executorch(model, model.given, path, batches, int8)
+        return openvino_executorch.quantize_openvino(in_float, path, model.given, batches, int8)
+    return openvino_executorch.quantize_executorch(program_of(model, *model.given), model.given, path, batches, int8)
 
 
 def _program(model: TensorModel, path: Path, shapes: Any) -> Ran:

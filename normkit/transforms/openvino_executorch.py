@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from normkit.transforms.quantize import Int8
@@ -15,19 +15,12 @@ Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runti
 # pyright: reportMissingImports=false
 
 
-def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> ExportedProgram:
-    """Return the `torch.export` program of a model."""
-    with torch.no_grad():
-        return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
-
-
-def write_openvino(model: nn.Module, given: Sequence[Tensor], path: Path, shapes: Any) -> Ran:
+def write_openvino(program: ExportedProgram, given: Sequence[Tensor], path: Path) -> Ran:
     """Write an OpenVINO model and run it in float32 (bfloat16 is the default on some CPUs)."""
     try:
         import openvino
     except ImportError as missing:
         raise ImportError("export() to OpenVINO needs openvino; pip install 'normkit[openvino]'") from missing
-    program = program_of(model, *given, dynamic_shapes=shapes)
     return _run_openvino(openvino.convert_model(program), given, path)
 
 
@@ -69,19 +62,10 @@ def _run_openvino(graph: Any, given: Sequence[Tensor], path: Path) -> Ran:
     return dict(counted.most_common()), "openvino", [torch.from_numpy(out[i]) for i in range(len(graph.outputs))]
 
 
-def write_executorch(model: nn.Module, given: Sequence[Tensor], path: Path) -> Ran:
-    """Write an ExecuTorch program for XNNPACK, and run it.
-
-    Shapes are fixed. The operations are those that XNNPACK does not take, and `executorch_call_delegate`, the number of
-    pieces that it takes. XNNPACK has no LayerNorm, so each one splits the model.
-    """
-    return _run_executorch(program_of(model, *given), given, path)
-
-
 def quantize_executorch(
-    model: nn.Module, given: Sequence[Tensor], path: Path, batches: list[list[Tensor]], int8: Int8
+    program: ExportedProgram, given: Sequence[Tensor], path: Path, batches: list[list[Tensor]], int8: Int8
 ) -> Ran:
-    """Quantize a model by torchao's PT2E for XNNPACK, write it, and run it."""
+    """Quantize a program by torchao's PT2E for XNNPACK, write it, and run it."""
     try:
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
             XNNPACKQuantizer,
@@ -98,7 +82,7 @@ def quantize_executorch(
 
     quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=int8.per_channel))
     with torch.no_grad():
-        graph = prepare_for_xnnpack(program_of(model, *given).module())
+        graph = prepare_for_xnnpack(program.module())
         prepared = prepare_pt2e(graph, quantizer.set_filter_function(wanted))
         for node in prepared.graph.nodes:  # the quantizer's constants are floats, also those added to positions
             if isinstance(value := node.meta.get("val"), Tensor) and not value.is_floating_point():
@@ -107,7 +91,8 @@ def quantize_executorch(
                         setattr(prepared, name, getattr(prepared, name).long())
         for batch in batches:
             prepared(*batch)
-        return _run_executorch(program_of(convert_pt2e(prepared), *given), given, path, pads=False)
+        program = torch.export.export(convert_pt2e(prepared), tuple(given), strict=False)
+        return write_executorch(program, given, path, pads=False)
 
 
 def prepare_for_xnnpack(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -132,10 +117,12 @@ def prepare_for_xnnpack(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return graph
 
 
-def _run_executorch(program: ExportedProgram, given: Sequence[Tensor], path: Path, pads: bool = True) -> Ran:
-    """Write and run a program.
+def write_executorch(program: ExportedProgram, given: Sequence[Tensor], path: Path, *, pads: bool = True) -> Ran:
+    """Write a program as an ExecuTorch file for XNNPACK, and run it.
 
-    Without `pads` paddings stay outside of XNNPACK, which does not load those of integers.
+    Shapes are fixed. The operations are those that XNNPACK does not take, and `executorch_call_delegate`, the number of
+    pieces that it takes. XNNPACK has no LayerNorm, so each one splits the model. Without `pads` paddings stay outside
+    of XNNPACK, which does not load those of integers.
     """
     try:
         from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS

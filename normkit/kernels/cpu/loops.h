@@ -44,8 +44,7 @@ inline void put(bf16* to, float value) {  // to nearest, ties to even; NaN stays
     to->bits = std::uint16_t(value == value ? rounded : 0x7fc0);
 }
 
-// `body(c)` for every channel from `first` to before `last`, vectorized: no call reads what another writes. "flatten":
-// the body becomes part of the loop, however large the function that contains it.
+// `body(c)` for every channel from `first` to before `last`, vectorized: no call reads what another writes.
 template <class Body>
 inline void each(int64_t first, int64_t last, Body body) {
 #pragma omp simd
@@ -165,6 +164,7 @@ class OutputRows {
     }
 
     // `body(c)` into each channel of row i from `first` to before `last`; as `each`, no call reads what another writes.
+    // "flatten" makes the body part of both loops: the compiler stops inlining in functions as large as the kernels.
     template <class Body>
     [[gnu::flatten]] void write(int64_t i, int64_t first, int64_t last, Body body) {
         T* row = all + i * channels;
