@@ -189,7 +189,7 @@ def fixnorm(matrix, tokens, dy_in, h, dy_out, eps=1e-12):
 
 
 class Channels:
-    """Counters of all norms with statistics; these tests skip no step."""
+    """Counters of all norms with batch statistics; these tests skip no step."""
 
     def counters(self):
         self.t += 1

@@ -127,3 +127,12 @@ def test_momentum_becomes_its_complement(momentum, alpha):
         model.train(), ours.train()
         assert_close(ours(x), model(x), rtol=1e-4, atol=1e-5)
         assert_close(ours[0].running[1], model[0].running_var)
+
+
+@pytest.mark.parametrize("change", [lambda m: convert(m, "pnv"), lambda m: convert(m, "rms"), copy.deepcopy])
+def test_full_backward_hooks_still_run(change):
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), []
+    model[1].register_full_backward_hook(lambda module, given, taken: calls.append(module))
+    new = change(model)
+    new(torch.randn(2, 4)).sum().backward()
+    assert calls == [new[1]]

@@ -123,3 +123,14 @@ def test_a_limit_that_is_no_ratio_is_refused(spread):
 def test_batches_to_balance_on_are_a_collection(balance):
     with pytest.raises(TypeError, match="balance takes batches, such as a list"):
         fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(3, 4), balance=balance)
+
+
+@pytest.mark.parametrize("balance", [[], (x for x in ())])
+def test_balance_without_batches_is_an_error(balance):
+    with pytest.raises(ValueError, match="no batches in balance"):
+        fold(deep(), IDS, balance=balance)
+
+
+def test_a_batch_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r"batch 2 of balance: .*int64\[4, 2, 3\]"):
+        fold(deep(), IDS, balance=[IDS, torch.zeros(4, 2, 3, dtype=torch.long)])

@@ -117,6 +117,14 @@ def test_folded_encoder_in_pytorchs_fast_path_is_correct():
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_left_of_a_frozen_norm_stays_frozen():
+    for trainable in (True, False):
+        model = nn.Sequential(make("un", 4), nn.Tanh()).requires_grad_(trainable)
+        folded, report = fold(model.eval(), torch.randn(2, 4))
+        assert report.foldable == "0 of 1"
+        assert {p.requires_grad for p in folded.parameters()} == {trainable}
+
+
 def test_training_mode_is_refused():
     model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4))
     with pytest.raises(ValueError, match=r"the model is in training mode; call model.eval"):

@@ -153,6 +153,49 @@ def test_unusable_batches_and_skipped_steps_move_nothing():
     assert_close(model[0].running[0], 0.1 * x.mean(0))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_grad_scaler_skips_moves_nothing(fused):
+    model = tiny("batch")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    nk.follow_optimizer(model, optimizer)
+    for factor, steps in ((float("inf"), 0), (1.0, 1)):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(8, 4)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert model[0].step == steps
+
+
+def test_a_copy_moves_its_state_by_itself_until_it_follows_too():
+    model = tiny("batch")
+    nk.follow_optimizer(model)
+    model(torch.randn(8, 4)).sum().backward()
+    twin, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
+    twin(torch.randn(8, 4))
+    assert (model[0].step, twin[0].step) == (0, 1)
+    nk.follow_optimizer(twin)
+    run_epochs(twin, torch.optim.SGD(twin.parameters(), lr=0.0), epochs=1)
+    assert (model[0].step, twin[0].step) == (0, 4)
+    run_epochs(model, torch.optim.SGD(model.parameters(), lr=0.0), epochs=1)
+    average.update_parameters(model)  # pairs the buffers of both by their places
+    assert_close(average.module[0].running, model[0].running)
+
+
+def test_norms_that_come_later_follow_from_the_next_step_on():
+    model = nk.blend(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)), "pnv", steps=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    nk.follow_optimizer(model, optimizer)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    nk.settle(model, inplace=True)
+    for _ in range(2):
+        model(torch.randn(8, 4)).sum().backward()
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+    assert model[0].step == 1 + 2 + 1  # alone until the first step, then together
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
 def test_a_compiled_model_follows_too():
     eager = tiny()

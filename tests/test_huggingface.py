@@ -200,17 +200,6 @@ def test_statistics_without_specs_raise(tmp_path):
         audit_dir(tmp_path)
 
 
-def test_folders_of_version_0_1_still_load(tmp_path):
-    case, model = saved_un(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "normkit.json").write_text(json.dumps(config.pop("normkit") | {"tied": []}))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    again = load_pretrained(tmp_path)
-    torch.testing.assert_close(call(case, again), call(case, model), rtol=0, atol=0)
-    save_pretrained(again, tmp_path / "new")
-    assert "normkit" in json.loads((tmp_path / "new" / "config.json").read_text())
-
-
 # -- what transformers writes, and what it may read ------------------------------------------------------------------
 
 

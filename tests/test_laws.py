@@ -353,6 +353,9 @@ def test_small_and_empty_batches_are_defined(spec):
     before = copy.deepcopy(norm.state_dict())
     empty = train_step(norm, batch(0, 0, 3, DIM), batch(1, 0, 3, DIM))
     assert empty["y"].shape == (0, 3, DIM)
+    assert all(f"d{name}" in empty for name, _ in norm.named_parameters()), "DistributedDataParallel waits for each"
+    zeros = train_step(copy.deepcopy(norm), torch.zeros(2, 3, DIM, dtype=torch.float64), batch(1, 2, 3, DIM))
+    assert zeros["dx"].isfinite().all()
     padded = train_step(norm, batch(0, 2, 4, DIM), batch(1, 2, 4, DIM), torch.zeros(2, 4, dtype=torch.bool))
     assert padded["y"].isfinite().all()
     assert padded["dx"].isfinite().all()

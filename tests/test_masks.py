@@ -177,3 +177,24 @@ def test_wrong_sources_of_masks_are_named():
     with pytest.raises(ValueError, match="must be \\[batch, tokens\\]"):
         real_tokens(torch.ones(3))
     assert tokens(1, 2).shape == (1, 2)
+
+
+class BatchFirst(nn.Module):
+    """A norm on `[batch, tokens, C]` before attention that takes `[tokens, batch, C]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2)
+
+    def forward(self, x, padding_mask=None):
+        h = self.norm(x).transpose(0, 1)
+        return x + self.attention(h, h, h, key_padding_mask=padding_mask)[0].transpose(0, 1)
+
+
+def test_a_norm_learns_the_layout_of_its_mask_where_the_lengths_differ():
+    model = convert(BatchFirst(), "pnv(alpha=0.0)", mask_from="padding_mask")
+    for length in (6, 4):  # the second could be either way round
+        x, padding = torch.randn(4, length, 8), torch.zeros(4, length, dtype=torch.bool)
+        padding[:, -1], x[:, -1] = True, 1000.0
+        model(x, padding_mask=padding)
+        torch.testing.assert_close(model.norm.running[0], x[:, :-1].square().mean((0, 1)))

@@ -1,4 +1,4 @@
-"""Laws of state: running statistics, windows and counters of every norm with statistics."""
+"""Laws of state: running statistics, windows and counters of every such norm."""
 
 import copy
 
@@ -305,3 +305,13 @@ def test_averaged_models_survive_integer_buffers(spec):
     for name, buffer in average.module[0].named_buffers():
         assert buffer.dtype is dict(norm.named_buffers())[name].dtype
     assert average.module.eval()(batch(0, 6, DIM, dtype=torch.float32)).isfinite().all()
+
+
+@pytest.mark.parametrize("option", ["steps_per_update=2", "steps_per_update=3"])
+def test_one_scalar_stays_one_scalar_over_joint_batches(option):
+    norm = make(f"batch(scalar=True, {option})", DIM)
+    for i in range(6):
+        norm(batch(i, 5, DIM) * torch.arange(1, DIM + 1) + i * torch.arange(DIM))
+    assert norm.step > 0
+    assert (norm.running[1] == norm.running[1, 0]).all()
+    assert not (norm.running[0] == norm.running[0, 0]).all()

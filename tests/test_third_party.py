@@ -6,8 +6,8 @@ from third_party_models import randomize
 from torch import nn
 
 from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.norms import BatchNorm, parse
-from normkit.transforms import convert, find, unreadable
+from normkit.norms import BatchNorm, make, parse
+from normkit.transforms import blend, convert, find, unreadable
 
 
 class GemmaRMSNorm(nn.Module):
@@ -201,3 +201,32 @@ def test_synchronised_norms_stay_synchronised():
     assert convert(model, "un")[0].spec == "un(sync=True, warmup='auto')"
     assert convert(model, "un(sync=False)")[0].spec == "un(warmup='auto')"
     assert convert(convert(model, "pnv"), "layer")[0].spec == "layer"
+
+
+class Named(nn.LayerNorm):
+    pass
+
+
+class Odd(nn.LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x) + 1
+
+
+def test_classes_are_known_by_those_that_they_derive_from():
+    batch = type("OwnBatch", (nn.BatchNorm1d,), {})
+    model = nn.ModuleDict({"named": Named(4), "batch": batch(4), "odd": Odd(4)})
+    assert list(find(model)) == ["named", "batch"]
+    assert "output differs" in unreadable(model)["odd"]
+
+
+def test_a_norm_with_parametrizations_is_left_with_the_reason():
+    for norm in (nn.LayerNorm(4), make("rms", 4)):
+        nn.utils.parametrize.register_parametrization(norm, "weight", nn.Identity())
+        with pytest.raises(ValueError, match="its parameters have parametrizations"):
+            convert(nn.Sequential(norm), "un")
+
+
+def test_a_blend_has_to_be_settled_before_it_is_converted():
+    model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=2)
+    with pytest.raises(ValueError, match=r"settle\(\) a blend first"):
+        convert(model, "rms")

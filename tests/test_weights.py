@@ -74,6 +74,26 @@ def test_shared_weights_stay_and_a_pattern_without_layers_is_an_error():
         spectral_norm(model, layers="encoder*")
 
 
+def test_weights_without_a_direction_are_an_error():
+    layer = nn.Linear(3, 2)
+    with torch.no_grad():
+        layer.weight[0] = 0
+    assert spectral_norm(nn.Sequential(nn.Linear(3, 2))[:1])
+    with pytest.raises(ValueError, match="0 has 1 output channels of zeros"):
+        weight_norm(nn.Sequential(layer))
+    nn.init.zeros_(layer.weight)
+    with pytest.raises(ValueError, match="0 has 2 output channels of zeros"):
+        spectral_norm(nn.Sequential(layer))
+
+
+def test_a_matrix_that_two_modules_share_stays_shared():
+    table, output = normkit.fix_embedding(nn.Embedding(9, 4)), nn.Linear(4, 9, bias=False)
+    nn.utils.parametrize.register_parametrization(output, "weight", normkit.FixNorm())
+    output.parametrizations.weight.original = table.parametrizations.weight.original
+    plain = fold_weights(nn.Sequential(table, output))
+    assert plain[0].weight is plain[1].weight
+
+
 @pytest.mark.parametrize("kind", ["weight", "spectral"])
 def test_a_run_with_normalized_weights_trains_and_loads(kind, tmp_path):
     model = Model(width=16, hidden=16, depth=1, heads=2, reparametrize=kind, norm="nonorm", tie=False)

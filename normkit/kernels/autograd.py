@@ -1,9 +1,9 @@
-"""Autograd Function of norms by batch statistics: training forward, analytic backward."""
+"""Autograd Function of norms with batch statistics: training forward, analytic backward."""
 
 import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,41 +15,19 @@ from normkit.kernels.step_statistics import StepStatistics
 from normkit.kernels.sync import all_reduce
 
 
-class GradientOwner(Protocol):
-    """The part of a norm that `Standardize` uses in the backward pass."""
-
-    eps: float
-    center: ClassVar[bool]
-    sync: bool
-    pad_grad: ClassVar[str]
-
-    @property
-    def uses_batch_gradient(self) -> bool:
-        """True if the removed statistics are always this batch's, without any state."""
-        ...
-
-    def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
-        """Gradient statistics `[k, C]` to remove, given this batch's; the norm updates its state."""
-        ...
-
-    def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:
-        """Return what `take_gradient` will, if the statistics were known in advance."""
-        ...
-
-
 @dataclass(frozen=True)
 class StandardizeOptions:
     """Arguments of `Standardize` that have no gradient, beside the statistics.
 
     Attributes:
-        norm: Decides which gradient statistics to remove.
+        norm: A StatNorm, which decides which gradient statistics to remove.
         mask: `[...]`, True where a row is real.
         groups: Groups of layer-scale that the kernels apply on their way.
         one_pass: The statistics were known before this batch was read.
         y: The output, if a kernel has already written it.
     """
 
-    norm: GradientOwner
+    norm: Any
     mask: Tensor | None
     groups: int = 0
     one_pass: bool = False
@@ -83,8 +61,8 @@ class Standardize(torch.autograd.Function):
         # once_differentiable gives no error if the gradient itself is a constant, as in a penalty on the gradient
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             raise RuntimeError(
-                "norms by batch statistics cannot be differentiated twice (create_graph=True) while training; "
-                "put them into evaluation mode, or take a norm of each token by itself"
+                "norms with batch statistics cannot be differentiated twice (create_graph=True) while training; "
+                "put them into evaluation mode, or take a per-token norm"
             )
         x, weight, mask, *tensors = ctx.saved_tensors
         statistics = StepStatistics.from_tensors(tensors)
@@ -149,8 +127,8 @@ def snapshot(tensors: list[Tensor]) -> list[Tensor]:
     """
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "torch.compile recomputes a norm with statistics in the backward pass, and these have moved on by then; "
-            "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=normkit.keep_statistics)"
+            "torch.compile recomputes a norm with batch statistics in the backward pass, and these have moved on by "
+            "then; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=normkit.keep_statistics)"
         )
     return [t.clone() for t in tensors]
 
@@ -163,8 +141,8 @@ def _(tensors: list[Tensor]) -> list[Tensor]:
 def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Keep the decisions of norms when `torch.compile` recomputes activations.
 
-    They are a few numbers for each norm. Pass it as `context_fn`. Without it, compiled norms with statistics raise a
-    RuntimeError in the backward pass. Eager norms do not need it.
+    They are a few numbers for each norm. Pass it as `context_fn`. Without it, compiled norms with batch statistics
+    raise a RuntimeError in the backward pass. Eager norms do not need it.
 
     Returns:
         The two context managers that `torch.utils.checkpoint.checkpoint` expects.

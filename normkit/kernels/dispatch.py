@@ -43,6 +43,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     The choice holds in this thread (or task of asyncio). Other threads keep their own blocks; outside of any block
     `NORMKIT_KERNELS` in the environment decides, else "auto". Autograd runs backward passes on a GPU in a thread of
     its own: there the choice of the forward pass holds. A compiled graph keeps the choice that it was compiled with.
+    What activation checkpointing recomputes takes the choice at that moment: run the backward pass in the block, too.
 
     Args:
         choice: One of
@@ -52,7 +53,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
               Under `torch.compile` too. CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
             - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
             - "fused": PyTorch's own fused kernels on a CPU.
-            - "reference": plain PyTorch. Norms of each token can be differentiated twice; norms by batch statistics
+            - "reference": plain PyTorch. Per-token norms can be differentiated twice; norms with batch statistics
               cannot while they train, with any implementation.
 
     Yields:

@@ -153,7 +153,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return reference.multiply_add(x, scale, shift)
 
 
-# -- whole passes of a norm by batch statistics -----------------------------------------------------------------------
+# -- whole passes of a norm with batch statistics ---------------------------------------------------------------------
 
 
 def infer(norm: Any, x: Tensor) -> Tensor | None:

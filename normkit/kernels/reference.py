@@ -31,8 +31,10 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     tensor([[1., 1.]])
     """
     wide = x.to(wide_type(x, weight))
-    square = wide.square().mean(-1, keepdim=True)
-    y = wide * torch.rsqrt(square + eps) if inside else wide / (square.sqrt() + eps)
+    if inside:
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    else:  # the gradient of a length is 0 at a row of zeros, that of a root is not finite
+        y = wide / (torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / x.shape[-1] ** 0.5 + eps)
     return affine(y, weight, bias).to(x.dtype)
 
 
@@ -67,7 +69,7 @@ def group_sample(
     """
     split = x.to(wide_type(x, weight)).unflatten(-1, (groups, -1))  # [batch, ..., groups, C / groups]
     if split.numel() == 0:
-        return x
+        return affine(x, weight, bias).to(x.dtype)  # with gradients of zeros
     over = (*range(1, split.dim() - 2), split.dim() - 1)
     mean, var = moments_over(split, over, None if mask is None else mask[..., None, None])
     return affine(((split - mean) * torch.rsqrt(var + eps)).flatten(-2), weight, bias).to(x.dtype)

@@ -14,7 +14,7 @@ from normkit.norms.fix import FixNorm, fix_embedding
 from normkit.norms.group import GroupNorm
 from normkit.norms.instance import InstanceNorm
 from normkit.norms.layer import LayerNorm
-from normkit.norms.mabn import MABN, CentralizeWeight, centralize_weight
+from normkit.norms.mabn import MABN, CentralizeWeight
 from normkit.norms.nonorm import NoNorm
 from normkit.norms.pnv import PNV
 from normkit.norms.power import PowerNorm
@@ -50,7 +50,7 @@ NORMS: dict[str, type[Norm]] = {
 __all__ = [
     "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "CentralizeWeight", "Derf", "DyT", "FixNorm",
     "GroupNorm", "InstanceNorm", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "RowNorm", "ScaleNorm",
-    "Split", "Stat", "StatNorm", "SwitchableNorm", "TaperNorm", "centralize_weight", "fix_embedding", "fold_weights",
+    "Split", "Stat", "StatNorm", "SwitchableNorm", "TaperNorm", "fix_embedding", "fold_weights",
     "make", "options", "parse", "spectral_norm", "weight_norm",
 ]  # fmt: skip
 

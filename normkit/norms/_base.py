@@ -1,6 +1,6 @@
 """The base of all norms.
 
-At inference a norm is `rest(x) * scale + shift`; training is up to the method. Norms of single tokens derive from
+At inference a norm is `rest(x) * scale + shift`; training is up to the method. Per-token norms derive from
 `RowNorm`, here. Norms whose statistics outlive the batch derive from `StatNorm`: `_stat_norm.py` has their training
 step, `_state.py` their buffers, `_recompute.py` the records for activation checkpointing. `_options.py` turns annotated
 class attributes into options.
@@ -36,7 +36,7 @@ class Norm(HasOptions):
         affine: Learn a `weight` (and a `bias`) per channel.
         bias: Learn a `bias`; needs `affine`.
 
-    `mask[...]` is True where a token is real. Norms of single tokens check it and do not use it.
+    `mask[...]` is True where a token is real. Per-token norms check it and do not use it.
     `convert(mask_from=...)` passes masks by forward hooks; `norm.mask` is a default for callers that cannot pass one.
     """
 
@@ -147,6 +147,10 @@ class Norm(HasOptions):
         if not isinstance(x, Tensor):
             hint = "; to torch.fx, normkit.norms.Norm is a leaf module" if isinstance(x, torch.fx.Proxy) else ""
             raise TypeError(f"{type(self).__name__} takes a tensor [..., {self.dim}], not {type(x).__name__}{hint}")
+        if x.is_nested:
+            raise TypeError(
+                f"{type(self).__name__} takes no nested tensor; build nn.TransformerEncoder(enable_nested_tensor=False)"
+            )
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"{type(self).__name__}(dim={self.dim}) takes x[..., {self.dim}], channels last; got shape "
@@ -170,7 +174,7 @@ class Norm(HasOptions):
 
 
 class RowNorm(Norm):
-    """Norm of each token by itself, without state; a subclass implements `normalize`."""
+    """Per-token norm, without state; a subclass implements `normalize`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Check `x[..., dim]` and the mask, and normalize."""

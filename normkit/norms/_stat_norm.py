@@ -155,6 +155,11 @@ class StatNorm(StatefulNorm):
             return statistics
         return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])
 
+    def _joint(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the statistics and the count of these sums of several batches or processes."""
+        batch, count = sync.unpack(sums, self.running)
+        return self.pool(batch), count  # again: between batches each channel has its own variance
+
     def _train_step(
         self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None,
         kernel_rule: KernelRule | None,
@@ -177,7 +182,7 @@ class StatNorm(StatefulNorm):
             )
         batch = local = self.pool(local)
         if self.sync:
-            batch, count = sync.unpack(sync.all_reduce(sync.pack(local, count, self.running)), self.running)
+            batch, count = self._joint(sync.all_reduce(sync.pack(local, count, self.running)))
         ok = usable(batch, count)
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # not finite, or all padding: as the average batch
         now = self.step + 1
@@ -185,7 +190,7 @@ class StatNorm(StatefulNorm):
         state, saved, changes = stat.state, stat.saved, ok
         if self.accumulates:
             joint, joint_count, changes = self._accumulate("", sync.pack(batch, count, self.running), ok)
-            joint, joint_count = sync.unpack(joint, self.running)
+            joint, joint_count = self._joint(joint)
             together = self.train_stat(joint, now, joint_count)
             state, saved = together.state, (*saved, *together.saved)
         self._commit({**state, "step": now}, changes)

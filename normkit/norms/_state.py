@@ -1,4 +1,4 @@
-"""State of norms with statistics: its buffers, and the batches after which it changes."""
+"""State of norms with batch statistics: its buffers, and when it changes."""
 
 from typing import Any, ClassVar
 
@@ -119,8 +119,9 @@ class StatefulNorm(Norm):
         self._reset_counters()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the records of forwards: their graphs are those of the original."""
-        return {**super().__getstate__(), "_records": Records(), "_steps": AsyncCounter(), "_ended": AsyncCounter()}
+        """Leave out records of the original's forwards, and the optimizer that it follows."""
+        kept = {**super().__getstate__(), "follows_optimizer": False, "next_state": {}}
+        return {**kept, "_records": Records(), "_steps": AsyncCounter(), "_ended": AsyncCounter()}
 
 
 def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:

@@ -75,21 +75,11 @@ class MABN(WarmupNorm):
         )  # fmt: skip
 
 
-def centralize_weight(weight: Tensor) -> Tensor:
-    """Return the weight `[out, ...]` without the mean of each output.
+class CentralizeWeight(nn.Module):
+    """Parametrization of a weight `[out, ...]` that takes away the mean of each output.
 
     MABN needs it in convolutional networks: quadratic means leave the mean of the activations in place. Pretrained
     weights need it too (MABN issue 2).
-
-    >>> import torch
-    >>> centralize_weight(torch.tensor([[1.0, 3.0]])).tolist()
-    [[-1.0, 1.0]]
-    """
-    return weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)
-
-
-class CentralizeWeight(nn.Module):
-    """`centralize_weight` as a parametrization.
 
     >>> linear = nn.utils.parametrize.register_parametrization(nn.Linear(4, 2), "weight", CentralizeWeight())
     >>> bool(linear.weight.mean(1).abs().max() < 1e-6)
@@ -98,4 +88,4 @@ class CentralizeWeight(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the centered weight."""
-        return centralize_weight(weight)
+        return weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)

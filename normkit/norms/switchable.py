@@ -54,8 +54,9 @@ class SwitchableNorm(Norm):
         mask = self.check(x, mask)
         if self.over == "sample" and x.dim() < 2:
             raise ValueError(f'over="sample" takes x[batch, ..., {self.dim}]; got shape {tuple(x.shape)}')
-        if x.numel() == 0:
-            return x
+        if x.numel() == 0:  # with gradients of zeros
+            y = reference.affine(x, self.weight, self.bias) + 0 * (self.mean_logits + self.var_logits).sum()
+            return y.to(x.dtype)
         shape = (len(x) if x.dim() > 1 else 1, -1)
         wide = x.to(torch.promote_types(x.dtype, self.running.dtype)).reshape(*shape, self.dim)
         keep = None if mask is None else mask.reshape(*shape, 1)

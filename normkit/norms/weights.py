@@ -28,7 +28,7 @@ def weight_norm(model: nn.Module, initialize: Callable[[], Any] | None = None, l
     >>> bool(weight_norm(model, lambda: model(x))(x).mean(0).abs().max() < 1e-5)
     True
     """
-    found = _matching(model, layers)
+    found = _matching(model, layers, rows=True)
     for layer in found:
         parametrizations.weight_norm(layer)
     handles: dict[nn.Module, Any] = {}
@@ -64,7 +64,7 @@ def spectral_norm(model: nn.Module, layers: str = "*") -> nn.Module:
     >>> round(float(torch.linalg.matrix_norm(model[0].weight, 2).detach()), 2)
     1.0
     """
-    for layer in _matching(model, layers):
+    for layer in _matching(model, layers, rows=False):
         parametrizations.spectral_norm(layer)
     return model
 
@@ -78,22 +78,29 @@ def fold_weights(model: nn.Module) -> nn.Module:
     Linear(in_features=4, out_features=3, bias=True)
     """
     module: Any
+    plain: dict[Any, Any] = {}  # of modules that share a matrix, the weight and what it came from
     for module in list(model.modules()):
         steps: Any = getattr(module, "parametrizations", {})
         if isinstance(module, (*LAYERS, nn.Embedding)) and list(steps) == ["weight"]:
             steps.eval()
             weight = nn.Parameter(module.weight.detach(), any(p.requires_grad for p in steps.parameters()))
+            tensors = *steps.parameters(), *steps.buffers()
+            weight = plain.setdefault((*map(type, steps.weight), *map(id, tensors)), (weight, tensors))[0]
             module.__class__ = parametrize.type_before_parametrizations(module)  # copies share the class: leave it be
             del module.parametrizations
             module.weight = weight
     return model
 
 
-def _matching(model: nn.Module, layers: str) -> list[Any]:
+def _matching(model: nn.Module, layers: str, rows: bool) -> list[Any]:
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, LAYERS)]
     named = [(name, module) for name, module in named if not parametrize.is_parametrized(module)]
-    found = [module for name, module in named if fnmatchcase(name, layers) and owners[id(module.weight)] == 1]
+    found = {name: module for name, module in named if fnmatchcase(name, layers) and owners[id(module.weight)] == 1}
     if not found:
         raise ValueError(f"no Linear or convolution layer with a weight of its own is called {layers}")
-    return found
+    for name, module in found.items():
+        zero = (module.weight.flatten(1) == 0).all(1)
+        if zero.any() if rows else zero.all():
+            raise ValueError(f"{name} has {int(zero.sum())} output channels of zeros, which have no direction")
+    return list(found.values())

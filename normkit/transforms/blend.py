@@ -158,7 +158,8 @@ def blend(
 
     At first each norm computes what it did before, at the end what the new one does (progressive re-parametrization,
     SLAB, arXiv:2405.11582). Gain and bias keep their names and belong to both norms. The new norm gathers its
-    statistics from the first step. Train as usual, then call `settle(model)`.
+    statistics from the first step. Train as usual, then call `settle(model)`. With checkpointing of activations, run
+    the backward pass of a forward before the next forward: what is recomputed takes the share of the present step.
 
     With a `gap`, one site after the other begins (Heimersheim 2024, arXiv:2409.13710): the last is done after
     `gap * (sites - 1) + steps` training forwards. `steps=1` replaces each at once.

@@ -33,6 +33,7 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
+    "_is_full_backward_hook",
 )
 
 
@@ -195,6 +196,8 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     """
     found = read_norm(old)
     name, given = parse(spec)
+    if isinstance(old, Norm) and not isinstance(old, tuple(NORMS.values())):
+        raise ValueError(f"{old.spec} cannot be replaced; settle() a blend first, or add your own class to NORMS")
     if isinstance(old, Norm) and parse(old.spec)[0] == name and all(old.option(k) == v for k, v in given.items()):
         return old
     computed = not isinstance(old, Norm) and found.weight is not getattr(old, "weight", None)

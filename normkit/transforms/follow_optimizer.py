@@ -1,11 +1,11 @@
 """Move the state of norms once per optimizer step, for any number of batches."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -16,26 +16,28 @@ from normkit.transforms.checks import check_not_wrapped, norms_with_statistics
 class OptimizerLink:
     """Connection between norms and an optimizer; `remove()` ends it."""
 
-    def __init__(self, norms: list[StatNorm], handle: Any):
-        self._norms, self._handle = norms, handle
+    def __init__(self, model: weakref.ref[nn.Module], handle: Any):
+        self._model, self._handle = model, handle
 
     def remove(self) -> None:
         """Move the state in each training forward again; drop pending statistics."""
         self._handle.remove()
-        for norm in self._norms:
-            _stop(norm)
+        for norm in _norms(self._model()):
+            if norm.follows_optimizer:
+                _stop(norm)
 
 
 def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> OptimizerLink:
     """Move the running statistics of a model's norms once per optimizer step, in place.
 
-    By default a norm with statistics moves its state in every training forward. Under gradient accumulation that is
-    once per micro-batch. After this call each norm gathers the statistics of all batches since the last step, and moves
-    its state by their joint statistics when the optimizer steps. Unlike the option `steps_per_update=k`, this needs
-    no fixed k. A shorter last group of an epoch is handled, and a step that `GradScaler` skips moves no state.
+    By default a norm with batch statistics moves its state in every training forward. Under gradient accumulation
+    that is once per micro-batch. After this call each norm gathers the statistics of all batches since the last step,
+    and moves its state by their joint statistics when the optimizer steps. Unlike the option `steps_per_update=k`, this
+    needs no fixed k. A shorter last group of an epoch is handled, and a step that `GradScaler` skips moves no state.
 
-    Checkpoints do not change. Call it before `torch.compile`, and before the trainer starts. The statistics of batches
-    that no optimizer step followed are not in checkpoints.
+    Checkpoints do not change. A copy of the model does not follow: call this again for it. Call it before
+    `torch.compile`, and before the trainer starts. The statistics of batches that no optimizer step followed are not in
+    checkpoints.
 
     Args:
         model: Model that is trained, after `convert`.
@@ -62,8 +64,7 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
     check_not_wrapped(model, "follow_optimizer")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or None; got {type(optimizer).__name__}")
-    norms = list(norms_with_statistics(model, "follow_optimizer").values())
-    for norm in norms:
+    for norm in norms_with_statistics(model, "follow_optimizer").values():
         _start(norm)
     reference = weakref.ref(model)  # a hook on all optimizers must not keep the model alive
 
@@ -71,15 +72,21 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
         live = reference()
         if live is None or (optimizer is None and not _holds_parameter(stepped, live)):
             return
-        for module in live.modules():
-            if isinstance(module, StatNorm) and module.follows_optimizer:
-                _move_state(module)
+        for norm in _norms(live):
+            if norm.follows_optimizer:
+                _move_state(norm, getattr(stepped, "found_inf", None))
+            else:  # it came later, as by `settle`
+                _start(norm)
 
     register: Callable = register_optimizer_step_post_hook if optimizer is None else optimizer.register_step_post_hook
     handle = register(after_step)
     if optimizer is None:
         weakref.finalize(model, handle.remove)
-    return OptimizerLink(norms, handle)
+    return OptimizerLink(reference, handle)
+
+
+def _norms(model: nn.Module | None) -> Iterator[StatNorm]:
+    return (module for module in (model.modules() if model else ()) if isinstance(module, StatNorm))
 
 
 def _holds_parameter(optimizer: Optimizer, model: nn.Module) -> bool:
@@ -118,11 +125,14 @@ def _stop(norm: StatNorm) -> None:
 
 
 @torch.no_grad()
-def _move_state(norm: StatNorm) -> None:
+def _move_state(norm: StatNorm, found_inf: Tensor | None) -> None:
     """Take over the next state where batches are pending, without waiting for the device."""
     for key, names in norm.next_state.items():
         pending = getattr(norm, key)
+        moves = pending[-1] > 0
+        if found_inf is not None:  # of GradScaler, 1 in a step that a fused optimizer skips by itself
+            moves = moves & (found_inf.to(pending.device, non_blocking=True) == 0)
         for name in names:
             old = getattr(norm, name)
-            old.copy_(torch.where(pending[-1] > 0, getattr(norm, f"next_{name}"), old))
-        pending.zero_()
+            old.copy_(torch.where(moves, getattr(norm, f"next_{name}"), old))
+        pending.copy_(torch.where(moves, 0, pending))

@@ -16,7 +16,6 @@ from torch import nn
 from normkit.transforms.model_changes import IDENTITY, KEY, apply_changes, write_changes
 
 VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
-FORMER = "normkit.json"  # what held the changes until 0.1
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit."""
 import pathlib
@@ -122,8 +121,6 @@ def load_pretrained(folder: Path | str) -> Any:
     except ImportError as problem:
         raise ValueError(f"{path}: transformers cannot import {architecture}: {problem}") from problem
     changes = config.get(KEY)
-    if changes is None and (path / FORMER).is_file():
-        changes = json.loads((path / FORMER).read_text(encoding="utf8"))
 
     def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)

@@ -46,11 +46,11 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
                 f"the model's forward has no argument {argument!r} to take masks from; it has {', '.join(names)}"
             )
     remove_routes(model)
-    route = Route({a: names.index(a) if a in names else None for a in rules.values()}, is_time_first(model))
+    route = Route({a: names.index(a) if a in names else None for a in rules.values()})
     for name, norm in model.named_modules():
         argument = next((a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if isinstance(norm, Norm) and argument is not None:
-            norm.register_forward_pre_hook(GiveMask(route, argument), with_kwargs=True)
+            norm.register_forward_pre_hook(GiveMask(route, argument, is_time_first(model)), with_kwargs=True)
     if unused := set(rules.values()) - set(mask_arguments(model).values()) - {f"decoder_{mask_from}"}:
         raise ValueError(f"no norm takes its mask from {', '.join(sorted(unused))}; check the patterns of mask_from")
     model.register_forward_pre_hook(route.begin, with_kwargs=True)
@@ -77,8 +77,8 @@ def remove_routes(model: nn.Module) -> None:
 class Route:
     """Hooks of a model that keep the masks of the current call for its norms."""
 
-    def __init__(self, arguments: dict[str, int | None], time_first: bool):
-        self.arguments, self.time_first = arguments, time_first
+    def __init__(self, arguments: dict[str, int | None]):
+        self.arguments = arguments
         self.masks: dict[str, Tensor | None] = {}
         self.over = True  # False while a forward runs
 
@@ -102,8 +102,8 @@ class Route:
 class GiveMask:
     """Forward pre-hook of a norm that passes the mask of this call, unless it has one."""
 
-    def __init__(self, route: Route, argument: str):
-        self.route, self.argument = route, argument
+    def __init__(self, route: Route, argument: str, time_first: bool):
+        self.route, self.argument, self.time_first = route, argument, time_first
 
     def __call__(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Add `mask=` to the call."""
@@ -112,8 +112,12 @@ class GiveMask:
             return None
         if self.route.over and not torch.compiler.is_compiling() and not inside_backward():
             return None  # a compiled part cannot detect recomputation
-        x = args[0] if args else kwargs["x"]
-        return args, {**kwargs, "mask": fit(mask, x.shape[:-1], self.route.time_first)}
+        shape = (args[0] if args else kwargs["x"]).shape[:-1]
+        if mask.shape[0] != mask.shape[1] and shape in (mask.shape, mask.shape[::-1]):
+            time_first = shape != mask.shape  # known from here on, where both lengths are equal, too
+            if time_first != self.time_first:
+                self.time_first = time_first
+        return args, {**kwargs, "mask": fit(mask, shape, self.time_first)}
 
 
 def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:

@@ -99,7 +99,7 @@ def prepare_for_xnnpack(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Write products as `linear`, and leave out paddings by nothing.
 
     XNNPACK's quantizer takes no `addmm`, by which Hugging Face's `Conv1D` multiplies. A model whose windows fit the
-    picture, such as Swin, pads by nothing.
+    image, such as Swin, pads by nothing.
     """
     aten = torch.ops.aten
     for node in list(graph.graph.nodes):

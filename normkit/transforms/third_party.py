@@ -5,6 +5,7 @@ No third-party library is imported.
 
 import copy
 import fnmatch
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from normkit.norms import Norm, StatNorm, make, options, parse
 from normkit.text import format_spec
@@ -57,12 +59,14 @@ def read_norm(module: nn.Module) -> Found:
         >>> read_norm(nn.LayerNorm(8, eps=1e-6)).kind
         'layer'
     """
+    if parametrize.is_parametrized(module):
+        raise CannotRead("its parameters have parametrizations; remove them with torch.nn.utils.parametrize first")
     if isinstance(module, Norm):
         running = module.running if isinstance(module, StatNorm) else None
         return Found(module.dim, module.eps, module.gains(), module.bias, module.spec, module.channel_dim, running)
     name = type(module).__name__
-    for pattern, readers in READERS.items():
-        if fnmatch.fnmatchcase(name, pattern):
+    for known, (pattern, readers) in itertools.product(_names(module), READERS.items()):
+        if fnmatch.fnmatchcase(known, pattern):
             if not all(type(child) is nn.Identity for child in module.children()):
                 kinds = ", ".join(dict.fromkeys(type(child).__name__ for child in module.children()))
                 raise CannotRead(f"{name} contains other modules ({kinds}); only a norm by itself can be read")
@@ -70,12 +74,18 @@ def read_norm(module: nn.Module) -> Found:
     raise CannotRead(f"no reader for the class name {name}")
 
 
+def _names(module: nn.Module) -> list[str]:
+    """Names of a module's class and of those that it derives from."""
+    return [kind.__name__ for kind in type(module).__mro__]
+
+
 def is_named_norm(module: nn.Module) -> bool:
-    """Return True if "norm" is in the class name and the module is no container of one."""
-    if "norm" not in type(module).__name__.lower():
+    """Return True if a class of it has "norm" in its name, and it contains no norm."""
+    if not any("norm" in name.lower() for name in _names(module)):
         return False
     kept = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-    return not any(module.children()) or any(not nn.parameter.is_lazy(t) and t.dim() == 1 for t in kept)
+    bare = not any(module.children()) or parametrize.is_parametrized(module)
+    return bare or any(not nn.parameter.is_lazy(t) and t.dim() == 1 for t in kept)
 
 
 def is_parametrization(name: str) -> bool:
@@ -178,9 +188,9 @@ def _agrees(theirs: Any, found: Found) -> bool:
     mine = equivalent(found).double()
     if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes the smallest number of its input's type
         theirs.eps = found.eps
-    axes = {"BatchNorm1d": 3, "BatchNorm3d": 5, "SqueezeBertLayerNorm": 3}.get(
-        type(theirs).__name__, 3 if found.channel_dim == -1 else 4
-    )
+    special = {"BatchNorm1d": 3, "BatchNorm3d": 5, "SqueezeBertLayerNorm": 3}
+    usual = 3 if found.channel_dim == -1 else 4
+    axes = next((special[name] for name in _names(theirs) if name in special), usual)
     shape = (2, *(2, 3, 2)[: axes - 2], found.dim)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(_device(theirs))
     for size in (1.0, 1e-2, 1e-4):
@@ -232,7 +242,7 @@ def _dim(module: Any) -> int:
 
 
 def _affine(module: Any, kind: str, channel_dim: int = -1, unit_offset: bool = False) -> Found:
-    """Read a norm of single tokens; with `unit_offset` it stores its gain minus 1."""
+    """Read a per-token norm; with `unit_offset` it stores its gain minus 1."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if unit_offset:
         weight = nn.Parameter(1 + module.weight.detach(), module.weight.requires_grad)
@@ -258,17 +268,11 @@ def _group(module: Any) -> Found:
 LAYER, RMS = partial(_affine, kind="layer"), partial(_affine, kind="rms")
 LAYER_2D, RMS_2D = partial(LAYER, channel_dim=1), partial(RMS, channel_dim=1)
 READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the first reading that agrees is used
-    "LayerNorm": (LAYER, LAYER_2D),  # torch, timm
-    "LayerNormFp32": (LAYER,),  # timm
-    "LayerNorm2d*": (LAYER_2D,),  # timm, torchvision
-    "LayerNormNoBias": (LAYER,),  # timm
     "*LayerNorm1P": (partial(LAYER, unit_offset=True),),  # Nemotron keeps weight - 1
+    "LayerNorm*": (LAYER, LAYER_2D),  # torch, torchvision, timm
     "*LayerNorm": (LAYER, RMS, LAYER_2D),  # T5LayerNorm is an RMSNorm, ConvNextLayerNorm has two layouts
     "*RMSNorm": (RMS, partial(RMS, unit_offset=True)),  # torch, Llama, Mistral, Qwen; Gemma keeps weight - 1
-    "RmsNorm": (RMS,),  # timm
-    "RmsNormFp32": (RMS,),
-    "RmsNorm2d": (RMS_2D,),
-    "RmsNorm2dFp32": (RMS_2D,),
+    "RmsNorm*": (RMS, RMS_2D),  # timm
     **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "BatchNormAct2d"), (_batch,)),
     "*FrozenBatchNorm2d": (_batch,),  # torchvision, DETR; gain and bias are buffers, and stay frozen
     "*GroupNorm": (_group,),  # torch, PoolFormer of transformers

@@ -1,4 +1,4 @@
-// A whole pass of a norm by batch statistics, its rule applied in between: `train_stat` and `grad_stat` as a KernelRule
+// A whole pass of a norm with batch statistics, its rule applied in between: `train_stat` and `grad_stat` as a KernelRule
 // (kernel_rule.py) describes them. The rules in Python stay the reference. Designated initializers are C++20, which g++
 // and clang take in C++17 too.
 

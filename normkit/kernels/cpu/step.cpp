@@ -1,4 +1,4 @@
-// The training step of a norm by batch statistics as one function of autograd, without Python in either direction:
+// The training step of a norm with batch statistics as one function of autograd, without Python in either direction:
 // `Standardize` (autograd.py) with the kernels of this folder.
 
 #include <ATen/Parallel.h>
@@ -139,8 +139,8 @@ struct Step : torch::autograd::Function<Step> {
 
     static variable_list backward(AutogradContext* context, variable_list gradients) {
         TORCH_CHECK(!at::GradMode::is_enabled(),
-                    "norms by batch statistics cannot be differentiated twice (create_graph=True) while training; "
-                    "put them into evaluation mode, or take a norm of each token by itself");
+                    "norms with batch statistics cannot be differentiated twice (create_graph=True) while training; "
+                    "put them into evaluation mode, or take a per-token norm");
         const auto given = c10::static_intrusive_pointer_cast<Given>(context->saved_data["given"].toCapsule());
         const variable_list saved = context->get_saved_variables();
         const Tensor x = plain(saved[DECISIONS]), weight = saved[DECISIONS + 1], mask = saved[DECISIONS + 2];

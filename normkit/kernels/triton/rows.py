@@ -1,4 +1,4 @@
-"""Norms of each token on the GPU: one launch forward, two or three backward.
+"""Per-token norms on the GPU: one launch forward, two or three backward.
 
 Eager calls go through a thin `autograd.Function`; under `torch.compile` the same launches are the registered
 operators `normkit::row_norm` and `normkit::row_norm_grad`.
@@ -31,7 +31,7 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
-    """As `reference.rms`; a row of zeros has a finite gradient with `inside=False` too."""
+    """As `reference.rms`."""
     return _norm(x, weight, bias, "rms" if inside else "rms_plus_eps", eps)
 
 

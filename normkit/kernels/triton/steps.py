@@ -1,4 +1,4 @@
-"""Training steps of norms by batch statistics, in at most six launches.
+"""Training steps of norms with batch statistics, in at most six launches.
 
 Forward: sums, rule, standardize. Backward: sums, rule, dx. If the statistics are known in advance, standardize and dx
 share the reading of the sums, and the rule comes last.

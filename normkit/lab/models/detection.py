@@ -41,15 +41,15 @@ class Detector:
     anchors: tuple[int, ...] = (32, 64, 128, 256, 512)
     """Side of the anchors of each level of the pyramid, in pixels."""
     sizes: tuple[int, ...] = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
-    """Shorter sides that pictures are trained at; the last is that of inference."""
+    """Shorter sides that images are trained at; the last is that of inference."""
     longest: int = 1333
     """The longer side is not above this."""
     crop: tuple[int, int] | None = (384, 600)
-    """Half of the training pictures are first cropped to sides between these, of a picture 400 to 600 high."""
+    """Half of the training images are first cropped to sides between these, of an image 400 to 600 high."""
     proposals: int = 1000
     """Boxes that the region proposal network hands on, of twice as many."""
     samples: int = 512
-    """Boxes of each picture that the heads learn from."""
+    """Boxes of each image that the heads learn from."""
 
 
 _POCKET = Detector(
@@ -71,8 +71,8 @@ class SwinMaps(nn.Module):
 
     Their strides are 4, 8, 16 and 32.
 
-    Pictures of one batch have different sizes and are filled up with zeros. The fourth channel of `images` is 1 where a
-    picture is: a token is real that has such a pixel, and statistics are computed of real tokens alone. (As in the
+    Images of one batch have different sizes and are filled up with zeros. The fourth channel of `images` is 1 where an
+    image is: a token is real that has such a pixel, and statistics are computed of real tokens alone. (As in the
     papers' models, attention reads the padding. What Swin itself pads, to whole windows, it pads behind the norm.)
     """
 
@@ -110,7 +110,7 @@ class SwinMaps(nn.Module):
 def detector(config: Model, classes: int) -> nn.Module:
     """Build the detector that `config.arch` names, for `classes` categories and background.
 
-    torchvision's `FasterRCNN` or `MaskRCNN`: while training it takes pictures and targets and returns losses, at
+    torchvision's `FasterRCNN` or `MaskRCNN`: while training it takes images and targets and returns losses, at
     inference boxes, labels, scores (and masks). `config.norm` and `norm_at` place the norms, `config.layer_drop` is the
     drop path. ValueError where there is no such row of DETECTORS.
 
@@ -159,8 +159,8 @@ def _frame(transform: nn.Module, args: tuple, output: Any) -> None:
     """Add a fourth channel to a batch that is 1 inside the images (a forward hook)."""
     images, _ = output
     real = images.tensors.new_zeros(len(images.tensors), 1, *images.tensors.shape[-2:])
-    for picture, (height, width) in zip(real, images.image_sizes, strict=True):
-        picture[:, :height, :width] = 1
+    for image, (height, width) in zip(real, images.image_sizes, strict=True):
+        image[:, :height, :width] = 1
     images.tensors = torch.cat([images.tensors, real], 1)
 
 

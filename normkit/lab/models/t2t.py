@@ -62,7 +62,7 @@ class T2TViT(nn.Module):
         """Scores `[B, classes]` of `images [B, 3, image_size, image_size]`."""
         if images.shape[-2:] != (self.image_size, self.image_size):
             size = " x ".join(map(str, images.shape[-2:]))
-            raise ValueError(f"this T2T-ViT was made for pictures of image_size={self.image_size}; got {size}")
+            raise ValueError(f"this T2T-ViT was made for images of image_size={self.image_size}; got {size}")
         x = images
         for performer, (window, stride, padding) in zip(self.performers, SPLITS[:2], strict=True):
             side = x.shape[-1] // stride
@@ -136,7 +136,7 @@ class Layer(nn.Module):
         return x + self._dropped(self.outer(F.gelu(self.inner(self.norm2(x)))))
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Drop path: nothing for some pictures of the batch, the more for the others."""
+        """Drop path: nothing for some images of the batch, the more for the others."""
         if not (self.training and self.drop_path):
             return x
         keep = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_path

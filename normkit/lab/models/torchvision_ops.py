@@ -4,7 +4,7 @@ Beside a PyTorch for CPUs, its build for CUDA has no compiled operators.
 
 There `import torchvision` fails for want of `nms`, and detection for want of `nms` and `roi_align`. No library that is
 kept offers these two without a compiled part: torchvision has a `roi_align` of its own in PyTorch. Unless it is
-compiled, it holds boxes x 784 x pixels numbers for masks: 30 GB for 128 boxes in a picture of 320 x 240. So both are
+compiled, it holds boxes x 784 x pixels numbers for masks: 30 GB for 128 boxes in an image of 320 x 240. So both are
 written here, and registered under torchvision's names where nothing better is. `torchvision_operators()` names those
 in use.
 """
@@ -96,7 +96,7 @@ def roi_align(
 ) -> Tensor:
     """Mean of bilinear samples in each cell of a grid over each box: `[K, C, height, width]`.
 
-    `input [N, C, H, W]`; `rois [K, 5]`: number of the picture, then (x1, y1, x2, y2) in its pixels, which are
+    `input [N, C, H, W]`; `rois [K, 5]`: number of the image, then (x1, y1, x2, y2) in its pixels, which are
     `spatial_scale` times as many here. A cell has `sampling_ratio` samples along each side, or, where that is not above
     0, as many as it has pixels. Samples, and which of them are outside, separate into rows and columns, so that a box
     costs two matrix products, `Y F X^T`. Differentiable in `input`. He et al. 2017.
@@ -109,10 +109,10 @@ def roi_align(
     rows = _weights(start[:, 1], length[:, 1], pooled_height, height, sampling_ratio)
     columns = _weights(start[:, 0], length[:, 0], pooled_width, width, sampling_ratio)
     out = features.new_zeros(len(rois), input.shape[1], pooled_height, pooled_width)
-    for number, picture in enumerate(features):
+    for number, image in enumerate(features):
         own = (rois[:, 0] == number).nonzero()[:, 0]
         if len(own):
-            tall = torch.einsum("kph,chw->kcpw", rows[own], picture)
+            tall = torch.einsum("kph,chw->kcpw", rows[own], image)
             out = out.index_copy(0, own, torch.einsum("kcpw,kqw->kcpq", tall, columns[own]))
     return out.to(input.dtype)
 

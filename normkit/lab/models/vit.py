@@ -1,4 +1,4 @@
-"""A small Vision Transformer for small pictures (Dosovitskiy et al. 2021)."""
+"""A small Vision Transformer for small images (Dosovitskiy et al. 2021)."""
 
 import torch
 from torch import Tensor, nn

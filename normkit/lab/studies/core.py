@@ -147,7 +147,7 @@ GALICIAN_LONG = Study(
     ),
 )
 
-PICTURES = (
+IMAGES = (
     *(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "batch", "mabn", "pnv")),
     Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
     Row(label="un", settings={"model.norm": "un(outlier_filtration=True)"}),
@@ -156,9 +156,9 @@ PICTURES = (
 
 CIFAR10_CORE = Study(
     id="core.cifar10",
-    title="norms in pictures, CIFAR-10: tiny ViT and ResNet-20",
-    note="At pocket scale ResNet-20 gets the pictures at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14.",
-    rows=PICTURES,
+    title="norms in image classification, CIFAR-10: tiny ViT and ResNet-20",
+    note="At pocket scale ResNet-20 gets the images at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14.",
+    rows=IMAGES,
     columns=(
         Column(title="ViT", metric="accuracy", base=CIFAR10),
         Column(title="ViT, calibrated", metric="accuracy calibrated", base=CIFAR10),
@@ -169,7 +169,7 @@ CIFAR10_CORE = Study(
 
 RESNET20_LONG = Study(
     id="core.resnet20-hour",
-    title="norms in pictures, an hour of one CPU core each, CIFAR-10, ResNet-20",
+    title="norms in image classification, an hour of one CPU core each, CIFAR-10, ResNet-20",
     rows=tuple(
         Row(label=norm, settings={"model.norm": norm.replace("auto", "'auto'")})
         for norm in (
@@ -187,7 +187,7 @@ CIFAR10_SPEED = Study(
     id="core.cifar10-224",
     title="accuracy and time to accuracy by norm, CIFAR-10 at 224 x 224: T2T-ViT-14 and Swin-T",
     note="Minutes of training until validation accuracy reaches 80%.",
-    rows=PICTURES,
+    rows=IMAGES,
     columns=tuple(
         Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})
         for name, base in (("T2T-ViT-14", CIFAR10), ("Swin-T", CIFAR10_SWIN))

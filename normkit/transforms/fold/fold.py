@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.transforms.fold.plan import FoldPlan, make_plan
-from normkit.transforms.fold.progress import Steps
+from normkit.transforms.fold.progress import steps
 from normkit.transforms.fold.report import Report
 from normkit.transforms.fold.rewrite import largest_factor, rewrite
 from normkit.transforms.fold.survey import Survey
@@ -82,7 +82,7 @@ def fold(
         raise ValueError(f"spread is a ratio of ranges, at least 1, or None for no limit; got {spread!r}")
     if isinstance(balance, Tensor | Mapping) or not isinstance(balance, Iterable | None):
         raise TypeError(f"balance takes batches, such as a list of them; got {describe(balance)}")
-    with Steps("fold") as step:
+    with steps("fold") as step:
         survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "fold", step)
         if balance is not None:
             survey.measure(balance)

@@ -131,7 +131,7 @@ def _same_sizes(given: list[Tensor], data: list[Tensor]) -> list[Change]:
 def _other_sizes(t: Tensor) -> list[Change]:
     """Other lengths or sizes of one input; the first that the model accepts is used.
 
-    A length shrinks by one, a long one by about a half, that of sound by a fifth. Pictures grow: by an odd number that
+    A length shrinks by one, a long one by about a half, that of sound by a fifth. Images grow: by an odd number that
     is more than a patch, so that patches and windows have to be padded, or else by what fixed patches allow. They never
     shrink: Swin of transformers keeps the smaller windows that it then takes.
     """

@@ -167,6 +167,7 @@ def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.M
     else:
         weight = None if action == "add" else gain.to(like)
         new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)
+        new.requires_grad_(any(parameter.requires_grad for parameter in old.parameters()))
     return put_everywhere(model, node.name, new.train(old.training))
 
 

@@ -96,11 +96,17 @@ class Survey:
         """Measure the ranges of sums on batches in place of the example."""
         for source in self.trace.sources.values():
             source.range = None
-        self.trace.measuring = True
+        self.trace.measuring, number = True, 0
         with in_float64():
-            for batch in map(widened, batches):
+            for number, batch in enumerate(batches, 1):
                 args = () if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else (batch,)
-                self._follow(tuple(args), dict(batch) if isinstance(batch, Mapping) else {})
+                given = tuple(args), dict(batch) if isinstance(batch, Mapping) else {}
+                try:
+                    self._follow(*widened(given), shown=given)
+                except ValueError as problem:
+                    raise ValueError(f"batch {number} of balance: {problem}") from problem
+        if not number:
+            raise ValueError(f"{self.verb}() was given no batches in balance; a generator that was used is empty")
 
     def _record(self, label: str, resized: bool, args: tuple, kwargs: dict[str, Any]) -> None:
         """Trace one call and keep its outputs; a call that fails leaves no trace."""
@@ -110,12 +116,12 @@ class Survey:
         self.trace.resizable |= resized
         self.trace.measuring = label == EXAMPLE
         try:
-            self.expected[label] = self._follow(args, kwargs)
+            self.expected[label] = self._follow(args, kwargs, self.given)
         except Exception:
             self.trace = before
             raise
 
-    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> Outputs:
+    def _follow(self, args: tuple, kwargs: dict[str, Any], shown: tuple) -> Outputs:
         passed = tensors((args, kwargs))
         with tracing(self.trace, self.model) as tracer:
             for path, tensor in passed.items():
@@ -123,7 +129,7 @@ class Survey:
                     dim = 1 if tensor.dim() == 4 else -1
                     size = tensor.shape[dim]  # another one in another call, where this axis is no channels'
                     tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
-            out = example_call(self.model, args, kwargs, self.verb, self.given, "a float64 copy of the model")
+            out = example_call(self.model, args, kwargs, self.verb, shown, "a float64 copy of the model")
             try:
                 given = self._picked(out)
             except Exception as problem:

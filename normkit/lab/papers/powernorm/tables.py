@@ -163,7 +163,7 @@ def _statistics(*quantities: tuple[str, str]) -> tuple[Column, ...]:
     )
 
 
-POCKET_RESNET = "At pocket scale ResNet20 gets pictures of 16 x 16 and trains with AdamW."
+POCKET_RESNET = "At pocket scale ResNet20 gets images of 16 x 16 and trains with AdamW."
 FIGURE2 = Study(
     id="pn.figure2",
     title="distance between batch and running mean and variance in the first BN during training",

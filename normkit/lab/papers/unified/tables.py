@@ -62,7 +62,7 @@ def _detection(base: Bases, *kinds: str) -> tuple[Column, ...]:
     )
 
 
-FILTERED = {"outlier_filtration": True}  # the paper filters in pictures, and not in text
+FILTERED = {"outlier_filtration": True}  # the paper filters in images, and not in text
 
 
 def _figures(line: str) -> tuple[str, ...]:
