@@ -46,7 +46,7 @@ def demo() -> str:
     """
     results = [json.loads(path.read_text(encoding="utf8")) for path in DEMO.glob("*/result.json")]
     lines = [
-        "| norm | phonemes wrong | after folding | norms left | time of inference, folded / LayerNorm |",
+        "| norm | phonemes wrong | after folding | norms left, folded | time of inference, folded / LayerNorm |",
         "|---|---|---|---|---|",
     ]
     for result in sorted(results, key=lambda result: result["scores"]["running"]["per"]):
@@ -68,7 +68,8 @@ def demo() -> str:
         *textwrap.wrap(
             f"Spelling to sound (CMUdict), a Transformer with 0.4 M parameters, {run['steps']:,} steps, 2,000 "
             f"test words, one seed, one thread of an {device}, commit {where['commit'][:7]}. "
-            "`make demo` reproduces it in about six minutes. Times: median ratio, 20th to 80th percentile.",
+            "The sampling error of a rate is 0.35. `make demo` reproduces it in about six minutes. Times: median "
+            "ratio, 20th to 80th percentile.",
             120,
         ),
     ]
@@ -97,7 +98,8 @@ def multi30k() -> str:
     lines += [
         "",
         "Mean ± standard deviation (seeds); difference of runs of the same seed with its 95 % interval (Student's t);",
-        "`normkit study core.multi30k`, `warmup.multi30k`, `core.multi30k-hour`; `python benchmarks/folded_scores.py`.",
+        "`normkit study core.multi30k`, `warmup.multi30k`, `core.multi30k-hour`;",
+        "`python benchmarks/folded_scores.py RUN...`.",
     ]
     return "\n".join(lines)
 
@@ -117,7 +119,7 @@ def ted() -> str:
     lines += [
         "",
         "As above; the difference is that of the calibrated model from `layer`, with FixNorm from `layer + FixNorm`.",
-        "`normkit study core.ted-gl-long`; `python benchmarks/folded_scores.py --calibrate`.",
+        "`normkit study core.ted-gl-long`; `python benchmarks/folded_scores.py --calibrate RUN...`.",
     ]
     return "\n".join(lines)
 
