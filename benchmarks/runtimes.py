@@ -77,8 +77,8 @@ The tiny ViT of this project with {norms} norms, random weights, gains, biases a
 `python benchmarks/runtimes.py`, which wrote this page: {versions}.
 
 - ReduceMean is the pooling of tokens before the head, not a norm.
-- XNNPACK has no LayerNorm, so each one splits the model. A folded model of Linear layers and activations is taken as
-  one piece. What stays outside in the folded ViT belongs to attention (masks of rows without keys).
+- XNNPACK has no LayerNorm, so each one splits the model. What stays outside in the folded ViT belongs to attention
+  (masks of rows without keys).
 """
 
 
