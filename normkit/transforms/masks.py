@@ -46,11 +46,11 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
                 f"the model's forward has no argument {argument!r} to take masks from; it has {', '.join(names)}"
             )
     remove_routes(model)
-    route = Route({a: names.index(a) if a in names else None for a in rules.values()})
+    route, time_first = Route({a: names.index(a) if a in names else None for a in rules.values()}), is_time_first(model)
     for name, norm in model.named_modules():
         argument = next((a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if isinstance(norm, Norm) and argument is not None:
-            norm.register_forward_pre_hook(GiveMask(route, argument, is_time_first(model)), with_kwargs=True)
+            norm.register_forward_pre_hook(GiveMask(route, argument, time_first), with_kwargs=True)
     if unused := set(rules.values()) - set(mask_arguments(model).values()) - {f"decoder_{mask_from}"}:
         raise ValueError(f"no norm takes its mask from {', '.join(sorted(unused))}; check the patterns of mask_from")
     model.register_forward_pre_hook(route.begin, with_kwargs=True)
