@@ -139,7 +139,7 @@ def test_train_a_recipe_with_other_settings_and_resume(typed, tmp_path):
     assert (tmp_path / "table.txt").read_text() in again
     assert (tmp_path / "model.safetensors").stat() == before, "a run that ended is not trained again"
     refusal = typed("train", "vit_digits", *settings, "--lr", "0.01", "--resume")
-    assert refused(refusal, "holds a run with another lr; resume with its own settings")
+    assert refused(refusal, "holds a run with another lr (", "not 0.01); resume with its own settings")
 
 
 def test_a_run_that_diverged_is_a_failure(typed, tmp_path):
@@ -326,6 +326,32 @@ def test_folding_over_another_run_or_model_is_refused(typed, runs, tmp_path):
     kept = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     assert refused(typed("fold", runs / "un", "--out", other), "a run that was trained", "name another folder")
     assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == kept
+
+
+def test_training_into_a_folder_of_something_else_is_refused(typed, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    files = tmp_path / "model.safetensors", tmp_path / "checkpoints" / "epoch=3.ckpt"
+    for file in files:
+        file.write_text("mine")
+    words = ("train", "vit_digits", "--steps", 2, "--warmup", 1, "--out", tmp_path)
+    assert refused(
+        typed(*words), "holds files of something else than a run (checkpoints/epoch=3.ckpt", "another folder"
+    )
+    assert all(file.read_text() == "mine" for file in files)
+
+
+def test_folding_over_a_finished_removal_is_refused(typed, runs, tmp_path):
+    (tmp_path / "removal.json").write_text("{}")
+    assert refused(typed("fold", runs / "un", "--out", tmp_path), "a finished removal", "name another folder")
+
+
+def test_a_folded_model_has_no_norms_left_to_remove(typed, runs, tmp_path):
+    assert typed("fold", runs / "un", "--out", tmp_path / "folded")[0] == 0
+    words = ("remove-norms", tmp_path / "folded", "--steps", 1, "--out", tmp_path / "out")
+    assert refused(typed(*words), "has no norms left to remove")
+    words = ("remove-norms", runs / "layer", "--to", "layer", "--steps", 1, "--out", tmp_path / "out")
+    assert refused(typed(*words), "layer computes statistics at inference")
+    assert not (tmp_path / "out" / ".removal").exists()
 
 
 def test_a_warm_up_that_never_ends_is_reported(typed, tmp_path):

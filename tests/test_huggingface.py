@@ -185,6 +185,24 @@ def test_wrong_tensors_in_a_checkpoint_raise_by_name(tmp_path):
     assert not (tmp_path / "folded").exists()
 
 
+@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"hidden_size": "x"}, {"vocab_size": -1}])
+def test_a_damaged_configuration_is_a_value_error_that_names_the_folder(change, tmp_path):
+    saved_un(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(change))
+    with pytest.raises(ValueError, match=f"^{tmp_path}"):
+        audit_dir(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["Bert')
+    with pytest.raises(ValueError, match=r"config\.json is cut short or not JSON"):
+        is_pretrained_dir(tmp_path)
+
+
+def test_folding_a_folder_keeps_its_tokenizer(tmp_path):
+    saved_un(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    fold_dir(tmp_path / "model", tmp_path / "folded")
+    assert (tmp_path / "folded" / "tokenizer.json").read_text() == "{}"
+
+
 def test_statistics_without_specs_raise(tmp_path):
     saved_un(tmp_path)
     edit_config(tmp_path, lambda config: config["normkit"]["norms"].update({"model.norm": {"is": "unn", "dim": 16}}))

@@ -3,6 +3,7 @@
 The order of images is tested, too.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import pathlib
@@ -16,6 +17,9 @@ from normkit.lab.data.image_folder import Broken, Files, Memory, decode, image_b
 from normkit.lab.data.image_sets import find_images
 from normkit.lab.data.images import read_images
 from normkit.lab.data.shards import Rows, Tars
+from normkit.lab.tasks import takers
+from normkit.lab.train.config import Run
+from normkit.lab.train.settings import Images
 
 SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data" / "cifar10"
 
@@ -243,3 +247,10 @@ def test_pictures_of_a_group_stay_near_each_other():
     windows = [{split.groups[item] for batch in batches[at : at + 10] for item in batch} for at in range(0, 50, 10)]
     assert [len(groups) for groups in windows] == [16] * 5, "ten batches are sixteen groups"
     assert len({split.groups[item] for item in batches[0]}) > 4, "and are mixed among each other"
+
+
+def test_settings_of_images_are_refused_for_other_tasks():
+    for field in dataclasses.fields(Images):
+        assert takers(f"images.{field.name}") == ["images"]
+    with pytest.raises(ValueError, match=r"images\.flip .*left out for task digits; it applies to images"):
+        Run(name="x", task="digits", data="digits", steps=1, images=Images(flip=0.1))

@@ -205,7 +205,7 @@ def test_bad_input_raises(run, text, pretrained, tmp_path):
     for folder, settings, message in (
         (run, Removal(steps=0), "steps must be at least 1; got 0"),
         (run, Removal(steps=1, text="wikitext-2"), "trains on its own data; leave --text out"),
-        (run, Removal(steps=1, to="rms"), "no norm with running statistics"),
+        (run, Removal(steps=1, to="rms"), "rms computes statistics at inference, too; take un"),
         (run, Removal(steps=1, to="nu"), "nu"),
         (run, Removal(steps=1, to="power(groups=1)"), "computes statistics at inference, too; take un"),
         (run, Removal(steps=1, lr=math.nan), "lr must be above 0 and finite; got nan"),

@@ -117,7 +117,10 @@ def test_a_run_resumes_with_another_name_and_workers(whole, tmp_path):
     moved = dataclasses.replace(RUN, name="moved", device="cpu", workers=1)
     assert train(moved, tmp_path, resume=True)["run"] == dataclasses.asdict(moved)
     assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="holds a run with another batch_tokens, precision; resume with its own"):
+    with pytest.raises(
+        ValueError,
+        match=r"another batch_tokens \(\d+, not 12\), precision \(32-true, not bf16-mixed\); resume with its own",
+    ):
         train(dataclasses.replace(moved, batch_tokens=12, precision="bf16-mixed"), tmp_path, resume=True)
 
 

@@ -63,6 +63,8 @@ def check_out(model: Path, out: Path, action: str) -> None:
     holds = ""
     if (out / results.FILE).is_file() or (out / "checkpoints").is_dir():
         holds = "a run that was trained"
+    elif (out / "removal.json").is_file():
+        holds = "a finished removal"
     elif is_pretrained_dir(out) and not (out / "load.py").is_file():
         holds = "a Hugging Face model"
     if holds:

@@ -48,8 +48,9 @@ def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any
     """
     import tyro
 
-    if "--out=" in arguments or ("--out", "") in itertools.pairwise(arguments):
-        raise ValueError("--out is empty; name a folder, or . for this one")
+    for option in ("--out", "--data", "--name"):
+        if f"{option}=" in arguments or (option, "") in itertools.pairwise(arguments):
+            raise ValueError(f"{option} is empty; name {'a folder, or . for this one' if option == '--out' else 'it'}")
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from normkit.cli.folding import check_out
-from normkit.cli.line import command, write
+from normkit.cli.line import command, complain, write
 from normkit.cli.running import interruptible
 
 
@@ -57,6 +57,12 @@ def remove_norms(
             board.update(stage, progress)
             return bool(signals)
 
-        removed = remove(model, out, settings, resume=resume, on_progress=on_progress)
+        try:
+            removed = remove(model, out, settings, resume=resume, on_progress=on_progress)
+        except KeyboardInterrupt:
+            if not signals:
+                raise
+            complain("interrupted; the same command with --resume continues")
+            return 128 + signals[0]
     write(f"{removed}\nsaved to {out}")
     return 0

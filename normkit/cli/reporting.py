@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from normkit.cli.doctor import examine
-from normkit.cli.line import command, typed, write
+from normkit.cli.line import check_writable, command, typed, write
 
 
 @command
@@ -23,6 +23,7 @@ def report(paths: tuple[Path, ...], /, out: Path | None = None) -> int:
     from normkit.lab.report import results
 
     first = paths[0] if paths[0].is_dir() else paths[0].parent
+    check_writable(out or first)
     found = results.find(paths)
     words = [*map(str, paths), *(["--out", str(out)] if out else [])]
     show(found, out or first, typed("report", *words), sections(found, paths))

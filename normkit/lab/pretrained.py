@@ -1,6 +1,8 @@
 """Audit and fold the model in a Hugging Face folder, for the commands."""
 
 import inspect
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +12,8 @@ import torch
 from normkit.transforms import audit, fold
 from normkit.transforms.fold.report import Audit, Report
 from normkit.transforms.huggingface import load_pretrained, save_pretrained
+
+TOKENIZER = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")  # files
 
 
 class Example(NamedTuple):
@@ -49,7 +53,7 @@ def example_for(model: Any) -> Example:
 
 def audit_dir(path: Path | str, untie: bool = True) -> Audit:
     """Audit the model in a folder."""
-    model = load_pretrained(path)
+    model = _load(path)
     example = example_for(model)
     return audit(model, outputs=example.outputs, untie=untie, **example.kwargs)
 
@@ -59,17 +63,35 @@ def fold_dir(path: Path | str, out: Path | str, untie: bool = True) -> Report:
     path, out = Path(path), Path(out)
     if out.resolve() == path.resolve():
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
-    model = load_pretrained(path)
+    model = _load(path)
     example = example_for(model)
     folded, report = fold(model, outputs=example.outputs, untie=untie, **example.kwargs)
     save_pretrained(folded, out)
+    for file in (file for pattern in TOKENIZER for file in path.glob(pattern) if file.is_file()):
+        shutil.copyfile(file, out / file.name)
     return report
+
+
+def _load(path: Path | str) -> Any:
+    """Load a model; whatever a damaged configuration raises in transformers becomes a ValueError."""
+    try:
+        return load_pretrained(path)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: transformers cannot build this model: {type(error).__name__}: {error}") from error
 
 
 def is_pretrained_dir(path: Path) -> bool:
     """Return True if a folder has a config.json that names an architecture."""
     config = path / "config.json"
-    return config.is_file() and "architectures" in config.read_text(encoding="utf8")
+    if not config.is_file():
+        return False
+    try:
+        given = json.loads(config.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"{config} is cut short or not JSON: {error}") from None
+    return isinstance(given, dict) and "architectures" in given
 
 
 def _logits(output: Any) -> Any:

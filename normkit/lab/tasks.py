@@ -72,6 +72,10 @@ class TaskSpec:
 
 _TRAIN = "normkit.lab.train"
 _LANGUAGE = ("memory", "test_memory", "experts", "last_hidden", "weight_drop")
+_IMAGES = (
+    "crop", "padding", "flip", "rand_augment", "erase", "mixup", "cutmix", "mix_prob", "mix_switch", "test_crop",
+    "held_out", "channels_last",
+)  # fmt: skip
 _PAIRS = ("beam", "length_penalty", "length_offset", "bucket_by")
 
 TASKS: dict[str, TaskSpec] = {
@@ -119,7 +123,15 @@ TASKS: dict[str, TaskSpec] = {
         data=f"{_TRAIN}.source:images",
         metrics=(ACCURACY,),
         unit="images",
-        settings=("ema", "body_lr", "weights", "model.arch"),
+        settings=(
+            "ema",
+            "body_lr",
+            "weights",
+            "model.arch",
+            "model.patch",
+            "model.image_size",
+            *(f"images.{name}" for name in _IMAGES),
+        ),
         drops_samples=True,
     ),
     "detection": TaskSpec(

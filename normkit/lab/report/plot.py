@@ -78,7 +78,10 @@ def statistics(results: Results, path: str | Path) -> Path:
             for values in panel.sites.values():
                 points = extremes(panel.steps, [value or 0.0 for value in values], POINTS)
                 axes.plot(points[0], canvas.drawable(points[1]), color=colour, alpha=0.3, linewidth=0.6)
-            axes.plot(panel.steps, canvas.drawable(panel.median()), color=colour, linewidth=1.8)
+            marker = "o" if len(panel.steps) <= 20 else None
+            axes.plot(
+                panel.steps, canvas.drawable(panel.median()), color=colour, linewidth=1.8, marker=marker, markersize=2.5
+            )
             axes.set_title("\n".join(textwrap.wrap(panel.title, 44)), fontsize=9)
             axes.set_yscale("log")
             axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(shown))

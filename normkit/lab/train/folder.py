@@ -117,7 +117,8 @@ def check_resumable(folder: Path, run: Run) -> None:
     before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
     changed = [name for name in now if name not in MOVABLE and now[name] != before[name]]
     if changed:
-        raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
+        values = [f"{n} ({before[n]}, not {now[n]})" if isinstance(now[n], int | float | str) else n for n in changed]
+        raise ValueError(f"{folder} holds a run with another {', '.join(values)}; resume with its own settings")
 
 
 def check_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:

@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,9 @@ from normkit.lab.train.environment import environment
 from normkit.lab.train.folder import locked
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.removable import RemovableRun, open_removable
-from normkit.norms import StatNorm, parse
+from normkit.norms import StatNorm, make, parse
 from normkit.text import align
-from normkit.transforms import calibrate, convert, fit_norms
+from normkit.transforms import calibrate, convert, find, fit_norms
 
 FITTED = 8  # batches that gains and biases are fitted to
 CALIBRATED = 100  # batches that statistics are taken of in the end
@@ -121,6 +121,11 @@ def remove_norms(
     subject = open_removable(folder, settings.text)
     if settings.loss == "task" and not isinstance(subject, RemovableRun):
         raise ValueError("--loss task needs a run; a Hugging Face model is trained on the outputs of the original")
+    found = list(find(subject.model).values())
+    if found and all(parse(norm.kind)[0] == "nonorm" for norm in found):
+        raise ValueError(f"{folder} has no norms left to remove")
+    if found and not (isinstance(new := make(settings.to, found[0].dim), StatNorm) and new.offline):
+        raise ValueError(f"{settings.to} computes statistics at inference, too; take un, mabn or power(groups=0)")
     lr = subject.lr if settings.lr is None else settings.lr
     with locked(out):
         state = out / STATE
@@ -154,8 +159,6 @@ def remove_norms(
         first = [batch for batch, _ in zip(subject.batches(0), range(FITTED), strict=False)]
         model = convert(subject.student(first), settings.to, mask_from=subject.mask_from)
         sites = [name for name, module in model.named_modules() if isinstance(module, StatNorm)]
-        if not all(cast(StatNorm, model.get_submodule(name)).offline for name in sites):
-            raise ValueError(f"{settings.to} computes statistics at inference, too; take un, mabn or power(groups=0)")
         measure("original", original)
         if not _checkpoint(state, "without norms").exists():
             show("fitting")
@@ -197,8 +200,9 @@ def _claim(state: Path, settings: dict[str, Any], resume: bool) -> None:
     path = state / "settings.json"
     if resume and path.is_file():
         before = json.loads(path.read_text(encoding="utf8"))
-        if changed := [key for key in settings if settings[key] != before.get(key)]:
-            raise ValueError(f"{state.parent} holds an interrupted removal with another {', '.join(changed)}")
+        changed = [f"{key} {before.get(key)}, not {now}" for key, now in settings.items() if now != before.get(key)]
+        if changed:
+            raise ValueError(f"{state.parent} holds an interrupted removal with another {'; '.join(changed)}")
         return
     if state.exists():
         shutil.rmtree(state)
