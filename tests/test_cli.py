@@ -345,15 +345,6 @@ def test_folding_over_a_finished_removal_is_refused(typed, runs, tmp_path):
     assert refused(typed("fold", runs / "un", "--out", tmp_path), "a finished removal", "name another folder")
 
 
-def test_a_folded_model_has_no_norms_left_to_remove(typed, runs, tmp_path):
-    assert typed("fold", runs / "un", "--out", tmp_path / "folded")[0] == 0
-    words = ("remove-norms", tmp_path / "folded", "--steps", 1, "--out", tmp_path / "out")
-    assert refused(typed(*words), "has no norms left to remove")
-    words = ("remove-norms", runs / "layer", "--to", "layer", "--steps", 1, "--out", tmp_path / "out")
-    assert refused(typed(*words), "layer computes statistics at inference")
-    assert not (tmp_path / "out" / ".removal").exists()
-
-
 def test_a_warm_up_that_never_ends_is_reported(typed, tmp_path):
     sizes = ["--model.width", 16, "--model.hidden", 16, "--model.heads", 2, "--model.depth", 1]
     _, _, err = typed("train", "vit_digits", "--steps", 3, *sizes, "--out", tmp_path / "run")

@@ -218,3 +218,10 @@ def test_bad_input_raises(run, text, pretrained, tmp_path):
         with pytest.raises(ValueError, match=message):
             remove_norms(folder, out, settings)
         assert not (out / "model.safetensors").exists()
+
+
+def test_a_model_without_norms_has_none_left_to_remove(run, tmp_path):
+    remove_norms(run, tmp_path / "out", Removal(steps=1))
+    with pytest.raises(ValueError, match="has no norms left to remove"):
+        remove_norms(tmp_path / "out", tmp_path / "more", Removal(steps=1))
+    assert not (tmp_path / "more").exists()

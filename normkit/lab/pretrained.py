@@ -73,7 +73,7 @@ def fold_dir(path: Path | str, out: Path | str, untie: bool = True) -> Report:
 
 
 def _load(path: Path | str) -> Any:
-    """Load a model; whatever a damaged configuration raises in transformers becomes a ValueError."""
+    """Load a model; an error inside transformers becomes a ValueError."""
     try:
         return load_pretrained(path)
     except ValueError:
