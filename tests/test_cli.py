@@ -325,6 +325,8 @@ def test_folding_over_another_run_or_model_is_refused(typed, runs, tmp_path):
     shutil.copytree(runs / "layer", other)
     kept = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     assert refused(typed("fold", runs / "un", "--out", other), "a run that was trained", "name another folder")
+    (tmp_path / "removal.json").write_text("{}")
+    assert refused(typed("fold", runs / "un", "--out", tmp_path), "a finished removal", "name another folder")
     assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == kept
 
 
@@ -338,11 +340,6 @@ def test_training_into_a_folder_of_something_else_is_refused(typed, tmp_path):
         typed(*words), "holds files of something else than a run (checkpoints/epoch=3.ckpt", "another folder"
     )
     assert all(file.read_text() == "mine" for file in files)
-
-
-def test_folding_over_a_finished_removal_is_refused(typed, runs, tmp_path):
-    (tmp_path / "removal.json").write_text("{}")
-    assert refused(typed("fold", runs / "un", "--out", tmp_path), "a finished removal", "name another folder")
 
 
 def test_a_warm_up_that_never_ends_is_reported(typed, tmp_path):
