@@ -332,8 +332,7 @@ def test_folding_over_another_run_or_model_is_refused(typed, runs, tmp_path):
 
 def test_training_into_a_folder_of_something_else_is_refused(typed, tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    files = tmp_path / "model.safetensors", tmp_path / "checkpoints" / "epoch=3.ckpt"
-    for file in files:
+    for file in (files := [tmp_path / "model.safetensors", tmp_path / "checkpoints" / "epoch=3.ckpt"]):
         file.write_text("mine")
     words = ("train", "vit_digits", "--steps", 2, "--warmup", 1, "--out", tmp_path)
     assert refused(
