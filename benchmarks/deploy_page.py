@@ -99,7 +99,7 @@ def headline(folder: Path = RESULTS) -> str:
     names = ", ".join(f"`{result['rows'][0]['model']}`" for result in shown)
     return "\n".join([
         *lines, "",
-        "Time with `un` folded relative to LayerNorm, and cosine to the model in float32, each in its fastest scheme.",
+        "Time with `un` folded relative to LayerNorm; int8 by the faster of two schemes, with the cosine to float32.",
         (f"onnxruntime, batch 1, one pinned thread of an {cpu(where)}, n = {n} rounds by turns, median (20th to 80th "
         f"percentile), commit {commits}. Only MiniLM's weights are trained. In brackets:\n"
         "LayerNorm in the slower scheme."),

@@ -57,13 +57,14 @@ def check_out(model: Path, out: Path, action: str) -> None:
     """Raise ValueError if `out` is the model itself, a trained run or a Hugging Face model."""
     from normkit.lab.pretrained import is_pretrained_dir
     from normkit.lab.report import results
+    from normkit.lab.train import removal
 
     if out.resolve() == model.resolve():
         raise ValueError(f"--out {out} is the model itself, which is kept; name another folder")
     holds = ""
     if (out / results.FILE).is_file() or (out / "checkpoints").is_dir():
         holds = "a run that was trained"
-    elif (out / "removal.json").is_file():
+    elif (out / removal.FILE).is_file():
         holds = "a finished removal"
     elif is_pretrained_dir(out) and not (out / "load.py").is_file():
         holds = "a Hugging Face model"

@@ -13,7 +13,7 @@ from normkit.transforms import audit, fold
 from normkit.transforms.fold.report import Audit, Report
 from normkit.transforms.huggingface import load_pretrained, save_pretrained
 
-TOKENIZER = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")  # files
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 
 
 class Example(NamedTuple):
@@ -53,7 +53,7 @@ def example_for(model: Any) -> Example:
 
 def audit_dir(path: Path | str, untie: bool = True) -> Audit:
     """Audit the model in a folder."""
-    model = _load(path)
+    model = load_pretrained(path)
     example = example_for(model)
     return audit(model, outputs=example.outputs, untie=untie, **example.kwargs)
 
@@ -63,23 +63,13 @@ def fold_dir(path: Path | str, out: Path | str, untie: bool = True) -> Report:
     path, out = Path(path), Path(out)
     if out.resolve() == path.resolve():
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
-    model = _load(path)
+    model = load_pretrained(path)
     example = example_for(model)
     folded, report = fold(model, outputs=example.outputs, untie=untie, **example.kwargs)
     save_pretrained(folded, out)
-    for file in (file for pattern in TOKENIZER for file in path.glob(pattern) if file.is_file()):
+    for file in (file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()):
         shutil.copyfile(file, out / file.name)
     return report
-
-
-def _load(path: Path | str) -> Any:
-    """Load a model; an error inside transformers becomes a ValueError."""
-    try:
-        return load_pretrained(path)
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path}: transformers cannot build this model: {type(error).__name__}: {error}") from error
 
 
 def is_pretrained_dir(path: Path) -> bool:

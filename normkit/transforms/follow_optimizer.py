@@ -86,7 +86,7 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
 
 
 def _norms(model: nn.Module | None) -> Iterator[StatNorm]:
-    return (module for module in (model.modules() if model else ()) if isinstance(module, StatNorm))
+    return (module for module in (() if model is None else model.modules()) if isinstance(module, StatNorm))
 
 
 def _holds_parameter(optimizer: Optimizer, model: nn.Module) -> bool:

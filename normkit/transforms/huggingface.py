@@ -111,7 +111,6 @@ def load_pretrained(folder: Path | str) -> Any:
     config = _config(path)
     variant = _only_variant(path)
     transformers = _transformers()
-    from safetensors import SafetensorError
 
     architecture = config["architectures"][0]
     try:
@@ -135,8 +134,8 @@ def load_pretrained(folder: Path | str) -> Any:
                 path, variant=variant, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )  # fmt: skip
-    except (ValueError, SafetensorError) as problem:
-        raise ValueError(f"{path}: {problem}") from problem
+    except Exception as problem:  # what a damaged configuration raises depends on the class
+        raise ValueError(f"{path}: {type(problem).__name__}: {problem}") from problem
     model.__class__ = kind
     _check_fit(path, found, changes is not None)
     if changes is not None:

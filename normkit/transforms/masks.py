@@ -114,9 +114,7 @@ class GiveMask:
             return None  # a compiled part cannot detect recomputation
         shape = (args[0] if args else kwargs["x"]).shape[:-1]
         if mask.shape[0] != mask.shape[1] and shape in (mask.shape, mask.shape[::-1]):
-            time_first = shape != mask.shape  # known from here on, where both lengths are equal, too
-            if time_first != self.time_first:
-                self.time_first = time_first
+            self.time_first = shape != mask.shape  # known from here on, where both lengths are equal, too
         return args, {**kwargs, "mask": fit(mask, shape, self.time_first)}
 
 

@@ -200,9 +200,9 @@ def _claim(state: Path, settings: dict[str, Any], resume: bool) -> None:
     path = state / "settings.json"
     if resume and path.is_file():
         before = json.loads(path.read_text(encoding="utf8"))
-        changed = [f"{key} {before.get(key)}, not {now}" for key, now in settings.items() if now != before.get(key)]
+        changed = [f"{key} ({before.get(key)}, not {now})" for key, now in settings.items() if now != before.get(key)]
         if changed:
-            raise ValueError(f"{state.parent} holds an interrupted removal with another {'; '.join(changed)}")
+            raise ValueError(f"{state.parent} holds an interrupted removal with another {', '.join(changed)}")
         return
     if state.exists():
         shutil.rmtree(state)

@@ -5,7 +5,6 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 PATIENCE = 3.0  # seconds before it appears
 
@@ -19,8 +18,7 @@ def steps(title: str) -> Iterator[Callable[[str], None]]:
         ...     step("trace the example")
     """
     start, possible = time.monotonic(), sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
-    shown: Any = contextlib.ExitStack()
-    with shown:
+    with contextlib.ExitStack() as shown:
 
         def step(label: str) -> None:
             if possible and time.monotonic() - start >= PATIENCE:
