@@ -94,7 +94,10 @@ CMUDICT_CORE = Study(
 PTB_CORE = Study(
     id="core.ptb",
     title="norms in a tensorized language model, PTB",
-    rows=tuple(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un")),
+    rows=(
+        *(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un")),
+        AUTOMATIC[0],
+    ),
     columns=(
         Column(title="test perplexity", metric="perplexity", base=PTB),
         Column(title="valid perplexity", metric="perplexity valid", base=PTB),

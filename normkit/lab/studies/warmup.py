@@ -7,7 +7,7 @@ where its own warm-up ends, they do not.
 
 import dataclasses
 
-from normkit.lab.papers.powernorm.recipes import IWSLT14, PTB, RESNET20
+from normkit.lab.papers.powernorm.recipes import IWSLT14, PTB_SHORT, RESNET20
 from normkit.lab.papers.tears.recipes import TED
 from normkit.lab.papers.unified.detectors import MASK_RCNN
 from normkit.lab.papers.unified.recipes import CIFAR10
@@ -51,7 +51,7 @@ WARMUPS = (
     ),
     _study("iwslt14", "IWSLT14 De-En", IWSLT14["pocket"], IWSLT14_CORE.columns, {}, IWSLT14_CORE.note),
     _study("ted-gl", "TED gl-en", TED["gl"]["pocket"], (*BLEU, VALID), {}),
-    _study("ptb", "PTB, tensorized language model", PTB["pocket"], PTB_CORE.columns, {}),
+    _study("ptb", "PTB, tensorized language model, 1,000 steps", PTB_SHORT["pocket"], PTB_CORE.columns, {}),
     _study("cifar10", "CIFAR-10, tiny ViT", CIFAR10["pocket"], ACCURACY, FILTERED),
     _study("resnet20", "CIFAR-10, ResNet-20", RESNET20["pocket"], ACCURACY, FILTERED),
     _study(

@@ -210,6 +210,7 @@ PTB: Bases = {
     "gpu": Base("ptb", lm_ptb_core1),  # the paper's setting is minutes of a GPU
     "paper": Base("ptb", lm_ptb_core1),
 }
+PTB_SHORT: Bases = {"pocket": Base("ptb.short", lm_ptb_pocket, {"steps": 1000, "warmup": 100, "valid_every": 500})}
 WIKITEXT103: Bases = {"paper": Base("wikitext-103", lm_wikitext103)}
 RESNET20: Bases = {
     "pocket": Base("cifar10.resnet20", cifar10_resnet20),
