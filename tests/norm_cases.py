@@ -93,6 +93,7 @@ WITH_KERNEL_RULE = [
     "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)",
     "un(window=3, window_bkw=2, warmup_grad='ema', alpha_bkw=0.5)", "un(window=1, eps=0.0)",
     "power(groups=0, warmup=2)", "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
+    "un", "power(groups=0)", "mabn(window=2)",
 ]  # fmt: skip
 WITHOUT_KERNEL_RULE = [
     "batch(steps_per_update=2)", "power(groups=0, warmup=2, accumulate='ema')", "mabn(window=2, warmup=2, form='unp')",

@@ -7,8 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import normkit as nk
+from normkit.lab.study import with_options
 
-SPECS = ('un(warmup="auto")', 'power(groups=0, warmup="auto")', 'mabn(warmup="auto")')
+SPECS = ("un", "power(groups=0)", "mabn")
 DIM = 16
 
 
@@ -85,7 +86,7 @@ def test_batches_that_are_not_finite_and_padding_do_not_count():
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_norms_with_a_number_and_with_auto_load_each_other(spec):
-    fixed, auto = nk.make(spec.replace('"auto"', "20"), DIM), nk.make(spec, DIM)
+    fixed, auto = nk.make(with_options(spec, {"warmup": 20}), DIM), nk.make(spec, DIM)
     train(fixed, batches(190, 40))
     auto.load_state_dict(fixed.state_dict())
     train(auto, batches(150, 0)[:20])

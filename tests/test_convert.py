@@ -148,8 +148,8 @@ def test_a_norm_that_already_fits_the_rule_stays():
 
 def test_eps_and_bias_default_to_those_of_the_old_norm():
     model = nn.Sequential(nn.LayerNorm(4, eps=1e-3, bias=False))
-    assert convert(model, "un")[0].spec == "un(eps=0.001, bias=False, warmup='auto')"
-    assert convert(model, "un(eps=1e-6, bias=True)")[0].spec == "un(eps=1e-06, warmup='auto')"
+    assert convert(model, "un")[0].spec == "un(eps=0.001, bias=False)"
+    assert convert(model, "un(eps=1e-6, bias=True)")[0].spec == "un(eps=1e-06)"
     assert convert(nn.Sequential(nn.LayerNorm(4)), "rms")[0].bias is not None
     assert convert(nn.Sequential(nn.LayerNorm(4)), "nonorm")[0].weight is None
 

@@ -334,6 +334,22 @@ def test_kernel_rules_equal_the_rules(spec, masked):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("spec", ["un", "power(groups=0)", "mabn"])
+def test_automatic_warmup_ends_at_the_same_step(spec):
+    found = []
+    for choice in ("reference", "triton"):
+        torch.manual_seed(0)
+        norm = normkit.make(spec, 1100 if REAL else 40).to(DEVICE)
+        with normkit.kernels(choice):
+            for turn in range(25):
+                norm(draw(8, norm.dim))
+                if turn == 12:
+                    norm.lag.fill_(0.16), norm.averages[2].fill_(1.0)
+        found.append(norm)
+    assert int(found[0].warmup_end) == int(found[1].warmup_end) > 0
+    torch.testing.assert_close(found[1].averages, found[0].averages)
+
+
 def test_subclass_with_own_rule_has_no_kernel_rule():
     class Slower(normkit.PNV):
         def average(self, batch):

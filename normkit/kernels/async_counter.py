@@ -8,8 +8,9 @@ class AsyncCounter:
     """The last value that the host has seen of a counter that only grows.
 
     On a GPU the value is copied to the host in the background and read in a later call, once it has arrived. The
-    answer may be a step or two late, and is never wrong. Nothing is copied while a CUDA graph is captured. Replace
-    the object when the counter is set back on a GPU; on a CPU each call reads it.
+    answer may be a step or two late, and is never wrong. Nothing is copied while a CUDA graph is captured, nor from
+    tensors without numbers (meta, fake). Replace the object when the counter is set back on a GPU; on a CPU each call
+    reads it.
 
     >>> seen, counter = AsyncCounter(), torch.tensor(3)
     >>> seen.at_least(4, counter), seen.at_least(3, counter)
@@ -22,9 +23,9 @@ class AsyncCounter:
 
     def at_least(self, least: int, counter: Tensor) -> bool:
         """Return True once the host has seen the counter reach `least`."""
-        if not counter.is_cuda:
+        if counter.is_cpu and type(counter) is Tensor:
             self.seen = int(counter.tolist())  # type: ignore[arg-type]  # on a CPU reading takes no wait
-        elif self.seen < least and not torch.cuda.is_current_stream_capturing():
+        elif counter.is_cuda and self.seen < least and not torch.cuda.is_current_stream_capturing():
             self._poll(counter)
         return self.seen >= least
 

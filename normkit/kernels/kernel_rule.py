@@ -6,6 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# of automatic warm-ups; rules.h has them, too
+FAST, SLOW = 1 / 8, 1 / 32  # shares of the new value in the averages whose difference is the drift
+LARGEST_LAG = 0.15  # the warm-up ends below it; 0.03 without any drift, 0.11 at most
+UNSEEN = 1e-4  # variance of a difference of 1 %, which is no drift
+NOTICE = 16  # steps from the decision to the end, so that a GPU's copy reaches the host before
+
 
 class KernelRule(NamedTuple):
     """Names and numbers of a method's rules.
@@ -28,6 +34,7 @@ class KernelRule(NamedTuple):
         window: Buffer `[M, C]` of recent statistics.
         window_grad: Buffer `[M, C]` of recent gradient statistics.
         smooth_grad: Buffer `[1, C]` of running gradient statistics.
+        drift: Buffers `averages [3, C]`, `lag` and `warmup_end` of an automatic warm-up that has not ended.
     """
 
     forward: str
@@ -44,6 +51,7 @@ class KernelRule(NamedTuple):
     window: Tensor | None = None
     window_grad: Tensor | None = None
     smooth_grad: Tensor | None = None
+    drift: tuple[Tensor, ...] = ()
 
 
 def find_kernel_rule(norm: Any) -> KernelRule | None:

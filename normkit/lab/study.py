@@ -13,8 +13,7 @@ from normkit.lab.report.settings import flat
 from normkit.lab.train.config import Run
 from normkit.lab.train.donor_kinds import DONORS
 from normkit.names import pick
-from normkit.norms import NORMS, options, parse
-from normkit.norms._warmup import WarmupNorm
+from normkit.norms import options, parse
 from normkit.text import format_spec
 
 SCALES = ("pocket", "gpu", "paper")
@@ -251,27 +250,26 @@ def warmed(spec: str, warmup: int, automatic: bool = False) -> str:
     Args:
         spec: The norm's spec.
         warmup: Steps of the learning rate's warm-up.
-        automatic: Norms that can end their warm-up by drift do so instead.
+        automatic: Norms that can end their warm-up by drift do so instead, as is their default.
 
     >>> warmed("un(window=2)", 100), warmed("un", 100, automatic=True), warmed("layer", 100)
-    ('un(window=2, warmup=100)', "un(warmup='auto')", 'layer')
+    ('un(window=2, warmup=100)', 'un', 'layer')
     >>> warmed("renorm", 100)
     'renorm(warmup=100, r_until=800, d_until=500)'
     """
     name, given = parse(spec)
     own = options(name)
-    if automatic and issubclass(NORMS[name], WarmupNorm):
-        return format_spec(name, given | {"warmup": given.get("warmup", "auto")})
-    if "warmup" in own and "warmup" not in given:
-        warmup = max(1, warmup)
-        stretch = warmup / int(str(own["warmup"]))
-        longer = {key: round(int(str(own[key])) * stretch) for key in AFTER_WARMUP if key in own}
-        given = {**given, "warmup": warmup, **{key: value for key, value in longer.items() if key not in given}}
-    return format_spec(name, given) if given else spec
+    default = own.get("warmup")
+    if default is None or "warmup" in given or (automatic and default == "auto"):
+        return format_spec(name, given) if given else spec
+    warmup = max(1, warmup)
+    later = [key for key in AFTER_WARMUP if key in own and key not in given]
+    longer = {key: round(int(str(own[key])) * (warmup / int(str(default)))) for key in later}
+    return format_spec(name, {**given, "warmup": warmup, **longer})
 
 
 def warm(run: Run, automatic: bool = False) -> Run:
-    """Apply `warmed` to all norms: short runs would never leave a warm-up of 4,000 steps.
+    """Apply `warmed` to all norms.
 
     >>> from normkit.lab.recipes import g2p_cmudict
     >>> run = override(g2p_cmudict(), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})

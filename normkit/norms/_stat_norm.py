@@ -110,9 +110,6 @@ class StatNorm(StatefulNorm):
         """Return both rules in the form that kernels apply, or None."""
         return None
 
-    def after_kernel(self, statistics: StepStatistics) -> None:
-        """Update state that kernels leave alone, after a forward by kernels."""
-
     # -- the training step --------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -172,7 +169,6 @@ class StatNorm(StatefulNorm):
         if kernels and kernel_rule and kernels is not cpu:  # those in C++ run in one call only
             dispatch.count("triton", "moments" if known_in_advance is None else "standardize_and_moments")
             y, statistics = kernels.train(self, kernel_rule, x, mask, known_in_advance, groups)
-            self.after_kernel(statistics)
             return statistics, y, known_in_advance is not None
         if known_in_advance is None:
             local, count = ops.moments(x, mask, self.center, wide, groups, self.eps)

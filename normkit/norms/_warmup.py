@@ -3,15 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels.step_statistics import StepStatistics
+from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN
 from normkit.norms._options import Warmup
 from normkit.norms._stat_norm import StatNorm
-from normkit.norms._state import usable
 
-FAST, SLOW = 1 / 8, 1 / 32  # shares of the new value in the averages whose difference is the drift
-LARGEST_LAG = 0.15  # the warm-up ends below it; 0.03 without any drift, 0.11 at most
-UNSEEN = 1e-4  # variance of a difference of 1 %, which is no drift
-NOTICE = 16  # steps from the decision to the end, so that a GPU's copy reaches the host before
 NEVER = 2**62
 
 
@@ -47,10 +42,10 @@ class WarmupNorm(StatNorm):
         return self.eps or torch.finfo(self.running.dtype).tiny
 
     def end_of_warmup(self) -> int | Tensor:
-        """Return the last step of the warm-up, a very large number while that is not known."""
-        if isinstance(self.warmup, int):
-            return self.warmup
-        return torch.where(self.warmup_end > 0, self.warmup_end, NEVER)
+        """Return the last step of the warm-up; a tensor while the host does not know it, very large at first."""
+        if self.warmup == "auto" and (torch.compiler.is_compiling() or self.known_end() == NEVER):
+            return torch.where(self.warmup_end > 0, self.warmup_end, NEVER)
+        return self.known_end()
 
     def is_later(self, step: Tensor, least: int) -> Tensor:
         """Return True after the warm-up and `least` steps."""
@@ -63,9 +58,16 @@ class WarmupNorm(StatNorm):
             return self.warmup
         return self._ended.seen if self._ended.at_least(1, self.warmup_end) else NEVER
 
+    def drift_buffers(self) -> tuple[Tensor, ...]:
+        """Return the buffers of "auto" as `KernelRule.drift`, until the host has seen the end."""
+        return () if self.warmup != "auto" or self.known_end() < NEVER else (self.averages, self.lag, self.warmup_end)
+
     def drift_state(self, batch: Tensor, step: Tensor) -> dict[str, Tensor]:
-        """Return the new values of the buffers of "auto", after a batch with these statistics."""
-        if self.warmup != "auto":
+        """Return the new values of the buffers of "auto", after a batch with these statistics.
+
+        The kernels' `measure_drift` does the same (kernels/cpu/rules.h, kernels/triton/rule_kernels.py).
+        """
+        if not isinstance(self.end_of_warmup(), Tensor):
             return {}
         level = batch[-1].to(self.running.dtype).clamp(min=self.floor).log()
         first, before = self.lag == 0, self.averages
@@ -80,8 +82,3 @@ class WarmupNorm(StatNorm):
             "lag": torch.where(lasts, lag, self.lag),
             "warmup_end": torch.where(lasts & (lag < LARGEST_LAG), step + NOTICE, self.warmup_end),
         }
-
-    def after_kernel(self, statistics: StepStatistics) -> None:
-        if self.warmup == "auto" and not self._ended.at_least(1, self.warmup_end):
-            ok = usable(statistics.batch, statistics.count)
-            self._commit(self.drift_state(statistics.batch, statistics.step), ok)

@@ -19,12 +19,13 @@ class MABN(WarmupNorm):
     `z = x / sqrt(v + eps)`, `y = weight * r * z + bias`; the gradient removes the mean of the last `window` values of
     `mean(g * z)`. After `max(renorm_after, warmup)` steps
     `r = clip(sqrt(v + eps) / sqrt(var + eps), 1/r_max, r_max)` with the running var from before the step, constant to
-    the gradient. `running <- alpha running + (1 - alpha) v`. The defaults are those of the released code.
+    the gradient. `running <- alpha running + (1 - alpha) v`. The other defaults are those of the released code.
 
     Args:
         window: Batches per window.
         alpha: Share of the old running statistics per step.
-        warmup: Update from which on windows are used; "auto" ends it by drift (`WarmupNorm`).
+        warmup: Update from which on windows are used; "auto" ends the warm-up by drift (`WarmupNorm`), the released
+            code's is 100.
         form: "megvii" as above: all published MABN figures come from that code. "unp" as the UN paper describes MABN
             (Eq. 13-14): forward by the running value including this batch, no r.
         renorm_after: Training forwards before r applies.
@@ -37,7 +38,7 @@ class MABN(WarmupNorm):
 
     window: Window = 16
     alpha: OldShare = 0.98
-    warmup: Warmup = 100
+    warmup: Warmup = "auto"
     form: Literal["megvii", "unp"] = "megvii"
     renorm_after: Steps = 1000
     r_max: Bound = 5.0
@@ -72,6 +73,7 @@ class MABN(WarmupNorm):
         return KernelRule(
             "arithmetic", "windowed", rate=1 - self.alpha, warmup=self.known_end(), window=self.window_x,
             window_grad=self.window_g, until=(max(self.renorm_after, self.known_end()), 0), bounds=(self.r_max, 0.0),
+            drift=self.drift_buffers(),
         )  # fmt: skip
 
 

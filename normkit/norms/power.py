@@ -29,8 +29,8 @@ class PowerNorm(WarmupNorm):
             as in the paper, the number of heads in the released recipes, 0 for none.
         alpha_fwd: Share of the old `psi^2` per step; 0.9 as in the released code.
         alpha_bkw: Share of the old `nu` per step; 0.9 as in the released code.
-        warmup: Updates by the batch's own statistics; 4000 as the learning rate's warm-up in the paper.
-            "auto" ends it by drift (`WarmupNorm`). psi in it is then at least as young as after it.
+        warmup: Updates by the batch's own statistics; "auto" ends the warm-up by drift (`WarmupNorm`), and keeps psi in
+            it at least as young as after it. In the paper it is as long as the learning rate's, 4000.
         accumulate: psi in the warm-up: a plain "average"; "ema", Eq. 10; "released", the code's average and EMA.
         warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "nu" as the released code.
         denominator: Divisor of dx: "forward" as in the paper; "batch", the batch's own statistic, as the released
@@ -45,7 +45,7 @@ class PowerNorm(WarmupNorm):
     groups: Steps = 1
     alpha_fwd: OldShare = 0.9
     alpha_bkw: OldShare = 0.9
-    warmup: Warmup = 4000
+    warmup: Warmup = "auto"
     accumulate: Literal["average", "ema", "released"] = "average"
     warmup_grad: Literal["exact", "nu"] = "exact"
     denominator: Literal["forward", "batch"] = "forward"
@@ -109,6 +109,7 @@ class PowerNorm(WarmupNorm):
         return KernelRule(
             "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.known_end(), clamp=self.clamp,
             floor=self._least_share, exact_early=self.warmup_grad == "exact", smooth_grad=self.nu,
+            drift=self.drift_buffers(),
         )  # fmt: skip
 
 

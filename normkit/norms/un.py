@@ -30,8 +30,8 @@ class UN(WarmupNorm):
     Args:
         window: Batches per window of the forward pass; 4 as in the paper. 1 is PN-V.
         alpha: Share of the old running statistics per step; 0.9, as 0.6 fails in the paper's Table 9.
-        warmup: Update from which on windows are used; 4000 as the learning rate's warm-up in the paper.
-            "auto" ends it by drift (`WarmupNorm`).
+        warmup: Update from which on windows are used; "auto" ends the warm-up by drift (`WarmupNorm`). In the paper it
+            is as long as the learning rate's, 4000.
         outlier_filtration: Filter outliers; off, as in the released recipes for text. The paper turns it on for images.
         window_bkw: Batches per window of the backward pass; None means `window`.
         alpha_bkw: Share of the old `psi` per step; None means `alpha`, 0 no momentum (rows 4 and 5 of the ablations).
@@ -51,7 +51,7 @@ class UN(WarmupNorm):
 
     window: Window = 4
     alpha: OldShare = 0.9
-    warmup: Warmup = 4000
+    warmup: Warmup = "auto"
     outlier_filtration: bool = False
     window_bkw: Window | None = None
     alpha_bkw: OldShare | None = None
@@ -121,7 +121,7 @@ class UN(WarmupNorm):
             "geometric", "windowed", rate, rate_grad, floor=self.floor,
             warmup=self.known_end() if self.window > 1 else NEVER,
             window=self.window_x, window_grad=self.window_g, smooth_grad=self.psi,
-            exact_early=self.warmup_grad == "exact",
+            exact_early=self.warmup_grad == "exact", drift=self.drift_buffers(),
         )  # fmt: skip
 
 

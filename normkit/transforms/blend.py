@@ -231,7 +231,7 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
         >>> model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=1)
         >>> _ = model(torch.randn(8, 4))
         >>> settle(model)[0]
-        UN(4, un(warmup='auto'))
+        UN(4, un)
     """
     check_not_wrapped(model, "settle")
     model = model if inplace else copy_model(model)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
-from normkit.norms._warmup import WarmupNorm
 from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.layout import channels_first
@@ -110,7 +109,7 @@ def convert(
         model: Any PyTorch model that is not wrapped, compiled or quantized.
         to: A spec such as "un(window=2)", or rules from patterns of names (as in `fnmatch`) to specs, such as
             `{"encoder.*": "un", "*.final_norm": "layer"}`. The first pattern that matches a norm's name applies; a
-            norm that none matches stays. `un`, `power` and `mabn` get `warmup="auto"` if the spec has no `warmup`.
+            norm that none matches stays.
         where: Called with name and norm; a norm for which it returns False stays.
         mask_from: Name of the argument of the model's forward that marks real tokens, or rules from patterns of names
             to arguments. The norms then leave padding out of their statistics. See `normkit.transforms.masks`.
@@ -125,7 +124,7 @@ def convert(
 
     Example:
         >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un")[1]
-        UN(4, un(warmup='auto'))
+        UN(4, un)
     """
     check_not_wrapped(model, "convert")
     check_not_quantized(model, "convert")
@@ -246,8 +245,7 @@ def put_everywhere(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 def _carried(found: Found, name: str) -> dict[str, object]:
     """Return the options that a new norm inherits unless its spec sets them."""
     kind, had = parse(found.kind)
-    automatic = {"warmup": "auto"} if issubclass(NORMS[name], WarmupNorm) else {}
-    carried: dict[str, object] = {**(had if _akin(kind, name) else automatic), "eps": found.eps}
+    carried: dict[str, object] = {**(had if _akin(kind, name) else {}), "eps": found.eps}
     if had.get("sync") and "sync" in options(name):
         carried["sync"] = True
     if options(name)["affine"]:  # nonorm has no parameters by default

@@ -45,7 +45,7 @@ def fit_norms(
         >>> original = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         >>> import normkit
         >>> fit_norms(normkit.convert(original, "un"), original, [torch.randn(64, 4)])[1]
-        UN(4, un(warmup='auto'))
+        UN(4, un)
     """
     for each in (model, like):
         check_not_wrapped(each, "fit_norms")

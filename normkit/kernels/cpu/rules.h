@@ -32,6 +32,30 @@ inline float ramp(int64_t step, int64_t warmup, int64_t until) {
 
 inline float within(float value, float most) { return std::max(std::min(value, most), -most); }
 
+// Follow the drift of statistics and note when the warm-up ends: `WarmupNorm.drift_state` (_warmup.py), the reference.
+inline void measure_drift(const State& state, const float* batch, int64_t channels, int64_t step, float eps) {
+    constexpr float FAST = 1 / 8.0f, SLOW = 1 / 32.0f, LARGEST_LAG = 0.15f, UNSEEN = 1e-4f;
+    constexpr int64_t NOTICE = 16;
+    if (!state.warmup_end || *state.warmup_end) return;
+    float *fast = state.averages, *slow = fast + channels, *variance = slow + channels;
+    const float floor = eps > 0 ? eps : std::numeric_limits<float>::min();
+    const bool first = *state.lag == 0;
+    double drift = 0, noise = 0;
+    for (int64_t c = 0; c < channels; ++c) {
+        const float level = std::log(std::max(batch[c], floor));
+        if (first) fast[c] = slow[c] = level;
+        const float apart = level - slow[c];
+        variance[c] += SLOW * (apart * apart - variance[c]);
+        fast[c] += FAST * (level - fast[c]);
+        slow[c] += SLOW * apart;
+        drift += (fast[c] - slow[c]) * (fast[c] - slow[c]);
+        noise += variance[c];
+    }
+    const float before = first ? 1 : *state.lag, share = float(drift / (noise + UNSEEN * channels));
+    *state.lag = before + SLOW * (share - before);
+    if (*state.lag < LARGEST_LAG) *state.warmup_end = step + NOTICE;
+}
+
 // Factor and constant of `y = (u - mean) * scale + shift` for `y = weight (output_scale z + output_shift) + bias`, z of
 // this `variance`.
 inline void affine(const float* variance, const float* weight, const float* bias, const float* output_scale,
@@ -124,6 +148,7 @@ void decide(const TrainingStep& given, int threads) {
         made.value[c] = ok ? mean_now[c] : state.running[c];
         if (ok) state.running[c] += rate * (mean_now[c] - state.running[c]);
     }
+    if (ok) measure_drift(state, now, channels, step, eps);
     *(ok ? state.step : state.skipped) = ok ? step : *state.skipped + 1;
 }
 

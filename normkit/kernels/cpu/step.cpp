@@ -23,7 +23,7 @@ extern Kernel train_float32, train_bfloat16, differentiate_float32, differentiat
 namespace {
 
 // Lists of tensors, in the order of step.py.
-enum Buffer { RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD };
+enum Buffer { RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD, AVERAGES, LAG, WARMUP_END };
 enum Decision { BATCH, VALUE, COUNT, NEXT_STEP, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, DECISIONS };
 
 // Lists of numbers, in the order of step.py.
@@ -56,7 +56,8 @@ State addresses_of_state(const variable_list& state) {
         .skipped_grad = address<int64_t>(state[SKIPPED_GRAD], "skipped_grad"),
         .window = address(state[WINDOW], "window"), .window_grad = address(state[WINDOW_GRAD], "window_grad"),
         .slots = slots(state[WINDOW]), .slots_grad = slots(state[WINDOW_GRAD]),
-        .smooth_grad = address(state[SMOOTH_GRAD], "smooth_grad"),
+        .smooth_grad = address(state[SMOOTH_GRAD], "smooth_grad"), .averages = address(state[AVERAGES], "averages"),
+        .lag = address(state[LAG], "lag"), .warmup_end = address<int64_t>(state[WARMUP_END], "warmup_end"),
     };
 }
 
@@ -128,7 +129,7 @@ struct Step : torch::autograd::Function<Step> {
         step.decided = decided;
         step.y = y.data_ptr();
         (x.scalar_type() == at::kFloat ? train_float32 : train_bfloat16)(step, at::get_num_threads());
-        if (!decided) mark_written(given->state, {RUNNING, STEP, SKIPPED, WINDOW});
+        if (!decided) mark_written(given->state, {RUNNING, STEP, SKIPPED, WINDOW, AVERAGES, LAG, WARMUP_END});
         variable_list saved = decisions;
         saved[BATCH] = Tensor();  // unused in the backward pass
         saved.insert(saved.end(), {input, weight, given->mask});

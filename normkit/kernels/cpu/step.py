@@ -54,13 +54,11 @@ def run(
     factors = [norm.eps, rule.rate, rule.rate_grad, *rule.bounds, rule.floor]
     state = [
         buffers["running"], buffers["step"], buffers["skipped"], buffers["skipped_grad"], rule.window,
-        rule.window_grad, rule.smooth_grad,
+        rule.window_grad, rule.smooth_grad, *(rule.drift or (None, None, None)),
     ]  # fmt: skip
     y, made = op(x, norm.weight, norm.bias, mask, state, given, numbers, factors)
     if statistics is None:
         statistics = StepStatistics(*made[:6], saved=tuple(t for t in made[6:] if t is not None))
-        with torch.no_grad():
-            norm.after_kernel(statistics)
     if arguments.observers or dispatch.current_block() is not None:
         _count(norm, x, y, mask, groups, one_pass, (made, state))
     return y, statistics

@@ -26,6 +26,8 @@ struct State {       // buffers of the norm, updated
     float *window, *window_grad;  // [slots, channels]
     std::int64_t slots, slots_grad;
     float* smooth_grad;
+    float *averages, *lag;  // of an automatic warm-up: [3, channels] and a number
+    std::int64_t* warmup_end;
 };
 
 struct Decisions {         // of the forward pass: fields of StepStatistics

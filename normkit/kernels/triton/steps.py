@@ -1,7 +1,7 @@
 """Training steps of norms with batch statistics, in at most six launches.
 
 Forward: sums, rule, standardize. Backward: sums, rule, dx. If the statistics are known in advance, standardize and dx
-share the reading of the sums, and the rule comes last.
+share the reading of the sums, and the rule comes last. An automatic warm-up takes one launch more until it ends.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.kernels.kernel_rule import KernelRule, mark_written
+from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN, KernelRule, mark_written
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.kernels.triton import column_kernels, rule_kernels
 from normkit.kernels.triton.columns import flags, new_shares
-from normkit.kernels.triton.launch import cdiv, column_launch, sum_grid, sum_launch
+from normkit.kernels.triton.launch import cdiv, column_launch, power_of_2, sum_grid, sum_launch
 from normkit.kernels.triton.rows import as_rows, contiguous, device_of, scratch
 
 columns: Any = column_kernels  # type checkers take a launch for a plain call
@@ -24,7 +24,7 @@ def train(
     norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None, known_in_advance: Tensor | None,
     groups: int = 0,
 ) -> tuple[Tensor | None, StepStatistics]:  # fmt: skip
-    """Sum over `x`, apply the rule and move the norm's state, in two launches.
+    """Sum over `x`, apply the rule and move the norm's state.
 
     Returns:
         y (None unless the statistics are known in advance) and the decisions of the step.
@@ -58,7 +58,12 @@ def train(
             kernel_rule.warmup, *kernel_rule.until, *kernel_rule.bounds, kernel_rule.floor, RULE=rule, CENTER=center,
             UNBIASED=kernel_rule.unbiased, **sum_launch(launch.programs, channels),
         )  # fmt: skip
-    mark_written(norm.running, norm.step, norm.skipped, window)
+        if kernel_rule.drift:
+            rules.measure_drift[(1,)](
+                batch[-1], norm.step, step, *kernel_rule.drift, channels, norm.floor, FAST=FAST, SLOW=SLOW,
+                LARGEST=LARGEST_LAG, UNSEEN=UNSEEN, NOTICE=NOTICE, BLOCK=min(power_of_2(channels), 1024), num_warps=4,
+            )  # fmt: skip
+    mark_written(norm.running, norm.step, norm.skipped, window, *kernel_rule.drift)
     return y, StepStatistics(batch, value, count, step, output_scale, output_shift, saved=saved)
 
 

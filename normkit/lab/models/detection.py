@@ -116,7 +116,7 @@ def detector(config: Model, classes: int) -> nn.Module:
 
     >>> model = detector(Model(arch="faster_rcnn_pocket", norm="un"), classes=1)
     >>> model.backbone.body.norms[0]
-    UN(32, un(warmup='auto'))
+    UN(32, un)
     """
     if config.arch not in DETECTORS:
         raise ValueError(f"arch must be one of {', '.join(DETECTORS)}; got {config.arch!r}")

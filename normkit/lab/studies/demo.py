@@ -63,7 +63,7 @@ def entries(
         ValueError: If a spec is unknown or given twice, or there is none.
 
     >>> [entry.run.model.norm for entry in entries(("layer", "un"), steps=1000)]
-    ['layer', "un(warmup='auto')"]
+    ['layer', 'un']
     """
     found = []
     for spec in norms:
