@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
-from normkit.lab.data.vocab import BOS, PAD
+from normkit.lab.data.vocab import PAD
 
 CHUNK = 50  # batches of examples that are sorted by length together
 
@@ -109,51 +108,32 @@ def _sorted(items: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return items[np.lexsort(keys.T[::-1])]
 
 
-class Batches(IterableDataset):
-    """Batches without end, from number `start` on.
+def endless(epoch: Callable[[int], Sequence[Any]], collate: Callable[[Any], Any], start: int = 0) -> Iterator[Any]:
+    """Yield batches without end, from number `start` on.
 
-    `epoch(n)` returns the examples of each batch of an epoch; `collate` makes a batch of them.
+    Args:
+        epoch: Returns the examples of each batch of the n-th epoch.
+        collate: Makes a batch of its examples.
+        start: Number of the first batch.
+
+    >>> stream = endless(lambda epoch: [[2 * epoch], [2 * epoch + 1]], tuple, start=3)
+    >>> next(stream), next(stream)
+    ((3,), (4,))
     """
-
-    def __init__(self, epoch: Callable[[int], Sequence[Any]], collate: Callable[[Any], Any], start: int = 0):
-        self.epoch, self.collate, self.position = epoch, collate, start
-
-    def __iter__(self) -> Iterator[Any]:
-        number, skip = 0, self.position
-        while skip >= len(batches := self.epoch(number)):
-            number, skip = number + 1, skip - len(batches)
-        while True:
-            for batch in batches[skip:]:
-                self.position += 1
-                yield self.collate(batch)
-            number, skip = number + 1, 0
-            batches = self.epoch(number)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of the next batch."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from the batch in `state`."""
-        self.position = state["position"]
+    number = 0
+    while start >= len(batches := epoch(number)):
+        number, start = number + 1, start - len(batches)
+    while True:
+        yield from map(collate, batches[start:])
+        number, start = number + 1, 0
+        batches = epoch(number)
 
 
-def pad(sequences: Sequence[Sequence[int]], value: int = PAD) -> Tensor:
+def pad(sequences: Sequence[Sequence[int]]) -> Tensor:
     """Pad sequences to one tensor `[batch, time]`.
 
     >>> pad([[5, 6], [7]]).tolist()
     [[5, 6], [7, 0]]
     """
     longest = max(map(len, sequences))
-    return torch.tensor([[*s, *[value] * (longest - len(s))] for s in sequences], dtype=torch.long)
-
-
-def collate_pairs(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return source, decoder input (begin, then the target) and target, `[batch, time]` each.
-
-    >>> [t.tolist() for t in collate_pairs([([4, 2], [5, 6, 2])])]
-    [[[4, 2]], [[1, 5, 6]], [[5, 6, 2]]]
-    """
-    source, target = pad([p[0] for p in pairs]), pad([p[1] for p in pairs])
-    given = torch.cat([torch.full((len(pairs), 1), BOS), target[:, :-1]], 1)
-    return source, given.masked_fill(target == PAD, PAD), target
+    return torch.tensor([[*s, *[PAD] * (longest - len(s))] for s in sequences], dtype=torch.long)

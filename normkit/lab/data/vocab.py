@@ -1,8 +1,6 @@
 """Symbols and their numbers."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
@@ -51,25 +49,3 @@ class Vocab:
         if not isinstance(plain, list) or not all(isinstance(s, str) for s in plain):
             raise ValueError("not a vocabulary: it must be a list of strings")
         return Vocab(plain)
-
-    def to_json(self) -> str:
-        """Return the vocabulary as JSON text."""
-        return json.dumps(self.plain(), ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Vocab":
-        """Read what `to_json` wrote; ValueError for anything else."""
-        try:
-            symbols = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a vocabulary: {error}") from None
-        return cls.of(symbols)
-
-    def save(self, path: str | Path) -> None:
-        """Write the vocabulary to a JSON file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Vocab":
-        """Read a vocabulary from a JSON file."""
-        return cls.from_json(Path(path).read_text(encoding="utf8"))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normkit.lab.data.batches import Batches, batches_of
+from normkit.lab.data.batches import batches_of, endless
 from normkit.lab.train.task import Batch, Task
 
 
@@ -22,7 +22,7 @@ class Classification(Task):
         def order(epoch: int) -> list[np.ndarray]:
             return batches_of([1] * len(labels), run.batch_tokens, bucketing=False, seed=run.seed, epoch=epoch)
 
-        return iter(Batches(order, lambda items: _batch(images[items], labels[items]), start))
+        return endless(order, lambda items: _batch(images[items], labels[items]), start)
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.lab.data.batches import Batches, batches_of
+from normkit.lab.data.batches import batches_of, endless
 from normkit.lab.data.coco import Scenes
 from normkit.lab.models.detection import DETECTORS
 from normkit.lab.models.torchvision_ops import torchvision_operators
@@ -132,7 +132,7 @@ class Detection(Task):
             lists = batches_of(ones, run.batch_tokens, bucketing=run.bucketing, by=shapes, seed=run.seed, epoch=number)
             return [[Item(number, at) for at in each.tolist()] for each in lists]
 
-        return iter(Batches(epoch, list, start))
+        return endless(epoch, list, start)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from normkit.lab.data.batches import Batches
+from normkit.lab.data.batches import endless
 from normkit.lab.data.image_folder import Broken, Split, decode, image_batches
 from normkit.lab.data.images import ImageData
 from normkit.lab.train.augment import Augmentation
@@ -90,7 +90,7 @@ class ImageClassification(Task):
         def epoch(number: int) -> list[list[int]]:
             return image_batches(split, run.batch_tokens, seed=run.seed, epoch=number)
 
-        return enumerate(Batches(epoch, list, start), start)
+        return enumerate(endless(epoch, list, start), start)
 
     def _load(self, split: Split, order: Iterable[Request], seed: int | None, workers: int) -> Iterator[Batch]:
         """Yield batches in an order; images that cannot be read are skipped, or an error."""

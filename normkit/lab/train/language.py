@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit.lab.data.batches import Batches
+from normkit.lab.data.batches import endless
 from normkit.lab.models.blocks import Cache
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.train.config import Run
@@ -44,7 +44,7 @@ class Language(Task):
         if self.settings.model.recurrent:
             count = (len(self.data.train) - 1) // (length * pieces)
             streams = _streams(self.data.train[: count * length * pieces + 1], length, pieces)
-            return iter(Batches(lambda _: range(count), lambda number: streams[number], start))
+            return endless(lambda _: streams, lambda batch: batch, start)
 
         def order(epoch: int) -> list[list[int]]:
             generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
@@ -53,7 +53,7 @@ class Language(Task):
             shuffled = starts[torch.randperm(len(starts), generator=generator)].tolist()
             return [shuffled[at : at + pieces] for at in range(0, len(shuffled) - pieces + 1, pieces)]
 
-        return iter(Batches(order, lambda starts: _pieces(self.data.train, starts, length), start))
+        return endless(order, lambda starts: _pieces(self.data.train, starts, length), start)
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy of the next words."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normkit.lab.data.batches import Batches, batches_of, static_batches
+from normkit.lab.data.batches import batches_of, endless, static_batches
 from normkit.lab.data.vocab import PAD, Vocab
 from normkit.lab.train.decode import beam, greedy
 from normkit.lab.train.donor_kinds import DONORS
@@ -46,14 +46,12 @@ class Translation(Task):
         run, table = self.settings, self._train
         if run.static:
             longest = table.both.max(1)
-            return iter(
-                Batches(
-                    lambda epoch: static_batches(longest, run.batch_tokens, seed=run.seed, epoch=epoch),
-                    lambda items: table.batch(items, static=True),
-                    start,
-                )
+            return endless(
+                lambda epoch: static_batches(longest, run.batch_tokens, seed=run.seed, epoch=epoch),
+                lambda items: table.batch(items, static=True),
+                start,
             )
-        return iter(Batches(lambda epoch: self._order(table, epoch), table.batch, start))
+        return endless(lambda epoch: self._order(table, epoch), table.batch, start)
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy per target symbol, without symbols that `mask_logits` masks."""
