@@ -90,28 +90,29 @@ def _backward(
     )
     factor = reference.product(value.dtype, weight, output_scale, grad_scale)
     real = mask is not None and norm.pad_grad == "real"
+    # sums over rows; where dx needs none of them, it is computed on the same reading
     dx = None
-    alone = norm.uses_batch_gradient and norm.center and mask is None and not norm.sync
-    if alone and kind == "fused" and dy.dtype is x.dtype:
+    whole_batch = norm.uses_batch_gradient and norm.center and mask is None and not norm.sync
+    if whole_batch and kind == "fused" and dy.dtype is x.dtype:
         dx, sums = fused.own_gradient(dy, x, value[0], torch.rsqrt(value[1] + norm.eps), factor)
     elif ctx.one_pass:
         dx, sums = op(factor, statistics.dx_scale, removed=known_in_advance, real=real)
     else:
         sums = op(real=real)[1]
     assert sums is not None
-    dbias, dweight = sums[0], sums[1]  # of all rows, for the parameters
-    for constant in (output_scale, grad_scale):
-        dweight = dweight if constant is None else dweight * constant
-    if (shift := statistics.output_shift) is not None:
-        dweight = dweight + (shift if grad_scale is None else shift * grad_scale) * dbias
-    if dx is None or ctx.one_pass:
+    if dx is None or ctx.one_pass:  # the norm's state moves by the sums of real rows, which come last
         assert isinstance(sums, Tensor)
-        grad_sums = sums[-2:] if norm.center else sums[-1:]  # of those that move statistics
+        grad_sums = sums[-2:] if norm.center else sums[-1:]
         grad_sums = grad_sums if factor is None else grad_sums * factor
         grad_sums = all_reduce(grad_sums) if norm.sync else grad_sums
         count = statistics.count
         removed = norm.take_gradient(grad_sums / count.clamp(min=1), count, statistics.step, saved)
         dx = op(factor, statistics.dx_scale, removed=removed, sums=False)[0] if dx is None else dx
+    dbias, dweight = sums[0], sums[1]  # of all rows
+    for constant in (output_scale, grad_scale):
+        dweight = dweight if constant is None else dweight * constant
+    if (shift := statistics.output_shift) is not None:
+        dweight = dweight + (shift if grad_scale is None else shift * grad_scale) * dbias
     dweight = None if weight is None else dweight.to(weight.dtype)
     dbias = dbias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
     return dx, dweight, dbias

@@ -24,9 +24,14 @@ def unpack(sums: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
     return batch, count
 
 
+def is_distributed() -> bool:
+    """True if several processes are connected."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum over all processes of the default group; the tensor itself without a group."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_distributed():
         return sums
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 

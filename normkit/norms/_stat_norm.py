@@ -115,14 +115,13 @@ class StatNorm(StatefulNorm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize `x[..., dim]` by the rules of the method; at inference by `running`."""
         mask = self.check(x, mask)
-        if not self.training:
-            usual = type(self).rest is StatNorm.rest and type(self)._affine is StatNorm._affine
-            y = ops.infer(self, x) if usual else None
-            return ops.multiply_add(self.rest(x), *self._affine()) if y is None else y
+        return self._train(x, mask) if self.training else self._infer(x)
+
+    def _train(self, x: Tensor, mask: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, self.running.dtype)
         kernels = dispatch.custom_kernels(x, wide)
-        joined = kernels is not None and kernels.SUPPORTS_GROUPS and type(self).rest is StatNorm.rest
-        x, groups = (x, self.groups) if joined else (self.rest(x), 0)
+        groups = self.groups if kernels and kernels.SUPPORTS_GROUPS and type(self).rest is StatNorm.rest else 0
+        x = x if groups else self.rest(x)  # kernels with groups apply layer-scale on their way
         kernel_rule = find_kernel_rule(self) if kernels and x.numel() else None
         with torch.no_grad():
             data = x.detach()
@@ -135,7 +134,7 @@ class StatNorm(StatefulNorm):
             with torch.no_grad():
                 y, one_pass = None, False
                 if statistics is None:
-                    statistics, y, one_pass = self._train_step(data, mask, wide, groups, kernels, kernel_rule)
+                    statistics, y, one_pass = self._decide(data, mask, wide, groups, kernels, kernel_rule)
                 statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
             options = autograd.StandardizeOptions(self, mask, groups, one_pass, y)
             y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, options)
@@ -157,7 +156,7 @@ class StatNorm(StatefulNorm):
         batch, count = sync.unpack(sums, self.running)
         return self.pool(batch), count  # again: between batches each channel has its own variance
 
-    def _train_step(
+    def _decide(
         self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None,
         kernel_rule: KernelRule | None,
     ) -> tuple[StepStatistics, Tensor | None, bool]:  # fmt: skip
@@ -184,9 +183,9 @@ class StatNorm(StatefulNorm):
         now = self.step + 1
         stat = self.train_stat(batch, now, count)
         state, saved, changes = stat.state, stat.saved, ok
-        if self.accumulates:
-            joint, joint_count, changes = self._accumulate("", sync.pack(batch, count, self.running), ok)
-            joint, joint_count = self._joint(joint)
+        if self.accumulates:  # this batch is standardized by itself; the state changes by all batches together
+            sums, changes = self._accumulate("", sync.pack(batch, count, self.running), ok)
+            joint, joint_count = self._joint(sums)
             together = self.train_stat(joint, now, joint_count)
             state, saved = together.state, (*saved, *together.saved)
         self._commit({**state, "step": now}, changes)
@@ -204,13 +203,18 @@ class StatNorm(StatefulNorm):
         ok = changes = usable(batch, count)
         if self.accumulates:
             sums = torch.cat([(batch * count).flatten(), count.view(1)])
-            sums, total, changes = self._accumulate("_grad", sums, ok)
-            state = self.grad_stat(sums[:-1].view_as(batch) / total.clamp(min=1), step, saved[own:])[1]
+            sums, changes = self._accumulate("_grad", sums, ok)
+            state = self.grad_stat(sums[:-1].view_as(batch) / sums[-1].clamp(min=1), step, saved[own:])[1]
         self._commit(state, changes)
         self.skipped_grad.add_(~ok)
         return value
 
     # -- inference ----------------------------------------------------------------------------------------------------
+
+    def _infer(self, x: Tensor) -> Tensor:
+        is_plain = type(self).rest is StatNorm.rest and type(self)._affine is StatNorm._affine
+        y = ops.infer(self, x) if is_plain else None
+        return ops.multiply_add(self.rest(x), *self._affine()) if y is None else y
 
     def _affine(self) -> tuple[Tensor, Tensor]:
         scale = torch.rsqrt(self.running[-1] + self.eps)

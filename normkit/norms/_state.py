@@ -53,7 +53,7 @@ class StatefulNorm(Norm):
         """True if the state changes by several batches together."""
         return self.steps_per_update > 1 or self.follows_optimizer
 
-    def _accumulate(self, side: str, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _accumulate(self, side: str, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
         """Add the sums of a batch to the pending ones.
 
         Args:
@@ -62,19 +62,18 @@ class StatefulNorm(Norm):
             ok: True if the batch counts.
 
         Returns:
-            The joint sums, their number of rows, and True if the state changes now.
+            The joint sums, and True if the state changes now.
         """
         pending = getattr(self, f"pending{side}")
         joint = torch.where(ok, pending + sums, pending)
         if self.follows_optimizer:
             pending.copy_(joint)
-            return joint, joint[-1], ok
+            return joint, ok
         micro_step = getattr(self, f"micro_step{side}")
         ends = (micro_step + 1) % self.steps_per_update == 0
-        changes = ends & (joint[-1] > 0)
         pending.copy_(torch.where(ends, 0, joint))
         micro_step.add_(1)
-        return joint, joint[-1], changes
+        return joint, ends & (joint[-1] > 0)
 
     def _commit(self, state: dict[str, Tensor], changes: Tensor) -> None:
         """Write new values into buffers where `changes` is True, without waiting for the device."""

@@ -73,25 +73,25 @@ class UN(WarmupNorm):
         return (step <= len(window)) | (step < self.end_of_warmup()) | (self.window == 1)
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
-        early = self._batch_phase(step, self.window_x)
+        own = self._batch_phase(step, self.window_x)
         window = push(self.window_x, step, batch[0].clamp(min=self.floor))
-        skip = None
+        outlier = None
         if self.outlier_filtration:
-            skip = ~early & self._is_outlier(window)
-            window = torch.where(skip, push(self.window_x, step, self.running[0].clamp(min=self.floor)), window)
-            early = early | skip
-        value = torch.where(early, batch, _geometric_mean(window)[None].to(batch.dtype))
+            outlier = ~own & self._is_outlier(window)
+            window = torch.where(outlier, push(self.window_x, step, self.running[0].clamp(min=self.floor)), window)
+            own = own | outlier
+        value = torch.where(own, batch, _geometric_mean(window)[None].to(batch.dtype))
         state = {"window_x": window, "running": self.average(value), **self.drift_state(batch, step)}
-        if skip is not None:
-            state["filtered"] = self.filtered + skip
+        if outlier is not None:
+            state["filtered"] = self.filtered + outlier
             if self.hold:
-                state["running"] = torch.where(skip, self.running, state["running"])
+                state["running"] = torch.where(outlier, self.running, state["running"])
         grad_scale = None
         if self.compensate:
             r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / 5, 5)
             late = self.is_later(step, self.compensate_after)
-            grad_scale = torch.where(late if skip is None else late & ~skip, r, 1.0)
-        return Stat(value, state, grad_scale=grad_scale, saved=() if skip is None else (skip,))
+            grad_scale = torch.where(late if outlier is None else late & ~outlier, r, 1.0)
+        return Stat(value, state, grad_scale=grad_scale, saved=() if outlier is None else (outlier,))
 
     def _is_outlier(self, window: Tensor) -> Tensor:
         before = self.window_x.sqrt()
@@ -100,17 +100,17 @@ class UN(WarmupNorm):
 
     def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         early, entry = self._batch_phase(step, self.window_g), batch
-        skip = saved[0] if saved else None
-        if skip is not None:
-            early, entry = early | skip, torch.where(skip, self.psi, batch)
+        outlier = saved[0] if saved else None
+        if outlier is not None:
+            early, entry = early | outlier, torch.where(outlier, self.psi, batch)
         window = push(self.window_g, step, entry[0])
         smooth = torch.where(early, batch, window.mean(0, keepdim=True))
         alpha = self.alpha if self.alpha_bkw is None else self.alpha_bkw
         psi = alpha * self.psi + (1 - alpha) * smooth
-        own = early if self.warmup_grad == "exact" else skip
-        value = psi.to(batch.dtype) if own is None else torch.where(own, batch, psi.to(batch.dtype))
-        if skip is not None and self.hold:
-            psi = torch.where(skip, self.psi, psi)
+        exact = early if self.warmup_grad == "exact" else outlier
+        value = psi.to(batch.dtype) if exact is None else torch.where(exact, batch, psi.to(batch.dtype))
+        if outlier is not None and self.hold:
+            psi = torch.where(outlier, self.psi, psi)
         return value, {"window_g": window, "psi": psi}
 
     def kernel_rule(self) -> KernelRule | None:  # noqa: D102

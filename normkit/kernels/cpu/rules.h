@@ -116,8 +116,11 @@ void decide(const TrainingStep& given, int threads) {
     const float most_d = options.bound_d * ramp(step, warmup, options.until_d);
     for (int64_t c = 0; c < channels; ++c) {
         const float old = before[c], seen = ok ? now[c] : old;  // unusable batch: fall back to running statistics
-        float used = seen, fresh = seen;
-        if (rule == Forward::RUNNING) {
+        float used = seen, fresh = seen;  // to divide by, and to keep as the running value
+        if (rule == Forward::BATCH) {
+            if (options.unbiased) fresh *= count / std::max(count - 1, 1.0f);
+            fresh = old + rate * (fresh - old);
+        } else if (rule == Forward::RUNNING) {
             used = early ? seen : old;
             made.saved_grad[c] = state.smooth_grad[c];
             made.saved_gamma[c] = seen / (used + eps);
@@ -129,18 +132,14 @@ void decide(const TrainingStep& given, int threads) {
             made.output_shift[c] = within((mean - state.running[c]) / sigma, most_d);
             fresh = moved * moved - eps;
         } else {
-            if (rule == Forward::BATCH) {
-                if (options.unbiased) fresh = seen * (count / std::max(count - 1, 1.0f));
-            } else {
-                const float entry = std::max(seen, options.floor);
-                const float mean = window_mean(state.window + c, size, channels, slot, entry, ok, geometric);
-                fresh = used = early ? seen : mean;
-                if (made.output_scale) {
-                    const float jump = std::sqrt((used + eps) / (old + eps));
-                    made.output_scale[c] = step <= options.until_r ? 1 : std::clamp(jump, 1 / bound_r, bound_r);
-                }
+            const float entry = std::max(seen, options.floor);
+            const float mean = window_mean(state.window + c, size, channels, slot, entry, ok, geometric);
+            used = early ? seen : mean;
+            fresh = old + rate * (used - old);
+            if (made.output_scale) {
+                const float jump = std::sqrt((used + eps) / (old + eps));
+                made.output_scale[c] = step <= options.until_r ? 1 : std::clamp(jump, 1 / bound_r, bound_r);
             }
-            fresh = old + rate * (fresh - old);
         }
         made.value[center * channels + c] = used;
         if (ok) before[c] = fresh;
