@@ -43,7 +43,7 @@ def runs() -> dict[str, Run]:
         made[f"{name}-un"] = with_norm(short, UN % (steps // 5))
     for norm in ("layer", "batch", UN % 300):
         made[f"digits-{norm[:5].rstrip('(ou')}"] = with_norm(vit_digits(), norm)
-    resnet = dataclasses.replace(cifar10_resnet20(), steps=2 * SAMPLES, warmup=56, valid_every=0, test_items=1000)
+    resnet = dataclasses.replace(cifar10_resnet20(), steps=2 * SAMPLES, warmup=56, valid_every=0)
     made["resnet20-batch"] = with_norm(resnet, "batch")
     small = dataclasses.replace(g2p_cmudict(), steps=200, warmup=40, valid_every=0, test_items=100)
     for norm in ("layer", "pnv"):

@@ -264,6 +264,8 @@ def test_run_learns_resumes_and_folds_equally(tmp_path):
     assert scores[0]["box_ap"] == pytest.approx(scores[1]["box_ap"], abs=1e-6)
     assert scores[0]["loss"] == pytest.approx(scores[1]["loss"], rel=1e-4)
     assert json.loads((tmp_path / "folded" / "run.json").read_text())["model"]["norm"] == "nonorm"
+    few = Detection(dataclasses.replace(run, valid_items=1), back.model, find_scenes(data)())
+    assert few._score(few.data.valid, 0)["n"] > few.validate()["n"] == 1
 
 
 def test_masks_need_outlines(tmp_path):

@@ -20,6 +20,7 @@ from normkit.lab.train.checkpoints import checkpoints, model_state, read_checkpo
 from normkit.lab.train.config import Run
 from normkit.lab.train.nt_asgd import NTASGD, averaged
 from normkit.lab.train.run import train
+from normkit.lab.train.source import source
 from normkit.norms import NORMS, Norm
 
 XL = Model(width=12, hidden=20, depth=2, heads=2, attention="relative", memory=4, test_memory=40, placement="post")
@@ -256,12 +257,21 @@ def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch
     [
         ({"devices": 2}, "devices . nodes must be 1: a model that carries state"),
         ({"context": 40, "model": Model(memory=0, test_memory=1000)}, "test_context must be at most max_length=1024"),
-        ({"task": "digits"}, r"model\.memory must be left out for task digits; it applies to lm"),
+        ({"task": "digits", "context": 64}, r"model\.memory must be left out for task digits; it applies to lm"),
+        ({"task": "g2p"}, "context must be left out for task g2p; it applies to lm; got 5"),
+        ({"valid_items": 5}, "valid_items must be left out for task lm; it applies to g2p and mt and detection; got 5"),
+        ({"test_items": 0}, "test_items must be left out for task lm; it applies to g2p and mt and detection; got 0"),
+        ({"broken": "refuse"}, "broken must be left out for task lm; it applies to images and detection"),
     ],
 )
 def test_settings_that_do_not_fit_raise(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(RUN, **changes)
+
+
+def test_subwords_of_text_without_files_raise():
+    with pytest.raises(ValueError, match="subwords must be 0 for pydoc, which has no files to learn them from; got 90"):
+        source(dataclasses.replace(RUN, subwords=90), lambda stage: None)
 
 
 def test_unsupported_model_options_raise():

@@ -30,7 +30,6 @@ RUN = Run(
     valid_every=8,
     checkpoint_every=7,
     record_every=3,
-    test_items=20,
     threads=1,
 )
 

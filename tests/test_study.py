@@ -47,7 +47,7 @@ ROWS = (
 )
 TOY = Study(id="toy", title="a toy", source="a paper, Table 1", claim="LN wins.", rows=ROWS, columns=COLUMNS)
 
-FAST = {**TINY, "batch_tokens": 16, "model.depth": 1}
+FAST = {"steps": 6, "batch_tokens": 16, "valid_every": 3, "checkpoint_every": 2, "warmup": 2, "model.depth": 1}
 DIGITS = {"pocket": Base("tiny", RECIPES["vit_digits"], FAST), "paper": Base("tiny", RECIPES["vit_digits"], FAST)}
 ONE = Study(
     id="one",

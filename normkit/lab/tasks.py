@@ -76,7 +76,7 @@ _IMAGES = (
     "crop", "padding", "flip", "rand_augment", "erase", "mixup", "cutmix", "mix_prob", "mix_switch", "test_crop",
     "held_out", "channels_last",
 )  # fmt: skip
-_PAIRS = ("beam", "length_penalty", "length_offset", "bucket_by")
+_PAIRS = ("beam", "length_penalty", "length_offset", "bucket_by", "valid_items", "test_items")
 
 TASKS: dict[str, TaskSpec] = {
     "g2p": TaskSpec(
@@ -96,7 +96,7 @@ TASKS: dict[str, TaskSpec] = {
         data=f"{_TRAIN}.source:parallel_text",
         metrics=(BLEU,),
         decided_by="beam",
-        settings=(*_PAIRS, "valid_bleu", "model.mask_logits"),
+        settings=(*_PAIRS, "valid_bleu", "subwords", "model.mask_logits"),
         bucketed=True,
     ),
     "lm": TaskSpec(
@@ -105,7 +105,7 @@ TASKS: dict[str, TaskSpec] = {
         example=f"{_TRAIN}.build:text",
         data=f"{_TRAIN}.source:running_text",
         metrics=(PERPLEXITY,),
-        settings=("test_context", "model.arch", *(f"model.{name}" for name in _LANGUAGE)),
+        settings=("context", "test_context", "subwords", "model.arch", *(f"model.{name}" for name in _LANGUAGE)),
         fixed_length=True,
     ),
     "digits": TaskSpec(
@@ -127,6 +127,7 @@ TASKS: dict[str, TaskSpec] = {
             "ema",
             "body_lr",
             "weights",
+            "broken",
             "model.arch",
             "model.patch",
             "model.image_size",
@@ -142,7 +143,7 @@ TASKS: dict[str, TaskSpec] = {
         metrics=(BOX_AP, MASK_AP),
         unit="images",
         part="backbone",
-        settings=("weights", "model.arch"),
+        settings=("weights", "broken", "valid_items", "test_items", "model.arch"),
         drops_samples=True,
     ),
 }

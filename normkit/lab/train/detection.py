@@ -18,7 +18,6 @@ from normkit.lab.train.scenes import Augmentation, Item, Samples, load_batches
 from normkit.lab.train.task import Batch, Task
 from normkit.norms import Norm
 
-VALID = 500  # images of a validation
 TEST_BATCH = 4  # images
 
 
@@ -66,12 +65,12 @@ class Detection(Task):
         return self.model(*batch.tensors)
 
     def validate(self) -> dict[str, float]:
-        """Return losses and average precision of up to `VALID` images of the validation split."""
-        return self._score(self.data.valid, VALID)
+        """Return losses and average precision of `valid_items` images of validation."""
+        return self._score(self.data.valid, self.settings.valid_items)
 
     def score_test(self) -> dict[str, float]:
         """Return losses and average precision of the test split."""
-        return self._score(self.data.test, self.settings.test_items or len(self.data.test))
+        return self._score(self.data.test, self.settings.test_items)
 
     def describe_data(self) -> dict[str, object]:
         """Return sizes of the splits, what was left out, and the source of the operators."""
@@ -93,11 +92,11 @@ class Detection(Task):
 
     @torch.no_grad()
     def _score(self, scenes: Scenes, many: int) -> dict[str, float]:
-        """Return mean losses at inference, average precision, and the number of images."""
+        """Return mean losses, average precision, and the number of images; `many` 0 uses all."""
         was, rows, seen = self.model.training, list[dict[str, Any]](), list[int]()
         totals: dict[str, float] = {}
         categories = list(scenes.categories)
-        items = [Item(0, at) for at in spread(len(scenes), many)]
+        items = [Item(0, at) for at in spread(len(scenes), many or len(scenes))]
         order = [items[at : at + TEST_BATCH] for at in range(0, len(items), TEST_BATCH)]
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(0)  # the losses of the heads use a random sample of boxes

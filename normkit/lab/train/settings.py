@@ -62,11 +62,11 @@ class Data(Checked):
     data: str
     """Name of a data set (cmudict, multi30k.de-en, ptb, cifar10, coco, ...), or a folder of text files or images."""
     subwords: int = limited(0, at_least=0)
-    """Size of each subword vocabulary; 0 uses the corpus' own."""
+    """Text: size of each subword vocabulary; 0 uses the corpus' own."""
     context: int = limited(64, at_least=1)
     """Language models: words in a piece of text; a word attends to those before it in its piece."""
     broken: Literal["skip", "refuse"] = "skip"
-    """Unreadable images, unusable boxes, unexpected counts: skip and count them, or stop with an error."""
+    """Images: if some are unreadable, boxes unusable, counts unexpected: skip and count them, or stop with an error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,9 +204,9 @@ class Evaluation(Checked):
     length_offset: float = limited(5.0, at_least=0)
     """Offset of the length penalty: 5 as Wu et al. 2016, 0 as fairseq."""
     valid_items: int = limited(500, at_least=0)
-    """Sequences in the validation loss, evenly spaced in the split; 0 for all. BLEU always uses all."""
+    """Pairs of sequences, or images with boxes, to validate on, evenly spaced; 0 for all. BLEU always uses all."""
     test_items: int = limited(2000, at_least=0)
-    """Sequences decoded for scores, evenly spaced in the test split; 0 for all."""
+    """Pairs of sequences, or images with boxes, to score, evenly spaced in the test split; 0 for all."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -11,6 +11,7 @@ from normkit.lab.data.images import read_images
 from normkit.lab.data.prepare import prepare
 from normkit.lab.data.scenes import SceneData, find_scenes
 from normkit.lab.data.text import reader
+from normkit.lab.fields import require
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.names import pick
@@ -54,6 +55,7 @@ def running_text(run: Run, on_stage: OnStage) -> Reader:
 
 def _corpus(run: Run, kind: str, on_stage: OnStage) -> Reader:
     if run.data in SOURCES:
+        require(not run.subwords, "subwords", run.subwords, f"0 for {run.data}, which has no files to learn them from")
         return reader(run.data)
     located = locate(run.data)
     if located.corpus.kind != kind:
