@@ -17,6 +17,7 @@ from normkit.lab.report.recorded import Recorded, first_sites, recorded
 from normkit.watch import Recording, Row, read_run
 
 QUANTITIES = sorted({name for row in figures.FIGURES.values() for name in row.needs.split()} - {"a", "score", "cka"})
+SMOOTHING = {"un(window=4), label_smoothing=0.0", "un(window=4), label_smoothing=0.1"}
 EVIL = "<script>alert(1)</script> $\\bad{$"
 
 
@@ -57,12 +58,36 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_every_figure_is_small_and_has_dark_colours(runs, tmp_path, name):
-    text = figures.draw(name, runs, tmp_path / "a.svg").read_text()
+    text = figures.draw(name, runs, tmp_path / "a.svg")[0].read_text()
     assert len(text) < 400_000  # six runs
     assert "prefers-color-scheme:dark" in text
     assert "#e7e7e5" in text  # letters
     assert "<text" in text
     assert not re.search(r"[ML] ?-?\d+\.\d{3}", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("pn.figure2", {"pnv, batch_tokens=1000", "pnv, batch_tokens=2000", *SMOOTHING}),  # no BatchNorm
+        ("pn.figure4", SMOOTHING),
+        ("pn.figure5", {"digits: batch"}),
+        ("un.figure5", set()),
+    ],
+)
+def test_runs_that_are_not_drawn_are_returned(runs, tmp_path, name, left_out):
+    _, found = figures.draw(name, runs, tmp_path / "a.svg")
+    assert {label.removeprefix("cmudict: ") for label in found} == left_out
+
+
+def test_scores_of_other_data_are_not_averaged(tmp_path):
+    for size, data in ((100, "a"), (200, "a"), (200, "b")):
+        run(tmp_path / f"{data}{size}", "pnv", batch_tokens=size, data=data, samples=1)
+    for made in (found := results.find([tmp_path])).values():
+        made["scores"]["running"] = {"per": made["run"]["batch_tokens"] / (10 if made["run"]["data"] == "a" else 1)}
+    figure, used = figures.FIGURES["pn.figure5"].draw(recorded(found))
+    assert list(figure.axes[0].lines[0].get_ydata()) == [10, 20]
+    assert {one.settings["data"] for one in used} == {"a"}
 
 
 def test_missing_quantities_are_named(tmp_path):
@@ -103,7 +128,7 @@ def test_the_numbers_of_the_page_are_those_of_the_file():
 
 
 def test_no_panel_is_left_empty(runs):
-    made = figures.FIGURES["tears.figure2"].draw(recorded(runs)[:3])
+    made = figures.FIGURES["tears.figure2"].draw(recorded(runs)[:3])[0]
     assert [bool(axes.lines) or not axes.axison for axes in made.axes] == [True] * 4
 
 
@@ -111,7 +136,7 @@ def test_hostile_names_are_drawn_as_text(tmp_path):
     folder = run(tmp_path / "a", EVIL, sites=[f"{EVIL}.layers.0.attention_norm"])
     made = results.find([folder])
     for name in ("pn.figure2", "pn.figure7", "tears.figure2", "un.figure4"):
-        text = figures.draw(name, made, tmp_path / f"{name}.svg").read_text()
+        text = figures.draw(name, made, tmp_path / f"{name}.svg")[0].read_text()
         assert "<script" not in text
 
 
@@ -142,7 +167,7 @@ def test_runs_without_a_result_can_be_drawn(tmp_path):
     results.note(folder, 3, made["curve"], made["valid"])
     found = results.find([tmp_path], unfinished=True)
     assert found[folder]["curve"] == made["curve"]
-    assert figures.draw("pn.figure2", found, tmp_path / "x.svg").exists()
+    assert figures.draw("pn.figure2", found, tmp_path / "x.svg")[0].exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}', '{"schema": 1, "study": 3}'])

@@ -8,6 +8,7 @@ from typing import Any
 
 from normkit.cli.doctor import examine
 from normkit.cli.line import check_writable, command, typed, write
+from normkit.text import truncate
 
 
 @command
@@ -51,8 +52,14 @@ def figure(name: str = "", paths: tuple[Path, ...] = (), /, out: Path | None = N
     pick(figures.FIGURES, name, "figure")
     if not paths:
         raise ValueError(f"no results given; try `normkit figure {name} runs/demo`")
-    made = figures.draw(name, results.find(paths, unfinished=True), out or Path(f"{name}.svg"))
+    found = results.find(paths, unfinished=True)
+    made, left_out = figures.draw(name, found, out or Path(f"{name}.svg"))
     write(f"figure: {made}")
+    if left_out:
+        write(
+            f"{len(left_out)} of {len(found)} runs are not in it: {'; '.join(truncate(left_out))} (it needs "
+            f"{figures.FIGURES[name].needs}; docs/figures.md has the kind and number of runs)"
+        )
     return 0
 
 

@@ -2,25 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from normkit.lab.papers.powernorm import figures as figures_power
 from normkit.lab.papers.tears import figures as figures_tears
 from normkit.lab.papers.unified import figures as figures_unified
 from normkit.lab.report import canvas
 from normkit.lab.report.length import draw_length
-from normkit.lab.report.recorded import Recorded, recorded
+from normkit.lab.report.recorded import Drawn, Recorded, recorded
 from normkit.lab.report.settings import Results
 from normkit.names import pick
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Drawing(NamedTuple):
     """A figure: the function that draws it, the quantities it needs, and its content."""
 
-    draw: Callable[[Sequence[Recorded]], "Figure"]
+    draw: Callable[[Sequence[Recorded]], Drawn]
     needs: str
     about: str
 
@@ -82,8 +79,12 @@ FIGURES: dict[str, Drawing] = {
 }  # fmt: skip
 
 
-def draw(name: str, results: Results, path: str | Path) -> Path:
+def draw(name: str, results: Results, path: str | Path) -> tuple[Path, list[str]]:
     """Draw a figure from the runs that recorded its quantities.
+
+    Returns:
+        The file, and the labels of runs that the figure does not show: they lack a quantity or a norm of its kind,
+        are of another data set, or are more runs than it takes.
 
     Args:
         name: Name of the figure, such as "pn.figure2".
@@ -97,7 +98,10 @@ def draw(name: str, results: Results, path: str | Path) -> Path:
     drawing = pick(FIGURES, name, "figure")
     with canvas.style():
         try:
-            return canvas.save(drawing.draw(recorded(results)), path)
+            runs = recorded(results)
+            figure, used = drawing.draw(runs)
+            shown = [id(run.result) for run in used]
+            return canvas.save(figure, path), [run.label for run in runs if id(run.result) not in shown]
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 

@@ -1,16 +1,12 @@
 """Figure: distance of batch means from the running ones, by batch length."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from normkit.lab.report import canvas
-from normkit.lab.report.recorded import SKIP, Recorded, titled, with_quantities
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from normkit.lab.report.recorded import SKIP, Drawn, Recorded, titled, with_quantities
 
 
-def draw_length(runs: Sequence[Recorded]) -> "Figure":
+def draw_length(runs: Sequence[Recorded]) -> Drawn:
     """Draw the distance of each batch's mean by the batch's length, a panel a run.
 
     The distance is that of the first norm, in standard deviations. Colours are lengths at the last norm, which are
@@ -29,7 +25,7 @@ def draw_length(runs: Sequence[Recorded]) -> "Figure":
     panels[0].set_ylabel(r"rms of $(\mu_B - \mu) / \sigma$")
     panels[0].set_ylim(0)
     figure.colorbar(panels[0].collections[0], ax=list(panels), label="Length at the last norm")
-    return figure
+    return figure, runs
 
 
 def _points(run: Recorded) -> list[tuple[float, float, float]]:

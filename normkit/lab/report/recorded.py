@@ -12,6 +12,7 @@ from normkit.watch.row_files import read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SKIP = 0.05  # part of the training after which scales begin: running statistics have just started before
 LETTERS = 16  # of a title, to an inch
@@ -45,6 +46,10 @@ class Recorded(NamedTuple):
         """A quantity by site, at norms whose names begin with one of these, else at all sites."""
         found = self.recording.of(quantity)
         return {site: s for site, s in found.items() if not norms or self.recording.sites[site].startswith(norms)}
+
+
+Drawn = tuple["Figure", Sequence[Recorded]]
+"""A figure, and the runs that it shows."""
 
 
 def recorded(results: Results) -> list[Recorded]:

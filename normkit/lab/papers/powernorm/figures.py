@@ -1,5 +1,6 @@
 """Figures of PowerNorm (Shen et al., ICML 2020)."""
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 from normkit.lab.report import canvas
 from normkit.lab.report.recorded import (
     BATCH_NORMS,
+    Drawn,
     Recorded,
     first_sites,
     highest,
@@ -18,11 +20,11 @@ from normkit.lab.report.recorded import (
     titled,
     with_quantities,
 )
+from normkit.lab.report.settings import job
 from normkit.lab.tasks import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MEAN = r"$\frac{1}{d}\,\|\mu_B - \mu\|$"
 VARIANCE = r"$\frac{1}{d}\,\|\sigma_B^2 - \sigma^2\|$"
@@ -32,47 +34,50 @@ QUARTILES = ("min", "q25", "median", "q75", "max")
 SINGULAR = re.compile(r"singular_value\[(\d+)\]")
 
 
-def figure2(runs: Sequence[Recorded]) -> "Figure":
+def figure2(runs: Sequence[Recorded]) -> Drawn:
     """Draw distances of batch and running mean and variance in the first BatchNorm."""
     return _pair(runs, {"distance_mean": MEAN, "distance_var": VARIANCE})
 
 
-def figure3(runs: Sequence[Recorded]) -> "Figure":
+def figure3(runs: Sequence[Recorded]) -> Drawn:
     """Draw the norms of gradients through mean and variance in the first BatchNorm."""
     return _pair(runs, {"g_mu": G_MEAN, "g_sigma2": G_VARIANCE})
 
 
-def figure4(runs: Sequence[Recorded]) -> "Figure":
+def figure4(runs: Sequence[Recorded]) -> Drawn:
     """Draw distances and gradients of BatchNorm's variance and PN-V's quadratic mean."""
     runs = with_quantities(runs, "distance_var", "distance_quadratic", "g_sigma2", "g_psi2")
     kinds = (("BN", BATCH_NORMS, ("distance_var", "g_sigma2")), ("PN-V", ("pnv",), ("distance_quadratic", "g_psi2")))
     names = {"distance_var": VARIANCE, "distance_quadratic": QUADRATIC, "g_sigma2": G_VARIANCE, "g_psi2": G_QUADRATIC}
     figure = canvas.figure(7.0, 4.4)
-    panels = figure.subplots(2, 2, sharex=True, sharey="col")
+    panels, used = figure.subplots(2, 2, sharex=True, sharey="col"), list[Recorded]()
     for row, (norm, prefixes, quantities) in zip(panels, kinds, strict=True):
         for axes, quantity in zip(row, quantities, strict=True):
             for number, (run, site) in enumerate(first_sites(runs, quantity, *prefixes)):
                 plot_series(axes, run, run.recording.of(quantity)[site], number)
+                used.append(run)
             axes.set_ylabel(names[quantity])
         row[0].legend(title=norm, fontsize=7, title_fontsize=8)
     for column in (0, 1):
         limit(max((row[column] for row in panels), key=highest))
     _percent(panels[1])
-    return figure
+    return figure, used
 
 
-def figure5(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the score by batch size, a line for each norm."""
-    for metric in METRICS:
+def figure5(runs: Sequence[Recorded]) -> Drawn:
+    """Draw the score by batch size, a line for each norm; the runs are those of one data set."""
+    for metric, data in itertools.product(METRICS, dict.fromkeys(job(run.result) for run in runs)):
         lines: dict[str, list[tuple[int, float]]] = {}
+        used: list[Recorded] = []
         for run in runs:
             value = (run.result["scores"].get("running") or {}).get(metric.key)
-            if value is not None and run.settings.get("batch_tokens"):
+            if value is not None and run.settings.get("batch_tokens") and job(run.result) == data:
                 lines.setdefault(str(run.settings["model"]["norm"]), []).append((run.settings["batch_tokens"], value))
+                used.append(run)
         if any(len({size for size, _ in line}) > 1 for line in lines.values()):
             break
     else:
-        raise ValueError("none of these norms was trained and scored with two sizes of batch; run "
+        raise ValueError("none of these norms was trained and scored with two sizes of batch on one data set; run "
                          "`normkit study pn.figure5`, or `normkit train` with several --batch-tokens")  # fmt: skip
     figure = canvas.figure(4.4, 3.0)
     axes = figure.add_subplot()
@@ -85,10 +90,10 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
     axes.set_xticks(every, [f"{size:,}" for size in every])
     axes.minorticks_off()
     axes.legend(fontsize=8)
-    return figure
+    return figure, used
 
 
-def figure6(runs: Sequence[Recorded]) -> "Figure":
+def figure6(runs: Sequence[Recorded]) -> Drawn:
     """Draw singular values of the embedding after training, the largest being 1."""
     found = []
     for run in runs:
@@ -111,10 +116,10 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
         axes.plot(places, [line[i] / top for i in places], label=safe(run.label), **canvas.line_style(number))
     axes.set(xlabel="The index of singular value", ylabel="Normalized singular value", ylim=(0, 1.02))
     axes.legend(fontsize=8)
-    return figure
+    return figure, [run for run, _ in found]
 
 
-def figure7(runs: Sequence[Recorded]) -> "Figure":
+def figure7(runs: Sequence[Recorded]) -> Drawn:
     """Draw the distribution over channels of gamma / psi_B after training, by norm."""
     quantities = [f"gamma_over_psi_{name}" for name in QUARTILES]
     runs = with_quantities(runs, *quantities)
@@ -139,23 +144,24 @@ def figure7(runs: Sequence[Recorded]) -> "Figure":
     )
     axes.set(ylabel=r"$\gamma\,/\,\psi_B$", ylim=(0, None))
     titled(axes, run.label)
-    return figure
+    return figure, [run]
 
 
-def _pair(runs: Sequence[Recorded], quantities: dict[str, str]) -> "Figure":
+def _pair(runs: Sequence[Recorded], quantities: dict[str, str]) -> Drawn:
     """Draw a panel for each quantity of the first BatchNorm, a line for each run."""
     runs = with_quantities(runs, *quantities)
     figure = canvas.figure(7.0, 3.0)
-    panels = figure.subplots(1, 2, sharex=True)
+    panels, used = figure.subplots(1, 2, sharex=True), list[Recorded]()
     for axes, (quantity, name) in zip(panels, quantities.items(), strict=True):
         for number, (run, site) in enumerate(first_sites(runs, quantity, *BATCH_NORMS)):
             plot_series(axes, run, run.recording.of(quantity)[site], number)
+            used.append(run)
         axes.set_ylabel(name)
         limit(axes)
     _percent(panels)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=2, fontsize=8)
-    return figure
+    return figure, used
 
 
 def _percent(panels: "Sequence[Axes]") -> None:

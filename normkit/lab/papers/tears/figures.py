@@ -1,14 +1,10 @@
 """Figures of Transformers without Tears (Nguyen and Salazar, IWSLT 2019)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from normkit.lab.report import canvas
 from normkit.lab.report.curves import extremes
-from normkit.lab.report.recorded import POINTS, Recorded, safe, titled, with_quantities
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from normkit.lab.report.recorded import POINTS, Drawn, Recorded, safe, titled, with_quantities
 
 SUBLAYERS = {  # names of norms in our models: the paper's names of sublayers
     "encoder": {"attention_norm": "encoder attention", "feedforward_norm": "encoder feed-forward"},
@@ -23,7 +19,7 @@ SMOOTHING = "label_smoothing"
 VALIDATED = (("bleu", "BLEU on the validation split"), ("loss", "Loss on the validation split"))
 
 
-def figure1(runs: Sequence[Recorded]) -> "Figure":
+def figure1(runs: Sequence[Recorded]) -> Drawn:
     """Draw BLEU, or else the loss, on the validation split over training."""
     key, title = validated_by(runs)
     found = [(run, [(point["step"], point[key]) for point in run.result["valid"] if key in point]) for run in runs]
@@ -40,10 +36,10 @@ def figure1(runs: Sequence[Recorded]) -> "Figure":
             )
     axes.set(xlabel="step", ylabel=title)
     axes.legend(fontsize=8)
-    return figure
+    return figure, [run for run, points in found if points]
 
 
-def figure2(runs: Sequence[Recorded]) -> "Figure":
+def figure2(runs: Sequence[Recorded]) -> Drawn:
     """Draw the norm of the whole gradient before clipping, a panel for each run, on one scale."""
     runs = with_quantities(runs, "gradient_norm")
     across = min(2, len(runs))
@@ -59,10 +55,10 @@ def figure2(runs: Sequence[Recorded]) -> "Figure":
         axes.set_axis_off()
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("gradient norm", fontsize=9)
-    return figure
+    return figure, runs
 
 
-def figure3(runs: Sequence[Recorded]) -> "Figure":
+def figure3(runs: Sequence[Recorded]) -> Drawn:
     """Draw the learned g by depth at the end of training, a panel for each kind of sublayer."""
     runs = with_quantities(runs, "learned_g")
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
@@ -86,10 +82,10 @@ def figure3(runs: Sequence[Recorded]) -> "Figure":
     figure.supxlabel("layer", fontsize=9)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=8)
-    return figure
+    return figure, [run for run in runs if any(run.label in by_run for by_run in lines.values())]
 
 
-def figure4(runs: Sequence[Recorded]) -> "Figure":
+def figure4(runs: Sequence[Recorded]) -> Drawn:
     """Draw the learned g by depth with and without label smoothing; needs runs of both."""
     runs = with_quantities(runs, "learned_g")
     kinds = {bool(run.settings.get(SMOOTHING)) for run in runs}

@@ -1,19 +1,15 @@
 """Figures of Unified Normalization (Yang et al., ACM MM 2022)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from normkit.lab.papers.tears.figures import validated_by
 from normkit.lab.report import canvas
-from normkit.lab.report.recorded import Recorded, plot_series, safe, short, titled, with_quantities
+from normkit.lab.report.recorded import Drawn, Recorded, plot_series, safe, short, titled, with_quantities
 from normkit.lab.report.settings import job
 from normkit.norms import make
 from normkit.watch.recording import Series
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PARTS = (1 / 3, 2 / 3, 1.0)  # of training: the paper's 12, 24 and 36 epochs
 DIM = 64  # channels of a norm that is built only to read whether it folds; any number works
@@ -21,25 +17,28 @@ LAYERS = 3  # layers of Figure 4: the first, one in the middle, the last
 BEGIN, END = 0.3, 0.7  # Figure 7: parts of training
 
 
-def figure1(runs: Sequence[Recorded]) -> "Figure":
+def figure1(runs: Sequence[Recorded]) -> Drawn:
     """Draw validation scores, a panel for each task; runs that keep norms have dashed lines."""
     tasks: dict[tuple[str, str], list[Recorded]] = {}
     for run in runs:
         if len(run.result["valid"]) > 1:
             tasks.setdefault(job(run.result), []).append(run)
     validated_by(runs)
-    figure = canvas.figure(3.7 * len(tasks), 3.0)
+    figure, used = canvas.figure(3.7 * len(tasks), 3.0), list[Recorded]()
     for place, (task, members) in enumerate(tasks.items()):
         axes = figure.add_subplot(1, len(tasks), place + 1)
         key, title = validated_by(members)
         for number, run in enumerate(members):
             points = [(point["step"], point[key]) for point in run.result["valid"] if key in point]
+            if not points:
+                continue
             dash = "solid" if folds_away(run) else "dashed"
             colour = canvas.line_style(number)["color"]
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=dash, label=safe(run.label))
+            used.append(run)
         axes.set(title=safe(" on ".join(task)), xlabel="step", ylabel=title)
         axes.legend(fontsize=7)
-    return figure
+    return figure, used
 
 
 def folds_away(run: Recorded) -> bool:
@@ -55,7 +54,7 @@ def folds_away(run: Recorded) -> bool:
     return all(norm.offline for norm in norms)
 
 
-def figure3(runs: Sequence[Recorded]) -> "Figure":
+def figure3(runs: Sequence[Recorded]) -> Drawn:
     """Draw PNAC of activation and gradient, averaged over layers, a panel for each run."""
     runs = with_quantities(runs, "pnac_activation", "pnac_gradient")
     figure = canvas.figure(2.9 * len(runs) + 0.4, 2.9)
@@ -70,10 +69,10 @@ def figure3(runs: Sequence[Recorded]) -> "Figure":
     panels[0].set_ylabel("PNAC (%)")
     figure.supxlabel("Percent of training", fontsize=9)
     panels[0].legend(fontsize=8)
-    return figure
+    return figure, runs
 
 
-def figure4(runs: Sequence[Recorded]) -> "Figure":
+def figure4(runs: Sequence[Recorded]) -> Drawn:
     """Draw one channel's statistics in three layers of a run, with their means over a window."""
     activation = ("channel_activation", "channel_activation_am", "channel_activation_gm")
     gradient = ("channel_gradient", "channel_gradient_am")
@@ -104,10 +103,10 @@ def figure4(runs: Sequence[Recorded]) -> "Figure":
     figure.supxlabel(f"Percent of training, {safe(run.label)}", fontsize=9)
     handles, names = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=8)
-    return figure
+    return figure, [run]
 
 
-def figure5(runs: Sequence[Recorded]) -> "Figure":
+def figure5(runs: Sequence[Recorded]) -> Drawn:
     """Draw the steps that outlier filtration dropped, by layer and time, a panel for each run."""
     runs = with_quantities(runs, "filtered")
     shown = [(run, run.sites("filtered")) for run in runs]
@@ -124,10 +123,10 @@ def figure5(runs: Sequence[Recorded]) -> "Figure":
         axes.set(ylabel="steps dropped", xlim=(-0.6, len(sites) - 0.4))
         titled(axes, run.label)
         axes.legend(fontsize=7)
-    return figure
+    return figure, runs
 
 
-def figure6(runs: Sequence[Recorded]) -> "Figure":
+def figure6(runs: Sequence[Recorded]) -> Drawn:
     """Draw CKA between the layers "a|b" of two models as a map, a panel for each run.
 
     `normkit study un.figure6` trains such runs and measures them.
@@ -151,10 +150,10 @@ def figure6(runs: Sequence[Recorded]) -> "Figure":
         titled(axes, run.label)
         if place == len(runs) - 1:
             figure.colorbar(image, ax=axes, label="CKA")
-    return figure
+    return figure, runs
 
 
-def figure7(runs: Sequence[Recorded]) -> "Figure":
+def figure7(runs: Sequence[Recorded]) -> Drawn:
     """Draw PNAC by depth at the beginning and the end of training, a point a window."""
     run = with_quantities(runs, "pnac_activation", "pnac_gradient")[0]
     figure = canvas.figure(6.6, 3.0)
@@ -178,7 +177,7 @@ def figure7(runs: Sequence[Recorded]) -> "Figure":
     panels[0].set_ylabel("PNAC (%)")
     panels[0].legend(fontsize=8)
     figure.suptitle(safe(run.label), fontsize=9)
-    return figure
+    return figure, [run]
 
 
 def _mean_over_sites(run: Recorded, quantity: str) -> dict[int, float]:
