@@ -30,9 +30,11 @@ def test_an_output_with_nan_is_refused_and_masked_scores_are_not():
 
 def test_weights_that_are_not_finite_are_named():
     model = nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval()
-    nn.init.constant_(model[1].bias, float("nan"))
-    with pytest.raises(ValueError, match=r"1\.bias is not finite"):
-        fold(model, torch.randn(3, 4))
+    for name, tensor in (("0.running", model[0].running), ("1.bias", model[1].bias)):
+        nn.init.constant_(tensor, float("nan"))
+        with pytest.raises(ValueError, match=f"{name} is not finite; load or compute it again"):
+            fold(model, torch.randn(3, 4))
+        nn.init.ones_(tensor)
 
 
 def test_an_empty_example_is_refused():

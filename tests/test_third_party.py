@@ -7,7 +7,7 @@ from torch import nn
 
 from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.norms import BatchNorm, make, parse
-from normkit.transforms import blend, convert, find, unreadable
+from normkit.transforms import blend, convert, find, fold, unreadable
 
 
 class GemmaRMSNorm(nn.Module):
@@ -94,6 +94,30 @@ def test_an_eps_that_no_attribute_keeps_is_found_by_running(eps, size):
     torch.testing.assert_close(converted.double()(x), model.double()(x), rtol=1e-6, atol=1e-6)
     with torch.device("meta"):
         assert find(nn.Sequential(written_out(eps)))["0"].eps == eps
+
+
+class LayerNormFp32(nn.LayerNorm):
+    """As in CLIP: float32 whatever the type of its weights and of its input."""
+
+    def forward(self, x):
+        return super().forward(x.type(torch.float32)).type(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_norm_that_always_computes_in_float32_is_read(dtype):
+    model = randomize(nn.Sequential(nn.Linear(4, 6), LayerNormFp32(6), nn.Linear(6, 2))).eval().to(dtype)
+    assert find(model)["1"].kind == "layer"
+    x = torch.randn(5, 4)
+    folded, report = fold(model.float(), x)
+    assert report.count("gain folded") == 1
+    torch.testing.assert_close(folded(x), model(x))
+
+
+def test_a_norm_with_nan_is_named_as_such():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU()).eval()
+    model[1].running_var[2] = torch.nan
+    with pytest.raises(ValueError, match=r"1: its running_var has NaN; load or compute it again"):
+        convert(model, "un")
 
 
 def test_an_eps_that_is_none_of_the_usual_is_not_guessed():

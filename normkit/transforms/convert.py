@@ -298,7 +298,7 @@ def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
     seen = unreadable(model)
     if seen:
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
-        return f"{verb}() found no norm that it can read: {named}. Add a reader to transforms/third_party.py"
+        return f"{verb}() found no norm that it can read: {named}. Mend it or add a reader to transforms/third_party.py"
     kinds = sorted({type(module).__name__ for module in model.modules()})
     return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {_listed(kinds)}"
 

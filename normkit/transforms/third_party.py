@@ -142,7 +142,9 @@ def write(name: str, given: dict[str, object]) -> str:
 
 
 def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found], ...]) -> Found:
-    reasons = []
+    reasons, tensors = [], [*module.named_parameters(), *module.named_buffers()]
+    if broken := [name for name, t in tensors if not t.is_meta and t.isnan().any()]:
+        raise CannotRead(f"its {broken[0]} has NaN; load or compute it again")
     with torch.device("cpu"):  # also where models are built on meta
         probe = _runnable(module)
         for reader in readers:
@@ -172,7 +174,7 @@ def _runnable(module: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _check(module: nn.Module, found: Found) -> float:
     """Return the eps with which the reading agrees; try common ones if it has none."""
-    theirs = copy.deepcopy(module).double().eval()
+    theirs = copy.deepcopy(module).float().eval()  # some compute in float32 whatever the type of their weights
     tried = COMMON_EPS if math.isnan(found.eps) else (found.eps,)
     for eps in tried:
         if _agrees(theirs, replace(found, eps=eps)):
@@ -185,24 +187,24 @@ def _check(module: nn.Module, found: Found) -> float:
 
 def _agrees(theirs: Any, found: Found) -> bool:
     """Compare module and reading on inputs of ordinary and tiny size, where eps matters."""
-    mine = equivalent(found).double()
+    mine = equivalent(found).float()
     if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes the smallest number of its input's type
         theirs.eps = found.eps
     special = {"BatchNorm1d": 3, "BatchNorm3d": 5, "SqueezeBertLayerNorm": 3}
     usual = 3 if found.channel_dim == -1 else 4
     axes = next((special[name] for name in _names(theirs) if name in special), usual)
     shape = (2, *(2, 3, 2)[: axes - 2], found.dim)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(_device(theirs))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(_device(theirs))
     for size in (1.0, 1e-2, 1e-4):
         y = theirs.forward((x * size).movedim(-1, found.channel_dim)).movedim(found.channel_dim, -1)
-        if not torch.allclose(y.double(), mine(x * size), rtol=1e-4, atol=1e-5 * float(y.abs().max())):
+        if not torch.allclose(y.float(), mine(x * size), rtol=1e-4, atol=1e-5 * float(y.abs().max())):
             return False
     return True
 
 
 def _takes_any_size(theirs: Any, found: Found) -> bool:
     """True where a module ignores its own size, so that its weights are not used."""
-    x = torch.ones(2, 2, found.dim + 1, dtype=torch.float64, device=_device(theirs)).movedim(-1, found.channel_dim)
+    x = torch.ones(2, 2, found.dim + 1, dtype=torch.float32, device=_device(theirs)).movedim(-1, found.channel_dim)
     try:
         return found.dim > 1 and theirs.forward(x).shape == x.shape
     except Exception:

@@ -158,11 +158,13 @@ class Survey:
         for path, t in picked.items():
             if t.dtype.is_floating_point and (t.isnan().any() or (t.numel() and not t.isfinite().any())):
                 what = "no number is finite" if not t.isfinite().any() else "some numbers are NaN"
-                broken = [name for name, each in self.model.named_parameters() if not each.isfinite().all()]
-                hint = f"{broken[0]} is not finite" if broken else "Give an example with finite outputs"
+                named = [*self.model.named_parameters(), *self.model.named_buffers()]
+                broken = [name for name, each in named if each.isnan().any() or (each == torch.inf).any()]
+                hint = [f"{name} is not finite; load or compute it again" for name in broken]
                 raise ValueError(
                     f"{self.verb}() cannot verify anything on the example: {what} in the output"
-                    f"{f' {path}' if path else ''} of a float64 copy of the model. {hint}"
+                    f"{f' {path}' if path else ''} of a float64 copy of the model. "
+                    f"{[*hint, 'Give an example with finite outputs'][0]}"
                 )
 
     # -- comparing ----------------------------------------------------------------------------------------------------
