@@ -274,6 +274,32 @@ def test_weights_that_only_later_calls_use_keep_the_norms_that_they_may_touch(ki
     assert "no call that was tried used" in report.rows[-1].why + report.rows[0].why
 
 
+class Beside(nn.Module):
+    """A norm whose output some calls change by a number per channel, of the same module or of a child."""
+
+    def __init__(self, how, spec: str, vector: Tensor, child: bool):
+        super().__init__()
+        self.norm, self.read, self.how = make(spec, DIM), nn.Linear(DIM, 4), how
+        self.child = nn.Module() if child else None
+        owner = self.child or self
+        owner.g = vector if isinstance(vector, nn.Parameter) else nn.Buffer(vector)
+
+    def forward(self, x: Tensor, changed: Tensor | None = None) -> Tensor:
+        y = self.norm(torch.tanh(x))
+        return self.read(y if changed is None else self.how(y, (self.child or self).g))
+
+
+@pytest.mark.parametrize("spec", ["batch", "layer"])
+@pytest.mark.parametrize("child", [False, True])
+@pytest.mark.parametrize("kind", [nn.Parameter, Tensor.clone])
+@pytest.mark.parametrize("how", [torch.mul, torch.add, torch.matmul])
+def test_a_gain_a_bias_or_a_matrix_that_only_later_calls_use_keeps_the_norm(how, kind, child, spec):
+    x, vector = torch.randn(2, 3, DIM), kind(torch.rand(DIM, DIM) if how is torch.matmul else torch.rand(DIM))
+    actions = "multiply-add" if spec == "batch" else "kept"
+    _, report = both_agree_on(Beside(how, spec, vector, child), (x,), (x, torch.ones(1)), actions)
+    assert "no call that was tried used" in report.rows[0].why
+
+
 class MaskToken(nn.Module):
     """A vector that takes the place of some tokens, before the first norm; words by task."""
 

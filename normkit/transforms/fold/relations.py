@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,13 +109,14 @@ class Relations:
         self.stream = trace.streams()
         self._weights()
         self._biases()
-        idle, tables = unused_weights(trace, model)
+        idle, tables, beside = unused_weights(trace, model)
         for source in trace.sources.values():  # an expert, another head, a branch may use it in a later call
             for length, why in idle.items() if source.size > 1 else ():
                 if length % source.size == 0:
                     self.pin(source.codes, why)
-            if source.size in tables and source.kind != "norm":
-                self.pin(source.codes, tables[source.size])
+            place = source.name.rpartition(".")[0], source.size
+            if why := beside.get(place) if source.kind == "norm" else tables.get(source.size):
+                self.pin(source.codes, why)
 
     def pin(self, nodes: Tensor, why: str, scale: bool = True) -> None:
         """Let nodes have `t = 0`, and `s = 1` too if `scale`."""
@@ -316,10 +318,11 @@ class Relations:
         return {self.stream[source.base] for source, _ in self.trace.by_code(nodes.double())}
 
 
-def unused_weights(trace: Trace, model: nn.Module) -> list[dict[int, str]]:
+def unused_weights(trace: Trace, model: nn.Module) -> list[dict[Any, str]]:
     """Weights that no call used all of, by channels: what may read as many, and vectors.
 
-    A vector may be added to tokens, or take their place.
+    A vector may be added to tokens, or take their place. Beside a norm, in the same module or a child without children,
+    it may be a gain or bias of its output; these are by module and channels.
     """
     used: dict[str, list[Product]] = defaultdict(list)
     for source in trace.sources.values():
@@ -327,14 +330,17 @@ def unused_weights(trace: Trace, model: nn.Module) -> list[dict[int, str]]:
             used[source.product.view.parameter].append(source.product)
     known = {*trace.weight_consumers, *(bias.parameter for bias in trace.biases.values())}
     own = tuple(f"{norm}." for norm in trace.norms)
-    names: list[dict[int, list[str]]] = [defaultdict(list), defaultdict(list)]
-    for key, p in model.named_parameters():
-        if not key.startswith(own) and key not in known and not _all_used(p, used[key]):
+    names: list[dict[Any, list[str]]] = [defaultdict(list), defaultdict(list), defaultdict(list)]
+    for key, p in [*model.named_parameters(), *model.named_buffers()]:
+        if p.is_floating_point() and not key.startswith(own) and key not in known and not _all_used(p, used[key]):
             long = {length for length in p.shape if length > 1}
             for length in long:
                 names[sum(length > 1 for length in p.shape) == 1][length].append(key)
+            owner = key.rpartition(".")[0]
+            for place in {owner, owner if any(model.get_submodule(owner).children()) else owner.rpartition(".")[0]}:
+                names[2][place, p.numel()].append(key)
     found = []
-    for of, does in zip(names, ("read it", "be added to it"), strict=True):
+    for of, does in zip(names, ("read it", "be added to it", "change it"), strict=True):
         parts = {n: listed(f"all of {key}" if used[key] else key for key in keys) for n, keys in of.items()}
         texts = {n: f"no call that was tried used {part}, which may {does}" for n, part in parts.items()}
         found.append({n: f"{text}; {trace.advice(of[n])}" for n, text in texts.items()})
