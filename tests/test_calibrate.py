@@ -1,6 +1,7 @@
 """Statistics from data: exact, of real tokens only, whatever the batches look like."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from third_party_models import CASES, case_of, padding, randomize
 from torch import nn
 
 from normkit.norms import NORMS, StatNorm, make
-from normkit.transforms import calibrate, convert
+from normkit.transforms import calibrate, convert, fit_norms
+from normkit.transforms.invoke import describe
 
 STAT = [name for name, kind in NORMS.items() if issubclass(kind, StatNorm)]
 
@@ -137,8 +139,10 @@ def test_bad_input_is_named_and_leaves_the_model_alone():
 
 @pytest.mark.parametrize("batches", [torch.ones(5, 6), "train", {"x": torch.ones(5, 6)}, nn.Linear(2, 2)])
 def test_one_batch_is_no_batches(batches):
-    with pytest.raises(TypeError, match=rf"got one {type(batches).__name__}\. Give a list of it, \[x\], or a loader"):
-        calibrate(chain("un"), batches)
+    given = re.escape(describe(batches))
+    for transform in (calibrate, lambda model, batches: fit_norms(model, model, batches)):
+        with pytest.raises(TypeError, match=rf"got one {given}\. Give a list of it, \[x\], or a loader"):
+            transform(chain("un"), batches)
     with pytest.raises(ValueError, match="all its tokens were padding"):
         calibrate(make("un", 6), [(torch.randn(2, 3, 6), torch.zeros(2, 3, dtype=torch.bool))])
     model = nn.Sequential(make("un", 6))

@@ -299,6 +299,10 @@ def test_wrapped_compiled_and_quantized_models_raise():
     compiled.compile()
     with pytest.raises(TypeError, match="compile after"):
         convert(compiled, "un")
+    compiled = copy.deepcopy(model)
+    compiled[0].forward = torch.compile(compiled[0].forward)
+    with pytest.raises(TypeError, match="0 is compiled; compile after"):
+        convert(compiled, "un")
     with pytest.raises(TypeError, match=r"takes an nn\.Module"):
         convert("model", "un")
     quantized = copy.deepcopy(model)

@@ -121,7 +121,7 @@ def test_a_limit_that_is_no_ratio_is_refused(spread):
 
 @pytest.mark.parametrize("balance", [3, torch.randn(3, 4), {"x": torch.randn(3, 4)}])
 def test_batches_to_balance_on_are_a_collection(balance):
-    with pytest.raises(TypeError, match="balance takes batches, such as a list"):
+    with pytest.raises(TypeError, match="balance takes batches to go through"):
         fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(3, 4), balance=balance)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from third_party_models import CASES, randomize, tokens
 from torch import Tensor, nn
 
-from normkit.norms import StatNorm, make
+from normkit.norms import StatNorm, make, weight_norm
 from normkit.transforms import calibrate, convert, fold
 from normkit.transforms.affine import Affine
 
@@ -167,6 +167,42 @@ def test_outputs_of_any_shape_and_none_at_all():
         fold(Out(lambda y: None).eval(), torch.randn(3, DIM))
     with pytest.raises(ValueError, match="could not apply outputs="):
         fold(Out(lambda y: y).eval(), torch.randn(3, DIM), outputs=lambda out: out.logits)
+
+
+def test_outputs_that_rounding_changes_are_no_overflow():
+    class Classes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.reader = make("un", DIM), nn.Linear(DIM, 4)
+
+        def forward(self, x: Tensor):
+            y = self.reader(self.norm(x))
+            return y.argmax(-1), torch.complex(y.float(), y.float())
+
+    model = randomize(Classes()).eval().bfloat16()
+    _, report = fold(model, torch.randn(2000, DIM).bfloat16())
+    assert (report.max_error < 1e-12, report.native_error) == (True, float("inf"))
+    _, report = fold(model.float(), torch.randn(30, DIM), outputs=lambda out: out[1])
+    assert 0 < report.native_error < 1e-5
+
+
+def test_parameters_of_untied_and_of_parametrized_layers_are_counted():
+    model = convert(Tied(), "rms").eval()
+    for untie in (False, True):
+        folded, report = fold(model, tokens(2, 5), untie=untie)
+        assert report.saved == count(model) - count(folded)
+    model = weight_norm(nn.Sequential(nn.Linear(4, DIM), make("un", DIM), nn.Linear(DIM, 2))).eval()
+    folded, report = fold(model, torch.randn(3, 4))
+    assert report.saved == count(model) - count(folded) == 2 * DIM + DIM + 2
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_weights_without_values_are_refused():
+    with pytest.raises(ValueError, match=r"0\.weight is lazy\. Call the model once"):
+        fold(nn.Sequential(nn.LazyLinear(DIM), make("un", DIM)).eval(), torch.randn(3, 4))
 
 
 def test_a_norm_that_never_runs_is_kept_and_reported():

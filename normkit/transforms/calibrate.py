@@ -1,6 +1,6 @@
 """Compute the running statistics of norms from data, without training."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
-from normkit.transforms.invoke import call, input_and_mask
+from normkit.transforms.invoke import call, check_batches, input_and_mask
 
 
 def calibrate(
@@ -57,9 +57,7 @@ def calibrate(
     check_not_meta(model, "calibrate")
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise ValueError(f"passes must be a whole number of at least 1; got {passes!r}")
-    if not isinstance(batches, Iterable) or isinstance(batches, Tensor | str | bytes | Mapping):
-        kind = type(batches).__name__  # iterating over a single batch would use each row as a batch
-        raise TypeError(f"calibrate() takes batches to go through; got one {kind}. Give a list of it, [x], or a loader")
+    check_batches(batches, "calibrate()")
     if passes > 1 and iter(batches) is batches:
         raise ValueError(f"passes={passes} reads the batches {passes} times; give a list or a loader, not a generator")
     model = model if inplace else copy_model(model)

@@ -29,7 +29,8 @@ def check_not_wrapped(model: nn.Module, verb: str) -> None:
                 raise TypeError(
                     f"{verb}() cannot transform this model: {where} {kind.__name__}; {WRAPPERS[kind.__name__]}"
                 )
-        if getattr(module, "_compiled_call_impl", None) is not None:
+        compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        if compiled or getattr(module, "_compiled_call_impl", None) is not None:
             raise TypeError(f"{verb}() cannot transform this model: {name or 'it'} is compiled; compile after {verb}()")
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
@@ -56,9 +57,11 @@ def check_not_quantized(model: nn.Module, verb: str) -> None:
 
 
 def check_not_meta(model: nn.Module, verb: str) -> None:
-    """Raise a ValueError for parameters or buffers on the meta device, without values."""
-    names = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
-    if names:
+    """Raise a ValueError for parameters or buffers without values, lazy or on the meta device."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if lazy := [name for name, t in tensors if nn.parameter.is_lazy(t)]:
+        raise ValueError(f"{verb}() needs values of weights, and {lazy[0]} is lazy. Call the model once on a batch")
+    if names := [name for name, t in tensors if t.is_meta]:
         raise ValueError(
             f"{verb}() runs the model, and {len(names)} of its tensors are on the meta device, without values "
             f"({names[0]}). Load the weights first: model.load_state_dict(state, assign=True)"

@@ -12,7 +12,7 @@ from normkit.norms import StatNorm
 from normkit.transforms.calibrate import evaluating
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.fastpath import no_fast_path
-from normkit.transforms.invoke import call, input_and_mask
+from normkit.transforms.invoke import call, check_batches, input_and_mask
 
 Forward = Callable[[nn.Module, Any], Any] | None
 
@@ -50,6 +50,7 @@ def fit_norms(
     for each in (model, like):
         check_not_wrapped(each, "fit_norms")
         check_not_meta(each, "fit_norms")
+    check_batches(batches, "fit_norms()")
     batches = list(batches)
     if not batches:
         raise ValueError("fit_norms() was given no batches")

@@ -31,6 +31,13 @@ def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] 
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
+def check_batches(batches: object, what: str) -> None:
+    """Raise a TypeError for a single batch, each of whose rows would be used as a batch."""
+    if not isinstance(batches, Iterable) or isinstance(batches, Tensor | str | bytes | Mapping):
+        given = describe(batches)
+        raise TypeError(f"{what} takes batches to go through; got one {given}. Give a list of it, [x], or a loader")
+
+
 def example_call(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: str, shown: tuple, what: str = "the model"
 ) -> Any:

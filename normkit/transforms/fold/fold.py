@@ -1,19 +1,19 @@
 """Fold the norms of a model into the layers beside them, and verify the result."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normkit.transforms.fold.plan import FoldPlan, make_plan
 from normkit.transforms.fold.progress import steps
 from normkit.transforms.fold.report import Report
 from normkit.transforms.fold.rewrite import largest_factor, rewrite
 from normkit.transforms.fold.survey import Survey
-from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import describe, example_call
+from normkit.transforms.fold.verify import count_infinite, error
+from normkit.transforms.invoke import check_batches, example_call
 from normkit.transforms.model_changes import record_changes
 
 TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
@@ -80,8 +80,8 @@ def fold(
     """
     if spread is not None and not (isinstance(spread, int | float) and spread >= 1):
         raise ValueError(f"spread is a ratio of ranges, at least 1, or None for no limit; got {spread!r}")
-    if isinstance(balance, Tensor | Mapping) or not isinstance(balance, Iterable | None):
-        raise TypeError(f"balance takes batches, such as a list of them; got {describe(balance)}")
+    if balance is not None:
+        check_batches(balance, "balance")
     with steps("fold") as step:
         survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "fold", step)
         if balance is not None:
@@ -100,17 +100,17 @@ def fold(
         folded = rewrite(survey.copy(), plan)
         with torch.no_grad():
             expected = example_call(model, example, kwexample, "fold", (example, kwexample))
-            native = error(folded(*example, **kwexample), expected, outputs)
-    if not native < float("inf"):
+            out = folded(*example, **kwexample)
+            native = error(out, expected, outputs)
+    if count_infinite(out, outputs) > count_infinite(expected, outputs):
         raise RuntimeError(
             f"fold() verified the result in float64 (error {worst:.1e}), but in the model's own type the folded model "
             "has outputs that are not finite: a folded weight exceeds what its type holds. "
             "Fold it in float32: model.float()"
         )
     record_changes(folded)
-    report = Report(
-        tuple(plan.outcomes.values()), tuple(survey.calls), worst, native, largest_factor(plan), plan.spread
-    )
+    rows, calls = tuple(plan.outcomes.values()), tuple(survey.calls)
+    report = Report(rows, calls, survey.prepared, worst, native, largest_factor(plan), plan.spread)
     return folded, report
 
 

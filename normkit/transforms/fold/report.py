@@ -32,11 +32,13 @@ class Outcome:
 class Audit:
     """Outcome of every norm: iterates over its rows, prints as a table.
 
-    `tried` are labels of the calls.
+    `tried` are labels of the calls. `prepared` is the number of parameters that went before: those of parametrizations,
+    less those of the copies that `untie` made.
     """
 
     rows: tuple[Outcome, ...]
     tried: tuple[str, ...]
+    prepared: int = 0
 
     def __iter__(self) -> Iterator[Outcome]:
         return iter(self.rows)
@@ -56,7 +58,7 @@ class Audit:
     @property
     def saved(self) -> int:
         """The number of parameters that the model has fewer afterwards."""
-        return sum(row.saved for row in self.rows)
+        return self.prepared + sum(row.saved for row in self.rows)
 
     def __str__(self) -> str:
         return f"{table(self.rows)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved"
@@ -66,7 +68,8 @@ class Audit:
 class Report(Audit):
     """Result of `fold`: the outcomes, and the errors of the comparison.
 
-    `max_error` is the largest error in float64, `native_error` that of the returned model in its own type.
+    `max_error` is the largest error in float64, `native_error` that of the returned model in its own type: inf where
+    rounding changes whole numbers or shapes in the output, such as predicted classes.
     `largest_factor` is the largest number that any weight was multiplied by. `spread` is the largest range of a channel
     on a residual stream over that of the median channel there.
     """

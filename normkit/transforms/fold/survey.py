@@ -58,6 +58,7 @@ class Survey:
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.other = other
         self.model = self.double()
+        self.prepared = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in self.model.parameters())
         own_storage(self.model)
         found = find(self.model)
         if not found:

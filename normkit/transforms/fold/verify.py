@@ -35,9 +35,16 @@ def error(mine: Any, theirs: Any, outputs: Callable[[Any], Any] | None = None) -
     return max(_difference(mine[path], theirs[path]) for path in mine)
 
 
+def count_infinite(out: Any, outputs: Callable[[Any], Any] | None = None) -> int:
+    """Count the numbers in an output that are NaN or infinite."""
+    return sum(int((~t.isfinite()).sum()) for t in tensors(outputs(out) if outputs else out).values())
+
+
 def _difference(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
+    if a.is_complex() and b.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.dtype.is_floating_point:
         return 0.0 if torch.equal(a, b) else float("inf")
     finite = b.isfinite()
