@@ -200,11 +200,6 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def test_weights_without_values_are_refused():
-    with pytest.raises(ValueError, match=r"0\.weight is lazy\. Call the model once"):
-        fold(nn.Sequential(nn.LazyLinear(DIM), make("un", DIM)).eval(), torch.randn(3, 4))
-
-
 def test_a_norm_that_never_runs_is_kept_and_reported():
     model = Read(nn.Linear(DIM, 4))
     model.idle = make("un", 3)

@@ -275,7 +275,7 @@ def test_weights_that_only_later_calls_use_keep_the_norms_that_they_may_touch(ki
 
 
 class Beside(nn.Module):
-    """A norm whose output some calls change by a number per channel, of the same module or of a child."""
+    """A norm whose output some calls change by a parameter of the same module or of a child."""
 
     def __init__(self, how, spec: str, vector: Tensor, child: bool):
         super().__init__()

@@ -118,6 +118,22 @@ def test_a_state_of_other_options_loads_into_a_norm_on_no_device():
     assert norm(batch(0, 8, DIM)).isfinite().all()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_tapering_norm_used_twice_is_recomputed_with_the_gate_of_each_use(reentrant):
+    grads = []
+    for recompute in (False, True):
+        norm, x = make("taper(warmup=2, until=6)", DIM).double(), batch(1, 8, DIM)
+        for seed in range(2):
+            norm(batch(seed, 8, DIM))
+        leaf = x.clone().requires_grad_()
+        twice = lambda x: norm(torch.tanh(norm(3 * x)))  # noqa: E731 (called in this turn of the loop)
+        y = checkpoint(twice, leaf, use_reentrant=reentrant) if recompute else twice(leaf)
+        y.backward(batch(2, 8, DIM))
+        assert int(norm.step) == 4
+        grads.append([leaf.grad, norm.weight.grad, norm.drift.grad])
+    assert_close(grads[1], grads[0])
+
+
 @every
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_forward_counts_once(spec, reentrant):

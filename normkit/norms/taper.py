@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import autograd, reference, sync
+from normkit.kernels import reference, sync
+from normkit.kernels.step_statistics import StepStatistics
 from normkit.norms._base import Norm, Split
 from normkit.norms._options import Count, OldShare, option, require
-from normkit.norms._recompute import is_recomputed
+from normkit.norms._recompute import Records, snapshot
 from normkit.norms._state import usable
 
 
@@ -55,6 +56,7 @@ class TaperNorm(Norm):
         self.energy = nn.Buffer(torch.zeros(2))  # averages of |x weight|^2 / r and of |x weight|^2
         self.step = nn.Buffer(torch.zeros((), dtype=torch.long))
         self.skipped = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self._records = Records()
         self.tapered = False  # in evaluation mode: the gate is 0, so exported graphs compute no statistics
 
     def reset_parameters(self) -> None:  # noqa: D102
@@ -106,20 +108,26 @@ class TaperNorm(Norm):
             return y if y.dtype == x.dtype else y.to(x.dtype)
         wide = x.to(torch.promote_types(x.dtype, self.energy.dtype))
         inv = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.training and not is_recomputed():
-            with torch.no_grad():
-                gate, c, anchor = self._advance(wide.detach(), inv.detach(), mask)
-        else:
-            gate, c, anchor = self.gate(self.step), self._match(), self.anchor
+        gate, c, anchor, taken = self.gate(self.step), self._match(), self.anchor, None
+        if self.training:
+            taken = self._advance(wide, inv, mask)
+            gate, c, anchor = taken.step, taken.saved[0], taken.value
         own = inv if self.weight is None else inv * self.weight
-        return reference.affine(wide, gate * own + (1 - gate) * self._fixed(c, anchor), self.bias).to(x.dtype)
+        y = reference.affine(wide, gate * own + (1 - gate) * self._fixed(c, anchor), self.bias).to(x.dtype)
+        if taken is not None:
+            self._records.add(taken, y)
+        return y
 
-    def _advance(self, x: Tensor, inv: Tensor, mask: Tensor | None) -> list[Tensor]:
+    @torch.no_grad()
+    def _advance(self, x: Tensor, inv: Tensor, mask: Tensor | None) -> StepStatistics:
+        """Count the step, and return its gate as `step`, its anchor as `value` and c as `saved`."""
         weight = torch.ones_like(self.anchor) if self.weight is None else self.weight.to(self.anchor.dtype)
         energy = (x * weight).square().sum(-1, keepdim=True)
         keep = torch.ones_like(inv, dtype=torch.bool) if mask is None else mask[..., None]
         rows = [torch.where(keep, each, 0).sum() for each in (energy * inv, energy)]
-        sums = torch.stack([*rows, keep.sum(dtype=x.dtype)])
+        sums = batch = torch.stack([*rows, keep.sum(dtype=x.dtype)])
+        if recorded := self._records.find(x.device, lambda: batch):  # the forward is recomputed
+            return recorded
         if self.sync:
             sums = sync.all_reduce(sums)
         means, count = sums[:2] / sums[2].clamp(min=1), sums[2]
@@ -131,8 +139,8 @@ class TaperNorm(Norm):
         self.anchor.copy_(torch.where(learning, weight, self.anchor))
         self.skipped.add_(~ok)
         self.step.add_(ok)
-        decided = [self.gate(step), self._match(), self.anchor.clone()]
-        return autograd.snapshot(decided) if torch.compiler.is_compiling() else decided
+        taken = StepStatistics(batch, self.anchor.clone(), count, self.gate(step), saved=(self._match(),))
+        return snapshot(taken) if torch.compiler.is_compiling() else taken
 
     def _match(self) -> Tensor:
         """Return c; 0 before the first step, when the gate is 1."""

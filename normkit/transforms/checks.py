@@ -57,11 +57,8 @@ def check_not_quantized(model: nn.Module, verb: str) -> None:
 
 
 def check_not_meta(model: nn.Module, verb: str) -> None:
-    """Raise a ValueError for parameters or buffers without values, lazy or on the meta device."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    if lazy := [name for name, t in tensors if nn.parameter.is_lazy(t)]:
-        raise ValueError(f"{verb}() needs values of weights, and {lazy[0]} is lazy. Call the model once on a batch")
-    if names := [name for name, t in tensors if t.is_meta]:
+    """Raise a ValueError for parameters or buffers on the meta device, without values."""
+    if names := [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]:
         raise ValueError(
             f"{verb}() runs the model, and {len(names)} of its tensors are on the meta device, without values "
             f"({names[0]}). Load the weights first: model.load_state_dict(state, assign=True)"

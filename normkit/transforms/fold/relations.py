@@ -321,8 +321,7 @@ class Relations:
 def unused_weights(trace: Trace, model: nn.Module) -> list[dict[Any, str]]:
     """Weights that no call used all of, by channels: what may read as many, and vectors.
 
-    A vector may be added to tokens, or take their place. Beside a norm, in the same module or a child without children,
-    it may be a gain or bias of its output; these are by module and channels.
+    A vector may be added to tokens, or take their place. Those beside a norm, by module, may be gains of its output.
     """
     used: dict[str, list[Product]] = defaultdict(list)
     for source in trace.sources.values():
