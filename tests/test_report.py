@@ -219,6 +219,13 @@ def test_a_copy_of_a_run_is_no_further_seed(tmp_path):
         compared([tmp_path])
 
 
+def test_runs_of_different_data_are_not_compared(tmp_path):
+    for name, data in (("a", "cmudict"), ("b", "elsewhere/mine")):
+        write_result(tmp_path / name, result("un", data=data))
+    with pytest.raises(ValueError, match="runs of g2p on cmudict and g2p on mine; compare runs of one task and data"):
+        compared([tmp_path / "a", tmp_path / "b"])
+
+
 def test_a_seed_that_diverged_is_counted():
     made = dict(
         enumerate([*seeds("un", 10.0, 10.2), result("un", status="diverged at step 7", seed=2), result("layer")])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from normkit.lab.data.corpora import CORPORA, Corpus, locate
 from normkit.lab.report import results
 from normkit.lab.report.seeds import difference, interval
-from normkit.lab.report.settings import flat
+from normkit.lab.report.settings import flat, job
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.bleu import counted, metric
 from normkit.lab.train.config import Run
@@ -89,10 +89,15 @@ def compared(folders: Sequence[Path]) -> list[str]:
         folders: Folders of runs, or folders that hold the seeds of one run.
 
     Raises:
-        ValueError: if a folder has runs of several settings, or the runs have no score in common.
+        ValueError: if a folder has runs of several settings, or the runs have several tasks or data, or no score in
+            common.
     """
     seeds = [_seeds(Path(folder)) for folder in folders]
     every = [result["scores"] for each in seeds for _, result in each.values()]
+    jobs = {(job(result)[0], Path(job(result)[1]).name) for each in seeds for _, result in each.values()}
+    if len(jobs) > 1:
+        found = " and ".join(sorted(" on ".join(one) for one in jobs))
+        raise ValueError(f"runs of {found}; compare runs of one task and data")
     common = [(kind, name) for kind, name in SCORES if all(name in scores.get(kind, {}) for scores in every)]
     if not common:
         raise ValueError("these runs have no score in common; needs finished runs of one task")
