@@ -136,11 +136,11 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
 
     console, found = Console(), dict[Path, Any]()
     first = next(iter(runs.values()))
-    if first.warmup >= first.steps > 0:
-        complain(
-            f"the warm-up of {first.warmup:,} steps does not end within {first.steps:,}, for learning rate and "
-            f"statistics; --warmup {max(1, first.steps // 10)} would be a tenth"
-        )
+    advice = (
+        f"the warm-up of {first.warmup:,} steps does not end within {first.steps:,}, for learning rate and "
+        f"statistics; --warmup {max(1, first.steps // 10)} would be a tenth"
+    )
+    notes = [advice] if first.warmup >= first.steps > 0 else []
     if resume:
         for folder, run in runs.items():
             check_resumable(folder, run)
@@ -151,6 +151,8 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
         for folder, run in runs.items():
 
             def on_progress(progress: Any, name: str = run.name) -> bool:
+                if notes and progress.stage == "training":  # after all checks
+                    complain(notes.pop())
                 board.update(name, progress)
                 return bool(signals)
 
