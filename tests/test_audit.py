@@ -5,6 +5,7 @@ import torch
 from third_party_models import CASES, case_of, randomize
 from torch import nn
 
+from normkit.cli.folding import fit_width
 from normkit.norms import make
 from normkit.transforms import audit, convert, fold
 
@@ -60,6 +61,20 @@ def test_the_table_names_readers_reasons_and_savings():
     assert "layers.0.self_attn.in_proj_weight" in text
     assert "read by the caller of the model" in text
     assert text.endswith("4 of 5 norms fold away, 128 parameters saved")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 500])
+def test_reports_fit_a_terminal(columns, monkeypatch):
+    model = nn.Sequential(make("un", 4), nn.Linear(4, 4), nn.ReLU(), make("layer", 4)).eval()
+    found = audit(model, torch.randn(3, 4))
+    assert fit_width(str(found), found.rows) == str(found)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = fit_width(str(found), found.rows)
+    assert max(map(len, text.splitlines())) <= columns
+    assert (text == str(found)) == (columns == 500)
+    joined = text.replace("\n    ", " ")
+    assert all(part in joined for row in found for part in (row.norm, row.action, row.why, *row.into))
 
 
 def test_outputs_that_the_user_reads_are_compared():

@@ -261,6 +261,8 @@ def test_a_port_that_is_taken_is_an_error(serve, tmp_path):
         live.server(tmp_path, 99999)
     with pytest.raises(ValueError, match="there is no folder"):
         live.server(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"run\.json is no folder; name that of a run, or of several runs"):
+        live.server(tmp_path / "run.json")
 
 
 def test_an_open_page_follows_the_run(browser, serve, tmp_path):  # noqa: F811

@@ -118,6 +118,24 @@ def test_damaged_files_are_refused_in_one_sentence(name, content, message, copy)
         load(copy)
 
 
+def test_missing_vocabularies_are_named_with_what_to_do(copy):
+    (copy / "vocab.json").unlink()
+    with pytest.raises(ValueError, match=r"vocab\.json is missing; copy it from the folder in which the run"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints/epoch=3.ckpt", "model.safetensors", "model-00001-of-00002.safetensors", "vocab.json"]
+)
+def test_files_of_other_models_are_not_replaced(name, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / name).write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=f"holds files of something else than a run .{name}.; name another folder"):
+            train(RUN, tmp_path, resume=resume)
+    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
+
+
 def test_integers_are_refused_in_place_of_weights(copy):
     state = safetensors.torch.load_file(copy / "model.safetensors")
     state["head.weight"] = state["head.weight"].to(torch.int64)

@@ -3,7 +3,11 @@
 `audit` and `fold`.
 """
 
+import shutil
+import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 from normkit.cli.line import check_writable, command, write
 
@@ -17,13 +21,16 @@ def audit(model: Path, /) -> int:
     """
     from normkit.lab.pretrained import audit_dir, is_pretrained_dir
 
+    check_model(model)
     if is_pretrained_dir(model):
-        write(str(audit_dir(model)))
+        found = audit_dir(model)
+        write(fit_width(str(found), found.rows))
         return 0
     from normkit.lab.train.fold_run import audit_run
     from normkit.lab.train.run import load
 
-    write(str(audit_run(load(model))))
+    found = audit_run(load(model))
+    write(fit_width(str(found), found.rows))
     return 0
 
 
@@ -38,6 +45,7 @@ def fold(model: Path, /, out: Path) -> int:
         out: Folder for the folded model: a run that `normkit pronounce --run` and `translate` take like any other,
             or a Hugging Face folder with a load.py.
     """
+    check_model(model)
     check_out(model, out, "folding")
     from normkit.lab.pretrained import fold_dir, is_pretrained_dir
 
@@ -49,8 +57,41 @@ def fold(model: Path, /, out: Path) -> int:
 
         folded, report = fold_run(load(model))
         save(out, folded)
-    write(f"{report}\nsaved to {out}")
+    write(f"{fit_width(str(report), report.rows)}\nsaved to {out}")
     return 0
+
+
+def fit_width(text: str, rows: Any) -> str:
+    """Replace the table at the start of a report by indented lines in a narrow terminal."""
+    lines, width = text.splitlines(), shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or max(map(len, lines)) <= width:
+        return text
+    made = []
+    for row in rows:
+        made.append(f"{row.name or '(the model)'}: {row.norm}, {row.position}")
+        what = f"{row.action}{' into ' if row.into else ''}{', '.join(row.into)}"
+        made.append("  " + "; ".join([what, *([row.why] if row.why else []), f"{row.saved:,} parameters saved"]))
+    rest = lines[len(rows) + 1 :]
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        for line in [*made, "", *rest]
+    )
+
+
+def check_model(model: Path) -> None:
+    """Raise ValueError if a folder holds neither a run nor a Hugging Face model."""
+    from normkit.lab.pretrained import is_pretrained_dir
+    from normkit.lab.train.folder import read_run
+
+    if is_pretrained_dir(model):
+        return
+    try:
+        read_run(model)
+    except ValueError as error:
+        if (model / "run.json").is_file():
+            raise
+        needs = "a Hugging Face model has a config.json with `architectures`, and safetensors"
+        raise ValueError(f"{error}; {needs}") from None
 
 
 def check_out(model: Path, out: Path, action: str) -> None:
@@ -58,16 +99,19 @@ def check_out(model: Path, out: Path, action: str) -> None:
     from normkit.lab.pretrained import is_pretrained_dir
     from normkit.lab.report import results
     from normkit.lab.train import removal
+    from normkit.lab.train.folder import foreign_files
 
     if out.resolve() == model.resolve():
         raise ValueError(f"--out {out} is the model itself, which is kept; name another folder")
     holds = ""
-    if (out / results.FILE).is_file() or (out / "checkpoints").is_dir():
+    if (out / "checkpoints").is_dir() or any((out / name).is_file() for name in (results.FILE, results.PROGRESS)):
         holds = "a run that was trained"
     elif (out / removal.FILE).is_file():
         holds = "a finished removal"
-    elif is_pretrained_dir(out) and not (out / "load.py").is_file():
+    elif is_pretrained_dir(out) and not ((out / "load.py").is_file() and is_pretrained_dir(model)):
         holds = "a Hugging Face model"
+    elif not is_pretrained_dir(out) and (foreign := foreign_files(out)):
+        holds = f"files of something else than a run ({foreign})"
     if holds:
         raise ValueError(f"--out {out} holds {holds}, which {action} would overwrite; name another folder")
     check_writable(out)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from normkit.cli.folding import check_out
+from normkit.cli.folding import check_model, check_out
 from normkit.cli.line import command, complain, write
 from normkit.cli.running import interruptible
 
@@ -42,6 +42,7 @@ def remove_norms(
         unfolded: Also write the trained model before folding, to OUT/unfolded, to fold it with other options.
         resume: Continue an interrupted removal with the same settings.
     """
+    check_model(model)
     check_out(model, out, "removal")
     from rich.console import Console
 

@@ -105,7 +105,8 @@ def server(path: Path, port: int = 0, sections: Sections | None = None) -> Threa
         ValueError: if there is no such folder, or the port is taken.
     """
     if not path.is_dir():
-        raise ValueError(f"there is no folder {path}")
+        problem = f"{path} is no folder" if path.exists() else f"there is no folder {path}"
+        raise ValueError(f"{problem}; name that of a run, or of several runs")
     if not 0 <= port <= LAST_PORT:
         raise ValueError(f"port must be 0 (a free one) to {LAST_PORT}; got {port}")
     watched = Watched(path, sections or (lambda found, reader: page.NO_SECTIONS))

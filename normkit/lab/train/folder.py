@@ -24,6 +24,9 @@ OUTPUTS = (
 )  # fmt: skip
 """Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
 
+FOREIGN = ("model*.safetensors", "pytorch_model*", "*.index.json", "vocab.json")
+"""Files of other models, such as those of Hugging Face; beside those of a run they could not be loaded any more."""
+
 MOVABLE = ("name", "device", "threads", "workers")
 """Settings that may change when a run is resumed: they do not change its result."""
 
@@ -77,10 +80,7 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         problem = "it is a file" if folder.is_file() else "there is no such folder"
         problem = "it has no run.json" if folder.is_dir() else problem
-        raise ValueError(
-            f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` write run folders, and "
-            "`audit` and `fold` also take Hugging Face models (config.json and safetensors)"
-        )
+        raise ValueError(f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` write them")
     try:
         return Run.from_json(path.read_text(encoding="utf8"))
     except ValueError as error:
@@ -106,8 +106,18 @@ def read_vocabularies(folder: Path) -> dict[str, Vocab]:
         if not isinstance(texts, dict):
             raise ValueError("it must be a JSON object of vocabularies")
         return {name: vocabulary(plain) for name, plain in texts.items()}
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; copy it from the folder in which the run was trained") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def foreign_files(folder: Path) -> str:
+    """Name the first files of something else than a run in a folder; empty if there are none."""
+    found = [path for pattern in (*OUTPUTS, *FOREIGN) for path in folder.glob(pattern)]
+    if (folder / "run.json").is_file() or [path.name for path in found] == ["progress.json"]:
+        return ""
+    return ", ".join(dict.fromkeys(str(path.relative_to(folder)) for path in found[:3]))
 
 
 def check_resumable(folder: Path, run: Run) -> None:

@@ -24,6 +24,7 @@ from normkit.lab.train.folder import (
     Loaded,
     check_resumable,
     check_vocabularies,
+    foreign_files,
     load,
     locked,
     read_run,
@@ -168,12 +169,11 @@ def _prepare_folder(callback: "RunCallback", task: "Task", resume: bool) -> None
     run, folder = callback.run, callback.folder
     if not is_rank_zero():
         return
+    if foreign := foreign_files(folder):
+        raise ValueError(f"{folder} holds files of something else than a run ({foreign}); name another folder")
     if resume:
         remove_temporary(folder)
     elif earlier := [path for pattern in OUTPUTS for path in folder.glob(pattern)]:
-        if not (folder / "run.json").is_file() and [path.name for path in earlier] != ["progress.json"]:
-            names = ", ".join(str(path.relative_to(folder)) for path in earlier[:3])
-            raise ValueError(f"{folder} holds files of something else than a run ({names}); name another folder")
         callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
         for path in earlier:
             path.unlink()
