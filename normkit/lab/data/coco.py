@@ -141,18 +141,17 @@ def read_scenes(path: str | Path, files: Files, broken: Broken = "skip", empty: 
         truth += scored
     if not scenes:
         raise ValueError(f"{path} has no usable image; left out: {_format(left_out)}")
-    counts = {"images": len(scenes), "boxes": sum(len(scene.labels) for scene in scenes), **sorted_counts(left_out)}
+    counts = {
+        "images": len(scenes),
+        "boxes": sum(len(scene.labels) for scene in scenes),
+        **dict(sorted(left_out.items())),
+    }
     whole = {
         "images": [images[scene.number] for scene in scenes],
         "annotations": [{**row, "id": at} for at, row in enumerate(truth, 1)],  # id 0 means "not found" in pycocotools
         "categories": given["categories"],
     }
     return Scenes(tuple(scenes), files, categories, counts, whole)
-
-
-def sorted_counts(counts: dict[str, int]) -> dict[str, int]:
-    """Sort counts by name."""
-    return {what: counts[what] for what in sorted(counts)}
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -245,4 +244,4 @@ def _four(box: object) -> bool:
 
 
 def _format(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in sorted_counts(counts).items()) or "nothing"
+    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items())) or "nothing"

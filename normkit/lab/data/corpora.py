@@ -7,6 +7,7 @@ in place of a name is such a folder itself. Files may be plain, `.xz` or `.gz`. 
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -264,6 +265,23 @@ CORPORA: dict[str, Corpus] = {corpus.name: corpus for corpus in _ROWS}
 """By name."""
 
 
+def data_roots() -> list[Path]:
+    """Return the folders that `NORMKIT_DATA` lists."""
+    return [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
+
+
+def not_here(what: str, name: str, origin: str, missing: Mapping[Path, list[str]], forms: str = "") -> ValueError:
+    """Return the error for a data set that is in no folder `name`.
+
+    `missing` has the files that each folder lacks, `forms` what they may end in.
+    """
+    where = f"{VARIABLE} is not set; set it to a folder that holds {name}/"
+    if missing:
+        nearest = min(missing, key=lambda folder: len(missing[folder]))
+        where = f"{nearest} lacks {', '.join(missing[nearest])}{forms}"
+    return ValueError(f"{what} is not here: {where}. Get it from {origin}")
+
+
 def locate(name: str) -> Located:
     """Find the files of a corpus, by its name or in a folder.
 
@@ -275,15 +293,13 @@ def locate(name: str) -> Located:
         ValueError: If the name is unknown or files are missing; the message names them and their source.
     """
     if name in CORPORA:
-        roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
-        folders = [root / part for root in roots for part in (CORPORA[name].folder, name)]
-        tries = [_in_folder(CORPORA[name], folder) for folder in folders]
-        found = next((found for found in tries if isinstance(found, Located)), None)
-        if found is not None:
-            return found
-        raise ValueError(
-            _how_to_get(CORPORA[name], folders, [missing for missing in tries if isinstance(missing, list)])
-        )
+        corpus = CORPORA[name]
+        missing = {}
+        for folder in [root / part for root in data_roots() for part in (corpus.folder, name)]:
+            if isinstance(found := _in_folder(corpus, folder), Located):
+                return found
+            missing[folder] = found
+        raise not_here(f"the corpus {name}", corpus.folder, corpus.origin, missing, " (plain, .xz or .gz)")
     if Path(name).is_dir():
         return _own(Path(name))
     raise unknown(CORPORA, name, "corpus", ", or name a folder of text files")
@@ -335,12 +351,3 @@ def _in_folder(corpus: Corpus, folder: Path) -> Located | list[str]:
         missing += [file for file, path in zip(names, found, strict=True) if path is None]
         files[split] = tuple(path for path in found if path is not None)
     return list(dict.fromkeys(missing)) or Located(corpus, files, ", ".join(partial))
-
-
-def _how_to_get(corpus: Corpus, folders: list[Path], missing: list[list[str]]) -> str:
-    if not folders:
-        where = f"{VARIABLE} is not set; set it to a folder that holds {corpus.folder}/"
-    else:
-        least = min(range(len(folders)), key=lambda i: len(missing[i]))
-        where = f"{folders[least]} lacks {', '.join(missing[least])} (plain, .xz or .gz)"
-    return f"the corpus {corpus.name} is not here: {where}. Get it from {corpus.origin}"

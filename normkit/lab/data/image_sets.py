@@ -5,10 +5,9 @@ such a folder, or a folder of your own images. `normkit.lab.data.images` reads t
 """
 
 import dataclasses
-import os
 from pathlib import Path
 
-from normkit.lab.data.corpora import VARIABLE
+from normkit.lab.data.corpora import VARIABLE, data_roots
 from normkit.names import unknown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -84,7 +83,7 @@ def find_images(name: str) -> tuple[ImageSet | None, Path]:
 
 def _locate(name: str) -> Path:
     row = IMAGE_SETS[name]
-    roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
+    roots = data_roots()
     found = [root / folder for root in roots for folder in row.folders if (root / folder).is_dir()]
     if found:
         return found[0]

@@ -63,7 +63,7 @@ def read_images(
         train, test, classes = read_cifar(folder, row.classes)
         splits, notes = {"train": train, "test": test}, []
     else:
-        splits, classes, notes = _read_folder(folder, refuse, on_stage)
+        splits, classes, notes = _read_folder(folder, on_stage)
     if row is not None:
         found = {"classes": len(classes), **{split: len(splits[split].labels) for split in row.counts}}
         for what, expected in {"classes": row.classes, **row.counts}.items():
@@ -88,7 +88,7 @@ def read_images(
     return ImageData(label, train, valid, splits["test"], {"classes": Vocab(classes)}, mean, std, tuple(notes))
 
 
-def _read_folder(folder: Path, refuse: bool, on_stage: OnStage) -> tuple[Splits, list[str], list[str]]:
+def _read_folder(folder: Path, on_stage: OnStage) -> tuple[Splits, list[str], list[str]]:
     """Return the splits of a folder, the names of the classes, and the problems found."""
     from normkit.lab.data.shards import Rows, Tars
 

@@ -78,8 +78,7 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, on_stag
 
     Raises:
         ValueError: If a file is not the one in the table of corpora, is misaligned, not UTF-8 or has an empty side, or
-        if
-            more than a fifth of a split's symbols are unknown.
+            if more than a fifth of a split's symbols are unknown.
         OSError: If the disk is full.
     """
     corpus, size = located.corpus, subwords or located.corpus.subwords

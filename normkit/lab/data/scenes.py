@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from normkit.lab.data.coco import Broken, Scenes, read_scenes
-from normkit.lab.data.corpora import VARIABLE
+from normkit.lab.data.corpora import data_roots, not_here
 from normkit.lab.data.image_files import Files
 from normkit.lab.data.lines import find_file
 from normkit.lab.data.vocab import Vocab
@@ -90,12 +89,8 @@ def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
         ValueError: If the name is unknown or a file is missing. Nothing has been read then.
     """
     if name in SCENE_SETS:
-        roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
         each = SCENE_SETS[name]
-        folders = list(dict.fromkeys(root / part for root in roots for part in (each.folder, name)))
-        if not folders:
-            where = f"{VARIABLE} is not set; set it to a folder that holds {each.folder}/"
-            raise ValueError(f"the data set {name} is not here: {where}. Get it from {each.origin}")
+        folders = [root / part for root in data_roots() for part in (each.folder, name)]
     elif Path(name).is_dir():
         folders = [Path(name)]
         images = "images.tar" if (Path(name) / "images.tar").is_file() else "images"
@@ -108,12 +103,11 @@ def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
         )
     else:
         raise unknown(SCENE_SETS, name, "data set", ", or name a folder")
-    missing = [_missing(each, folder) for folder in folders]
-    if [] not in missing:
-        least = min(range(len(folders)), key=lambda i: len(missing[i]))
-        where = f"{folders[least]} lacks {', '.join(missing[least])}"
-        raise ValueError(f"the data set {name} is not here: {where}. Get it from {each.origin}")
-    return functools.partial(_read, each, folders[missing.index([])], broken)
+    missing = {folder: _missing(each, folder) for folder in folders}
+    complete = next((folder for folder in folders if not missing[folder]), None)
+    if complete is None:
+        raise not_here(f"the data set {name}", each.folder, each.origin, missing)
+    return functools.partial(_read, each, complete, broken)
 
 
 def _missing(each: SceneSet, folder: Path) -> list[str]:

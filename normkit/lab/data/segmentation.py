@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normkit.norms._options import is_number
+
 
 def filled(outline: Any, height: int, width: int) -> Tensor:
     """Return polygons or run lengths as a mask `[height, width]` of 0 and 1.
@@ -85,6 +87,6 @@ def decode_counts(text: str) -> list[int] | None:
     return counts if not shift else None
 
 
-def finite(value: object) -> bool:
+def finite(value: Any) -> bool:
     """Return True for a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)

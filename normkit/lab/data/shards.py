@@ -29,9 +29,8 @@ OnStage = Callable[[str], object]
 class Tars:
     """Shards in WebDataset's format: KEY.jpg beside KEY.cls or KEY.json.
 
-    KEY.cls has a number, KEY.json a "label".
-
-    Problems are added to `notes`: shards that are cut short, images without a class.
+    KEY.cls has a number, KEY.json a "label". Problems are added to `notes`: shards that are cut short, images without a
+    class.
     """
 
     groups = None

@@ -2,15 +2,17 @@
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from normkit.lab.data.corpora import SPLITS
 from normkit.lab.data.embedded import SOURCES, Pairs
+from normkit.lab.data.lines import read_pairs
 from normkit.lab.data.vocab import EOS, Vocab
 from normkit.names import unknown
 
-SPLITS, SIDES = ("train", "valid", "test"), ("source", "target")
+SIDES = ("source", "target")
 
 
 def reader(name: str) -> Callable[[], Any]:
@@ -21,8 +23,6 @@ def reader(name: str) -> Callable[[], Any]:
 
     >>> reader("cmudict").__name__
     'cmudict'
-
-    ValueError, with the nearest name, where there is neither.
     """
     if name in SOURCES:
         return SOURCES[name]
@@ -32,9 +32,7 @@ def reader(name: str) -> Callable[[], Any]:
 
 
 def folder(path: str | Path) -> Pairs:
-    """Read `train.source`, `train.target`, `valid.source` ...
-
-    `test.target` in a folder, UTF-8.
+    """Read a folder with `train.source`, `train.target`, `valid.source` ... `test.target`.
 
     Line n of a target belongs to line n of its source. The vocabularies have the symbols of the training split. Test
     lines with the same source are one item with several references.
@@ -46,11 +44,13 @@ def folder(path: str | Path) -> Pairs:
     missing = [f"{split}.{side}" for split in SPLITS for side in SIDES if not (path / f"{split}.{side}").is_file()]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; needs a source and a target of {', '.join(SPLITS)}")
-    lines = {
-        split: parallel(*(_lines(path / f"{split}.{side}") for side in SIDES), name=f"{path / split}.*")
+    symbols = {
+        split: [
+            (source.split(), target.split())
+            for source, target in read_pairs(path / f"{split}.source", path / f"{split}.target")
+        ]
         for split in SPLITS
     }
-    symbols = {split: [(source.split(), target.split()) for source, target in lines[split]] for split in SPLITS}
     vocabularies = {
         side: Vocab(sorted({symbol for pair in symbols["train"] for symbol in pair[at]}))
         for at, side in enumerate(SIDES)
@@ -67,31 +67,3 @@ def folder(path: str | Path) -> Pairs:
         for split in SPLITS
     }
     return Pairs(path.name, **splits, references=list(answers.values()), vocabularies=vocabularies)
-
-
-def parallel(source: Sequence[str], target: Sequence[str], name: str = "the corpus") -> list[tuple[str, str]]:
-    """Pair the lines of two files.
-
-    Raises:
-        ValueError: If there are none, unequal numbers of them, or empty ones.
-
-    >>> parallel(["ein Satz"], ["a sentence"])
-    [('ein Satz', 'a sentence')]
-    """
-    if len(source) != len(target):
-        raise ValueError(f"{name} is misaligned: {len(source)} source lines, {len(target)} target lines; needs as many")
-    if not source:
-        raise ValueError(f"{name} is empty; needs at least one pair of lines")
-    empty = [number for number, pair in enumerate(zip(source, target, strict=True), 1) if not all(map(str.strip, pair))]
-    if empty:
-        raise ValueError(
-            f"{name} has an empty side in {len(empty)} lines, the first of them line {empty[0]}; drop them"
-        )
-    return list(zip(source, target, strict=True))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf8").removesuffix("\n").split("\n") if path.stat().st_size else []
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
