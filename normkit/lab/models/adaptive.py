@@ -1,8 +1,6 @@
 """Adaptive embeddings, tied to the output: rare words get narrow vectors.
 
 Baevski & Auli 2019; Grave et al. 2017.
-
-2017): rare words get narrow vectors.
 """
 
 from collections.abc import Sequence

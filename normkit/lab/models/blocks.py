@@ -15,7 +15,7 @@ from normkit.lab.models.relative import RelativeAttention
 from normkit.lab.models.tensorized import MultiLinear
 from normkit.norms import LayerNorm, Norm, fix_embedding, parse
 
-UNKNOWN = 3  # number of the unknown word in every vocabulary; those below mean padding, begin, end
+PAD, UNKNOWN = 0, 3  # numbers of padding and of the unknown word in every vocabulary; between them begin and end
 
 Cache = dict[str, tuple[Tensor, ...]]
 """What a model keeps of earlier tokens, by the name of the block.
@@ -36,6 +36,27 @@ class Attention(nn.Module):
     def project(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of `memory`, split into heads."""
         return self._split(self.key(memory)), self._split(self.value(memory))
+
+    def mix(
+        self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Mix the tokens of `x`; the blocks in place of attention have this method, too.
+
+        Args:
+            x: The tokens, `[batch, time, width]`, after those of `past`.
+            past: What the call for the tokens before returned, () at the first tokens; None if nothing is kept.
+            real: True for real tokens, `[batch, time]`.
+            mask: Allowed attention.
+            causal: Read earlier tokens only.
+
+        Returns:
+            The output, and what the call for the next tokens takes as `past`: keys and values.
+        """
+        pair = self.project(x)
+        if past:
+            key, value = (torch.cat(both, 2) for both in zip(past, pair, strict=True))
+            pair = key, value
+        return self(x, pair, mask, causal), pair
 
     def forward(
         self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
@@ -124,30 +145,11 @@ class Layer(nn.Module):
             name: Key of this layer in the cache.
         """
 
-        def attend(y: Tensor) -> Tensor:
-            if isinstance(self.attention, MultiLinear):
-                if cache is not None or not causal:
-                    raise ValueError("multi-linear attention reads whole pieces of text, from their first word on")
-                return self.attention(y)
-            if isinstance(self.attention, Convolution):
-                (past,) = (cache or {}).get(name, (None,))
-                y, past = self.attention(y, real, causal or cache is not None, past)
-                if cache is not None:
-                    cache[name] = (past,)
-                return y
-            if isinstance(self.attention, RelativeAttention):
-                (past,) = (cache or {}).get(name, (None,))
-                seen, kept = self.attention.extend(past, y)
-                if cache is not None:
-                    cache[name] = (kept,)
-                return self.attention(y, seen)
-            pair = self.attention.project(y)
+        def mix(y: Tensor) -> Tensor:
+            y, kept = self.attention.mix(y, None if cache is None else cache.get(name, ()), real, mask, causal)
             if cache is not None:
-                if name in cache:
-                    (old_key, old_value), (key, value) = cache[name], pair
-                    pair = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
-                cache[name] = pair
-            return self.attention(y, pair, mask, causal)
+                cache[name] = kept
+            return y
 
         def attend_memory(y: Tensor) -> Tensor:
             assert self.cross is not None
@@ -160,7 +162,7 @@ class Layer(nn.Module):
                 return self.cross(y, pair, memory_mask)
             return self.cross(y.reshape(len(memory), -1, y.shape[-1]), pair, memory_mask).view_as(y)
 
-        x = self._residual(x, attend, self.attention_norm, real)
+        x = self._residual(x, mix, self.attention_norm, real)
         if self.cross_norm is not None:
             x = self._residual(x, attend_memory, self.cross_norm, real)
         return self._residual(x, self.feedforward, self.feedforward_norm, real)
@@ -196,7 +198,7 @@ class Embedding(nn.Module):
     positions: Tensor
     table: Any  # nn.Embedding, or Adaptive
 
-    def __init__(self, config: Model, words: int, pad: int | None):
+    def __init__(self, config: Model, words: int, pad: int | None = None):
         super().__init__()
         self.width = config.width
         self.table = Adaptive(words, config.width, config.adaptive) if config.adaptive else _table(config, words, pad)

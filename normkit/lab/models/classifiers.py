@@ -19,8 +19,6 @@ def classifier(config: Model, classes: int) -> nn.Module:
     Raises:
         ValueError: If the name is unknown; the message has the nearest one.
 
-    ValueError with the nearest name if there is none.
-
     >>> config = Model(arch="tiny_vit", width=8, hidden=16, depth=1, heads=2, image_size=8, norm="un")
     >>> type(classifier(config, classes=10)).__name__
     'TinyViT'

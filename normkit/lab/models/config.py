@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal, get_args
 
-from normkit.lab.fields import Checked, limited, require
+from normkit.lab.fields import Checked, limited
+from normkit.norms._options import require
 
 Init = Literal["xavier", "small", "ds", "fixup", "t-fixup"]
 INITS: tuple[str, ...] = get_args(Init)

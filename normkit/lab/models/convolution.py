@@ -32,6 +32,13 @@ class Convolution(nn.Module):
         self.taps = nn.Linear(width, taps, bias=False) if dynamic else nn.Parameter(torch.zeros(taps))
         self.dropout = nn.Dropout(dropout)
 
+    def mix(
+        self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Convolve; see `Attention.mix`. With `past`, a token is mixed with earlier ones only."""
+        y, kept = self(x, real, causal or past is not None, past[0] if past else None)
+        return y, (kept,)
+
     def forward(
         self, x: Tensor, real: Tensor | None = None, causal: bool = False, past: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,7 @@ from normkit.lab.models.convolution import Convolution
 def initialize(model: nn.Module, how: str) -> None:
     """Draw the weights of all attention and feed-forward blocks, in place; biases are 0.
 
-    Both linear maps of a convolution count as those of a feed-forward block.
-
-    L: layers of a stack.
+    Both linear maps of a convolution count as those of a feed-forward block. L is the number of layers of a stack.
 
     "xavier": N(0, 2 / (fan in + fan out)), so sqrt(2 / 2d) in the attention. "small" (SmallInit, Nguyen & Salazar 2019,
     Eq. 4): all four projections of the attention N(0, 2 / (d + 4d)), as if they were as wide as the feed-forward

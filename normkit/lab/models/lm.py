@@ -11,19 +11,19 @@ from normkit.lab.models.initialize import initialize
 
 
 class DecoderLM(nn.Module):
-    """Scores of each next word; `pad`, if given, is the number of the padding symbol.
+    """Scores of each next word of texts without padding.
 
     >>> model = DecoderLM(Model(width=8, hidden=16, depth=1, heads=2), vocab=5)
     >>> model(torch.tensor([[4, 3, 2]])).shape
     torch.Size([1, 3, 5])
     """
 
-    def __init__(self, config: Model, vocab: int, pad: int | None = None):
+    def __init__(self, config: Model, vocab: int):
         super().__init__()
-        self.config, self.pad = config, pad
+        self.config = config
         if config.adaptive and not config.tie:
             raise ValueError("adaptive embeddings are tied to the output; tie=False needs adaptive=()")
-        self.embedding = Embedding(config, vocab, pad)
+        self.embedding = Embedding(config, vocab)
         self.decoder = Stack(config, config.decoder_depth or config.depth)
         if not config.adaptive:
             self.output = Output(config.width, vocab, self.embedding.table if config.tie else None)
@@ -54,9 +54,8 @@ class DecoderLM(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
         """Return the decoder's output `[B, T, width]`."""
-        real = None if self.pad is None else tokens != self.pad
         x, length = self.embedding(tokens, start), tokens.shape[1]
         mask = None
         if start and length > 1:
             mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
-        return self.decoder(x, real, mask=mask, causal=start == 0, cache=cache)
+        return self.decoder(x, mask=mask, causal=start == 0, cache=cache)

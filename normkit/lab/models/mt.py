@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from normkit.lab.models.blocks import Cache, Embedding, Output, Stack, place_norms
+from normkit.lab.models.blocks import PAD, Cache, Embedding, Output, Stack, place_norms
 from normkit.lab.models.config import Model
 from normkit.lab.models.initialize import initialize
 
@@ -15,7 +15,7 @@ LEAST = -1e9  # score of a masked word; finite, so that label smoothing stays fi
 class Seq2Seq(nn.Module):
     """Encoder and decoder over two vocabularies, or over one that they share.
 
-    Tokens equal to the padding number are masked.
+    Padding is masked.
 
     >>> model = Seq2Seq(Model(width=8, hidden=16, depth=1, heads=2), source_vocab=5, target_vocab=7)
     >>> model(torch.tensor([[4, 3, 0]]), torch.tensor([[1, 4]])).shape
@@ -24,7 +24,7 @@ class Seq2Seq(nn.Module):
 
     allowed: Tensor
 
-    def __init__(self, config: Model, source_vocab: int, target_vocab: int, pad: int = 0):
+    def __init__(self, config: Model, source_vocab: int, target_vocab: int):
         super().__init__()
         if config.share and source_vocab != target_vocab:
             raise ValueError(
@@ -32,9 +32,9 @@ class Seq2Seq(nn.Module):
             )
         if config.adaptive or config.attention in ("multilinear", "relative"):
             raise ValueError("adaptive embeddings, multi-linear and relative attention are for language models")
-        self.config, self.pad = config, pad
-        self.target_embedding = Embedding(config, target_vocab, pad)
-        self.source_embedding = self.target_embedding if config.share else Embedding(config, source_vocab, pad)
+        self.config = config
+        self.target_embedding = Embedding(config, target_vocab, PAD)
+        self.source_embedding = self.target_embedding if config.share else Embedding(config, source_vocab, PAD)
         self.encoder = Stack(config, config.depth)
         self.decoder = Stack(config, config.decoder_depth or config.depth, cross=True)
         self.output = Output(config.width, target_vocab, self.target_embedding.table if config.tie else None)
@@ -50,7 +50,7 @@ class Seq2Seq(nn.Module):
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """The encoder's output `[B, S, D]`, and which of its tokens are real, `[B, S]`."""
-        real = source != self.pad
+        real = source != PAD
         x = self.encoder(self.source_embedding(source), real, mask=real[:, None, None, :])
         return x, real
 
@@ -64,11 +64,11 @@ class Seq2Seq(nn.Module):
         x = self.target_embedding(target, start)
         more = {"memory": memory, "memory_mask": real[:, None, None, :], "cache": cache}
         if start == 0:
-            x = self.decoder(x, target != self.pad, causal=True, **more)
+            x = self.decoder(x, target != PAD, causal=True, **more)
         else:
             length = target.shape[1]
             mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
-            x = self.decoder(x, target != self.pad, mask=None if length == 1 else mask, **more)
+            x = self.decoder(x, target != PAD, mask=None if length == 1 else mask, **more)
         scores = self.output(x, self.target_embedding.table)
         least = max(LEAST, torch.finfo(scores.dtype).min)
         return scores.masked_fill(~self.allowed, least) if self.config.mask_logits else scores

@@ -31,6 +31,18 @@ class RelativeAttention(nn.Module):
         for linear in (self.query, self.key, self.value, self.place, self.out):
             nn.init.normal_(linear.weight, 0, 0.02)  # as the authors' code
 
+    def mix(
+        self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Attend to the memory and to `x`; see `Attention.mix`.
+
+        What the next segment remembers has no gradient, and is the attention's input. In a pre-norm model it has
+        passed the norm, which therefore measures each word once, in the segment where it is new.
+        """
+        seen = torch.cat([*past, x], 1) if past else x
+        keep = self.memory[0] if self.training else self.memory[1]
+        return self(x, seen), (seen[:, max(0, seen.shape[1] - keep) :].detach(),)
+
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
         """Attend from `x [batch, time, width]` to `seen [batch, memory + time, width]`.
 
@@ -48,16 +60,6 @@ class RelativeAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query + self.content_bias, key, value, scores, dropout)
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def extend(self, past: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `past` and `x` together, and what of them the next segment remembers.
-
-        That has no gradient, and is the attention's input. In a pre-norm model it has passed the norm, which therefore
-        measures each word once, in the segment where it is new.
-        """
-        seen = x if past is None else torch.cat([past, x], 1)
-        keep = self.memory[0] if self.training else self.memory[1]
-        return seen, seen[:, max(0, seen.shape[1] - keep) :].detach()
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)

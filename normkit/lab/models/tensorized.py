@@ -37,6 +37,14 @@ class MultiLinear(nn.Module):
         for weight in (self.query.weight, self.key.weight, self.value.weight, self.place.weight, self.out):
             nn.init.normal_(weight, 0, std)
 
+    def mix(
+        self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Attend to earlier words of a whole piece of text; see `Attention.mix`."""
+        if past is not None or not causal:
+            raise ValueError("multi-linear attention reads whole pieces of text, from their first word on")
+        return self(x), ()
+
     def forward(self, x: Tensor) -> Tensor:
         """`x [B, T, width]`, T at most `length`."""
         length = x.shape[1]
