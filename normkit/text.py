@@ -17,11 +17,9 @@ def escape(text: str, keep: str = "") -> str:
     >>> print(escape("un\x1b[31m"))
     un\x1b[31m
     """
-    return "".join(c if c.isprintable() or c in JOINERS or c in keep else _escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(
+        c if c.isprintable() or c in JOINERS or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def align(lines: Sequence[Sequence[str]], right: Collection[int] = (), heads: int = 0) -> str:

@@ -89,18 +89,6 @@ class Timings:
         """The reason why these timings allow no verdict; empty if they do."""
         return obstacle(self.noise, len(self.repeated))
 
-    def verdict(self, variant: str, base: str) -> str:
-        """The comparison in words, or the reason why there is none.
-
-        >>> Timings({"a": [1.0] * 60, "b": [2.0] * 60}, [1.0] * 60).verdict("b", "a")
-        'b takes 2.00 (2.00-2.00) of the time of a: slower'
-        """
-        if self.obstacle:
-            return self.obstacle
-        found = self.ratio(variant, base)
-        word = "no clear difference" if found.low <= 1 <= found.high else "slower" if found.median > 1 else "faster"
-        return f"{variant} takes {found} of the time of {base}: {word}"
-
 
 def measure(
     runs: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, *, threads: int = 1, device: str = "cpu"

@@ -203,12 +203,14 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 def _write(model: TensorModel, path: Path, shapes: Any) -> Ran:
     if path.suffix == ".onnx":
         return _onnx(model, path, shapes)
-    if path.suffix == ".pt2":
-        return _program(model, path, shapes)
+    if path.suffix == ".pte":
+        return openvino_executorch.write_executorch(program_of(model, *model.given), model.given, path)
+    program = program_of(model, *model.given, dynamic_shapes=shapes)
     if path.suffix == ".xml":
-        program = program_of(model, *model.given, dynamic_shapes=shapes)
         return openvino_executorch.write_openvino(program, model.given, path)
-    return openvino_executorch.write_executorch(program_of(model, *model.given), model.given, path)
+    with torch.no_grad():
+        torch.export.save(program, path)
+        return operations_of(program), "torch.export", torch.export.load(path).module()(*model.given)
 
 
 def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batches: list[list[Tensor]]) -> Ran:
@@ -221,13 +223,6 @@ def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batc
     if path.suffix == ".xml":
         return openvino_executorch.quantize_openvino(in_float, path, model.given, batches, int8)
     return openvino_executorch.quantize_executorch(program_of(model, *model.given), model.given, path, batches, int8)
-
-
-def _program(model: TensorModel, path: Path, shapes: Any) -> Ran:
-    program = program_of(model, *model.given, dynamic_shapes=shapes)
-    with torch.no_grad():
-        torch.export.save(program, path)
-        return operations_of(program), "torch.export", torch.export.load(path).module()(*model.given)
 
 
 def _onnx(model: TensorModel, path: Path, shapes: Any) -> Ran:

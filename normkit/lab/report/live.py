@@ -28,9 +28,7 @@ WAITING = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" conte
 class Watched:
     """The page of the runs below a path, made again only when files have changed.
 
-    Threads may call it at once.
-
-    Of rows that were appended only the new ones are read.
+    Threads may call it at once. Of rows that were appended only the new ones are read.
     """
 
     def __init__(self, path: Path, sections: Sections):

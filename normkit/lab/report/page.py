@@ -25,16 +25,7 @@ from normkit.watch.row_files import RunReader
 TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 3_000_000  # bytes of a page
 FEWEST = 6
-POINTS = (
-    400,
-    200,
-    100,
-    50,
-    25,
-    12,
-    FEWEST,
-    0,
-)  # in a line, until the page is small enough; 0: no statistics
+POINTS = (400, 200, 100, 50, 25, 12, FEWEST, 0)  # in a line, until the page is small enough; 0: no statistics
 CROWDED = "Statistics by layer are left out, for they would make this page larger than 3 MB: show fewer runs."
 COLOURS = 7
 DIGITS = 4  # of numbers in charts

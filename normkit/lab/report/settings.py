@@ -11,12 +11,8 @@ Result = Mapping[str, Any]
 Results = Mapping[Any, Result]
 """Results by the folder of each, as `normkit.lab.report.results.find` returns them."""
 
-NAMING = {
-    "name",
-    "model.norm",
-    "model.norm_at",
-    "model.fixnorm",
-}  # settings that are part of a label already, or do not matter
+NAMING = {"name", "model.norm", "model.norm_at", "model.fixnorm"}
+"""Settings that are part of a label already, or do not matter."""
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -89,26 +85,17 @@ def labels(results: Results) -> dict[Any, str]:
     for name in _twice(names.values()):
         same = [folder for folder in names if names[folder] == name]
         _, different = split([results[folder]["run"] for folder in same])
-        alone = next(
-            (key for key in ("data", *different) if key not in NAMING and _all_differ(different.get(key, ()), same)),
-            None,
-        )
+        different = {key: values for key, values in different.items() if key not in NAMING}
+        # one setting suffices if it differs between all of them, best of all their data
+        telling = [key for key in ("data", *different) if len(set(map(repr, different.get(key, ())))) == len(same)][:1]
         for place, folder in enumerate(same):
-            found = different if alone is None else {alone: different[alone]}
-            telling = [
-                escape(str(values[place]) if key == "data" else f"{key}={values[place]}")
-                for key, values in found.items()
-                if key not in NAMING
-            ]
-            names[folder] = ", ".join([name, *telling])
+            values = {key: different[key][place] for key in telling or different}
+            parts = [str(value) if key == "data" else f"{key}={value}" for key, value in values.items()]
+            names[folder] = ", ".join([name, *map(escape, parts)])
     for name in _twice(names.values()):
         for folder in [folder for folder in names if names[folder] == name]:
             names[folder] = escape(f"{name}, {folder}")
     return names
-
-
-def _all_differ(values: Sequence[Any], of: Sequence[Any]) -> bool:
-    return len(set(map(repr, values))) == len(of)
 
 
 def _twice(names: Iterable[str]) -> list[str]:

@@ -91,7 +91,7 @@ def _terms(metric: Metric, results: Results) -> list[str]:
     scores = [score for r in results.values() if (score := r["scores"].get("running"))]
     errors = [score.error for r in results.values() if (score := _score(r, "running", metric)) and score.error]
     common, _ = split([result["run"] for result in results.values()])
-    terms = [f"{n:,} test items" for n in {score.get("n") for score in scores} if n and len(scores) > 0]
+    terms = [f"{n:,} test items" for n in {score.get("n") for score in scores} if n]
     seeds = sorted({result.get("seeds", 1) for result in results.values()})
     if seeds[-1] > 1:
         terms.append(f"means over {'-'.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seeds with 95 % intervals")
