@@ -3,11 +3,14 @@
 from collections.abc import Iterable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from normkit.transforms.calibrate import evaluating
+from normkit.transforms.invoke import call
 from normkit.watch.recording import Row
 from normkit.watch.sites import sites
 
@@ -103,25 +106,17 @@ def _kernels(model: nn.Module, names: list[str], batch: Any) -> Tensor:
     """Gram matrices `[layers, n, n]` of the outputs of layers for a batch."""
     seen: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            y = output[0] if isinstance(output, tuple) else output
-            y = y.flatten(1).double()  # large common parts cancel in the criterion
-            y = y - y.mean(0)
-            seen[name] = y @ y.T
+    def keep(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        y = output[0] if isinstance(output, tuple) else output
+        y = y.flatten(1).double()  # large common parts cancel in the criterion
+        y = y - y.mean(0)
+        seen[name] = y @ y.T
 
-        return hook
-
-    training, parts = model.training, dict(model.named_modules())
-    model.eval()
-    with ExitStack() as stack:
-        stack.callback(model.train, training)
+    parts = dict(model.named_modules())
+    with evaluating(model), ExitStack() as hooks:
         for name in names:
-            stack.callback(parts[name].register_forward_hook(keep(name)).remove)
-        if isinstance(batch, dict):
-            model(**batch)
-        else:
-            model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+            hooks.enter_context(parts[name].register_forward_hook(partial(keep, name)))
+        call(model, batch)
     if missing := [name for name in names if name not in seen]:
         raise ValueError(f"{missing[0]} is not run by the model's forward")
     return torch.stack([seen[name] for name in names])

@@ -8,6 +8,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+from normkit.norms._options import is_int, is_number, require
+
 LARGEST = 2**62
 NAMES = {int: "a whole number", float: "a finite number", str: "text", bool: "True or False"}
 BOUNDS = {
@@ -21,12 +23,6 @@ BOUNDS = {
 def limited(default: Any = dataclasses.MISSING, **bounds: float) -> Any:
     """Return a dataclass field with bounds: `at_least`, `above`, `below`, `at_most`."""
     return dataclasses.field(default=default, metadata={"bounds": bounds})
-
-
-def require(ok: bool, name: str, value: object, allowed: str) -> None:
-    """Raise a ValueError that names the value and what is allowed, unless `ok`."""
-    if not ok:
-        raise ValueError(f"{name} must be {allowed}; got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,9 +120,9 @@ def _test(hint: Any) -> Callable[[Any], bool]:
         key, item = map(_test, arguments)
         return lambda value: isinstance(value, dict) and all(key(k) and item(v) for k, v in value.items())
     if hint is float:
-        return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return lambda value: is_number(value) and math.isfinite(value)
     if hint is int:
-        return lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+        return lambda value: is_int(value) and abs(value) < LARGEST
     return lambda value: isinstance(value, hint)
 
 

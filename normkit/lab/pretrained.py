@@ -4,6 +4,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,25 +48,25 @@ def example_for(model: Any) -> Example:
     else:
         raise ValueError(f"{type(model).__name__} takes neither input_ids nor pixel_values; pass an example to fold()")
     with torch.no_grad():
-        outputs = _logits if hasattr(model(**kwargs), "logits") else None
+        outputs = attrgetter("logits") if hasattr(model(**kwargs), "logits") else None
     return Example(kwargs, outputs)
 
 
-def audit_dir(path: Path | str, untie: bool = True) -> Audit:
+def audit_dir(path: Path | str) -> Audit:
     """Audit the model in a folder."""
     model = load_pretrained(path)
     example = example_for(model)
-    return audit(model, outputs=example.outputs, untie=untie, **example.kwargs)
+    return audit(model, outputs=example.outputs, untie=True, **example.kwargs)
 
 
-def fold_dir(path: Path | str, out: Path | str, untie: bool = True) -> Report:
+def fold_dir(path: Path | str, out: Path | str) -> Report:
     """Fold the model in a folder and write the result to another folder."""
     path, out = Path(path), Path(out)
     if out.resolve() == path.resolve():
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
     model = load_pretrained(path)
     example = example_for(model)
-    folded, report = fold(model, outputs=example.outputs, untie=untie, **example.kwargs)
+    folded, report = fold(model, outputs=example.outputs, untie=True, **example.kwargs)
     save_pretrained(folded, out)
     for file in (file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()):
         shutil.copyfile(file, out / file.name)
@@ -82,7 +83,3 @@ def is_pretrained_dir(path: Path) -> bool:
     except ValueError as error:
         raise ValueError(f"{config} is cut short or not JSON: {error}") from None
     return isinstance(given, dict) and "architectures" in given
-
-
-def _logits(output: Any) -> Any:
-    return output.logits

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
+from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward, is_recomputed
 from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
 from normkit.transforms.convert import chosen_sites, find, replace_all, replacement, take_hooks
@@ -194,7 +195,7 @@ def blend(
     check_not_wrapped(model, "blend")
     check_not_quantized(model, "blend")
     for name, value, least in (("steps", steps, 1), ("gap", gap, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not is_int(value) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
     if schedule not in ("linear", "cosine"):
         raise ValueError(f'schedule must be "linear" or "cosine"; got {schedule!r}')

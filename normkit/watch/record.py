@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import normkit.watch.graph_ops as graph_ops
+from normkit.kernels.sync import is_distributed
 from normkit.norms import Norm
 from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward
+from normkit.transforms.invoke import input_and_mask
 from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
 from normkit.watch.rows import Rows, Sink
@@ -102,8 +104,7 @@ class Recorder:
                 f"record() found no norm: classes seen: {kinds}. A quantity of the whole model can be recorded by name:"
                 ' quantities=["gradient_norm"]'
             )
-        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.writes = not grouped or torch.distributed.get_rank() == 0
+        self.writes = not is_distributed() or torch.distributed.get_rank() == 0
         if not self.writes:  # the other processes take part where statistics are reduced over all of them
             found = [site for site in found if getattr(site.module, "sync", False)]
         self.rows = Rows(keep, to if self.writes else None)
@@ -278,8 +279,8 @@ class NormRecorder:
     def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """The input and the mask that the norm is called with."""
         if isinstance(self.site.module, Norm):
-            x = kwargs["x"] if "x" in kwargs else args[0]
-            return x, self.site.module.check(x, kwargs.get("mask", args[1] if len(args) > 1 else None))
+            x, mask = input_and_mask(args, kwargs)
+            return x, self.site.module.check(x, mask)
         return args[0] if args else next(iter(kwargs.values())), None
 
 

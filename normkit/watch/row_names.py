@@ -7,8 +7,6 @@ from normkit.norms import NORMS, Norm, StatNorm, options, parse
 from normkit.text import escape, truncate
 
 NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)(|\..*)")  # the name of a site around its first part that is a number
-
-
 RENAMED = {f"stray_{kind}": f"drift_{kind}" for kind in ("mean", "var", "quadratic")}  # in files of version 0.2.0
 
 

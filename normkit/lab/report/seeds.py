@@ -56,8 +56,8 @@ def _means(records: Sequence[Mapping[str, Any]], errors: bool) -> dict[str, floa
     return found
 
 
-def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Mean over seeds, and half its confidence interval by Student's t (nan for one seed).
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean over seeds, and half its 95 % interval by Student's t (nan for one seed).
 
     >>> mean, half = interval([31.0, 32.0, 33.0])
     >>> mean, round(half, 2)
@@ -69,7 +69,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
         return values[0], math.nan
     from scipy import stats
 
-    quantile = float(stats.t.ppf((1 + level) / 2, len(values) - 1))
+    quantile = float(stats.t.ppf(0.975, len(values) - 1))
     return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 

@@ -97,9 +97,9 @@ def _classes(vocabularies: Vocabularies) -> int:
     return len(vocabularies["classes"]) - len(SPECIAL)
 
 
-def _words(vocab: Vocab, seed: int, rows: int = 4, length: int = 9) -> Tensor:
+def _words(vocab: Vocab, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(len(SPECIAL), len(vocab), (rows, length), generator=generator)
+    return torch.randint(len(SPECIAL), len(vocab), (4, 9), generator=generator)
 
 
 def _noise(rows: int, channels: int, size: int) -> tuple[Tensor, ...]:

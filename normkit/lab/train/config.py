@@ -7,7 +7,6 @@ import dataclasses
 import json
 from typing import Self
 
-from normkit.lab.fields import require
 from normkit.lab.tasks import TASKS, takers
 from normkit.lab.train.settings import (
     Architecture,
@@ -21,6 +20,7 @@ from normkit.lab.train.settings import (
     Schedule,
 )
 from normkit.norms import parse
+from normkit.norms._options import require
 
 __all__ = ["Images", "Run"]
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,12 +88,10 @@ def captured(model: nn.Module, sites: Sequence[str]) -> Iterator[list[tuple[Tens
     def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
         found.append((y, kwargs.get("mask", args[1] if len(args) > 1 else None)))
 
-    handles = [model.get_submodule(name).register_forward_hook(keep, with_kwargs=True) for name in sites]
-    try:
+    with ExitStack() as hooks:
+        for name in sites:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(keep, with_kwargs=True))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def relative_error(x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:

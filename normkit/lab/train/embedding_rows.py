@@ -78,11 +78,9 @@ def _input(model: nn.Module, norm: nn.Module, batch: dict[str, Tensor]) -> Tenso
         found.append(args[0])
         raise _Found
 
-    handle = norm.register_forward_pre_hook(stop)
-    try:
-        model(**batch)
-    except _Found:
-        return found[0]
-    finally:
-        handle.remove()
+    with norm.register_forward_pre_hook(stop):
+        try:
+            model(**batch)
+        except _Found:
+            return found[0]
     raise ValueError("the first norm of the model did not run")

@@ -15,6 +15,7 @@ from normkit.lab.models.lm import DecoderLM
 from normkit.lab.train.config import Run
 from normkit.lab.train.task import Batch, Task
 
+TOGETHER = 16  # pieces of an evaluation
 VALID_STREAMS = 10  # parts of the validation split that are read beside each other
 
 
@@ -140,10 +141,10 @@ def _pieces(text: Tensor, starts: list[int], length: int, before: int = 0) -> Ba
     return Batch((piece[:, :-1], target), target.numel(), target.numel())
 
 
-def _all_pieces(text: Tensor, length: int, before: int = 0, together: int = 16) -> list[Batch]:
+def _all_pieces(text: Tensor, length: int, before: int = 0) -> list[Batch]:
     """Cut the text into pieces; shorter ones, first and last, are batches of their own."""
     starts = range(0, len(text) - 1, length)
     alike = [start for start in starts if start >= before and start + length < len(text)]
     others = [start for start in starts if start < before or start + length >= len(text)]
-    batches = [_pieces(text, alike[at : at + together], length, before) for at in range(0, len(alike), together)]
+    batches = [_pieces(text, alike[at : at + TOGETHER], length, before) for at in range(0, len(alike), TOGETHER)]
     return [*batches, *(_pieces(text, [start], length, min(start, before)) for start in others)]

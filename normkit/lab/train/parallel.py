@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from normkit.kernels.sync import is_distributed
 from normkit.lab.models.blocks import Layer
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import is_rank_zero
@@ -55,11 +56,6 @@ def cluster_plugins() -> list[Any]:
     if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
         return []
     return [SLURMEnvironment(auto_requeue=False)]
-
-
-def is_distributed() -> bool:
-    """Return True if several processes are connected."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def all_gather(value: Any) -> list[Any]:

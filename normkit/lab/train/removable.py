@@ -28,6 +28,7 @@ from normkit.norms import Norm
 from normkit.transforms import Report, fold, load_pretrained, save_pretrained
 
 HELD_OUT = 400  # texts to measure on
+BATCH, LENGTH = 24, 48  # texts of a batch, and tokens of a text that count
 TOGETHER = 20  # batches of texts sorted by length together, so that little is padding
 SHORT = 4  # words; shorter texts are headings
 
@@ -105,7 +106,7 @@ class RemovableText:
     mask_from = "attention_mask"
     lr = 3e-4
 
-    def __init__(self, folder: Path, text: str, batch: int = 24, length: int = 48):
+    def __init__(self, folder: Path, text: str):
         self.model = load_pretrained(folder)
         from transformers import AutoTokenizer
 
@@ -113,11 +114,10 @@ class RemovableText:
             raise ValueError(f"{folder} holds no tokenizer; write it there with `tokenizer.save_pretrained`")
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        self.size, self.length = batch, length
         self.train, self.held_out = _texts(text)
         self.causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        if len(self.train) < TOGETHER * batch:
-            raise ValueError(f"{text} has {len(self.train)} texts to train on; needs {TOGETHER * batch} or more")
+        if len(self.train) < TOGETHER * BATCH:
+            raise ValueError(f"{text} has {len(self.train)} texts to train on; needs {TOGETHER * BATCH} or more")
 
     def student(self, batches: list[dict[str, Tensor]]) -> nn.Module:
         """Return the model whose norms are replaced.
@@ -133,18 +133,18 @@ class RemovableText:
 
     def encode(self, texts: list[str]) -> dict[str, Tensor]:
         """Return tokens and their mask."""
-        found = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
+        found = self.tokenizer(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
         return {key: found[key] for key in ("input_ids", "attention_mask")}
 
     def batches(self, start: int) -> Iterator[dict[str, Tensor]]:
         """Yield batches without end from a number on; texts of a batch have similar lengths."""
-        rows = TOGETHER * self.size
+        rows = TOGETHER * BATCH
         blocks, block, skip = len(self.train) // rows, start // TOGETHER, start % TOGETHER
         while True:
             at = block % blocks * rows
             texts = sorted(self.train[at : at + rows], key=len)
             order = random.Random(block).sample(range(TOGETHER), TOGETHER)
-            yield from (self.encode(texts[i * self.size : (i + 1) * self.size]) for i in order[skip:])
+            yield from (self.encode(texts[i * BATCH : (i + 1) * BATCH]) for i in order[skip:])
             block, skip = block + 1, 0
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from normkit.files import write_whole
+from normkit.kernels.sync import is_distributed
 from normkit.lab.report import results
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.build import build_model
@@ -31,7 +31,7 @@ from normkit.lab.train.folder import (
     save,
     write_run,
 )
-from normkit.lab.train.parallel import check_devices, is_distributed
+from normkit.lab.train.parallel import check_devices
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.source import source
 from normkit.lab.train.utilization import utilization
@@ -182,10 +182,12 @@ def _prepare_folder(callback: "RunCallback", task: "Task", resume: bool) -> None
 
 def _finish(task: "Task", callback: "RunCallback", on_stage: Callable[[str], None], command: str) -> dict[str, Any]:
     """Average, save and score the trained model, and write the result."""
+    from normkit.lab.train.checkpoints import model_state, read_checkpoint
+
     run, folder = callback.run, callback.folder
     averaged = callback.kept(run.average) if callback.status == "done" and run.average else []
     if averaged:  # a run may end before its first checkpoint: then the last weights stay
-        _average(task.model, averaged)
+        task.model.load_state_dict(mean_weights([model_state(read_checkpoint(path)) for path in averaged]))
     task.finish_training()
     if callback.status == "done" and not callback.valid:
         callback.valid.append({"step": callback.step, **task.validate()})
@@ -241,12 +243,6 @@ def _explain_memory(run: Run, folder: Path) -> Iterator[None]:
             "GPU, or with --device cpu. A run of the same steps that needs less has half of batch_tokens and double "
             "accumulate, or precision=bf16-mixed, and another folder (--out)"
         ) from None
-
-
-def _average(model: nn.Module, paths: list[Path]) -> None:
-    from normkit.lab.train.checkpoints import model_state, read_checkpoint
-
-    model.load_state_dict(mean_weights([model_state(read_checkpoint(path)) for path in paths]))
 
 
 @contextlib.contextmanager

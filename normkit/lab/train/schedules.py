@@ -27,11 +27,11 @@ class InverseSqrt(LRScheduler):
     [0.25, 1.0, 0.5]
     """
 
-    def __init__(self, optimizer: Optimizer, warmup: int, start: float = 0.0, last_epoch: int = -1):
+    def __init__(self, optimizer: Optimizer, warmup: int, start: float = 0.0):
         if warmup < 1:
             raise ValueError(f"warmup must be at least 1 step; got {warmup}")
         self.warmup, self.start = warmup, start
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer)
 
     def rate(self, n: int, peak: Any = 1.0) -> Any:
         """Return the learning rate of step n = 1, 2, ...."""
@@ -47,11 +47,11 @@ class InverseSqrt(LRScheduler):
 class Constant(LRScheduler):
     """Linear warm-up over `warmup` steps, then the optimizer's lr."""
 
-    def __init__(self, optimizer: Optimizer, warmup: int = 0, last_epoch: int = -1):
+    def __init__(self, optimizer: Optimizer, warmup: int = 0):
         if warmup < 0:
             raise ValueError(f"warmup must be at least 0 steps; got {warmup}")
         self.warmup = warmup
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer)
 
     def get_lr(self) -> list:
         """Return the learning rates of the next step."""
@@ -77,7 +77,6 @@ class ValidationDecay(Constant):
         factor: float = 0.8,
         patience: int = 3,
         rule: Literal["paper", "code"] = "paper",
-        last_epoch: int = -1,
     ):
         if not 0 < factor < 1 or patience < 1 or rule not in ("paper", "code"):
             raise ValueError(
@@ -85,7 +84,7 @@ class ValidationDecay(Constant):
             )
         self.factor, self.patience, self.rule = factor, patience, rule
         self.decays, self.waited, self.scores = 0, 0, list[float]()
-        super().__init__(optimizer, warmup, last_epoch)
+        super().__init__(optimizer, warmup)
 
     def validated(self, score: float) -> bool:
         """Record a validation score; return True if the learning rate falls."""

@@ -164,11 +164,7 @@ class Task(lightning.LightningModule):
 
     def validate(self) -> dict[str, float]:
         """Return what is recorded of the validation split; `loss` at least."""
-        return {"loss": self.validation_loss()}
-
-    def validation_loss(self) -> float:
-        """Return the mean loss of the validation split, at inference."""
-        return self.mean_loss(self.validation_batches())
+        return {"loss": self.mean_loss(self.validation_batches())}
 
     def score(self, on_stage: Callable[[str], None]) -> dict[str, dict[str, float]]:
         """Score the test split; the model is unchanged afterwards.
