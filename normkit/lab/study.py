@@ -97,6 +97,20 @@ class Row:
         return {self.label, spec, parse(spec)[0]}
 
 
+def columns(base: Bases, metrics: Mapping[str, str]) -> tuple[Column, ...]:
+    """Columns of the same runs: metrics by title."""
+    return tuple(Column(title=title, metric=metric, base=base) for title, metric in metrics.items())
+
+
+def norm_rows(*specs: str) -> tuple[Row, ...]:
+    """Rows that differ in their norm alone.
+
+    >>> [row.label for row in norm_rows("layer", "un(warmup='auto')")]
+    ['layer', 'un(warmup=auto)']
+    """
+    return tuple(Row(label=spec.replace("'", ""), settings={"model.norm": spec}) for spec in specs)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
     """A table or figure of a paper, or our own question: a grid of rows x columns x seeds.

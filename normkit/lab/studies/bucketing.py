@@ -8,7 +8,7 @@ other training items chosen by length, show what a model reads from the statisti
 
 from normkit.lab.papers.powernorm.recipes import mt_iwslt14_pocket
 from normkit.lab.recipes import CMUDICT, MULTI30K, mt_multi30k
-from normkit.lab.study import Base, Bases, Column, Row, Settings, Study
+from normkit.lab.study import Base, Bases, Row, Settings, Study, columns
 
 NORMS = ("batch", "pnv", "mabn", "power(groups=1)", "un", "layer")
 WAYS: dict[str, Settings] = {
@@ -25,10 +25,6 @@ def _rows(norms: tuple[str, ...], ways: tuple[str, ...]) -> tuple[Row, ...]:
                  for norm in norms for way in ways)  # fmt: skip
 
 
-def _columns(metric: str, base: Bases, kinds: dict[str, str]) -> tuple[Column, ...]:
-    return tuple(Column(title=title, metric=f"{metric} {kind}", base=base) for title, kind in kinds.items())
-
-
 def _study(id: str, data: str, metric: str, base: Bases) -> Study:
     kinds = {"running": "running", "calibrated": "calibrated", "donors of the same lengths": "donors", OLD: "batch"}
     return Study(
@@ -38,8 +34,8 @@ def _study(id: str, data: str, metric: str, base: Bases) -> Study:
         " of the first norm, median over the run. The statistics of a test batch itself depend on its right answers.",
         rows=_rows(NORMS, ("bucketed", "shuffled")),
         columns=(
-            *_columns(metric, base, {f"{metric.upper()} {title}": kind for title, kind in kinds.items()}),
-            *(Column(title=f"distance, {title}", metric=name, base=base) for title, name in DISTANCES.items()),
+            *columns(base, {f"{metric.upper()} {title}": f"{metric} {kind}" for title, kind in kinds.items()}),
+            *columns(base, {f"distance, {title}": name for title, name in DISTANCES.items()}),
         ),
     )
 
@@ -71,9 +67,9 @@ def _length(id: str, data: str, metric: str, base: Bases) -> Study:
         note="Greedy search. Symbols: mean length of an output.",
         rows=_rows(("batch", "pnv", "un", "renorm", "power(groups=0)", "layer"), tuple(WAYS)),
         columns=(
-            *_columns(metric, base, {f"{metric.upper()}, {title}": kind for title, kind in STATISTICS.items()}),
-            *_columns("symbols", base, {f"symbols, {title}": STATISTICS[title] for title in lengths}),
-            *_columns("loss", base, {f"loss, {title}": STATISTICS[title] for title in losses}),
+            *columns(base, {f"{metric.upper()}, {title}": f"{metric} {kind}" for title, kind in STATISTICS.items()}),
+            *columns(base, {f"symbols, {title}": f"symbols {STATISTICS[title]}" for title in lengths}),
+            *columns(base, {f"loss, {title}": f"loss {STATISTICS[title]}" for title in losses}),
         ),
     )
 

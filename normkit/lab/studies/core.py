@@ -7,44 +7,42 @@ from normkit.lab.papers.tears.recipes import TED, TED_LONG
 from normkit.lab.papers.tears.tables import DECAY
 from normkit.lab.papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
 from normkit.lab.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
-from normkit.lab.study import Column, Row, Settings, Study, Times
+from normkit.lab.study import Column, Row, Settings, Study, Times, columns, norm_rows
 
 CORE = (
-    Row(label="layer", settings={"model.norm": "layer"}),
-    Row(label="batch", settings={"model.norm": "batch"}),
-    Row(label="pnv", settings={"model.norm": "pnv"}),
-    Row(label="power(groups=1)", settings={"model.norm": "power(groups=1)"}),
-    Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
-    Row(label="un", settings={"model.norm": "un"}),
+    *norm_rows("layer", "batch", "pnv", "power(groups=1)", "power(groups=0)", "un"),
     Row(label="scale + FixNorm", settings={"model.norm": "scale", "model.fixnorm": True}),
 )
-FIXED = Row(
-    label="layer + FixNorm", settings={"model.norm": "layer", "model.fixnorm": True}
-)  # separates FixNorm's gain from ScaleNorm's
-AUTOMATIC = tuple(
-    Row(label=norm, settings={"model.norm": norm.replace("auto", "'auto'")})
-    for norm in ("un(warmup=auto)", "power(groups=0, warmup=auto)", "power(groups=1, warmup=auto)")
-)
+# separates FixNorm's gain from ScaleNorm's
+FIXED = Row(label="layer + FixNorm", settings={"model.norm": "layer", "model.fixnorm": True})
+AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
 FIXED_UN = Row(label="un(warmup=auto) + FixNorm", settings={"model.norm": "un(warmup='auto')", "model.fixnorm": True})
 SCALED = tuple(
     dataclasses.replace(row, label=f"{row.label} + scale loss", settings={**(row.settings or {}), "scale_loss": 0.1})
     for row in (AUTOMATIC[0], FIXED_UN)
 )
-OTHERS = tuple(
-    Row(label=norm, settings={"model.norm": norm}) for norm in ("rms", "group", "renorm", "mabn", "nonorm", "dyt")
-)
+OTHERS = norm_rows("rms", "group", "renorm", "mabn", "nonorm", "dyt")
+BLEU = {"BLEU": "bleu", "BLEU greedy": "bleu running"}
+CALIBRATED = {"greedy, calibrated": "bleu calibrated"}
+VALID = {"valid perplexity": "perplexity valid"}
+
+
+def _with_donors(metric: str) -> dict[str, str]:
+    """Metrics of a search, with the statistics of several batches."""
+    return {
+        metric.upper(): metric,
+        f"{metric.upper()} greedy": f"{metric} running",
+        "greedy, statistics of donors of the same lengths": f"{metric} donors",
+        "greedy, of each test batch itself (until 0.2)": f"{metric} batch",
+        "greedy, calibrated": f"{metric} calibrated",
+    }
+
 
 MULTI30K_CORE = Study(
     id="core.multi30k",
     title="norms in translation, Multi30k De-En",
     rows=(*CORE, FIXED, FIXED_UN, *SCALED, *OTHERS),
-    columns=(
-        Column(title="BLEU", metric="bleu", base=MULTI30K),
-        Column(title="BLEU greedy", metric="bleu running", base=MULTI30K),
-        Column(title="greedy, statistics of donors of the same lengths", metric="bleu donors", base=MULTI30K),
-        Column(title="greedy, of each test batch itself (until 0.2)", metric="bleu batch", base=MULTI30K),
-        Column(title="greedy, calibrated", metric="bleu calibrated", base=MULTI30K),
-    ),
+    columns=columns(MULTI30K, _with_donors("bleu")),
 )
 
 MULTI30K_LONG = Study(
@@ -61,7 +59,7 @@ MULTI30K_LONG = Study(
             for norm in ("layer", "batch")
         ),
     ),
-    columns=tuple(dataclasses.replace(column, base=MULTI30K_HOUR) for column in MULTI30K_CORE.columns),
+    columns=columns(MULTI30K_HOUR, _with_donors("bleu")),
 )
 
 IWSLT14_CORE = Study(
@@ -70,25 +68,14 @@ IWSLT14_CORE = Study(
     rows=(*CORE, *OTHERS),
     note="At pocket scale the training set is a third of the corpus, and the test 1,000 of its 6,750 lines, evenly"
     " spread. Validation perplexity is of 500 lines at every scale.",
-    columns=(
-        Column(title="BLEU", metric="bleu", base=IWSLT14_UN),
-        Column(title="BLEU greedy", metric="bleu running", base=IWSLT14_UN),
-        Column(title="greedy, calibrated", metric="bleu calibrated", base=IWSLT14_UN),
-        Column(title="valid perplexity", metric="perplexity valid", base=IWSLT14_UN),
-    ),
+    columns=columns(IWSLT14_UN, BLEU | CALIBRATED | VALID),
 )
 
 CMUDICT_CORE = Study(
     id="core.cmudict",
     title="norms from spelling to sound, CMU Pronouncing Dictionary",
     rows=(*CORE, *OTHERS),
-    columns=(
-        Column(title="PER", metric="per", base=CMUDICT),
-        Column(title="PER greedy", metric="per running", base=CMUDICT),
-        Column(title="greedy, statistics of donors of the same lengths", metric="per donors", base=CMUDICT),
-        Column(title="greedy, of each test batch itself (until 0.2)", metric="per batch", base=CMUDICT),
-        Column(title="greedy, calibrated", metric="per calibrated", base=CMUDICT),
-    ),
+    columns=columns(CMUDICT, _with_donors("per")),
 )
 
 PTB_CORE = Study(
@@ -98,21 +85,14 @@ PTB_CORE = Study(
         *(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un")),
         AUTOMATIC[0],
     ),
-    columns=(
-        Column(title="test perplexity", metric="perplexity", base=PTB),
-        Column(title="valid perplexity", metric="perplexity valid", base=PTB),
-        Column(title="test, calibrated", metric="perplexity calibrated", base=PTB),
-    ),
+    columns=columns(PTB, {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}),
 )
 
 WIKITEXT2_CORE = Study(
     id="core.wikitext-2",
     title="norms in a language model, WikiText-2",
     rows=tuple(row for row in CORE if row.label in ("layer", "un")),
-    columns=(
-        Column(title="test perplexity", metric="perplexity", base=WIKITEXT2),
-        Column(title="valid perplexity", metric="perplexity valid", base=WIKITEXT2),
-    ),
+    columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
 )
 
 NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
@@ -142,17 +122,11 @@ GALICIAN_LONG = Study(
     id="core.ted-gl-long",
     title="norms in translation with little data, 10,000 steps, TED gl-en",
     rows=tuple(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
-    columns=(
-        Column(title="BLEU", metric="bleu", base=TED_LONG),
-        Column(title="BLEU greedy", metric="bleu running", base=TED_LONG),
-        Column(title="greedy, calibrated", metric="bleu calibrated", base=TED_LONG),
-        Column(title="valid perplexity", metric="perplexity valid", base=TED_LONG),
-    ),
+    columns=columns(TED_LONG, BLEU | CALIBRATED | VALID),
 )
 
 IMAGES = (
-    *(Row(label=norm, settings={"model.norm": norm}) for norm in ("layer", "batch", "mabn", "pnv")),
-    Row(label="power(groups=0)", settings={"model.norm": "power(groups=0)"}),
+    *norm_rows("layer", "batch", "mabn", "pnv", "power(groups=0)"),
     Row(label="un", settings={"model.norm": "un(outlier_filtration=True)"}),
     Row(label="un, filtration off", settings={"model.norm": "un"}),
 )
@@ -163,27 +137,19 @@ CIFAR10_CORE = Study(
     note="At pocket scale ResNet-20 gets the images at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14.",
     rows=IMAGES,
     columns=(
-        Column(title="ViT", metric="accuracy", base=CIFAR10),
-        Column(title="ViT, calibrated", metric="accuracy calibrated", base=CIFAR10),
-        Column(title="ResNet-20", metric="accuracy", base=RESNET20),
-        Column(title="ResNet-20, calibrated", metric="accuracy calibrated", base=RESNET20),
+        *columns(CIFAR10, {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
+        *columns(RESNET20, {"ResNet-20": "accuracy", "ResNet-20, calibrated": "accuracy calibrated"}),
     ),
 )
 
 RESNET20_LONG = Study(
     id="core.resnet20-hour",
     title="norms in image classification, an hour of one CPU core each, CIFAR-10, ResNet-20",
-    rows=tuple(
-        Row(label=norm, settings={"model.norm": norm.replace("auto", "'auto'")})
-        for norm in (
-            "layer", "batch", "pnv", "un(outlier_filtration=True, warmup=auto)", "power(groups=0, warmup=auto)",
-            "mabn(warmup=auto)",
-        )
+    rows=norm_rows(
+        "layer", "batch", "pnv", "un(outlier_filtration=True, warmup='auto')", "power(groups=0, warmup='auto')",
+        "mabn(warmup='auto')",
     ),
-    columns=(
-        Column(title="accuracy", metric="accuracy", base=RESNET20_HOUR),
-        Column(title="accuracy, calibrated", metric="accuracy calibrated", base=RESNET20_HOUR),
-    ),
+    columns=columns(RESNET20_HOUR, {"accuracy": "accuracy", "accuracy, calibrated": "accuracy calibrated"}),
 )  # fmt: skip
 
 CIFAR10_SPEED = Study(

@@ -13,7 +13,7 @@ from normkit.lab.papers.unified.detectors import MASK_RCNN
 from normkit.lab.papers.unified.recipes import CIFAR10
 from normkit.lab.recipes import CMUDICT, MULTI30K
 from normkit.lab.studies.core import CMUDICT_CORE, IWSLT14_CORE, MULTI30K_CORE, PTB_CORE
-from normkit.lab.study import Base, Column, Row, Settings, Study, override, with_options
+from normkit.lab.study import Base, Column, Settings, Study, norm_rows, override, with_options
 
 TIMES = (3, 10)  # warm-ups of statistics, relative to that of the learning rate
 
@@ -29,9 +29,7 @@ def _study(id: str, data: str, base: Base, columns: tuple[Column, ...], options:
         id=f"warmup.{id}",
         title=f"statistics that warm up as long as the learning rate, {run.warmup} steps, or longer, {data}",
         note=f"{note} {WHOLE}".strip(),
-        rows=tuple(
-            Row(label=norm.replace("'", ""), settings={"model.norm": norm}) for norm in ("layer", "pnv", *norms)
-        ),
+        rows=norm_rows("layer", "pnv", *norms),
         columns=tuple(dataclasses.replace(column, base={"pocket": base}) for column in columns),
     )
 

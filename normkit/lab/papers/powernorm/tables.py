@@ -2,7 +2,7 @@
 
 from normkit.lab.papers.powernorm import language_models as lm
 from normkit.lab.papers.powernorm.recipes import IWSLT14, POST_NORM, PTB, RESNET20, SCALING_NMT, WMT14_DE_BIG
-from normkit.lab.study import Bases, Column, Row, Settings, Study, Times
+from normkit.lab.study import Bases, Column, Row, Settings, Study, Times, columns
 
 ENCODER = {"model.norm_at": {"decoder.*": "layer"}}
 NOTE = "In translation the decoder keeps LayerNorm (A.1); PN's layer-scale is before PN alone, in one group."
@@ -102,10 +102,8 @@ TABLE3 = Study(
     claim="Validation agrees with the test of Table 2.",
     note=LANGUAGE_MODELS,
     columns=(
-        Column(title="PTB valid", metric="perplexity valid", base=lm.CORE[0]),
-        Column(title="PTB test", metric="perplexity", base=lm.CORE[0]),
-        Column(title="WikiText-103 valid", metric="perplexity valid", base=lm.CORE[1]),
-        Column(title="WikiText-103 test", metric="perplexity", base=lm.CORE[1]),
+        *columns(lm.CORE[0], {"PTB valid": "perplexity valid", "PTB test": "perplexity"}),
+        *columns(lm.CORE[1], {"WikiText-103 valid": "perplexity valid", "WikiText-103 test": "perplexity"}),
     ),
     rows=(
         Row(label="Tied-LSTM", settings={}, base=_both(lm.LSTM), printed=("75.7", "48.7", "-", "48.7")),

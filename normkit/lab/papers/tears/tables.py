@@ -1,15 +1,12 @@
 """Transformers without Tears (Nguyen and Salazar, 2019): Tables 2 to 8, Figures 1 to 4."""
 
 from normkit.lab.papers.tears.recipes import IWSLT15_VI, TED, WMT14_DE
-from normkit.lab.study import Column, Row, Study, Times
+from normkit.lab.study import Column, Row, Study, Times, columns
 
 POST, PRE = {"model.placement": "post"}, {"model.placement": "pre"}
 XAVIER, SMALL = {"model.init": "xavier"}, {"model.init": "small"}
 LAYER, SCALE, RMS = ({"model.norm": norm} for norm in ("layer", "scale", "rms"))
-FIXED_G = {
-    "model.norm": "scale(learn=False)",
-    "model.norm_at": {"decoder.final_norm": "scale"},
-}  # FixNorm's g is learned
+FIXED_G = {"model.norm": "scale(learn=False)", "model.norm_at": {"decoder.final_norm": "scale"}}  # FixNorm's is learned
 PLAIN, FIX = {"model.fixnorm": False}, {"model.fixnorm": True}
 
 # Eq. 7: the peak is lambda / sqrt(d * warmup), so that half the warm-up has sqrt(2) times the peak
@@ -216,10 +213,7 @@ FIGURE2 = Study(
     title="norm of the whole gradient during training on en-vi",
     source="Transformers without Tears, Figure 2",
     claim="PostNorm's gradients are noisy, with sharp spikes to the end; PreNorm's are smaller, even without warm-up.",
-    columns=tuple(
-        Column(title=title, metric=metric, base=IWSLT15_VI)
-        for title, metric in (("median", "gradient_norm"), ("spikes", "gradient_norm outliers"))
-    ),
+    columns=columns(IWSLT15_VI, {"median": "gradient_norm", "spikes": "gradient_norm outliers"}),
     rows=COMPARED,
 )
 

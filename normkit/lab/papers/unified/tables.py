@@ -3,7 +3,7 @@
 from normkit.lab.papers.unified.detectors import FASTER_RCNN, FASTER_RCNN_12, MASK_RCNN, MASK_RCNN_12
 from normkit.lab.papers.unified.recipes import CIFAR10, CIFAR100, IMAGENET_SWIN, IMAGENET_T2T, IWSLT14_UN, T2T, WMT14_FR
 from normkit.lab.papers.unified.throughput import table8
-from normkit.lab.study import Bases, Column, Row, Settings, Study, with_options
+from normkit.lab.study import Bases, Column, Row, Settings, Study, columns, with_options
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
 
@@ -55,11 +55,8 @@ POCKET_COCO = (
 
 
 def _detection(base: Bases, *kinds: str) -> tuple[Column, ...]:
-    return tuple(
-        Column(title=f"{kind} AP{at}", metric=f"{kind} AP{at}", base=base)
-        for kind in kinds
-        for at in ("", "50", "75", "s", "m", "l")
-    )
+    names = [f"{kind} AP{at}" for kind in kinds for at in ("", "50", "75", "s", "m", "l")]
+    return columns(base, dict(zip(names, names, strict=True)))
 
 
 FILTERED = {"outlier_filtration": True}  # the paper filters in images, and not in text
@@ -149,10 +146,7 @@ TABLE5 = Study(
     source="Unified Normalization, Table 5",
     claim="Each part adds something.",
     note=f"{PARTS} {POCKET_COCO}",
-    columns=(
-        Column(title="box AP", metric="box AP", base=MASK_RCNN_12),
-        Column(title="mask AP", metric="mask AP", base=MASK_RCNN_12),
-    ),
+    columns=columns(MASK_RCNN_12, {"box AP": "box AP", "mask AP": "mask AP"}),
     rows=(
         _un("1: GM, AM, alpha", ("42.8", "39.2"), outlier_filtration=True),
         _un("2: AM, alpha", ("42.2", "38.8"), window=1, window_bkw=4, outlier_filtration=True),
@@ -282,10 +276,7 @@ FIGURE3 = Study(
     title="PNAC, channels whose statistics look normal over iterations, of activations and gradients",
     source="Unified Normalization, Figure 3",
     claim="Activations lose normality in the course of training, gradients hardly.",
-    columns=(
-        Column(title="activations", metric="pnac_activation", base=IWSLT14_UN),
-        Column(title="gradients", metric="pnac_gradient", base=IWSLT14_UN),
-    ),
+    columns=columns(IWSLT14_UN, {"activations": "pnac_activation", "gradients": "pnac_gradient"}),
     rows=(Row(label="MABN", settings=MABN), _un("UN")),
 )
 
@@ -295,10 +286,13 @@ FIGURE4 = Study(
     source="Unified Normalization, Figure 4",
     claim="The range of activation statistics grows with depth and training; outliers pull the arithmetic mean, not the"
     " geometric.",
-    columns=(
-        Column(title="activation, largest / median", metric="channel_activation outliers", base=IWSLT14_UN),
-        Column(title="its arithmetic mean", metric="channel_activation_am outliers", base=IWSLT14_UN),
-        Column(title="its geometric mean", metric="channel_activation_gm outliers", base=IWSLT14_UN),
+    columns=columns(
+        IWSLT14_UN,
+        {
+            "activation, largest / median": "channel_activation outliers",
+            "its arithmetic mean": "channel_activation_am outliers",
+            "its geometric mean": "channel_activation_gm outliers",
+        },
     ),
     rows=(_un("UN"),),
 )
@@ -323,10 +317,6 @@ FIGURE6 = Study(
     note="CKA on 1,000 test images, of norms, attention and feed-forward blocks. `normkit figure un.figure6` draws the"
     " maps from the run folders. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs, which is"
     " no evidence on the similarity after 310 epochs on ImageNet.",
-    columns=(
-        Column(title="all layers", metric="cka", base=T2T),
-        Column(title="first third of the layers", metric="cka shallow", base=T2T),
-        Column(title="accuracy", metric="accuracy", base=T2T),
-    ),
+    columns=columns(T2T, {"all layers": "cka", "first third of the layers": "cka shallow", "accuracy": "accuracy"}),
     rows=(Row(label="LN", settings=LN), Row(label="BN", settings=BN), _un("UN", outlier_filtration=True)),
 )
