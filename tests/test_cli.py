@@ -130,7 +130,7 @@ def test_train_a_recipe_with_other_settings_and_resume(typed, tmp_path):
     assert status == 0
     assert "accuracy" in out
     result = results.read(tmp_path)
-    assert result["run"]["model"]["norm"] == "un(window=2, warmup='auto')"
+    assert result["run"]["model"]["norm"] == "un(window=2)"
     assert result["command"].startswith("normkit train vit_digits --steps 6 --model.width 8")
     assert (tmp_path / "report.html").stat().st_size > 1000
     before = (tmp_path / "model.safetensors").stat()

@@ -359,7 +359,7 @@ def test_weights_cut_short_or_of_another_model_are_refused(tmp_path):
         ValueError, match=r"is of another model: it has 0\.weight of shape \(4, 3\) in place of \(4, 2\)"
     ):
         load_weights(nn.Sequential(nn.Linear(2, 4), normkit.UN(4)), path)
-    with pytest.raises(ValueError, match=r"is of another model: it has an unknown 1\.\w+ and \d more differences"):
+    with pytest.raises(ValueError, match=r"is of another model: it has an unknown 1\.\w+ and \d+ more differences"):
         load_weights(nn.Sequential(nn.Linear(3, 4)), path)
     with pytest.raises(ValueError, match=r"is of another model: it has no 2\.weight"):
         load_weights(nn.Sequential(nn.Linear(3, 4), normkit.UN(4), nn.Linear(4, 4)), path)

@@ -42,10 +42,7 @@ class WarmupNorm(StatNorm):
         return self.eps or torch.finfo(self.running.dtype).tiny
 
     def end_of_warmup(self) -> int | Tensor:
-        """Return the last step of the warm-up.
-
-        While the host does not know it, it is a tensor, very large at first.
-        """
+        """Return the last step of the warm-up, a tensor while the host does not know it."""
         if self.warmup == "auto" and (torch.compiler.is_compiling() or self.known_end() == NEVER):
             return torch.where(self.warmup_end > 0, self.warmup_end, NEVER)
         return self.known_end()

@@ -108,9 +108,10 @@ class TaperNorm(Norm):
             return y if y.dtype == x.dtype else y.to(x.dtype)
         wide = x.to(torch.promote_types(x.dtype, self.energy.dtype))
         inv = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        gate, c, anchor, taken = self.gate(self.step), self._match(), self.anchor, None
-        if self.training:
-            taken = self._advance(wide, inv, mask)
+        taken = self._advance(wide, inv, mask) if self.training else None
+        if taken is None:
+            gate, c, anchor = self.gate(self.step), self._match(), self.anchor
+        else:
             gate, c, anchor = taken.step, taken.saved[0], taken.value
         own = inv if self.weight is None else inv * self.weight
         y = reference.affine(wide, gate * own + (1 - gate) * self._fixed(c, anchor), self.bias).to(x.dtype)

@@ -52,8 +52,10 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
     def _check_task(self) -> None:
         """Check settings that only some tasks accept."""
         spec = TASKS.get(self.task)
+        if spec is None:  # an error where the task is looked up
+            return
         longest = self.model.max_length
-        if spec is not None and spec.fixed_length:
+        if spec.fixed_length:
             before = 0 if self.model.recurrent else self.model.memory_at_test
             tested = before + (self.test_context or self.context)
             require(self.context <= longest, "context", self.context, f"at most max_length={longest}")
