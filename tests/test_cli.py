@@ -335,7 +335,7 @@ def test_folding_over_another_run_or_model_is_refused(typed, runs, tmp_path):
 def test_a_warm_up_that_never_ends_is_reported(typed, tmp_path):
     sizes = ["--model.width", 16, "--model.hidden", 16, "--model.heads", 2, "--model.depth", 1]
     _, _, err = typed("train", "vit_digits", "--steps", 3, *sizes, "--out", tmp_path / "run")
-    assert "the warm-up of 150 steps does not end within 3" in " ".join(err.split())
+    assert "warm-up of 150 steps does not end within 3" in " ".join(err.split())
 
 
 def test_a_study_without_a_name_lists_all(typed):

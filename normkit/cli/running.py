@@ -137,8 +137,8 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
     console, found = Console(), dict[Path, Any]()
     first = next(iter(runs.values()))
     advice = (
-        f"the warm-up of {first.warmup:,} steps does not end within {first.steps:,}, for learning rate and "
-        f"statistics; --warmup {max(1, first.steps // 10)} would be a tenth"
+        f"the learning rate's warm-up of {first.warmup:,} steps does not end within {first.steps:,}; "
+        f"--warmup {max(1, first.steps // 10)} would be a tenth"
     )
     notes = [advice] if first.warmup >= first.steps > 0 else []
     if resume:
