@@ -181,7 +181,7 @@ def test_learning_rate_of_the_curve_is_that_of_its_step(tmp_path):
 
 
 def test_validation_decay_lowers_the_rate_at_stagnation(tmp_path, monkeypatch):
-    monkeypatch.setattr(Translation, "validation_loss", lambda task: 1.0)
+    monkeypatch.setattr(Translation, "validate", lambda task: {"loss": 1.0})
     run = dataclasses.replace(SMALL, schedule="validation_decay", lr=1e-3, warmup=0, valid_every=2, steps=10)
     rates = [point["lr"] for point in train(run, tmp_path)["curve"]]
     assert rates == pytest.approx([1e-3] * 8 + [0.8e-3] * 2), "best at 2, no better at 4, 6 and 8"
@@ -344,7 +344,7 @@ def test_a_folder_without_a_run_raises(tmp_path):
     with pytest.raises(ValueError, match="not the settings of a run"):
         load(tmp_path)
     (tmp_path / "run.json").write_text(SMALL.to_json())
-    with pytest.raises(ValueError, match=r"vocab\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"vocab\.json is missing; copy it"):
         load(tmp_path)
     (tmp_path / "vocab.json").write_text('{"source": ["a"], "target": ["A"]}')
     with pytest.raises(ValueError, match=r"model\.safetensors is missing; the run may not have ended yet"):
