@@ -53,7 +53,7 @@ class WarmupNorm(StatNorm):
         return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
 
     def known_end(self) -> int:
-        """Return the same as far as the host has seen it, for kernels."""
+        """Return the last step of the warm-up, `NEVER` until the host has seen it; for kernels."""
         if isinstance(self.warmup, int):
             return self.warmup
         return self._ended.seen if self._ended.at_least(1, self.warmup_end) else NEVER

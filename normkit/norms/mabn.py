@@ -24,8 +24,8 @@ class MABN(WarmupNorm):
     Args:
         window: Batches per window.
         alpha: Share of the old running statistics per step.
-        warmup: Update from which on windows are used; "auto" ends the warm-up by drift (`WarmupNorm`), the released
-            code's is 100.
+        warmup: Update from which on windows are used; "auto" ends the warm-up by drift (`WarmupNorm`). In the
+            released code it is 100.
         form: "megvii" as above: all published MABN figures come from that code. "unp" as the UN paper describes MABN
             (Eq. 13-14): forward by the running value including this batch, no r.
         renorm_after: Training forwards before r applies.

@@ -29,8 +29,9 @@ class PowerNorm(WarmupNorm):
             as in the paper, the number of heads in the released recipes, 0 for none.
         alpha_fwd: Share of the old `psi^2` per step; 0.9 as in the released code.
         alpha_bkw: Share of the old `nu` per step; 0.9 as in the released code.
-        warmup: Updates by the batch's own statistics; "auto" ends the warm-up by drift (`WarmupNorm`), and keeps psi in
-            it at least as young as after it. In the paper it is as long as the learning rate's, 4000.
+        warmup: Updates by the batch's own statistics; "auto" ends the warm-up by drift (`WarmupNorm`); the average
+            of psi then reaches no further back in it than after it. In the paper it is as long as the learning
+            rate's, 4000.
         accumulate: psi in the warm-up: a plain "average"; "ema", Eq. 10; "released", the code's average and EMA.
         warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "nu" as the released code.
         denominator: Divisor of dx: "forward" as in the paper; "batch", the batch's own statistic, as the released

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from normkit.kernels import ops, sync
+from normkit.kernels.kernel_rule import NOTICE
 from normkit.norms import PowerNorm, StatNorm
 from normkit.norms._state import usable
-from normkit.norms._warmup import NOTICE, WarmupNorm
+from normkit.norms._warmup import WarmupNorm
 from normkit.norms.un import UN
 from normkit.watch.length import LengthShare, batch_lengths
 from normkit.watch.quantities import QUARTILES, Quantity

@@ -1,10 +1,9 @@
 """Rules of methods in Triton, in the launch that adds up the programs' shares.
 
-`train_rule` is `StatNorm.train_stat`, `grad_rule` is `grad_stat`; `measure_drift`, a launch of its own, is
-`WarmupNorm.drift_state`. Each program owns a block of channels and writes
-the buffers of these; program 0 alone reads and writes counters.
-Whether the batch is usable depends on all channels: each program reads FINITE, which the column pass wrote for every
-share, a few KB. Shares are summed in a fixed order, as everywhere.
+`train_rule` is `StatNorm.train_stat`, `grad_rule` is `grad_stat`. Each program owns a block of channels and writes the
+buffers of these; program 0 alone reads and writes counters. Whether the batch is usable depends on all channels: each
+program reads FINITE, which the column pass wrote for every share, a few KB. Shares are summed in a fixed order, as
+everywhere. `measure_drift`, a launch of its own, is `WarmupNorm.drift_state`.
 """
 
 import triton

@@ -25,7 +25,7 @@ OUTPUTS = (
 """Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
 
 FOREIGN = ("model*.safetensors", "pytorch_model*", "*.index.json", "vocab.json")
-"""Files of other models, such as those of Hugging Face; beside those of a run they could not be loaded any more."""
+"""Files of other models, such as those of Hugging Face, which a run would make unreadable."""
 
 MOVABLE = ("name", "device", "threads", "workers")
 """Settings that may change when a run is resumed: they do not change its result."""

@@ -67,7 +67,7 @@ class Data(Checked):
     context: int = limited(64, at_least=1)
     """Language models: words in a piece of text; a word attends to those before it in its piece."""
     broken: Literal["skip", "refuse"] = "skip"
-    """Images: if some are unreadable, boxes unusable, counts unexpected: skip and count them, or stop with an error."""
+    """Unreadable images, unusable boxes, unexpected counts: skip and count them, or stop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,9 +205,9 @@ class Evaluation(Checked):
     length_offset: float = limited(5.0, at_least=0)
     """Offset of the length penalty: 5 as Wu et al. 2016, 0 as fairseq."""
     valid_items: int = limited(500, at_least=0)
-    """Pairs of sequences, or images with boxes, to validate on, evenly spaced; 0 for all. BLEU always uses all."""
+    """Text pairs, or images with boxes, to validate on, evenly spaced; 0: all. BLEU uses all."""
     test_items: int = limited(2000, at_least=0)
-    """Pairs of sequences, or images with boxes, to score, evenly spaced in the test split; 0 for all."""
+    """Text pairs, or images with boxes, of the test split to score, evenly spaced; 0: all."""
 
     def __post_init__(self):
         super().__post_init__()
