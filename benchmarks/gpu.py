@@ -3,8 +3,9 @@
     python benchmarks/gpu.py OUT [--budget 500] [--only checks sanitizer launches steps speed tuning]
     python benchmarks/gpu.py OUT --dry          the script itself, at tiny sizes, under Triton's interpreter on a CPU
 
-Ratios are of one run: providers take turns, round by round; before each call 1 GiB is overwritten, which empties the L2
-cache and lets the host run ahead of the device. Times are between CUDA events. A fraction of the ceiling is (the fewest
+Ratios are taken within 60 rounds, in which providers take turns; before each call 1 GiB is overwritten, which empties
+the L2 cache and lets the host run ahead of the device. `noise` is the first provider's ratio to itself. Times are
+between CUDA events. A fraction of the ceiling is (the fewest
 bytes that the operation must move / time) / (bytes / time of a copy of 1 GiB, measured in the same run). Where NVIDIA's
 compute-sanitizer is installed, it checks for accesses out of bounds and races. A section that fails is listed in
 failures.json, and the others go on. The results are small files in the folder OUT.
@@ -17,7 +18,6 @@ import functools
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,7 +43,7 @@ from normkit.kernels.triton.launch import Launch, cdiv, column_launch, row_launc
 from normkit.lab.models.config import Model
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.norm_speed import skip_warmup
-from normkit.lab.timing import measure
+from normkit.lab.timing import ROUNDS, Timings, measure
 
 DEVICE = "cpu" if DRY else "cuda"
 EPS = 1e-5
@@ -163,10 +163,16 @@ def compare(got: list[Tensor], again: list[Tensor], expected: list[Tensor]) -> t
 # -- how fast ---------------------------------------------------------------------------------------------------------
 
 
-def clock(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Times in ms of each run, by turns; the cache is overwritten before each."""
-    timings = measure(runs, 2 if DRY else rounds, device=DEVICE)
-    return {name: [1e3 * seconds for seconds in taken] for name, taken in timings.seconds.items()}
+def clock(runs: dict[str, Run]) -> Timings:
+    """Times of each run, by turns; the cache is overwritten before each."""
+    return measure(runs, 2 if DRY else ROUNDS, device=DEVICE)
+
+
+def compared(timings: Timings, name: str, base: str) -> dict[str, float | int]:
+    """Columns of one run: ms, and its ratio to another."""
+    found = timings.ratio(name, base)
+    return {"ms": 1e3 * timings.median(name), "low": found.low, "ratio": found.median, "high": found.high,
+            "noise": timings.noise, "rounds": found.rounds}  # fmt: skip
 
 
 @functools.cache
@@ -174,8 +180,7 @@ def ceiling() -> float:
     """Bytes per second of a large copy, reading and writing counted."""
     source = torch.empty((1 << 12) if DRY else (1 << 30), dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
-    times = clock({"copy": lambda: target.copy_(source)}, 20)["copy"]
-    return 2 * source.numel() / (statistics.median(times) / 1e3)
+    return 2 * source.numel() / clock({"copy": lambda: target.copy_(source)}).median("copy")
 
 
 def speed(left: Callable[[], float]) -> Iterator[dict]:
@@ -188,17 +193,13 @@ def speed(left: Callable[[], float]) -> Iterator[dict]:
             forward, backward = timed(n, c, kind)
             for side, runs, plain in (("forward", forward, 2), ("backward", backward, 3)):
                 moves = {"batch": plain + (1 if side == "forward" else 2)}
-                times = clock(runs, 1 if DRY else 30 if n * c < 1 << 28 else 10)
-                ours = statistics.median(times["layer ours"])
-                for name, unsorted in times.items():
-                    values = sorted(unsorted)
-                    middle, size = statistics.median(values), n * c * kind.itemsize
-                    moved = size * moves.get(name.split(maxsplit=1)[0], plain)
+                timings = clock(runs)
+                for name in runs:
+                    moved = n * c * kind.itemsize * moves.get(name.split(maxsplit=1)[0], plain)
                     yield {
-                        "rows": n, "channels": c, "dtype": dtype, "side": side, "run": name, "ms": middle,
-                        "ms_20": values[len(values) // 5], "ms_80": values[len(values) * 4 // 5],
-                        "of_ceiling": moved / (middle / 1e3) / ceiling(), "to_our_layer": middle / ours,
-                        "n": len(values),
+                        "rows": n, "channels": c, "dtype": dtype, "side": side, "run": name,
+                        "of_ceiling": moved / timings.median(name) / ceiling(),
+                        **compared(timings, name, "layer ours"),
                     }  # fmt: skip
 
 
@@ -267,39 +268,50 @@ def launches() -> Iterator[dict]:
             yield row
 
 
+EARLY = " in its warm-up"
+STEPS = ("layer", "rms", "batch", "power", "un", "un" + EARLY)
+SIZES = {
+    "tiny": ({"width": 16, "hidden": 32, "depth": 1, "heads": 2}, (2, 5)),
+    "iwslt14": ({"width": 512, "hidden": 1024, "depth": 6, "heads": 4}, (128, 32)),
+    "multi30k": ({"width": 192, "hidden": 768, "depth": 3, "heads": 4}, (64, 16)),
+}
+
+
 def steps() -> Iterator[dict]:
-    """Time a training step of the IWSLT-size model, after the warm-up of norms."""
-    size = {"width": 16, "hidden": 32, "depth": 1, "heads": 2} if DRY else {"width": 512, "hidden": 1024, "heads": 4}
-    vocabulary, batch, length = (50, 2, 5) if DRY else (10_000, 128, 32)
-    source, target = (torch.randint(4, vocabulary, (batch, length), device=DEVICE) for _ in range(2))
-    for precision in ("bf16",) if DRY else ("bf16", "fp32"):
-        runs: dict[str, Run] = {}
-        for choice in ("reference", "auto"):
-            for spec in ("layer", "power", "un"):
-                torch.manual_seed(0)
-                model = Seq2Seq(Model(norm=spec, share=True, **size), vocabulary, vocabulary).to(DEVICE).train()
-                for module in model.modules():
-                    skip_warmup(module)
-                optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not DRY)
+    """Time training steps of the models of IWSLT14 and Multi30k; norms are past their warm-up."""
+    sizes = [("tiny", "bf16")] if DRY else [("iwslt14", "bf16"), ("iwslt14", "fp32"), ("multi30k", "fp32")]
+    for size, precision in sizes:
+        of_one = functools.partial(training_step, size, precision)
+        runs = {spec: of_one(spec, "auto") for spec in STEPS}
+        runs |= {f"{spec}, reference": of_one(spec, "reference") for spec in ("layer", "un")}
+        timings = clock(runs)
+        for name in runs:
+            yield {"model": size, "precision": precision, "norm": name, **compared(timings, name, "layer")}
 
-                def step(model=model, optimizer=optimizer, choice=choice, precision=precision):
-                    with normkit.kernels(choice):
-                        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
-                            logits = model(source, target)
-                            loss = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
-                        loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
 
-                runs[f"{spec} {choice}"] = step
-        times = clock(runs, 25)
-        base = statistics.median(times["layer auto"])
-        for name, unsorted in times.items():
-            spec, choice = name.split()
-            values = sorted(unsorted)
-            yield {"norm": spec, "kernels": choice, "precision": precision, "ms": statistics.median(values),
-                   "ms_20": values[len(values) // 5], "ms_80": values[len(values) * 4 // 5],
-                   "to_layer": statistics.median(values) / base, "n": len(values)}  # fmt: skip
+def training_step(size: str, precision: str, spec: str, choice: str) -> Run:
+    """Forward, backward and optimizer of one model on a batch of random words."""
+    sizes, batch = SIZES[size]
+    source, target = (torch.randint(4, 10_000, batch, device=DEVICE) for _ in range(2))
+    torch.manual_seed(0)
+    model = Seq2Seq(Model(norm=spec.removesuffix(EARLY), share=True, **sizes), 10_000, 10_000).to(DEVICE).train()
+    norms = [module for module in model.modules() if isinstance(module, normkit.Norm)]
+    for norm in norms if EARLY not in spec else ():
+        skip_warmup(norm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not DRY)
+
+    def step() -> None:
+        for norm in norms if EARLY in spec else ():
+            norm.reset_warmup()
+        with normkit.kernels(choice):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
+                logits = model(source, target)
+                loss = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
 def tuning() -> Iterator[dict]:
