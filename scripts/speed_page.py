@@ -28,7 +28,7 @@ def times(rows: list[dict], mode: str) -> str:
     for provider, norm in dict.fromkeys((row["provider"], row["norm"]) for row in rows):
         mine = [found[provider, norm, *place] for place in places]
         cells = [f"{r['ratio']} ({r['low']}-{r['high']}; {float(r['ceiling']):.0%})" for r in mine]
-        target = mine[0]["target"]
+        target = mine[0].get("target", "")
         worst = max(float(r["ratio"]) for r in mine)
         noisy = any(obstacle(float(r["noise"]), int(r["rounds"])) for r in mine if r.get("noise"))
         gap = (
@@ -40,9 +40,37 @@ def times(rows: list[dict], mode: str) -> str:
             if worst <= float(target)
             else f"x{worst / float(target):.2f}"
         )
-        body.append([f"{provider} `{norm}`", *cells, target, gap])
-    head = ["norm", *(f"{shape.replace('x', ' x ')} {kind}" for shape, kind in places), "target", "worst gap"]
-    return table(head, body)
+        body.append([f"{provider} `{norm}`", *cells, *([target, gap] if "target" in rows[0] else [])])
+    head = ["norm", *(f"{shape.replace('x', ' x ')} {kind}" for shape, kind in places)]
+    return table([*head, "target", "worst gap"] if "target" in rows[0] else head, body)
+
+
+def bandwidth(rows: list[dict], dtype: str) -> str:
+    """Shares of a copy's bandwidth, forward and backward, for each shape."""
+    rows = [row for row in rows if row["dtype"] == dtype]
+    places = list(dict.fromkeys((row["rows"], row["channels"]) for row in rows))
+    found = {(row["run"], row["side"], row["rows"], row["channels"]): row for row in rows}
+
+    def cell(run: str, place: tuple[str, str]) -> str:
+        sides = [found.get((run, side, *place)) for side in ("forward", "backward")]
+        return " + ".join(f"{float(row['of_ceiling']):.0%}" if row else "-" for row in sides)
+
+    body = []
+    for run in dict.fromkeys(row["run"] for row in rows):
+        norm, who = run.split(maxsplit=1)
+        body.append([f"{'normkit' if who == 'ours' else who} `{norm}`", *(cell(run, place) for place in places)])
+    return table(["kernels", *(" x ".join(place) for place in places)], body)
+
+
+def gpu_steps(rows: list[dict], base: str = "layer, reference") -> str:
+    """Time of training steps on a GPU in ms, and relative to that with PyTorch's LayerNorm."""
+    found = {(row["model"], row["precision"], row["norm"]): float(row["ms"]) for row in rows}
+    places = list(dict.fromkeys((model, precision) for model, precision, _ in found))
+    body = []
+    for norm in dict.fromkeys(row["norm"] for row in rows):
+        cells = [f"{found[*at, norm]:.1f} ({found[*at, norm] / found[*at, base]:.2f})" for at in places]
+        body.append([f"`{norm.split(',')[0]}`{', in plain PyTorch' if ',' in norm else ''}", *cells])
+    return table(["norm", *(f"{model}, {precision}" for model, precision in places)], body)
 
 
 def counts(rows: list[dict]) -> str:
@@ -115,6 +143,12 @@ def filled(page: str) -> str:
             "inference": times(ops, "inference"),
             "machine": "{device}, threads: {threads}, PyTorch {torch}, {rounds} rounds".format(**ops[0]),
         }
+    if norms := read("h200/norms"):
+        made |= {"gpu train": times(norms, "train"), "gpu inference": times(norms, "inference")}
+    if rows := read("h200/speed"):
+        made |= {f"gpu {dtype}": bandwidth(rows, dtype) for dtype in ("bf16", "fp32")}
+    if rows := read("h200/steps"):
+        made["gpu steps"] = gpu_steps(rows)
     if rows := read("blocks_cpu"):
         made["blocks"] = blocks(rows)
     if rows := read("steps_cpu") + read("steps_compiled_cpu"):

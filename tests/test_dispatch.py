@@ -8,9 +8,10 @@ import sys
 import threading
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normkit
-from normkit.kernels import dispatch
+from normkit.kernels import dispatch, ops
 
 KERNELS = pathlib.Path(normkit.__file__).parent / "kernels"
 
@@ -94,3 +95,23 @@ def test_kernels_have_no_import_circles_not_even_late_ones():
         free = {path for path, others in graph.items() if not others & graph.keys()}
         assert free, f"circles among {sorted(path.name for path in graph)}"
         graph = {path: others for path, others in graph.items() if path not in free}
+
+
+def test_small_inputs_on_a_gpu_take_kernels_of_torch(monkeypatch):
+    with FakeTensorMode(), normkit.kernels("auto") as ran:
+        x, w = torch.empty(8, 32, device="cuda"), torch.empty(32, device="cuda")
+        ops.layer(x, w, w, 1e-5)
+        ops.rms(x, w, None, 1e-5)
+        assert dict(ran) == {"fused layer": 1, "fused rms": 1}
+        half = x.bfloat16()
+        assert dispatch.is_small(half, w.bfloat16())
+        assert not dispatch.is_small(half, w), "PyTorch's kernels take one type"
+        assert not dispatch.is_small(x, torch.empty(1, device="cuda")), "and a weight for each channel"
+        assert not dispatch.is_small(torch.empty(dispatch.SMALL + 1, device="cuda"))
+        assert not dispatch.is_small(torch.empty(0, 32, device="cuda"))
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+        assert dispatch.is_small(x, w)
+        assert not dispatch.is_small(half, w.bfloat16()), "under autocast they give float32"
+        with normkit.kernels("reference") as plain:
+            ops.layer(x, w, w, 1e-5)
+        assert dict(plain) == {"reference layer": 1}

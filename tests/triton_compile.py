@@ -69,7 +69,8 @@ def cases():
     yield rows.long_backward, set(), {"KIND": 0, "SCALAR": False}, long._replace(block=4096, warps=8)
     down = column_launch(4096, 512)
     yield rows.row_sums, set(), {"CENTER": True}, down
-    yield rows.add_partials, set(), {}, down._replace(tile=64, block=32)
+    for none in (set(), {"MORE", "MORE_OUT"}):
+        yield rows.add_partials, none, {}, down._replace(tile=64, block=32)
     for center in (True, False):
         none = set() if center else {"SUM"}
         given, absent = {"CENTER": center}, {"MEAN", "VAR", "W", "B", "OUTPUT_SCALE", "OUTPUT_SHIFT"}

@@ -20,6 +20,7 @@ from normkit.kernels.cpu import entry as cpu
 CHOICES = ("auto", "triton", "native", "fused", "reference")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
+SMALL = 1 << 22  # numbers; on an H200, Triton's kernels are no faster below, and each launch takes the host longer
 
 
 class Block:
@@ -52,7 +53,8 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
               Under `torch.compile` too. CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
             - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
-            - "fused": PyTorch's own fused kernels on a CPU.
+            - "fused": PyTorch's own fused kernels: on a CPU; on a GPU those of LayerNorm and RMSNorm, which "auto"
+              takes before Triton up to 4 million numbers.
             - "reference": plain PyTorch. Per-token norms can be differentiated twice; norms with batch statistics
               cannot while they train, with any implementation.
 
@@ -115,7 +117,10 @@ def resumed(block: Block | None) -> Iterator[None]:
         _block.reset(token)
 
 
-def select(x: Tensor, name: str, wide: torch.dtype | None = None, *, native: bool = True, fused: bool = True) -> str:
+def select(
+    x: Tensor, name: str, wide: torch.dtype | None = None, *, native: bool = True, fused: bool = True,
+    small: bool = False,
+) -> str:  # fmt: skip
     """Select the implementation of an op on `x` and count it.
 
     Args:
@@ -123,7 +128,8 @@ def select(x: Tensor, name: str, wide: torch.dtype | None = None, *, native: boo
         name: The op's name.
         wide: Type of the op's vectors `[C]`; None for an op per token.
         native: Whether there is a C++ kernel for these arguments.
-        fused: Whether PyTorch has fused kernels for these arguments.
+        fused: Whether PyTorch has fused kernels for these arguments on a CPU.
+        small: Whether PyTorch's kernel for a GPU goes first: `is_small` of an op that has one.
 
     Returns:
         "triton", "native", "fused" or "reference".
@@ -135,7 +141,9 @@ def select(x: Tensor, name: str, wide: torch.dtype | None = None, *, native: boo
     if torch.compiler.is_compiling():
         return "triton" if narrow and x.dtype in TRITON_DTYPES and current_choice() == "triton" else "reference"
     choice = current_choice()
-    if narrow and can_use_triton(x, name, choice):
+    if small and choice in ("auto", "fused"):
+        kind = "fused"
+    elif narrow and can_use_triton(x, name, choice):
         kind = "triton"
     elif native and narrow and can_use_native(x, choice):
         kind = "native"
@@ -145,6 +153,16 @@ def select(x: Tensor, name: str, wide: torch.dtype | None = None, *, native: boo
         kind = "reference"
     count(kind, name)
     return kind
+
+
+def is_small(x: Tensor, *parameters: Tensor | None) -> bool:
+    """True for a small `x` on a GPU whose type PyTorch's own kernel takes and returns."""
+    return (
+        x.is_cuda
+        and 0 < x.numel() <= SMALL
+        and all(p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters)
+        and (x.dtype is torch.float32 or not torch.is_autocast_enabled("cuda"))  # else it gives float32
+    )
 
 
 def count(kind: str, name: str) -> None:

@@ -21,7 +21,8 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     """Center and scale each row, with the biased variance."""
     joined = all(p is None or dispatch.can_join(x, p.dtype) for p in (weight, bias))
     joined &= weight is not None or bias is None or bias.dtype is x.dtype  # else PyTorch's backward raises an error
-    kind = dispatch.select(x, "layer", native=False, fused=joined)
+    small = dispatch.is_small(x, weight, bias)
+    kind = dispatch.select(x, "layer", native=False, fused=joined, small=small)
     if kind == "fused":  # PyTorch's kernel computes in float32 by itself
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return _module(kind).layer(x, weight, bias, eps)
@@ -31,7 +32,10 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     """Divide each row by its root mean square, with `eps` inside the root or added to it."""
     wide = reference.wide_type(x, weight, bias)
     native, analytic = inside and wide is torch.float32, inside and _needs_grad(x, weight)
-    kind = dispatch.select(x, "rms", native=native, fused=analytic)
+    small = inside and bias is None and dispatch.is_small(x, weight)
+    kind = dispatch.select(x, "rms", native=native, fused=analytic, small=small)
+    if kind == "fused" and small:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     if kind in ("native", "fused"):
         return _module(kind).divide(x, weight, bias, eps)
     return _module(kind).rms(x, weight, bias, eps, inside=inside)
@@ -158,7 +162,10 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 def infer(norm: Any, x: Tensor) -> Tensor | None:
     """Apply a norm by its running statistics; None without a kernel or with gradients."""
-    if torch.is_grad_enabled() or norm.running.dtype is not torch.float32 or not dispatch.can_use_native(x):
+    if torch.is_grad_enabled():
         return None
-    dispatch.select(x, "infer")
-    return cpu.infer(norm, x)
+    kernels = dispatch.custom_kernels(x, norm.running.dtype)
+    if kernels is None:
+        return None
+    dispatch.select(x, "infer", norm.running.dtype)
+    return kernels.infer(norm, x)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from normkit.kernels.triton import column_kernels
 from normkit.kernels.triton.launch import Launch, cdiv, column_launch, sum_grid, sum_launch
-from normkit.kernels.triton.rows import add_up, as_rows, contiguous, device_of, scratch, sum_buffer
+from normkit.kernels.triton.rows import add_up, as_rows, contiguous, device_of, group_rms, scratch, sum_buffer
 
 kernel: Any = column_kernels  # type checkers take a launch for a plain call
 Shares = tuple[Tensor | None, Tensor | None, Tensor | None]  # means, second moments and counts of the programs
@@ -36,6 +36,13 @@ def standardize(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     vectors = weight, bias, output_scale, output_shift
     return y, _forward(x, mask, y, stat, vectors, center, eps, sums, launch)
+
+
+def infer(norm: Any, x: Tensor) -> Tensor:
+    """A norm by its running statistics: one launch, and one of layer-scale."""
+    x = group_rms(x, norm.eps, norm.groups) if norm.groups else x
+    weight, bias = (None if p is None else p.expand(x.shape[-1]) for p in (norm.weight, norm.bias))
+    return standardize(x, norm.running, norm.eps, norm.center, weight, bias)[0]
 
 
 def standardize_grad(

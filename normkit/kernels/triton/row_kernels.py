@@ -233,8 +233,13 @@ def row_sums(
 
 
 @triton.jit
-def add_partials(P, OUT, programs, channels, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the shares P[i, c] of `programs` programs, in a fixed order, into OUT[c]."""
+def add_partials(P, OUT, MORE, MORE_OUT, programs, channels, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the programs' shares P[i, c] in a fixed order: OUT[c]. MORE likewise, if given."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = total_of_shares(P, channel, channel < channels, programs, channels, TILE, BLOCK)
-    tl.store(OUT + channel, total.to(OUT.dtype.element_ty), mask=channel < channels)
+    real = channel < channels
+    if tl.program_id(1) == 0:
+        total = total_of_shares(P, channel, real, programs, channels, TILE, BLOCK)
+        tl.store(OUT + channel, total.to(OUT.dtype.element_ty), mask=real)
+    elif MORE is not None:
+        total = total_of_shares(MORE, channel, real, programs, channels, TILE, BLOCK)
+        tl.store(MORE_OUT + channel, total.to(MORE_OUT.dtype.element_ty), mask=real)

@@ -1,4 +1,4 @@
-"""Per-token norms on the GPU: one launch forward, two or three backward.
+"""Per-token norms on the GPU: one launch forward, two backward.
 
 Eager calls go through a thin `autograd.Function`; under `torch.compile` the same launches are the registered
 operators `normkit::row_norm` and `normkit::row_norm_grad`.
@@ -102,7 +102,7 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, saved: Saved, kind: int, eps: float, groups: int,
     want_weight: bool, want_bias: bool, bias_dtype: torch.dtype | None = None, launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x, weight and bias: one launch, and one per parameter."""
+    """Gradients of x, weight and bias: one launch, and one for the parameters."""
     rows, channels, width = _sizes(x, groups)
     scalar = is_scalar(weight, channels)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -133,7 +133,10 @@ def backward(
                     dy, flat, *saved, weights, biases, rows, width, groups, *strides,
                     CENTER=kind == KINDS["layer"], **launch.meta,
                 )  # fmt: skip
-        if dw is not None and scalar and not fits:
+        if dw is not None and not scalar:
+            add_up(weights, dw, biases, db)
+            return dx, dw, db
+        if dw is not None and not fits:
             wide = torch.empty(channels, dtype=torch.float32, device=x.device)
             dw.copy_(add_up(weights, wide).sum())
         elif dw is not None:
@@ -143,11 +146,13 @@ def backward(
     return dx, dw, db
 
 
-def add_up(shares: Tensor | None, out: Tensor) -> Tensor:
-    """Add up the shares of programs, `[programs, n]`, in a fixed order into `out`, `[n]`."""
+def add_up(shares: Tensor | None, out: Tensor, more: Tensor | None = None, more_out: Tensor | None = None) -> Tensor:
+    """Add up shares `[programs, n]` in a fixed order into `out`, `[n]`; `more` likewise."""
     assert shares is not None
     programs, channels = shares.shape
-    kernel.add_partials[sum_grid(channels)](shares, out, programs, channels, **sum_launch(programs, channels))
+    kernel.add_partials[(*sum_grid(channels), 1 if more is None else 2)](
+        shares, out, more, more_out, programs, channels, **sum_launch(programs, channels)
+    )
     return out
 
 
