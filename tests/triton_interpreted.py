@@ -6,6 +6,7 @@ more without the interpreter, at real sizes.
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from norm_cases import WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, several_steps
 from torch.utils.checkpoint import checkpoint
 
@@ -288,6 +289,14 @@ def test_inference_takes_one_launch(spec, dtype):
     close(got, expected, dtype)
     assert ran["triton infer"] == 1
     assert all(name.startswith("triton") for name in ran)
+
+
+def test_inference_in_forward_mode_keeps_its_derivative():
+    norm, x, along = normkit.make("un", 16).to(DEVICE).eval(), draw(3, 16), draw(3, 16)
+    with torch.no_grad(), normkit.kernels("triton"), fwAD.dual_level():
+        norm.running.fill_(3.0)
+        tangent = fwAD.unpack_dual(norm(fwAD.make_dual(x, along))).tangent
+    torch.testing.assert_close(tangent, along / (3.0 + norm.eps) ** 0.5)
 
 
 @pytest.mark.parametrize("spec", ["layer", "batch"])

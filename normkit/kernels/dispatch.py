@@ -204,7 +204,7 @@ def can_use_native(x: Tensor, choice: str = "") -> bool:
         x.dtype in cpu.DTYPES
         and choice in ("auto", "native")
         and can_use_torch_kernels(x, choice)
-        and not _is_traced()
+        and not is_traced()
         and cpu.library() is not None
     )
 
@@ -228,10 +228,11 @@ def can_join(x: Tensor, wide: torch.dtype) -> bool:
     return (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32)) and can_use_torch_kernels(x)
 
 
-def _is_traced() -> bool:
-    """True if operations are traced, counted or differentiated, which would miss calls of C++."""
+def is_traced() -> bool:
+    """True if operations are traced, counted or differentiated, which would miss custom kernels."""
     mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
-    return not getattr(mode, "counts_custom_kernels", mode is None) or forward_ad._current_level >= 0
+    missed = not getattr(mode, "counts_custom_kernels", mode is None)
+    return missed or forward_ad._current_level >= 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def load_triton() -> ModuleType:
