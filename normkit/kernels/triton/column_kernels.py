@@ -34,8 +34,9 @@ def column_forward(
 ):  # fmt: skip
     """Compute Y (if given) and this program's share of the moments (if SQUARE is given).
 
-    SQUARE without SUM: sums of x^2. With SUM: mean and squared deviations of this program's rows, merged tile by tile
-    (Chan, Golub and LeVeque). So one reading is enough, and a large mean costs no digits.
+    SQUARE without SUM: sums of x^2. With SUM: mean and squared deviations of this program's rows, by Welford's method
+    for each row of the tile, merged at the end (Chan, Golub and LeVeque). So one reading is enough, a large mean costs
+    no digits, and threads do not wait for each other within the loop.
 
     For the rule that follows: FINITE, 1 if no sum of shares can overflow, and NEXT, one more than the counter STEP.
     The rule's programs must not read STEP while one of them moves it.
@@ -46,9 +47,8 @@ def column_forward(
     if Y is not None:
         a, b = factors(MEAN, VAR, W, B, OUTPUT_SCALE, OUTPUT_SHIFT, channel, real, eps, CENTER)  # type: ignore[misc]
     square = tl.zeros([TILE, BLOCK], tl.float32)
-    deviation = tl.zeros([BLOCK], tl.float32)
-    mean = tl.zeros([BLOCK], tl.float32)
-    seen = tl.sum(tl.zeros([TILE], tl.float32), 0)
+    mean = tl.zeros([TILE, BLOCK], tl.float32)
+    seen = tl.zeros([TILE], tl.float32)
     for tile in range(start, tl.cdiv(rows, TILE), programs):
         row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
         inside = (row < rows)[:, None] & real[None, :]
@@ -61,28 +61,26 @@ def column_forward(
             if MASK is not None:
                 weight = tl.load(MASK + row, mask=row < rows, other=0).to(tl.float32)
             x = tl.where(weight[:, None] != 0, x, 0.0)
-            count = tl.sum(weight, 0)
+            seen += weight
             if SUM is not None:
-                least = tl.maximum(count, 1e-30)
-                here = tl.sum(x * weight[:, None], 0) / least
-                x = tl.where(weight[:, None] != 0, x - here[None, :], 0.0)
-                step = here - mean
-                total = tl.maximum(seen + count, 1e-30)
-                deviation += tl.sum(x * x * weight[:, None], 0) + step * step * (seen * count / total)
-                mean += step * (count / total)
+                step = x - mean
+                mean += step * (weight / tl.maximum(seen, 1e-30))[:, None]
+                square += step * (x - mean) * weight[:, None]
             else:
                 square += x * x * weight[:, None]
-            seen += count
     if SQUARE is not None:
+        count = tl.sum(seen, 0)
+        middle = tl.sum(mean * seen[:, None], 0) / tl.maximum(count, 1e-30)
         if SUM is not None:
-            tl.store(SUM + start * channels + channel, mean, mask=real)
-        else:
-            deviation = tl.sum(square, 0)
-        tl.store(SQUARE + start * channels + channel, deviation, mask=real)
+            off = mean - middle[None, :]
+            square += off * off * seen[:, None]
+            tl.store(SUM + start * channels + channel, middle, mask=real)
+        total = tl.sum(square, 0)
+        tl.store(SQUARE + start * channels + channel, total, mask=real)
         if tl.program_id(1) == 0:
-            tl.store(COUNT + start, seen)
+            tl.store(COUNT + start, count)
         if FINITE is not None:
-            finite = (deviation * programs < 1e38) & (tl.abs(mean) < 1e14)  # 1e14^2 times 2^31 rows: 2e37
+            finite = (total * programs < 1e38) & (tl.abs(middle) < 1e14)  # 1e14^2 times 2^31 rows: 2e37
             tl.store(FINITE + start * tl.num_programs(1) + tl.program_id(1), tl.min(tl.where(finite, 1.0, 0.0), 0))
             if start + tl.program_id(1) == 0:
                 tl.store(NEXT, tl.load(STEP) + 1)
