@@ -229,7 +229,7 @@ def can_join(x: Tensor, wide: torch.dtype) -> bool:
 
 
 def is_traced() -> bool:
-    """True if operations are traced, counted or differentiated, which would miss custom kernels."""
+    """True if operations are traced, counted or differentiated, where our kernels are missed."""
     mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
     missed = not getattr(mode, "counts_custom_kernels", mode is None)
     return missed or forward_ad._current_level >= 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
