@@ -5,10 +5,10 @@
 
 Ratios are taken within 60 rounds, in which providers take turns; before each call 1 GiB is overwritten, which empties
 the L2 cache and lets the host run ahead of the device. `noise` is the first provider's ratio to itself. Times are
-between CUDA events. A fraction of the ceiling is (the fewest
-bytes that the operation must move / time) / (bytes / time of a copy of 1 GiB, measured in the same run). Where NVIDIA's
-compute-sanitizer is installed, it checks for accesses out of bounds and races. A section that fails is listed in
-failures.json, and the others go on. The results are small files in the folder OUT.
+between CUDA events. A fraction of the ceiling is (the fewest bytes that the operation must move / time) / (bytes / time
+of a copy of 1 GiB, measured in the same run). Where NVIDIA's compute-sanitizer is installed, it checks for accesses out
+of bounds and races. A section that fails is listed in failures.json, and the others go on. The results are small files
+in the folder OUT.
 """
 
 # ruff: noqa: E402

@@ -275,7 +275,7 @@ def test_norms_on_triton_equal_the_reference(spec, masked):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", ["batch", "un", "power(groups=2)", "pnv(affine=False)"])
-def test_inference_takes_one_launch(spec, dtype):
+def test_inference_is_one_operation_in_triton(spec, dtype):
     torch.manual_seed(0)
     norm, x = normkit.make(spec, 48).to(DEVICE).eval(), draw(5, 9, 48, dtype=dtype)
     with torch.no_grad():
