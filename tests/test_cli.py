@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import io
 import json
 import math
@@ -306,12 +307,15 @@ def test_the_folder_of_results_is_checked_before_training(words, typed, tmp_path
 
 
 def test_a_full_disk_names_the_file_and_the_remedy(typed, tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(*arguments, file=()):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *file)
 
+    kept = "what was written before is kept: free some space, then run this command again"
+    monkeypatch.setitem(COMMANDS, "bench", functools.partial(full, file=["table.csv"]))
+    assert refused(typed("bench"), f"No space left on device: table.csv; {kept}\n")
     monkeypatch.setattr(os, "fsync", full)
     words = ("train", "vit_digits", "--steps", "2", "--warmup", "1", "--out", tmp_path / "run")
-    assert refused(typed(*words), "No space left on device: ", "run.json; what was written before is kept", "--resume")
+    assert refused(typed(*words), "No space left on device: ", f"run.json; {kept} with --resume")
 
 
 def test_words_that_the_model_cannot_read(typed, runs):

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             return complain(str(error))
         return complain(f"this needs the package {error.name}, which is not installed; {EXTRA}")
     except OSError as error:
-        return complain(_describe(error))
+        return complain(_describe(error, *arguments[:1]))
     except (ValueError, TypeError) as error:
         return complain(str(error) or type(error).__name__)
 
@@ -79,13 +79,15 @@ def _dispatch(arguments: list[str]) -> int:
     return pick(COMMANDS, name, "command")(rest) or 0
 
 
-def _describe(error: OSError) -> str:
+def _describe(error: OSError, command: str = "") -> str:
     """Name the problem and the file; for a full disk, explain how to continue."""
     what = error.strerror or str(error) or type(error).__name__
     if not error.filename:
         return what
-    full = "; what was written before is kept: free some space and go on, `normkit train` with --resume"
-    return f"{what}: {error.filename}{full if error.errno == errno.ENOSPC else ''}"
+    if error.errno != errno.ENOSPC:
+        return f"{what}: {error.filename}"
+    again = "this command again" + (" with --resume" if command in ("train", "remove-norms") else "")
+    return f"{what}: {error.filename}; what was written before is kept: free some space, then run {again}"
 
 
 def _overview() -> str:
