@@ -1,12 +1,14 @@
 """Automatic warm-up ends by drift, at the same step in kernels, graphs and recomputation."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import normkit as nk
+from normkit.kernels.async_counter import AsyncCounter
 from normkit.lab.study import with_options
 
 SPECS = ("un", "power(groups=0)", "mabn")
@@ -101,6 +103,23 @@ def test_reset_warmup_starts_it_again():
     assert int(norm.warmup_end) == 0
     train(norm, batches(60, 0))
     assert int(norm.warmup_end) == 0
+
+
+def test_on_a_gpu_few_calls_copy_the_counter(monkeypatch):
+    copies = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True))
+    monkeypatch.setattr(torch, "empty_like", lambda counter, **_: copies.append(torch.tensor(0)) or copies[-1])
+    counter = SimpleNamespace(is_cpu=False, is_cuda=True, value=0)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, **_: self.fill_(source.value))
+    known = AsyncCounter(8)
+    assert not any(known.at_least(1, counter) for _ in range(64))
+    assert len(copies) == 4
+    counter.value = 70
+    assert [known.at_least(1, counter) for _ in range(16)] == [False] * 15 + [True]
+    assert known.seen == 70
+    assert [known.at_least(1, counter) for _ in range(64)] == [True] * 64
+    assert len(copies) == 5
 
 
 def test_the_doctor_reports_a_warmup_that_has_not_ended():

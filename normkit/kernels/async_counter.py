@@ -8,25 +8,30 @@ class AsyncCounter:
     """The last value that the host has seen of a counter that only grows.
 
     On a GPU the value is copied to the host in the background and read in a later call, once it has arrived. The
-    answer may be a step or two late, and is never wrong. Nothing is copied while a CUDA graph is captured, nor from
+    answer may be some steps late, and is never wrong. Nothing is copied while a CUDA graph is captured, nor from
     tensors without numbers (meta, fake). Replace the object when the counter is set back on a GPU; on a CPU each call
     reads it.
+
+    Args:
+        calls: On a GPU only each such call starts or reads a copy, which takes the host about as long as a launch.
 
     >>> seen, counter = AsyncCounter(), torch.tensor(3)
     >>> seen.at_least(4, counter), seen.at_least(3, counter)
     (False, True)
     """
 
-    def __init__(self) -> None:
-        self.seen = -1
+    def __init__(self, calls: int = 1) -> None:
+        self.seen, self._asked, self._calls = -1, 0, calls
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def at_least(self, least: int, counter: Tensor) -> bool:
         """Return True once the host has seen the counter reach `least`."""
         if counter.is_cpu and type(counter) is Tensor:
             self.seen = int(counter.tolist())  # type: ignore[arg-type]  # on a CPU reading takes no wait
-        elif counter.is_cuda and self.seen < least and not torch.cuda.is_current_stream_capturing():
-            self._poll(counter)
+        elif counter.is_cuda and self.seen < least:
+            self._asked += 1
+            if self._asked % self._calls == 0 and not torch.cuda.is_current_stream_capturing():
+                self._poll(counter)
         return self.seen >= least
 
     def _poll(self, counter: Tensor) -> None:

@@ -13,6 +13,7 @@ from normkit.norms._recompute import Records
 OPTIONAL = (  # buffers of some options
     "pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end",
 )  # fmt: skip
+CALLS = 8  # to a norm's counter of the end of its warm-up, which it asks four times a step
 
 
 class StatefulNorm(Norm):
@@ -87,7 +88,7 @@ class StatefulNorm(Norm):
 
     def _reset_counters(self) -> None:
         """Forget what the host has seen of `step` and of the end of an automatic warm-up."""
-        self._steps, self._ended = AsyncCounter(), AsyncCounter()
+        self._steps, self._ended = AsyncCounter(), AsyncCounter(CALLS)
 
     def reset_parameters(self) -> None:
         """Set parameters, running statistics, windows and counters to their initial values."""
@@ -120,7 +121,7 @@ class StatefulNorm(Norm):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out records of the original's forwards, and the optimizer that it follows."""
         kept = {**super().__getstate__(), "follows_optimizer": False, "next_state": {}}
-        return {**kept, "_records": Records(), "_steps": AsyncCounter(), "_ended": AsyncCounter()}
+        return {**kept, "_records": Records(), "_steps": AsyncCounter(), "_ended": AsyncCounter(CALLS)}
 
 
 def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:

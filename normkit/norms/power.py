@@ -10,7 +10,7 @@ from normkit.kernels.kernel_rule import KernelRule
 from normkit.norms._base import Split
 from normkit.norms._options import OldShare, Steps, Warmup, require
 from normkit.norms._stat_norm import Stat
-from normkit.norms._warmup import WarmupNorm
+from normkit.norms._warmup import NEVER, WarmupNorm
 
 
 class PowerNorm(WarmupNorm):
@@ -92,7 +92,8 @@ class PowerNorm(WarmupNorm):
         return Stat(value, state, dx_scale=dx_scale, saved=(self.nu.clone(), gamma))
 
     def known_in_advance(self) -> Tensor | None:  # noqa: D102
-        return self.running if self._steps.at_least(self.known_end(), self.step) else None
+        end = self.known_end()
+        return self.running if end < NEVER and self._steps.at_least(end, self.step) else None
 
     def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:  # noqa: D102
         return saved[0]
