@@ -248,7 +248,7 @@ def section(result: dict) -> str:
     first = rows[0]
     head = (
         f"{at['device']}, batch {first['batch']}, images of {first['size']}, {first['rounds']} rounds; normkit "
-        f"`{(at['commit'] or 'unknown')[:9]}`, torch {at['torch']}."
+        f"`{(at['commit'] or 'unknown')[:9]}`{' with local changes' if at['dirty'] else ''}, torch {at['torch']}."
     )
     lines = [
         head,

@@ -98,6 +98,7 @@ def multi30k() -> str:
     lines += [
         "",
         "Mean ± standard deviation (seeds); difference of runs of the same seed with its 95 % interval (Student's t);",
+        "without `warmup=auto`, statistics warm up as long as the learning rate, 200 and 1,000 steps;",
         "`normkit study core.multi30k`, `warmup.multi30k`, `core.multi30k-hour`;",
         "`python benchmarks/folded_scores.py RUN...`.",
     ]
