@@ -102,8 +102,8 @@ def headline(folder: Path = RESULTS) -> str:
         "Time with `un` folded relative to LayerNorm; int8 by the faster of two schemes, with the cosine to float32.",
         (f"onnxruntime, batch 1, one pinned thread of an {cpu(where)}, n = {n} rounds by turns, median (20th to 80th "
         f"percentile), commit {commits}. Only MiniLM's weights are trained. In brackets:\n"
-        "LayerNorm in the slower scheme. MiniLM in int8 is folded with `spread=4`, which leaves 2 of 13 norms as a multiplication and an addition;\n"
-        "with all but one folded its cosine is 0.41."),
+        "LayerNorm in the slower scheme. MiniLM in int8 is folded with `spread=4`, which leaves 2 of 13 norms as a\n"
+        "multiplication and an addition; with all but one folded its cosine is 0.41."),
         (f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes, after\n"
         f"`pip install -e '.[export,huggingface]'`; the rows are {names} (`vit` and `swin` need the extra `vision`)."),
     ])  # fmt: skip
