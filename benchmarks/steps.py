@@ -12,6 +12,7 @@ which models compiled by this command do not take.
 import argparse
 import dataclasses
 import itertools
+import math
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,10 @@ def steps(spec: str, compiled: bool) -> Callable[[], None]:
     task = TASKS[run.task].load("module")(run, model, data)
     norms = [module for module in model.modules() if isinstance(module, Norm)]
     for module in norms:
-        skip_warmup(module)
+        if EARLY not in spec:
+            skip_warmup(module)
+        else:
+            module.lag.fill_(math.nan)  # never below the limit: the warm-up lasts
     batches = list(itertools.islice(task.batches(0), BATCHES))
     task.on_train_start()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -53,8 +57,6 @@ def steps(spec: str, compiled: bool) -> Callable[[], None]:
         model.compile(dynamic=True)
 
     def call() -> None:
-        for module in norms if EARLY in spec else ():
-            module.reset_warmup()
         for batch in batches:
             task.training_step(batch, 0)["loss"].backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

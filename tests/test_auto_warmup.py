@@ -1,5 +1,6 @@
 """Automatic warm-up ends by drift, at the same step in kernels, graphs and recomputation."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -110,7 +111,8 @@ def test_on_a_gpu_few_calls_copy_the_counter(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True))
     monkeypatch.setattr(torch, "empty_like", lambda counter, **_: copies.append(torch.tensor(0)) or copies[-1])
-    counter = SimpleNamespace(is_cpu=False, is_cuda=True, value=0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    counter = SimpleNamespace(is_cpu=False, is_cuda=True, device="cuda:1", value=0)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, **_: self.fill_(source.value))
     known = AsyncCounter(8)
     assert not any(known.at_least(1, counter) for _ in range(64))

@@ -1,5 +1,6 @@
 """The choice of kernels: environment, threads, backward passes, imports."""
 
+import _thread
 import ast
 import os
 import pathlib
@@ -79,6 +80,21 @@ def test_backward_in_another_thread_keeps_the_choice_of_kernels():
     assert seen == ["fused", "reference"]
 
 
+def test_a_thread_of_autograd_takes_the_choice_of_the_block_around_the_backward_pass():
+    seen, done = [], threading.Event()
+
+    def recompute():  # as autograd's threads on a GPU, Python did not start this one
+        seen.append(dispatch.current_choice())
+        done.set()
+
+    with normkit.kernels("reference"):
+        _thread.start_new_thread(recompute, ())
+        assert done.wait(10)
+    threading.Thread(target=lambda: seen.append(dispatch.current_choice())).start()
+    assert seen[0] == "reference"
+    assert not dispatch._entered
+
+
 def imported(path):
     """Modules of `normkit.kernels` that a file imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
@@ -109,6 +125,9 @@ def test_small_inputs_on_a_gpu_take_kernels_of_torch(monkeypatch):
         assert not dispatch.is_small(x, torch.empty(1, device="cuda")), "and a weight for each channel"
         assert not dispatch.is_small(torch.empty(dispatch.SMALL + 1, device="cuda"))
         assert not dispatch.is_small(torch.empty(0, 32, device="cuda"))
+        with monkeypatch.context() as patch:  # a compiled graph would hold for these sizes alone
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            assert not dispatch.is_small(x, w)
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
         assert dispatch.is_small(x, w)
         assert not dispatch.is_small(half, w.bfloat16()), "under autocast they give float32"

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from norm_cases import WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, several_steps
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.kernels import dispatch, ops
+from normkit.kernels.async_counter import AsyncCounter
 from normkit.kernels.kernel_rule import find_kernel_rule
 from normkit.kernels.triton import entry as kernels
 from normkit.kernels.triton import launch as launches
@@ -223,8 +225,7 @@ def test_the_operators_pass_opcheck():
 
 
 def test_the_operator_has_the_gradient_of_the_eager_path():
-    x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (20,), (20,)))
-    dy = draw(4, 6, 20)
+    dy, x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (4, 6, 20), (20,), (20,)))
     eager = torch.autograd.grad(kernels.layer(x, w, b, 1e-5), (x, w, b), dy)
     op = torch.autograd.grad(row_ops.row_norm(x, w, b, 0, 1e-5, 1)[0], (x, w, b), dy)
     for a, e in zip(op, eager, strict=True):
@@ -244,8 +245,6 @@ def test_kernels_triton_runs_triton_or_raises():
 
 SPECS = [*normkit.NORMS, "power(groups=2, warmup=1, denominator='batch')", "un(window=2, warmup=1)"]
 RUNNING = ["power(groups=0, warmup=1)", "power(groups=2, warmup=1, denominator='batch', accumulate='released')"]
-
-
 WITH_STATE = [spec for spec in SPECS if not normkit.make(spec, 24).batch_free]
 
 
@@ -349,13 +348,18 @@ def test_power_after_warmup_takes_one_pass(spec, masked):
     ("spec", "masked"), [(s, i % 2 == 0) for i, s in enumerate(WITH_KERNEL_RULE + WITHOUT_KERNEL_RULE)]
 )
 def test_kernel_rules_equal_the_rules(spec, masked):
+    equal_steps(spec, masked)
+
+
+def equal_steps(spec, masked, prepare=lambda norm: None):
     found, width = [], 40  # two programs, one of which has channels to spare
     for choice in ("reference", "triton"):
         torch.manual_seed(0)
         norm = normkit.make(spec, width).to(DEVICE)
-        assert (find_kernel_rule(norm) is not None) == (spec in WITH_KERNEL_RULE)
+        assert (find_kernel_rule(norm) is not None) == (spec not in WITHOUT_KERNEL_RULE)
         for parameter in norm.parameters():
             torch.nn.init.normal_(parameter)
+        prepare(norm)
         found.append(several_steps(norm, draw, masked, choice))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
@@ -375,6 +379,43 @@ def test_automatic_warmup_ends_at_the_same_step(spec):
         found.append(norm)
     assert int(found[0].warmup_end) == int(found[1].warmup_end) > 0
     torch.testing.assert_close(found[1].averages, found[0].averages)
+
+
+@pytest.mark.parametrize("spec", ["un", "un(window=1)", "power(groups=0)", "mabn(renorm_after=3)"])
+def test_the_device_ends_a_warmup_whose_end_the_host_has_not_seen(spec, monkeypatch):
+    monkeypatch.setattr(AsyncCounter, "at_least", lambda *_: False)  # as on a GPU that is behind, and in a CUDA graph
+    equal_steps(spec, False, lambda norm: norm.warmup_end.fill_(3))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_row_norms_can_be_differentiated_twice(name):
+    found = []
+    for choice in ("reference", "triton"):
+        torch.manual_seed(1)
+        x, w, b = draw(5, 8).requires_grad_(), draw(8).requires_grad_(), draw(8).requires_grad_()
+        with normkit.kernels(choice) as ran:
+            first = torch.autograd.grad(NORMS[name][2](x, w, b).square().sum(), (x, w, b), create_graph=True)
+            found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), (x, w, b))])
+        assert all(kind.startswith(choice) for kind in ran)
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traced_operations_are_those_of_torch():
+    norm, x = normkit.make("scale", 8).to(DEVICE), draw(3, 8)
+    with normkit.kernels("auto") as ran:
+        traced = torch.jit.trace(norm, x, check_trace=False)
+    assert not any("triton" in kind for kind in ran)
+    torch.testing.assert_close(traced(x), norm(x))
+    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="traced or differentiated in forward mode"):
+        make_fx(norm)(x)
+
+
+def test_a_lazy_sign_is_read():
+    x = draw(3, 8)
+    with normkit.kernels("triton"):
+        close(ops.layer(torch._neg_view(x), None, None, 1e-3), ops.layer(-x, None, None, 1e-3).double())
 
 
 def test_subclass_with_own_rule_has_no_kernel_rule():

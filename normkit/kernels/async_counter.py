@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 class AsyncCounter:
@@ -28,13 +29,16 @@ class AsyncCounter:
         """Return True once the host has seen the counter reach `least`."""
         if counter.is_cpu and type(counter) is Tensor:
             self.seen = int(counter.tolist())  # type: ignore[arg-type]  # on a CPU reading takes no wait
-        elif counter.is_cuda and self.seen < least:
+        elif counter.is_cuda and self.seen < least and not isinstance(counter, FakeTensor):
             self._asked += 1
-            if self._asked % self._calls == 0 and not torch.cuda.is_current_stream_capturing():
-                self._poll(counter)
+            if self._asked % self._calls == 0:
+                with torch.cuda.device(counter.device):  # an event belongs to the device that is current
+                    self._poll(counter)
         return self.seen >= least
 
     def _poll(self, counter: Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
         if self._copy is None:
             copy = torch.empty_like(counter, device="cpu", pin_memory=True)
             copy.copy_(counter, non_blocking=True)

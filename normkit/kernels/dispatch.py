@@ -21,6 +21,7 @@ CHOICES = ("auto", "triton", "native", "fused", "reference")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 SMALL = 1 << 22  # numbers; below, Triton saves an H200 at most 0.007 ms a norm, and costs the host 0.4 ms
+PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]  # of torch.fx's make_fx
 
 
 class Block:
@@ -35,6 +36,7 @@ class Block:
 
 
 _block: ContextVar[Block | None] = ContextVar("normkit_kernels", default=None)
+_entered: list[Block] = []  # of all threads: those of autograd on a GPU, which recompute checkpoints, see no ContextVar
 
 
 @contextlib.contextmanager
@@ -79,15 +81,17 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
         raise RuntimeError(f'kernels("native") cannot run: {why}; use kernels("auto")')
     block = Block(choice, _block.get())
     token = _block.set(block)
+    _entered.append(block)
     try:
         yield block.ran
     finally:
+        _entered.remove(block)
         _block.reset(token)
 
 
 def current_choice() -> str:
     """Choice of this thread: of the innermost block, else of the environment."""
-    if (block := _block.get()) is not None:
+    if (block := _innermost()) is not None:
         return block.choice
     choice = os.environ.get("NORMKIT_KERNELS") or "auto"
     if choice not in CHOICES:
@@ -101,7 +105,14 @@ current_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def current_block() -> Block | None:
     """The innermost block, for `resumed` in a backward pass."""
-    return None if torch.compiler.is_compiling() else _block.get()
+    return None if torch.compiler.is_compiling() else _innermost()
+
+
+def _innermost() -> Block | None:
+    block = _block.get()
+    if block is None and _entered and isinstance(threading.current_thread(), threading._DummyThread):
+        return _entered[-1]
+    return block
 
 
 @contextlib.contextmanager
@@ -158,7 +169,8 @@ def select(
 def is_small(x: Tensor, *parameters: Tensor | None) -> bool:
     """True for a small `x` on a GPU whose type PyTorch's own kernel takes and returns."""
     return (
-        x.is_cuda
+        not torch.compiler.is_compiling()  # which would keep a graph for these sizes alone
+        and x.is_cuda
         and 0 < x.numel() <= SMALL
         and all(p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters)
         and (x.dtype is torch.float32 or not torch.is_autocast_enabled("cuda"))  # else it gives float32
@@ -167,7 +179,7 @@ def is_small(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def count(kind: str, name: str) -> None:
     """Count an op for the blocks around it."""
-    block = _block.get()
+    block = _innermost()
     while block is not None:
         block.ran[f"{kind} {name}"] += 1
         block = block.outer
@@ -256,6 +268,8 @@ def _triton_obstacle(x: Tensor) -> str:
         return f"x is {x.dtype}; there are kernels for float32, bfloat16 and float16"
     if type(x) not in (Tensor, nn.Parameter) or torch._C._are_functorch_transforms_active():
         return "x is a tensor subclass or inside a functional transform"
+    if torch.jit.is_tracing() or forward_ad._current_level >= 0 or torch._C._get_dispatch_mode(PROXY):  # type: ignore[attr-defined]
+        return "operations are traced or differentiated in forward mode"
     return ""
 
 

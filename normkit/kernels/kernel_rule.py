@@ -10,6 +10,7 @@ from torch import Tensor
 FAST, SLOW = 1 / 8, 1 / 32  # shares of the new value in the averages whose difference is the drift
 LARGEST_LAG = 0.15  # the warm-up ends below it; 0.03 without any drift, 0.11 at most
 UNSEEN = 1e-4  # variance of a difference of 1 %, which is no drift
+NEVER = 2**62  # the end of a warm-up that lasts
 NOTICE = 16  # steps from the decision to the end, so that a GPU's copy reaches the host before
 
 
@@ -24,7 +25,7 @@ class KernelRule(NamedTuple):
         backward: Gradient statistics to remove: "exact", this batch's; "running"; "windowed".
         rate: Share of the new value in `running`.
         rate_grad: Share of the new value in running gradient statistics.
-        warmup: Steps of warm-up.
+        warmup: Steps of warm-up; or the buffer that will have its last step, 0 while it lasts, for kernels to read.
         until: Step from which a factor is free, or the steps at which bounds are reached.
         bounds: Bounds of a factor and of a shift.
         floor: Least value that a window records; with "running", least share of a new value in the warm-up.
@@ -41,7 +42,7 @@ class KernelRule(NamedTuple):
     backward: str = "exact"
     rate: float = 0.0
     rate_grad: float = 0.0
-    warmup: int = 0
+    warmup: int | Tensor = 0
     until: tuple[int, int] = (0, 0)
     bounds: tuple[float, float] = (1.0, 0.0)
     floor: float = 0.0

@@ -40,6 +40,7 @@ def skip_warmup(norm: Norm) -> Norm:
         norm.step.fill_(2**31)
         if (end := getattr(norm, "warmup_end", None)) is not None:
             end.fill_(1)
+            norm._ended.seen = 1  # a GPU's copy would take some steps
     return norm
 
 

@@ -3,11 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN
+from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NEVER, NOTICE, SLOW, UNSEEN
 from normkit.norms._options import Warmup
 from normkit.norms._stat_norm import StatNorm
-
-NEVER = 2**62
 
 
 class WarmupNorm(StatNorm):
@@ -52,8 +50,13 @@ class WarmupNorm(StatNorm):
         end = self.end_of_warmup()
         return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
 
+    def rule_end(self) -> int | Tensor:
+        """Return `KernelRule.warmup`: the buffer until the host has seen the end."""
+        end = self.known_end()
+        return self.warmup_end if end == NEVER and self.warmup == "auto" else end
+
     def known_end(self) -> int:
-        """Return the last step of the warm-up, `NEVER` until the host has seen it; for kernels."""
+        """Return the last step of the warm-up, `NEVER` until the host has seen it."""
         if isinstance(self.warmup, int):
             return self.warmup
         return self._ended.seen if self._ended.at_least(1, self.warmup_end) else NEVER

@@ -71,8 +71,8 @@ class MABN(WarmupNorm):
         if self.form == "unp":
             return None
         return KernelRule(
-            "arithmetic", "windowed", rate=1 - self.alpha, warmup=self.known_end(), window=self.window_x,
-            window_grad=self.window_g, until=(max(self.renorm_after, self.known_end()), 0), bounds=(self.r_max, 0.0),
+            "arithmetic", "windowed", rate=1 - self.alpha, warmup=self.rule_end(), window=self.window_x,
+            window_grad=self.window_g, until=(self.renorm_after, 0), bounds=(self.r_max, 0.0),
             drift=self.drift_buffers(),
         )  # fmt: skip
 

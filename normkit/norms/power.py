@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels import ops
-from normkit.kernels.kernel_rule import KernelRule
+from normkit.kernels.kernel_rule import NEVER, KernelRule
 from normkit.norms._base import Split
 from normkit.norms._options import OldShare, Steps, Warmup, require
 from normkit.norms._stat_norm import Stat
-from normkit.norms._warmup import NEVER, WarmupNorm
+from normkit.norms._warmup import WarmupNorm
 
 
 class PowerNorm(WarmupNorm):
@@ -109,7 +109,7 @@ class PowerNorm(WarmupNorm):
         if self.accumulate != "average" or self.denominator == "batch":
             return None
         return KernelRule(
-            "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.known_end(), clamp=self.clamp,
+            "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.rule_end(), clamp=self.clamp,
             floor=self._least_share, exact_early=self.warmup_grad == "exact", smooth_grad=self.nu,
             drift=self.drift_buffers(),
         )  # fmt: skip

@@ -5,11 +5,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels.kernel_rule import KernelRule
+from normkit.kernels.kernel_rule import NEVER, KernelRule
 from normkit.norms._options import OldShare, Steps, Warmup, Window
 from normkit.norms._stat_norm import Stat
 from normkit.norms._state import push
-from normkit.norms._warmup import NEVER, WarmupNorm
+from normkit.norms._warmup import WarmupNorm
 
 
 class UN(WarmupNorm):
@@ -119,7 +119,7 @@ class UN(WarmupNorm):
         rate, rate_grad = 1 - self.alpha, 1 - (self.alpha if self.alpha_bkw is None else self.alpha_bkw)
         return KernelRule(
             "geometric", "windowed", rate, rate_grad, floor=self.floor,
-            warmup=self.known_end() if self.window > 1 else NEVER,
+            warmup=self.rule_end() if self.window > 1 else NEVER,
             window=self.window_x, window_grad=self.window_g, smooth_grad=self.psi,
             exact_early=self.warmup_grad == "exact", drift=self.drift_buffers(),
         )  # fmt: skip

@@ -177,7 +177,8 @@ class Recorder:
     def evaluate_samples(self) -> None:
         """Turn the samples so far into rows, on the device."""
         if self._gradients:
-            norms = torch.stack([norm.to(torch.float32) for _, norm in sorted(self._gradients.items())])
+            first = next(iter(self._gradients.values())).device  # of a model on several
+            norms = torch.stack([norm.to(first, torch.float32) for _, norm in sorted(self._gradients.items())])
             self._gradients.clear()
             self.pending.append(Sample(self.step, Site("", "", self.model), {"gradient": norms}))
         samples, self.pending = self.pending, []

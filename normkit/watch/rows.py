@@ -60,7 +60,8 @@ class Rows:
         self.refresh()
         new: list[Row] = []
         if self._waiting:
-            numbers = iter(torch.cat([entry.values for entry in self._waiting]).tolist())
+            first = self._waiting[0].values.device  # of a model on several
+            numbers = iter(torch.cat([entry.values.to(first) for entry in self._waiting]).tolist())
             for step, site, norm, names, _ in self._waiting:
                 new += [Row(step, site, norm, name, next(numbers)) for name in names]
             self._waiting.clear()

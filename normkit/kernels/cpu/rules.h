@@ -138,7 +138,7 @@ void decide(const TrainingStep& given, int threads) {
             fresh = old + rate * (used - old);
             if (made.output_scale) {
                 const float jump = std::sqrt((used + eps) / (old + eps));
-                made.output_scale[c] = step <= options.until_r ? 1 : std::clamp(jump, 1 / bound_r, bound_r);
+                made.output_scale[c] = step <= std::max(options.until_r, warmup) ? 1 : std::clamp(jump, 1 / bound_r, bound_r);
             }
         }
         made.value[center * channels + c] = used;

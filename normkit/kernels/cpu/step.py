@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from normkit.kernels import dispatch
 from normkit.kernels.cpu import arguments
 from normkit.kernels.cpu.build import step_op
-from normkit.kernels.kernel_rule import KernelRule
+from normkit.kernels.kernel_rule import NEVER, KernelRule
 from normkit.kernels.step_statistics import StepStatistics
 
 FORWARD = ("batch", "running", "geometric", "arithmetic", "renorm")  # in the order of rules.h
@@ -48,8 +48,9 @@ def run(
         given = [of.batch, of.value, of.count, of.step, of.output_scale, of.output_shift, *(of.saved or (None, None))]
     one_pass = statistics is None and norm.known_in_advance() is not None
     numbers = [
-        FORWARD.index(rule.forward), BACKWARD.index(rule.backward), one_pass, rule.warmup, *rule.until, rule.unbiased,
-        rule.exact_early, rule.clamp, norm.center, groups, norm.pad_grad == "real",
+        FORWARD.index(rule.forward), BACKWARD.index(rule.backward), one_pass,
+        NEVER if isinstance(rule.warmup, Tensor) else rule.warmup,  # the host reads the buffer in each step
+        *rule.until, rule.unbiased, rule.exact_early, rule.clamp, norm.center, groups, norm.pad_grad == "real",
     ]  # fmt: skip
     factors = [norm.eps, rule.rate, rule.rate_grad, *rule.bounds, rule.floor]
     state = [

@@ -63,7 +63,7 @@ def column_forward(
             x = tl.where(weight[:, None] != 0, x, 0.0)
             seen += weight
             if SUM is not None:
-                step = x - mean
+                step = tl.where(weight[:, None] != 0, x - mean, 0.0)
                 mean += step * (weight / tl.maximum(seen, 1e-30))[:, None]
                 square += step * (x - mean) * weight[:, None]
             else:

@@ -102,7 +102,7 @@ def _forward(
         return fresh
     shares = new_shares(x, center, launch) if sums else (None, None, None)
     mean, var = (None, None) if stat is None else (stat.contiguous()[0], stat.contiguous()[-1])
-    with device_of(rows):
+    with device_of(rows, var):
         kernel.column_forward[(launch.programs, cdiv(channels, launch.block))](
             rows, flags(mask), y, mean, var, *map(contiguous, vectors), *shares, None, None, None, n, channels,
             rows.stride(0), eps, CENTER=center, **launch.meta,

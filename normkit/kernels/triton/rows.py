@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from normkit.kernels import reference
 from normkit.kernels.triton import row_kernels
 from normkit.kernels.triton.launch import LONGEST, Launch, cdiv, column_launch, row_launch, sum_grid, sum_launch
 
@@ -62,19 +62,43 @@ class RowNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, kind, eps, groups):  # noqa: D102
         y, saved = forward(x, weight, bias, kind, eps, groups)
-        ctx.save_for_backward(x, weight, *saved)
+        ctx.save_for_backward(x, weight, bias, *saved)
         ctx.options = kind, eps, groups
-        ctx.bias = None if bias is None else bias.dtype
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
-        x, weight, mean, inv = ctx.saved_tensors
-        kind, eps, groups = ctx.options
-        weights, biases = ctx.needs_input_grad[1:3]
-        given = dy, x, weight, Saved(mean, inv), kind, eps, groups
-        return *backward(*given, weights, biases, ctx.bias), None, None, None
+        x, weight, bias, mean, inv = ctx.saved_tensors
+        wanted, (kind, eps, groups) = ctx.needs_input_grad[:3], ctx.options
+        if torch.is_grad_enabled():  # it is differentiated twice
+            given = (x, weight, bias)
+            inputs = [tensor for tensor, needed in zip(given, wanted, strict=True) if needed]
+            found = iter(torch.autograd.grad(_plain(*given, kind, eps, groups), inputs, dy, create_graph=True))
+            return *(next(found) if needed else None for needed in wanted), None, None, None
+        found = backward(
+            dy,
+            x,
+            weight,
+            Saved(mean, inv),
+            kind,
+            eps,
+            groups,
+            wanted[1],
+            wanted[2],
+            None if bias is None else bias.dtype,
+        )
+        return *found, None, None, None
+
+
+def _plain(x, weight, bias, kind: int, eps: float, groups: int) -> Tensor:
+    """The same by PyTorch's operations."""
+    if kind == KINDS["layer"]:
+        return reference.group(x, weight, bias, eps, groups) if groups > 1 else reference.layer(x, weight, bias, eps)
+    if groups > 1:
+        return reference.group_rms(x, eps, groups)
+    if kind == KINDS["scale"]:
+        return reference.scale(x, weight, bias, eps)
+    return reference.rms(x, weight, bias, eps, inside=kind == KINDS["rms"])
 
 
 def forward(
@@ -90,7 +114,7 @@ def forward(
         return y, saved
     launch = launch or row_launch(rows, width)
     body = kernel.row_forward if width <= LONGEST else kernel.long_forward
-    with device_of(x):
+    with device_of(x, weight):
         body[(launch.programs, groups)](
             flat, contiguous(weight), contiguous(bias), y, *saved, rows, width, flat.stride(0), eps,
             KIND=kind, SCALAR=is_scalar(weight, channels), **launch.meta,
@@ -168,6 +192,7 @@ def scratch(shape: tuple[int, int], like: Tensor) -> Tensor:
 
 def as_rows(x: Tensor) -> Tensor:
     """`[..., C]` as rows of any stride with contiguous channels; a copy only if needed."""
+    x = x.resolve_neg()
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
@@ -182,8 +207,10 @@ def is_scalar(weight: Tensor | None, channels: int) -> bool:
     return weight is not None and weight.numel() == 1 and channels > 1
 
 
-def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def device_of(x: Tensor, parameter: Tensor | None = None) -> contextlib.AbstractContextManager[Any]:
     """Context in which the device of `x` is current, as Triton launches on the current one."""
+    if parameter is not None and parameter.device != x.device:
+        raise RuntimeError(f"x is on {x.device}, the norm on {parameter.device}; move one of them")
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)

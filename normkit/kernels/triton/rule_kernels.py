@@ -46,9 +46,18 @@ def ramp(step, warmup, until):
 
 
 @triton.jit
+def end_of_warmup(END, warmup):
+    """Last step of the warm-up: `warmup` unless END, on the device, has another one."""
+    if END is not None:
+        end = tl.load(END)
+        warmup = tl.where(end > 0, end, warmup)
+    return warmup
+
+
+@triton.jit
 def train_rule(
     SUM, SQUARE, COUNT, FINITE, NEXT, RUNNING, STEP, SKIPPED, WINDOW,
-    BATCH, VALUE, TOTAL, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, SMOOTH_GRAD,
+    BATCH, VALUE, TOTAL, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, SMOOTH_GRAD, END,
     programs, shares, channels, size, eps, rate, warmup, until_r, until_d, bound_r, bound_d, floor,
     RULE: tl.constexpr, CENTER: tl.constexpr, UNBIASED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -66,6 +75,7 @@ def train_rule(
     good = usable(FINITE, shares, count, TILE)
     ok = good + tl.zeros([BLOCK], tl.float32) > 0
     step = tl.load(NEXT)
+    warmup = end_of_warmup(END, warmup)
     running_mean = mean
     here = channel
     if CENTER:
@@ -107,7 +117,9 @@ def train_rule(
         if OUTPUT_SCALE is not None:
             output_scale = tl.sqrt((value + eps) / (running + eps))
             output_scale = tl.minimum(tl.maximum(output_scale, 1.0 / bound_r), bound_r)
-            tl.store(OUTPUT_SCALE + channel, tl.where(step <= until_r, 1.0, output_scale), mask=real)
+            tl.store(
+                OUTPUT_SCALE + channel, tl.where(step <= tl.maximum(until_r, warmup), 1.0, output_scale), mask=real
+            )
     tl.store(VALUE + here, value, mask=real)
     tl.debug_barrier()  # threads may share a channel: all must have read before one writes
     tl.store(RUNNING + here, new, mask=real & ok)
@@ -160,7 +172,7 @@ def measure_drift(
 @triton.jit
 def grad_rule(
     SUMS, FINITE, COUNT, STEP, W, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, SKIPPED, WINDOW,
-    SMOOTH, REMOVED, DW, DB,
+    SMOOTH, END, REMOVED, DW, DB,
     programs, shares, channels, size, rate, warmup,
     RULE: tl.constexpr, EXACT: tl.constexpr, CLAMP: tl.constexpr, CENTER: tl.constexpr, REAL: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -189,6 +201,7 @@ def grad_rule(
         good = usable(FINITE, shares, count, TILE)
         ok = good + tl.zeros([BLOCK], tl.float32) > 0
         step = tl.load(STEP)
+        warmup = end_of_warmup(END, warmup)
         early = step <= warmup
         if RULE == "running":
             before = tl.load(SAVED_GRAD + channel, mask=real, other=0.0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN, KernelRule, mark_written
+from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NEVER, NOTICE, SLOW, UNSEEN, KernelRule, mark_written
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.kernels.triton import column_kernels, rule_kernels
 from normkit.kernels.triton.columns import flags, new_shares
@@ -46,16 +46,17 @@ def train(
     output_scale = scratch((1, channels), x)[0] if rule in ("arithmetic", "renorm") else None
     output_shift = scratch((1, channels), x)[0] if rule == "renorm" else None
     saved = (scratch((1, channels), x), scratch((1, channels), x)) if rule == "running" else ()
-    with device_of(x):
+    end, warmup = _end(kernel_rule)
+    with device_of(x, norm.running):
         columns.column_forward[(launch.programs, blocks)](
             rows, flags(mask), y, mean, var, weight, bias, None, None, *shares, finite, norm.step, step, n, channels,
             rows.stride(0), norm.eps, CENTER=center, **launch.meta,
         )  # fmt: skip
         rules.train_rule[sum_grid(channels)](
             *shares, finite, step, norm.running, norm.step, norm.skipped, window, batch, value, count, output_scale,
-            output_shift, *(saved or (None, None)), kernel_rule.smooth_grad if saved else None, launch.programs,
-            finite.numel(), channels, 0 if window is None else len(window), norm.eps, kernel_rule.rate,
-            kernel_rule.warmup, *kernel_rule.until, *kernel_rule.bounds, kernel_rule.floor, RULE=rule, CENTER=center,
+            output_shift, *(saved or (None, None)), kernel_rule.smooth_grad if saved else None, end,
+            launch.programs, finite.numel(), channels, 0 if window is None else len(window), norm.eps, kernel_rule.rate,
+            warmup, *kernel_rule.until, *kernel_rule.bounds, kernel_rule.floor, RULE=rule, CENTER=center,
             UNBIASED=kernel_rule.unbiased, **sum_launch(launch.programs, channels),
         )  # fmt: skip
         if kernel_rule.drift:
@@ -87,6 +88,7 @@ def differentiate(
     stat, output_scale = statistics.value.contiguous(), contiguous(statistics.output_scale)
     output_shift, weight, mask = contiguous(statistics.output_shift), contiguous(weight), flags(mask)
     window, smooth = kernel_rule.window_grad, kernel_rule.smooth_grad
+    end, warmup = _end(kernel_rule)
 
     def column_pass(dx: Tensor | None, removed: Tensor | None, sums: Tensor | None, finite: Tensor | None) -> None:
         columns.column_backward[(launch.programs, blocks)](
@@ -98,12 +100,18 @@ def differentiate(
         column_pass(dx if removed is None else None, known_in_advance, sums, finite)
         rules.grad_rule[sum_grid(channels)](
             sums, finite, statistics.count, statistics.step, weight, output_scale, output_shift,
-            *(statistics.saved or (None, None)), norm.skipped_grad, window, smooth, removed, dw, db, launch.programs,
-            launch.programs * blocks, channels, 0 if window is None else len(window), kernel_rule.rate_grad,
-            kernel_rule.warmup, RULE=kernel_rule.backward, EXACT=kernel_rule.exact_early, CLAMP=kernel_rule.clamp,
-            CENTER=center, REAL=real, **sum_launch(launch.programs, channels),
+            *(statistics.saved or (None, None)), norm.skipped_grad, window, smooth, end, removed, dw, db,
+            launch.programs, launch.programs * blocks, channels, 0 if window is None else len(window),
+            kernel_rule.rate_grad, warmup, RULE=kernel_rule.backward, EXACT=kernel_rule.exact_early,
+            CLAMP=kernel_rule.clamp, CENTER=center, REAL=real, **sum_launch(launch.programs, channels),
         )  # fmt: skip
         if removed is not None:
             column_pass(dx, removed, None, None)
     mark_written(norm.skipped_grad, window, smooth)
     return dx, dw, db
+
+
+def _end(kernel_rule: KernelRule) -> tuple[Tensor | None, int]:
+    """The end of the warm-up, on the device or as a number."""
+    end = kernel_rule.warmup
+    return (end, NEVER) if isinstance(end, Tensor) else (None, end)
