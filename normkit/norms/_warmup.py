@@ -51,9 +51,8 @@ class WarmupNorm(StatNorm):
         return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
 
     def rule_end(self) -> int | Tensor:
-        """Return `KernelRule.warmup`: the buffer until the host has seen the end."""
-        end = self.known_end()
-        return self.warmup_end if end == NEVER and self.warmup == "auto" else end
+        """Return `KernelRule.warmup`."""
+        return self.warmup if isinstance(self.warmup, int) else self.warmup_end
 
     def known_end(self) -> int:
         """Return the last step of the warm-up, `NEVER` until the host has seen it."""
