@@ -49,7 +49,7 @@ def run(
     one_pass = statistics is None and norm.known_in_advance() is not None
     numbers = [
         FORWARD.index(rule.forward), BACKWARD.index(rule.backward), one_pass,
-        int(rule.warmup) or NEVER if isinstance(rule.warmup, Tensor) else rule.warmup,
+        rule.warmup.tolist() or NEVER if isinstance(rule.warmup, Tensor) else rule.warmup,
         *rule.until, rule.unbiased, rule.exact_early, rule.clamp, norm.center, groups, norm.pad_grad == "real",
     ]  # fmt: skip
     factors = [norm.eps, rule.rate, rule.rate_grad, *rule.bounds, rule.floor]
