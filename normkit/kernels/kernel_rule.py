@@ -11,7 +11,7 @@ FAST, SLOW = 1 / 8, 1 / 32  # shares of the new value in the averages whose diff
 LARGEST_LAG = 0.15  # the warm-up ends below it; 0.03 without any drift, 0.11 at most
 UNSEEN = 1e-4  # variance of a difference of 1 %, which is no drift
 NEVER = 2**62  # the end of a warm-up that lasts
-NOTICE = 16  # steps from the decision to the end, so that a GPU's copy reaches the host before
+NOTICE = 16  # steps from the decision to the end
 
 
 class KernelRule(NamedTuple):

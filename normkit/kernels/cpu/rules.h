@@ -138,7 +138,8 @@ void decide(const TrainingStep& given, int threads) {
             fresh = old + rate * (used - old);
             if (made.output_scale) {
                 const float jump = std::sqrt((used + eps) / (old + eps));
-                made.output_scale[c] = step <= std::max(options.until_r, warmup) ? 1 : std::clamp(jump, 1 / bound_r, bound_r);
+                const bool is_free = step > std::max(options.until_r, warmup);
+                made.output_scale[c] = is_free ? std::clamp(jump, 1 / bound_r, bound_r) : 1;
             }
         }
         made.value[center * channels + c] = used;

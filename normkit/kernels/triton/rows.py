@@ -75,19 +75,9 @@ class RowNorm(torch.autograd.Function):
             inputs = [tensor for tensor, needed in zip(given, wanted, strict=True) if needed]
             found = iter(torch.autograd.grad(_plain(*given, kind, eps, groups), inputs, dy, create_graph=True))
             return *(next(found) if needed else None for needed in wanted), None, None, None
-        found = backward(
-            dy,
-            x,
-            weight,
-            Saved(mean, inv),
-            kind,
-            eps,
-            groups,
-            wanted[1],
-            wanted[2],
-            None if bias is None else bias.dtype,
-        )
-        return *found, None, None, None
+        given = dy, x, weight, Saved(mean, inv), kind, eps, groups
+        dtype = None if bias is None else bias.dtype
+        return *backward(*given, wanted[1], wanted[2], dtype), None, None, None
 
 
 def _plain(x, weight, bias, kind: int, eps: float, groups: int) -> Tensor:
