@@ -99,13 +99,13 @@ def headline(folder: Path = RESULTS) -> str:
     names = ", ".join(f"`{result['rows'][0]['model']}`" for result in shown)
     return "\n".join([
         *lines, "",
-        "Time with `un` folded relative to LayerNorm; int8 by the faster of two schemes, with the cosine to float32.",
-        (f"onnxruntime, batch 1, one pinned thread of an {cpu(where)}, n = {n} rounds by turns, median (20th to 80th "
-        f"percentile), commit {commits}. Only MiniLM's weights are trained. In brackets:\n"
-        "LayerNorm in the slower scheme. MiniLM in int8 is folded with `spread=4`, which leaves 2 of 13 norms as a\n"
-        "multiplication and an addition; with all but one folded its cosine is 0.41."),
-        (f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes, after\n"
-        f"`pip install -e '.[export,huggingface]'`; the rows are {names} (`vit` and `swin` need the extra `vision`)."),
+        (f"Time with `un` folded relative to LayerNorm in onnxruntime, batch 1, one pinned thread of an {cpu(where)}, "
+        f"n = {n} rounds by turns,\nmedian (20th to 80th percentile), commit {commits}. Int8 by the faster of two "
+        "schemes, with the cosine to float32; in brackets LayerNorm in the\nslower one. Only MiniLM's weights are "
+        "trained. In int8 it is folded with `spread=4`, which leaves 2 of 13 norms as a multiplication\nand an "
+        "addition; with all but one folded its cosine is 0.41."),
+        (f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes, after `pip install -e "
+        f"'.[export,huggingface]'`;\nthe rows are {names} (`vit` and `swin` need the extra `vision`)."),
     ])  # fmt: skip
 
 
