@@ -255,7 +255,7 @@ def launches() -> Iterator[dict]:
                 with normkit.kernels(choice if choice == "reference" or DRY else "auto") as ran:
                     norm(x).backward(dy)
                     if not DRY:
-                        torch.cuda.synchronize()  # so the host has read the end of the warm-up
+                        torch.cuda.synchronize()  # so the host has read the number of steps
                     kinds = [activity.CPU] if DRY else [activity.CPU, activity.CUDA]
                     with torch.profiler.profile(activities=kinds) as profile:
                         norm(x).backward(dy)

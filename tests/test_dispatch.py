@@ -90,8 +90,10 @@ def test_a_thread_of_autograd_takes_the_choice_of_the_block_around_the_backward_
     with normkit.kernels("reference"):
         _thread.start_new_thread(recompute, ())
         assert done.wait(10)
-    threading.Thread(target=lambda: seen.append(dispatch.current_choice())).start()
-    assert seen[0] == "reference"
+        own = threading.Thread(target=recompute)
+        own.start()
+        own.join()
+    assert seen == ["reference", "auto"], "a thread of Python has blocks of its own"
     assert not dispatch._entered
 
 

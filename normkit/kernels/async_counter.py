@@ -14,7 +14,7 @@ class AsyncCounter:
     reads it.
 
     Args:
-        calls: On a GPU only each such call starts or reads a copy, which takes the host about as long as a launch.
+        calls: On a GPU, one call in so many starts or reads a copy; that takes the host about as long as a launch.
 
     >>> seen, counter = AsyncCounter(), torch.tensor(3)
     >>> seen.at_least(4, counter), seen.at_least(3, counter)

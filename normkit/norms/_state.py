@@ -13,7 +13,7 @@ from normkit.norms._recompute import Records
 OPTIONAL = (  # buffers of some options
     "pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end",
 )  # fmt: skip
-CALLS = 4  # to a norm's counter of the end of its warm-up, which it asks twice a step
+CALLS = 4  # a norm asks twice a step whether its warm-up has ended: on a GPU every second step copies or reads
 
 
 class StatefulNorm(Norm):

@@ -51,7 +51,7 @@ class WarmupNorm(StatNorm):
         return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
 
     def rule_end(self) -> int | Tensor:
-        """Return `KernelRule.warmup`."""
+        """Return the length of the warm-up, or the buffer of an automatic one's end."""
         return self.warmup if isinstance(self.warmup, int) else self.warmup_end
 
     def known_end(self) -> int:

@@ -73,15 +73,15 @@ class RowNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # it is differentiated twice
             given = (x, weight, bias)
             inputs = [tensor for tensor, needed in zip(given, wanted, strict=True) if needed]
-            found = iter(torch.autograd.grad(_plain(*given, kind, eps, groups), inputs, dy, create_graph=True))
+            found = iter(torch.autograd.grad(_by_reference(*given, kind, eps, groups), inputs, dy, create_graph=True))
             return *(next(found) if needed else None for needed in wanted), None, None, None
         given = dy, x, weight, Saved(mean, inv), kind, eps, groups
         dtype = None if bias is None else bias.dtype
         return *backward(*given, wanted[1], wanted[2], dtype), None, None, None
 
 
-def _plain(x, weight, bias, kind: int, eps: float, groups: int) -> Tensor:
-    """The same by PyTorch's operations."""
+def _by_reference(x, weight, bias, kind: int, eps: float, groups: int) -> Tensor:
+    """The same norm by PyTorch's operations, which can be differentiated twice."""
     if kind == KINDS["layer"]:
         return reference.group(x, weight, bias, eps, groups) if groups > 1 else reference.layer(x, weight, bias, eps)
     if groups > 1:
