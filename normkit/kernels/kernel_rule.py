@@ -8,7 +8,7 @@ from torch import Tensor
 
 # of automatic warm-ups; rules.h has them, too
 FAST, SLOW = 1 / 8, 1 / 32  # shares of the new value in the averages whose difference is the drift
-LARGEST_LAG = 0.15  # the warm-up ends below it; 0.03 without any drift, 0.11 at most
+LARGEST_LAG = 0.15  # the warm-up ends below it; 0.03 without any drift, seldom over 0.11
 UNSEEN = 1e-4  # variance of a difference of 1 %, which is no drift
 NEVER = 2**62  # the end of a warm-up that lasts
 NOTICE = 16  # steps from the decision to the end

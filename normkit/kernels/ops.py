@@ -21,10 +21,14 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     """Center and scale each row, with the biased variance."""
     joined = all(p is None or dispatch.can_join(x, p.dtype) for p in (weight, bias))
     joined &= weight is not None or bias is None or bias.dtype is x.dtype  # else PyTorch's backward raises an error
-    small = dispatch.is_small(x, weight, bias)
-    kind = dispatch.select(x, "layer", native=False, fused=joined, small=small)
-    if kind == "fused":  # PyTorch's kernel computes in float32 by itself
+    half = x.dtype in dispatch.HALVES  # PyTorch's kernel for a CPU adds up gradients of weight and bias in this type
+    joined &= not (half and torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)))
+    native = half and reference.wide_type(x, weight, bias) is torch.float32
+    kind = dispatch.select(x, "layer", native=native, fused=joined, small=dispatch.is_small(x, weight, bias))
+    if kind == "fused":
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if kind == "native":
+        return cpu.divide(x, weight, bias, eps, center=True)
     return _module(kind).layer(x, weight, bias, eps)
 
 

@@ -76,13 +76,14 @@ def group_sample(
 
 
 def moments_over(x: Tensor, axes: tuple[int, ...], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over some axes, where `keep` is True; differentiable."""
+    """Return mean and biased variance over some axes, where `keep` is True: 0 and 1 if nowhere. Differentiable."""
     if keep is None:
         var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
         return mean, var
-    count = keep.expand_as(x).sum(axes, keepdim=True).clamp(min=1)
-    mean = torch.where(keep, x, 0).sum(axes, keepdim=True) / count
-    return mean, torch.where(keep, x - mean, 0).square().sum(axes, keepdim=True) / count
+    count = keep.expand_as(x).sum(axes, keepdim=True)
+    mean = torch.where(keep, x, 0).sum(axes, keepdim=True) / count.clamp(min=1)
+    squares = torch.where(keep, x - mean, 0).square().sum(axes, keepdim=True)
+    return mean, torch.where(count > 0, squares, 1) / count.clamp(min=1)
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
@@ -105,9 +106,11 @@ def wide_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
     return functools.reduce(torch.promote_types, types, x.dtype)
 
 
-def differentiable_grad(x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor) -> tuple:
-    """Gradients of x and weight of `rms` (of `scale` with `length`), differentiable again."""
-    y = (scale if length else rms)(x, weight, None, eps)
+def differentiable_grad(
+    x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor, center: bool = False
+) -> tuple:
+    """Gradients of x and weight of `rms` (`scale` if `length`, `layer` if `center`), differentiable again."""
+    y = (scale if length else layer if center else rms)(x, weight, None, eps)
     wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
     grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
     return tuple(next(grads) if t is not None and t.requires_grad else None for t in (x, weight))

@@ -1,27 +1,46 @@
-"""Statistics as sums that add up over batches and over processes."""
+"""Joint statistics of several batches and of several processes."""
 
 import torch
 from torch import Tensor
 
 
-def pack(batch: Tensor, count: Tensor, origin: Tensor) -> Tensor:
-    """Convert statistics to sums `[k * C + 1]` that can be added; the count is last.
+def join(stat: Tensor, count: Tensor, more: Tensor, more_count: Tensor, center: bool) -> tuple[Tensor, Tensor]:
+    """Statistics `[k, C]` of two sets of rows together, and their number (Chan, Golub & LeVeque 1979).
 
-    With a mean, second moments are taken about `origin[0]`, so that the variance survives the subtraction.
+    Args:
+        stat: Means of the one set; with `center` its mean and its variance.
+        count: Number of its rows, 0 for an empty set.
+        more: Those of the other set.
+        more_count: Number of its rows.
+        center: The second row is a variance, to which the distance of the means adds.
+
+    >>> mean_and_variance = torch.tensor([[1.0], [0.0]]), torch.tensor(1.0), torch.tensor([[4.0], [0.0]])
+    >>> join(*mean_and_variance, torch.tensor(2.0), center=True)
+    (tensor([[3.],
+            [2.]]), tensor(3.))
     """
-    if len(batch) == 2:
-        offset = batch[0] - origin[0]
-        batch = torch.stack([offset, batch[1] + offset.square()])
-    return torch.cat([(batch * count).flatten(), count.view(1)])
+    both = count + more_count
+    share = more_count / both.clamp(min=1)
+    joint = stat.lerp(more, share)
+    if center:
+        apart = (more[0] - stat[0]).square() * share * (1 - share)
+        joint = torch.stack([joint[0], joint[1] + apart])
+    return joint, both
 
 
-def unpack(sums: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert added sums of `pack` to joint statistics `[k, C]` and the joint count."""
-    count = sums[-1]
-    batch = sums[:-1].view_as(origin) / count.clamp(min=1)
+def join_processes(batch: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics `[k, C]` of the batches of all processes together, and the number of their rows.
+
+    The sums are in float64: in float32 a variance would be lost beside the square of a large mean.
+    """
+    wide = batch.double()
     if len(batch) == 2:
-        batch = torch.stack([batch[0] + origin[0], (batch[1] - batch[0].square()).clamp(min=0)])
-    return batch, count
+        wide = torch.stack([wide[0], wide[1] + wide[0].square()])
+    sums = all_reduce(torch.cat([(wide * count).flatten(), count.double().view(1)]))
+    joint = sums[:-1].view_as(batch) / sums[-1].clamp(min=1)
+    if len(batch) == 2:
+        joint = torch.stack([joint[0], (joint[1] - joint[0].square()).clamp(min=0)])
+    return joint.to(batch.dtype), sums[-1].to(count.dtype)
 
 
 def is_distributed() -> bool:

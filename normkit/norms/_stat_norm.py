@@ -151,11 +151,6 @@ class StatNorm(StatefulNorm):
             return statistics
         return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])
 
-    def _joint(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the statistics and the count of these sums of several batches or processes."""
-        batch, count = sync.unpack(sums, self.running)
-        return self.pool(batch), count  # again: between batches each channel has its own variance
-
     def _decide(
         self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None,
         kernel_rule: KernelRule | None,
@@ -177,17 +172,18 @@ class StatNorm(StatefulNorm):
             )
         batch = local = self.pool(local)
         if self.sync:
-            batch, count = self._joint(sync.all_reduce(sync.pack(local, count, self.running)))
+            batch, count = sync.join_processes(local, count)
+            batch = self.pool(batch)  # again: between batches each channel has its own variance
         ok = usable(batch, count)
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # not finite, or all padding: as the average batch
         now = self.step + 1
         stat = self.train_stat(batch, now, count)
         state, saved, changes = stat.state, stat.saved, ok
         if self.accumulates:  # this batch is standardized by itself; the state changes by all batches together
-            sums, changes = self._accumulate("", sync.pack(batch, count, self.running), ok)
-            joint, joint_count = self._joint(sums)
-            together = self.train_stat(joint, now, joint_count)
-            state, saved = together.state, (*saved, *together.saved)
+            turn = getattr(self, "micro_step", now).clone()
+            joint, joint_count, changes = self._accumulate("", batch, count, ok, turn)
+            together = self.train_stat(self.pool(joint), now, joint_count)
+            state, saved = together.state, (*saved, *together.saved, turn)
         self._commit({**state, "step": now}, changes)
         self.skipped.add_(~ok)
         scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
@@ -196,15 +192,15 @@ class StatNorm(StatefulNorm):
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Return the gradient statistics `[k, C]` to remove from dx, and update the state."""
-        batch, own = self.pool(batch), len(saved) // (1 + self.accumulates)  # behind `own`: of all batches together
-        value, state = self.grad_stat(batch, step, saved[:own])
+        batch, own = self.pool(batch), len(saved) // (1 + self.accumulates)
+        saved, together, turn = saved[:own], saved[own : 2 * own], saved[2 * own :]  # with accumulation, see `_decide`
+        value, state = self.grad_stat(batch, step, saved)
         if not state:
             return value
         ok = changes = usable(batch, count)
         if self.accumulates:
-            sums = torch.cat([(batch * count).flatten(), count.view(1)])
-            sums, changes = self._accumulate("_grad", sums, ok)
-            state = self.grad_stat(sums[:-1].view_as(batch) / sums[-1].clamp(min=1), step, saved[own:])[1]
+            joint, _, changes = self._accumulate("_grad", batch, count, ok, *turn)
+            state = self.grad_stat(joint, step, together)[1]
         self._commit(state, changes)
         self.skipped_grad.add_(~ok)
         return value

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from normkit.kernels import sync
 from normkit.kernels.async_counter import AsyncCounter
 from normkit.norms._base import Norm
 from normkit.norms._options import Count
@@ -20,9 +21,9 @@ class StatefulNorm(Norm):
     """Norm with running statistics.
 
     Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards without an
-    update, as their statistics were not finite or no row was real). With accumulation the sums of a step wait in
-    `pending`, `pending_grad`, counted by `micro_step`, `micro_step_grad`. The forward or the backward writes a buffer,
-    never both: compiled graphs cannot.
+    update, as their statistics were not finite or no row was real). With accumulation the joint statistics of a
+    step wait in `pending`, `pending_grad`, counted by `micro_step`, `micro_step_grad`. The forward or the backward
+    writes a buffer, never both: compiled graphs cannot.
     """
 
     center: ClassVar[bool] = False  # True: statistics are mean and variance (k = 2), else a mean square (k = 1)
@@ -45,7 +46,7 @@ class StatefulNorm(Norm):
                 self.register_buffer(f"micro_step{side}", torch.zeros((), dtype=torch.long))
                 self.register_buffer(f"pending{side}", torch.zeros(k * self.dim + 1))
         self.running[-1] = 1.0
-        self.next_state: dict[str, tuple[str, ...]] = {}  # names of buffers `next_*`, by their sums
+        self.next_state: dict[str, tuple[str, ...]] = {}  # names of buffers `next_*`, by what waits for them
         self._records = Records()
         self._reset_counters()
 
@@ -54,27 +55,35 @@ class StatefulNorm(Norm):
         """True if the state changes by several batches together."""
         return self.steps_per_update > 1 or self.follows_optimizer
 
-    def _accumulate(self, side: str, sums: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the sums of a batch to the pending ones.
+    def _accumulate(
+        self, side: str, batch: Tensor, count: Tensor, ok: Tensor, turn: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Join the statistics of a batch and the pending ones.
 
         Args:
             side: "" for the forward, "_grad" for the backward.
-            sums: Sums over the batch, its number of rows last.
+            batch: Statistics of the batch, `[k, C]`.
+            count: Number of its real rows.
             ok: True if the batch counts.
+            turn: `micro_step` at the batch's forward.
 
         Returns:
-            The joint sums, and True if the state changes now.
+            The joint statistics, their number of rows, and True if the state changes now.
         """
         pending = getattr(self, f"pending{side}")
-        joint = torch.where(ok, pending + sums, pending)
+        held = pending.to(batch.dtype)
+        joint, rows = sync.join(held[:-1].view_as(batch), held[-1], batch, count, self.center and not side)
+        joint = torch.where(ok, torch.cat([joint.flatten(), rows.view(1)]), held)
+        stat, rows = joint[:-1].view_as(batch), joint[-1]
         if self.follows_optimizer:
             pending.copy_(joint)
-            return joint, ok
-        micro_step = getattr(self, f"micro_step{side}")
-        ends = (micro_step + 1) % self.steps_per_update == 0
+            return stat, rows, ok
+        micro_step, first = getattr(self, f"micro_step{side}"), turn - turn % self.steps_per_update
+        # a forward without a backward, or two backwards of one forward, must not put both sides out of step
+        micro_step.copy_(micro_step.clamp(first, first + self.steps_per_update - 1) + 1)
+        ends = micro_step % self.steps_per_update == 0
         pending.copy_(torch.where(ends, 0, joint))
-        micro_step.add_(1)
-        return joint, ends & (joint[-1] > 0)
+        return stat, rows, ends & (rows > 0)
 
     def _commit(self, state: dict[str, Tensor], changes: Tensor) -> None:
         """Write new values into buffers where `changes` is True, without waiting for the device."""

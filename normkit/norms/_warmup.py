@@ -14,7 +14,8 @@ class WarmupNorm(StatNorm):
     Past statistics lag behind while a model changes fast, above all when the learning rate peaks. With `warmup="auto"`
     the norm measures that. Per channel, it averages the log of each batch's mean square over about 8 and about 32
     steps. `lag` is the mean square of their difference, relative to the variance between batches, and smoothed. The
-    warm-up ends 16 steps after it falls below 0.15: past statistics are then nearer to the truth than a batch's own.
+    warm-up ends 16 steps after it falls below 0.15: past statistics are then nearer to the truth than a batch's own,
+    unless they reach back much longer than 32 steps, or a few channels fluctuate by far more than the others.
 
     Buffers with "auto": `averages [3, C]` (fast, slow, variance), `lag`, and the last step `warmup_end`, 0 at first.
 

@@ -67,9 +67,9 @@ def calibrate(
     with torch.no_grad(), evaluating(model):
         try:
             for index in range(passes):
-                sums = _collect(model, norms, batches, forward, index, on_progress)
+                joint = _collect(model, norms, batches, forward, index, on_progress)
                 for name, norm in norms.items():
-                    norm.running.copy_(norm.pool(sums[name].statistics(name)))
+                    norm.running.copy_(norm.pool(joint[name].statistics(name)))
         except BaseException:
             for name, norm in norms.items():
                 norm.running.copy_(before[name])
@@ -89,48 +89,44 @@ def evaluating(model: nn.Module) -> Any:
             module.train(mode)
 
 
-def _collect(model, norms, batches, forward, index, on_progress) -> dict[str, "_Sums"]:
-    sums = {name: _Sums(norm, own=index == 0) for name, norm in norms.items()}
+def _collect(model, norms, batches, forward, index, on_progress) -> dict[str, "_Joint"]:
+    joint = {name: _Joint(norm, own=index == 0) for name, norm in norms.items()}
     done = 0
     with ExitStack() as hooks:
         for name, norm in norms.items():
-            hooks.enter_context(norm.register_forward_pre_hook(sums[name], with_kwargs=True))
+            hooks.enter_context(norm.register_forward_pre_hook(joint[name], with_kwargs=True))
         for done, batch in enumerate(batches, 1):
             call(model, batch, forward)
             if on_progress is not None:
                 on_progress(done, index + 1)
     if not done:
         raise ValueError("calibrate() was given no batches")
-    if idle := [name for name, each in sums.items() if each.sums is None]:
+    if idle := [name for name, each in joint.items() if each.joint is None]:
         raise ValueError(f"calibrate() found norms that never ran, so they have no statistics: {', '.join(idle)}")
-    return sums
+    return joint
 
 
-class _Sums:
-    """Forward pre-hook of a norm that adds up its inputs.
+class _Joint:
+    """Forward pre-hook of a norm that joins the statistics of its inputs.
 
     With `own` (the first pass), the norm then divides by the statistics of the current batch.
     """
 
     def __init__(self, norm: StatNorm, own: bool):
         self.own = own
-        self.sums: Tensor | None = None
-        self.origin = torch.zeros_like(norm.running, dtype=torch.float64)
+        self.joint: tuple[Tensor, Tensor] | None = None  # statistics `[k, dim]` and number of rows
 
     def __call__(self, norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
         x, mask = input_and_mask(args, kwargs)
         batch, count = ops.moments(norm.rest(x).double(), norm.check(x, mask), norm.center)
-        if self.sums is None:  # second moments are taken about the first batch's mean, which keeps their digits
-            self.origin[: len(batch) - 1] = batch[0]
-        added = sync.pack(batch, count, self.origin)
-        self.sums = added if self.sums is None else self.sums + added
+        self.joint = (batch, count) if self.joint is None else sync.join(*self.joint, batch, count, norm.center)
         if self.own:
             norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))
 
     def statistics(self, name: str) -> Tensor:
         """Return the joint statistics, `[k, dim]`."""
-        assert self.sums is not None
-        joint, count = sync.unpack(self.sums, self.origin)
+        assert self.joint is not None
+        joint, count = self.joint
         if not count > 0:
             raise ValueError(f"calibrate() found no statistics for {name}: all its tokens were padding")
         if not joint.isfinite().all():

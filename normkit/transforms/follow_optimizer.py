@@ -96,7 +96,7 @@ def _holds_parameter(optimizer: Optimizer, model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _start(norm: StatNorm) -> None:
-    """Add the buffers in which sums and the next state wait; they are not saved."""
+    """Add the buffers in which joint statistics and the next state wait; they are not saved."""
     if norm.follows_optimizer:
         return
     for name in ("pending", "pending_grad"):

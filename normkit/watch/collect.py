@@ -96,8 +96,7 @@ def moments(x: Tensor, mask: Tensor | None, module: object) -> Moments:
     """Moments of the real rows of `x[..., C]`; global with `sync`."""
     batch, count = ops.moments(x, mask, center=True)
     if getattr(module, "sync", False):
-        origin = torch.zeros_like(batch)
-        batch, count = sync.unpack(sync.all_reduce(sync.pack(batch, count, origin)), origin)
+        batch, count = sync.join_processes(batch, count)
     return batch[0], batch[1], count
 
 

@@ -38,7 +38,7 @@ struct ColumnBackward {  // column_backward: dx, and the sums of dy and of dy * 
     int real;
 };
 
-struct RowForward {  // row_forward: each row divided by its root mean square, or by its length
+struct RowForward {  // row_forward: each row, less its mean if `center`, divided by its root mean square or length
     const void* x;
     void* y;
     const float* weight;
@@ -47,6 +47,7 @@ struct RowForward {  // row_forward: each row divided by its root mean square, o
     std::int64_t channels;
     float eps;
     int length;
+    int center;
 };
 
 struct RowBackward {  // row_backward
@@ -59,6 +60,7 @@ struct RowBackward {  // row_backward
     std::int64_t channels;
     float eps;
     int length;
+    int center;
 };
 
 struct Infer {  // infer: a norm by its running statistics

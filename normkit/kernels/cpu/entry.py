@@ -79,25 +79,27 @@ def standardize_grad(
     return None if dx is None else dx.view(x.shape), out
 
 
-def divide(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, length: bool = False) -> Tensor:
-    """Divide each row by its root mean square (or `length`), times `weight`, plus `bias`."""
-    return Divide.apply(x, weight, bias, eps, length)  # type: ignore[return-value]
+def divide(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, length: bool = False, center: bool = False
+) -> Tensor:
+    """Divide each row (less its mean if `center`) by its root mean square or `length`, times `weight`, plus `bias`."""
+    return Divide.apply(x, weight, bias, eps, length, center)  # type: ignore[return-value]
 
 
 class Divide(torch.autograd.Function):
     """As `fused.Divide`, in one pass each way. Differentiated twice, it uses plain operations."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, length):
+    def forward(ctx, x, weight, bias, eps, length, center):
         ctx.save_for_backward(x, weight, bias)  # not a copy, which has no graph to differentiate twice
-        ctx.eps, ctx.length = eps, length
+        ctx.eps, ctx.length, ctx.center = eps, length, center
         (n, channels), x = _sizes(x), _contiguous(x)
         y = torch.empty_like(x)
         factor, constant = _expanded(weight, channels), _expanded(bias, channels)
         if factor is None and constant is not None:
             factor = torch.ones_like(constant)
         call("row_forward", x=x, y=y, weight=factor, bias=constant, n=n, channels=channels, eps=float(eps),
-             length=length)  # fmt: skip
+             length=length, center=center)  # fmt: skip
         return y
 
     @staticmethod
@@ -105,17 +107,18 @@ class Divide(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):  # type: ignore[attr-defined]
             with torch.enable_grad():
-                dx, dweight = reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy)
-            return dx, dweight, None if bias is None else dy.sum(range(dy.dim() - 1)).to(bias.dtype), None, None
+                dx, dweight = reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy, ctx.center)
+                dbias = None if bias is None else dy.sum_to_size(bias.shape).to(bias.dtype)
+            return dx, dweight, dbias, None, None, None
         (n, channels), x = _sizes(x), _contiguous(x)
         dx, sums = torch.empty_like(x), _vectors(x, 2) if any(ctx.needs_input_grad[1:3]) else None
         call("row_backward", dy=_contiguous(dy), x=x, dx=dx, weight=_expanded(weight, channels), sums=sums, n=n,
-             channels=channels, eps=float(ctx.eps), length=ctx.length)  # fmt: skip
+             channels=channels, eps=float(ctx.eps), length=ctx.length, center=ctx.center)  # fmt: skip
         if sums is None:
-            return dx, None, None, None, None
+            return dx, None, None, None, None, None
         dweight = None if weight is None else (sums[1].sum() if weight.numel() < channels else sums[1])
         dweight = None if weight is None or dweight is None else dweight.view(weight.shape).to(weight.dtype)
-        return dx, dweight, None if bias is None else sums[0].to(bias.dtype), None, None
+        return dx, dweight, None if bias is None else sums[0].to(bias.dtype), None, None, None
 
 
 def infer(norm: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// Rows divided by their root mean square or their length, and the gradient of that.
+// Rows divided by their root mean square or their length, with their mean removed or not, and the gradient of that.
 
 #pragma once
 
@@ -20,6 +20,10 @@ struct Factor {
     }
 };
 
+inline float mean_of(const float* row, int64_t channels) {
+    return total(0, channels, [=](int64_t c) { return row[c]; }) / channels;
+}
+
 template <class T>
 void row_forward(const RowForward& given, int threads) {
     const T* x = static_cast<const T*>(given.x);
@@ -27,26 +31,29 @@ void row_forward(const RowForward& given, int threads) {
     const float *weight = given.weight, *bias = given.bias;
     const int64_t n = given.n, channels = given.channels;
     const float eps = given.eps;
-    const int length = given.length;
+    const int length = given.length, center = given.center;
     const Chunks chunks(n, channels * sizeof(T));
     chunks.over(channels, threads, false, [&](int64_t, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels);
         OutputRows<T> results(y, channels, chunks.large);
         for (int64_t i = from; i < to; ++i) {
             const float* u = rows[i];
-            const float r = Factor(total(0, channels, square_of(u)), channels, eps, length).value;
+            const float mean = center ? mean_of(u, channels) : 0;
+            const auto apart = [=](int64_t c) { return u[c] - mean; };
+            const float square = total(0, channels, [=](int64_t c) { return apart(c) * apart(c); });
+            const float r = Factor(square, channels, eps, length).value;
             if (weight && bias)
-                results.write(i, 0, channels, [=](int64_t c) { return u[c] * r * weight[c] + bias[c]; });
+                results.write(i, 0, channels, [=](int64_t c) { return apart(c) * r * weight[c] + bias[c]; });
             else if (weight)
-                results.write(i, 0, channels, [=](int64_t c) { return u[c] * r * weight[c]; });
+                results.write(i, 0, channels, [=](int64_t c) { return apart(c) * r * weight[c]; });
             else
-                results.write(i, 0, channels, [=](int64_t c) { return u[c] * r; });
+                results.write(i, 0, channels, [=](int64_t c) { return apart(c) * r; });
         }
     });
 }
 
-// With z = r x and g = weight dy: `dx = r (g - z mean(g z))`, for a length `r (g - z sum(g z))`; the sums of dy and of
-// dy z.
+// With z = r (x - mean) and g = weight dy: `dx = r (g - z mean(g z))`, for a length `r (g - z sum(g z))`, with the mean
+// removed `r (g - mean(g) - z mean(g z))`; the sums of dy and of dy z.
 template <class T>
 void row_backward(const RowBackward& given, int threads) {
     const T *dy = static_cast<const T*>(given.dy), *x = static_cast<const T*>(given.x);
@@ -55,7 +62,7 @@ void row_backward(const RowBackward& given, int threads) {
     float* sums = given.sums;
     const int64_t n = given.n, channels = given.channels;
     const float eps = given.eps;
-    const int length = given.length;
+    const int length = given.length, center = given.center;
     const Chunks chunks(n, channels * sizeof(T));
     const int64_t size = sums ? 2 * channels : 0;
     Floats parts(chunks.number * size);
@@ -72,14 +79,18 @@ void row_backward(const RowBackward& given, int threads) {
                 const auto pass = [&](auto weighted, auto adds) {
                     constexpr bool WEIGHTED = weighted, ADDS = adds;
                     const auto g = [=](int64_t c) { return WEIGHTED ? dy[c] * weight[c] : dy[c]; };
-                    const auto [square, dot, none] = totals(
-                        0, channels, square_of(u), [=](int64_t c) { return g(c) * u[c]; }, [](int64_t) { return 0; });
+                    const float mean = center ? mean_of(u, channels) : 0;
+                    const auto apart = [=](int64_t c) { return u[c] - mean; };
+                    const auto [square, dot, all] = totals(
+                        0, channels, [=](int64_t c) { return apart(c) * apart(c); },
+                        [=](int64_t c) { return g(c) * apart(c); }, g);
                     const Factor factor(square, channels, eps, length);
                     const float r = factor.value;
                     const float along = factor.clamped ? 0 : dot * r * r / (length ? 1 : channels);
+                    const float mean_g = center ? all / channels : 0;
                     results.write(i, 0, channels, [=](int64_t c) {
-                        if constexpr (ADDS) sum[c] += dy[c], with[c] += dy[c] * (u[c] * r);
-                        return r * (g(c) - u[c] * along);
+                        if constexpr (ADDS) sum[c] += dy[c], with[c] += dy[c] * (apart(c) * r);
+                        return r * (g(c) - mean_g - apart(c) * along);
                     });
                 };
                 specialize(pass, weight, sums);

@@ -30,6 +30,11 @@ inline float ramp(int64_t step, int64_t warmup, int64_t until) {
     return std::clamp(float(step - warmup) / float(std::max<int64_t>(until - warmup, 1)), 0.0f, 1.0f);
 }
 
+// `old` moved by this share of the way to `target`: at 1 it is the target, which `old + share * ...` may round away.
+inline float moved(float old, float target, float share) {
+    return share < 0.5f ? old + share * (target - old) : target - (1 - share) * (target - old);
+}
+
 inline float within(float value, float most) { return std::max(std::min(value, most), -most); }
 
 // Follow the drift of statistics and note when the warm-up ends: `WarmupNorm.drift_state` (_warmup.py), the reference.
@@ -119,23 +124,23 @@ void decide(const TrainingStep& given, int threads) {
         float used = seen, fresh = seen;  // to divide by, and to keep as the running value
         if (rule == Forward::BATCH) {
             if (options.unbiased) fresh *= count / std::max(count - 1, 1.0f);
-            fresh = old + rate * (fresh - old);
+            fresh = moved(old, fresh, rate);
         } else if (rule == Forward::RUNNING) {
             used = early ? seen : old;
             made.saved_grad[c] = state.smooth_grad[c];
             made.saved_gamma[c] = seen / (used + eps);
-            fresh = old + (early ? std::max(1 / float(step), options.floor) : rate) * (seen - old);
+            fresh = moved(old, seen, early ? std::max(1 / float(step), options.floor) : rate);
         } else if (rule == Forward::RENORM) {
             const float sigma = std::sqrt(old + eps), sigma_now = std::sqrt(seen + eps);
-            const float mean = ok ? mean_now[c] : state.running[c], moved = sigma + rate * (sigma_now - sigma);
+            const float mean = ok ? mean_now[c] : state.running[c], next = moved(sigma, sigma_now, rate);
             made.output_scale[c] = std::clamp(sigma_now / sigma, 1 / most_r, most_r);
             made.output_shift[c] = within((mean - state.running[c]) / sigma, most_d);
-            fresh = moved * moved - eps;
+            fresh = next * next - eps;
         } else {
             const float entry = std::max(seen, options.floor);
             const float mean = window_mean(state.window + c, size, channels, slot, entry, ok, geometric);
             used = early ? seen : mean;
-            fresh = old + rate * (used - old);
+            fresh = moved(old, used, rate);
             if (made.output_scale) {
                 const float jump = std::sqrt((used + eps) / (old + eps));
                 const bool is_free = step > std::max(options.until_r, warmup);
@@ -146,7 +151,7 @@ void decide(const TrainingStep& given, int threads) {
         if (ok) before[c] = fresh;
         if (!center) continue;
         made.value[c] = ok ? mean_now[c] : state.running[c];
-        if (ok) state.running[c] += rate * (mean_now[c] - state.running[c]);
+        if (ok) state.running[c] = moved(state.running[c], mean_now[c], rate);
     }
     if (ok) measure_drift(state, now, channels, step, eps);
     *(ok ? state.step : state.skipped) = ok ? step : *state.skipped + 1;
@@ -219,7 +224,7 @@ void differentiate(const TrainingStep& given, int threads) {
         } else if (rule == Backward::WINDOWED) {
             const float mean = window_mean(state.window_grad + c, size, channels, step % size, now[c], ok, false);
             fresh = used = early ? now[c] : mean;
-            if (smooth) fresh = used = smooth[c] + rate * (used - smooth[c]);
+            if (smooth) fresh = used = moved(smooth[c], used, rate);
         }
         if (smooth && rule != Backward::EXACT && ok) smooth[c] = fresh;
         if (rule != Backward::EXACT && options.exact_early && early) used = now[c];

@@ -46,6 +46,13 @@ def ramp(step, warmup, until):
 
 
 @triton.jit
+def moved(old, target, share):
+    """`old` moved by this share of the way to `target`; at 1 it is the target, without rounding."""
+    apart = target - old
+    return tl.where(share < 0.5, old + share * apart, target - (1.0 - share) * apart)
+
+
+@triton.jit
 def end_of_warmup(END, warmup):
     """Last step of the warm-up: `warmup` unless END, on the device, has another one."""
     if END is not None:
@@ -92,11 +99,11 @@ def train_rule(
         new = batch
         if UNBIASED:
             new = batch * (count / tl.maximum(count - 1, 1.0))
-        new = running + rate * (new - running)
+        new = moved(running, new, rate)
     elif RULE == "running":
         warm = step <= warmup
         value = tl.where(warm, batch, running)
-        new = running + tl.where(warm, tl.maximum(1.0 / step.to(tl.float32), floor), rate) * (batch - running)
+        new = moved(running, batch, tl.where(warm, tl.maximum(1.0 / step.to(tl.float32), floor), rate))
         tl.store(SAVED_GRAD + channel, tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0), mask=real)
         tl.store(SAVED_GAMMA + channel, batch / (value + eps), mask=real)
     elif RULE == "renorm":
@@ -106,14 +113,14 @@ def train_rule(
         most = bound_d * ramp(step, warmup, until_d)
         shift = (mean - running_mean) / sigma
         tl.store(OUTPUT_SHIFT + channel, tl.maximum(tl.minimum(shift, most), -most), mask=real)
-        new = sigma + rate * (batch_sigma - sigma)
+        new = moved(sigma, batch_sigma, rate)
         new = new * new - eps
     else:
         smooth = window_mean(WINDOW, tl.maximum(batch, floor), step % size, size, ok, channel, real, channels,
                         RULE == "geometric")  # fmt: skip
         early = (step <= size) | (step < warmup)
         value = tl.where(early, batch, smooth)
-        new = running + rate * (value - running)
+        new = moved(running, value, rate)
         if OUTPUT_SCALE is not None:
             output_scale = tl.sqrt((value + eps) / (running + eps))
             output_scale = tl.minimum(tl.maximum(output_scale, 1.0 / bound_r), bound_r)
@@ -124,7 +131,7 @@ def train_rule(
     tl.debug_barrier()  # threads may share a channel: all must have read before one writes
     tl.store(RUNNING + here, new, mask=real & ok)
     if CENTER:
-        tl.store(RUNNING + channel, running_mean + rate * (mean - running_mean), mask=real & ok)
+        tl.store(RUNNING + channel, moved(running_mean, mean, rate), mask=real & ok)
     if tl.program_id(0) == 0:
         tl.store(TOTAL, count)
         if good > 0:
@@ -216,8 +223,7 @@ def grad_rule(
             value = tl.where(early, batch, value)
             smooth = value
             if SMOOTH is not None:
-                before = tl.load(SMOOTH + channel, mask=real, other=0.0)
-                smooth = before + rate * (value - before)
+                smooth = moved(tl.load(SMOOTH + channel, mask=real, other=0.0), value, rate)
                 value = smooth
         if SMOOTH is not None:
             tl.debug_barrier()
