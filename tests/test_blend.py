@@ -8,6 +8,7 @@ from third_party_models import CASES, case_of, padding, randomize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.norms import NORMS, UN, LayerNorm, make
 from normkit.transforms import Blend, blend, calibrate, convert, fold, settle
 
@@ -282,6 +283,16 @@ def test_the_first_token_keeps_the_old_norm_until_all_sites_are_replaced():
     assert staged[0].new.running.max() > 10
     with pytest.raises(ValueError, match=r"first tokens are x\[:, 0\]"):
         staged(x[0])
+
+
+def test_frozen_statistics_stay_frozen_while_the_blend_trains():
+    torchvision = load_torchvision()
+    frozen = torchvision.ops.FrozenBatchNorm2d(4)
+    frozen.running_mean.normal_()
+    frozen.running_var.uniform_(0.5, 4)
+    mixed = copy.deepcopy(blend(nn.Sequential(frozen), "un", steps=10**6)).train()
+    x = torch.randn(8, 4, 3, 3)
+    torch.testing.assert_close(mixed(x), frozen(x), rtol=1e-4, atol=1e-4)
 
 
 def test_bad_input_raises():

@@ -126,6 +126,25 @@ def test_mappings_numbers_and_nested_inputs(tmp_path):
     assert one.max_error < 1e-6
 
 
+def test_a_file_that_is_wrong_replaces_none(tmp_path):
+    path, x = tmp_path / "m.pt2", torch.randn(2, 4)
+    export(nn.Linear(4, 2).eval(), path, x)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="computes something else"):
+        export(nn.Linear(4, 2).eval(), path, x, tolerance=-1.0)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.pt2"]
+    assert path.read_bytes() == before
+
+
+def test_inputs_without_names_and_with_gradients(tmp_path):
+    class Sum(nn.Module):
+        def forward(self, *xs):
+            return xs[0] + 2 * xs[1]
+
+    given = (torch.randn(2, 4), torch.randn(2, 4, requires_grad=True))
+    assert export(Sum().eval(), tmp_path / "m.onnx", *given).max_error < 1e-6
+
+
 def test_bad_input_raises(tmp_path, monkeypatch):
     model = nn.Sequential(make("un", 4), nn.Linear(4, 2))
     with pytest.raises(ValueError, match="training mode"):

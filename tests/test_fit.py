@@ -23,7 +23,7 @@ def batches(count: int = 4) -> list[torch.Tensor]:
     return [torch.randn(40, DIM, generator=generator) + 0.3 for _ in range(count)]
 
 
-@pytest.mark.parametrize("spec", ["un", "batch", "un(bias=False)", "batch(bias=False)", "pnv(scalar=True)"])
+@pytest.mark.parametrize("spec", ["un", "batch", "un(bias=False)", "batch(bias=False)", "pnv(scalar=True)", "repbn"])
 def test_gain_and_bias_are_those_of_a_least_squares_solver_one_norm_after_the_other(spec):
     original, data = model_of(), batches()
     fitted = fit_norms(convert(original, spec), original, data)

@@ -209,6 +209,18 @@ def test_a_compiled_model_follows_too():
     assert eager[0].step == 6
 
 
+def test_calibrated_statistics_outlive_the_next_step_of_the_optimizer():
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    nk.follow_optimizer(model, optimizer)
+    x = torch.randn(8, 4)
+    model(x).sum().backward()
+    nk.calibrate(model, [5 * x], inplace=True)
+    calibrated = model[0].running.clone()
+    optimizer.step()
+    assert_close(model[0].running, calibrated, rtol=0, atol=0)
+
+
 def test_bad_input_raises():
     with pytest.raises(ValueError, match="no norm with running statistics"):
         nk.follow_optimizer(nn.Sequential(nn.LayerNorm(3)))

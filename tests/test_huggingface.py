@@ -3,6 +3,7 @@
 Unsafe or damaged ones are refused.
 """
 
+import importlib
 import json
 import subprocess
 import sys
@@ -294,3 +295,61 @@ def test_several_files_and_a_folder_that_is_used_twice(tmp_path):
         load_pretrained(tmp_path / "ours")
     with pytest.raises(TypeError, match=r"takes a model of transformers; got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "linear")
+
+
+SMALL: dict = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SMALL["num_attention_heads"] = 2
+GROUPED: dict = {**SMALL, "num_key_value_heads": 1, "head_dim": 8}
+IDS = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+SOUND = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
+CONVOLUTIONS: dict = {"conv_dim": (8, 8), "conv_kernel": (4, 3), "conv_stride": (2, 2), "num_conv_pos_embeddings": 4}
+ARCHITECTURES = {  # class, configuration, spec, input
+    "initialized by the name of a norm's class": ("GemmaForCausalLM", GROUPED, "rms", IDS),
+    "weights renamed for the class of the model": ("GPTNeoXForCausalLM", SMALL, "un", IDS),
+    "layer-scale stays": ("LlamaForCausalLM", SMALL, "power(groups=2)", IDS),
+    "weight norm": ("Wav2Vec2Model", {**SMALL, **CONVOLUTIONS, "num_conv_pos_embedding_groups": 2}, "un", SOUND),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_converted_and_folded_models_come_back_from_their_folders(name, tmp_path, monkeypatch):
+    import transformers
+
+    kind, config, spec, x = ARCHITECTURES[name]
+    original = getattr(transformers, kind)(getattr(transformers, kind).config_class(**config)).eval()
+    converted = randomize(convert(original, spec)).eval()
+    folded, report = fold(converted, x, outputs=lambda out: out[0])
+    assert report.max_error < 1e-9
+    for folder, model in (("plain", original), ("converted", converted), ("folded", folded)):
+        save_pretrained(model, tmp_path / folder)
+        again = load_pretrained(tmp_path / folder)
+        torch.testing.assert_close(again(x)[0], model(x)[0], rtol=0, atol=0)
+    if (tmp_path / "folded/load.py").exists():
+        monkeypatch.syspath_prepend(str(tmp_path / "folded"))
+        load = importlib.import_module("load")
+        monkeypatch.delitem(sys.modules, "load")
+        torch.testing.assert_close(load.model()(x)[0], folded(x)[0], rtol=0, atol=0)
+
+
+def test_positions_that_a_forward_assigns_again_are_saved_once_they_changed(tmp_path):
+    import transformers
+
+    size: dict = {"vocab_size": 40, "n_embd": 16, "dff": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    model = transformers.CTRLModel(transformers.CTRLConfig(**size)).eval()
+    changed, _ = to_rms(model, IDS, outputs=lambda out: out[0])
+    torch.testing.assert_close(changed(IDS)[0], model(IDS)[0], rtol=1e-4, atol=1e-5)
+    save_pretrained(changed, tmp_path)
+    torch.testing.assert_close(load_pretrained(tmp_path)(IDS)[0], changed(IDS)[0], rtol=0, atol=0)
+
+
+def test_positions_that_a_model_makes_anew_for_longer_inputs_stay():
+    import transformers
+
+    size: dict = {"vocab_size": 40, "d_model": 16, "ffn_dim": 32, "num_layers": 1, "attention_heads": 2}
+    config = transformers.XGLMConfig(**size, max_position_embeddings=16)
+    model = randomize(transformers.XGLMForCausalLM(config)).eval()
+    changed, report = to_rms(model, IDS, outputs=lambda out: out.logits, untie=True)
+    assert report.absent == ("attention_mask", "encoder_attention_mask")
+    assert "makes it anew for longer inputs" in str(report)
+    ids = IDS.repeat(1, 4)
+    torch.testing.assert_close(changed(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)

@@ -43,4 +43,4 @@ def audit(
     """
     survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "audit")
     plan = make_plan(survey.trace, survey.model)
-    return Audit(tuple(plan.outcomes.values()), tuple(survey.calls), survey.prepared)
+    return Audit(tuple(plan.outcomes.values()), tuple(survey.calls), survey.absent, survey.prepared)

@@ -40,6 +40,7 @@ class Blend(Norm):
         start: Training forwards in which only the old norm acts.
         first_start: The same for the first token of each sequence, `x[:, 0]`, which takes no part in the new norm's
             statistics until then; None for no distinction.
+        frozen: The old norm keeps its running statistics while it trains, as torchvision's FrozenBatchNorm2d.
     """
 
     batch_free = False
@@ -56,10 +57,11 @@ class Blend(Norm):
         schedule: Schedule = "linear",
         start: int = 0,
         first_start: int | None = None,
+        frozen: bool = False,
     ):
         super().__init__(new.dim, eps=new.eps, affine=False)
         self.old, self.new, self.steps, self.schedule = old, new, steps, schedule
-        self.start, self.first_start = start, first_start
+        self.start, self.first_start, self.frozen = start, first_start, frozen
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self.weight, self.bias = new.weight, new.bias
         self.shared = [  # parameters belong to this module, so that their names stay
@@ -86,6 +88,12 @@ class Blend(Norm):
     def spec(self) -> str:
         """Specs of both norms and the steps; `make` does not read it."""
         return f"blend({self.old.spec}, {self.new.spec}, steps={self.steps})"
+
+    def train(self, mode: bool = True) -> "Blend":
+        """Set the mode of both norms; a frozen one stays in evaluation mode."""
+        super().train(mode)
+        self.old.train(mode and not self.frozen)
+        return self
 
     def share(self, start: int | None = None) -> Tensor:
         """Return the weight of the old norm, from 1 to 0, of a schedule from `start` on."""
@@ -341,6 +349,7 @@ def _in_order(names: list[str], order: Sequence[str] | None) -> list[str]:
 def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blend:
     """Build the blend of a norm of the model into a new one."""
     new = replacement(old, spec, like)
+    frozen = "Frozen" in type(old).__name__
     own = {id(p): p for p in (new.weight, new.bias) if p is not None}
     if isinstance(old, Norm):
         new, outgoing = (copy.deepcopy(norm, dict(own)) for norm in (new, old))
@@ -352,7 +361,7 @@ def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blen
             mine, theirs = getattr(new, key), getattr(outgoing, key)
             if mine is not None and theirs is not None and mine.shape == theirs.shape:
                 setattr(outgoing, key, mine)
-    both = Blend(outgoing, new, **when)
+    both = Blend(outgoing, new, frozen=frozen, **when)
     both.step = both.step.to(next((t.device for t in (*new.parameters(), *new.buffers())), both.step.device))
     take_hooks(both, new)
     both.channel_dim = new.channel_dim

@@ -70,6 +70,8 @@ def calibrate(
                 joint = _collect(model, norms, batches, forward, index, on_progress)
                 for name, norm in norms.items():
                     norm.running.copy_(norm.pool(joint[name].statistics(name)))
+                    if norm.follows_optimizer:
+                        norm.pending.zero_()  # else the optimizer's next step brings back the statistics of before
         except BaseException:
             for name, norm in norms.items():
                 norm.running.copy_(before[name])

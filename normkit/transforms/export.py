@@ -120,8 +120,10 @@ def export(
     shapes = batch_axis(wrapped.given) if dynamic else None
     settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
     batches = calibration(settings, example, kwexample, shapes is not None) if settings else []
-    with quiet(), tempfile.TemporaryDirectory() as scratch:
-        in_float = Path(scratch) / path.name.replace(".pte", ".pt2") if settings else path  # .pte: only int8 is lowered
+    with quiet(), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
+        in_float = Path(scratch) / path.name.replace(".pte", ".pt2") if settings else new  # .pte: only int8 is lowered
+        new.parent.mkdir()
         operations, runtime, got = _write(wrapped, in_float, shapes)
         worst = error(tuple(got), tuple(expected))
         if not worst <= tolerance:
@@ -129,9 +131,12 @@ def export(
                 f"{path} computes something else than the model: outputs differ by {worst:.1e} in {runtime}; "
                 f"tolerance={tolerance:.1e} is allowed"
             )
-        if settings is None:
-            return Exported(path, operations, runtime, worst)
-        operations, runtime, got = _write_int8(wrapped, in_float, path, settings, batches)
+        if settings is not None:
+            operations, runtime, got = _write_int8(wrapped, in_float, new, settings, batches)
+        for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
+            file.replace(path.with_name(file.name))
+    if settings is None:
+        return Exported(path, operations, runtime, worst)
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
     cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
     return Exported(path, operations, runtime, error(tuple(got), tuple(expected)), cosine)
@@ -150,6 +155,7 @@ class TensorModel(nn.Module):
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.given: tuple[Tensor, ...] = tuple(leaves[i] for i in self.slots)
         known = list(inspect.signature(model.forward).parameters)
+        known += [f"input_{i}" for i in range(len(known), len(args))]  # of *args
         paths = tensors((dict(zip(known, args, strict=False)), kwargs))
         self.names = [path.split(".", 1)[1].replace(".", "_") for path in paths]
 
@@ -252,7 +258,7 @@ def _run_onnx(model: TensorModel, path: Path) -> Ran:
 
 def _feed(model: TensorModel, known: set[str], given: Sequence[Tensor]) -> dict[str, Any]:
     """Arrays by name; inputs that the model does not use are left out."""
-    return {name: t.numpy() for name, t in zip(model.names, given, strict=True) if name in known}
+    return {name: t.detach().numpy() for name, t in zip(model.names, given, strict=True) if name in known}
 
 
 @contextmanager

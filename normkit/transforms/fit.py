@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels import ops
-from normkit.norms import StatNorm
+from normkit.norms import RepBN, StatNorm
 from normkit.transforms.calibrate import evaluating
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.fastpath import no_fast_path
@@ -82,6 +82,8 @@ def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
     norm.running.copy_(norm.pool(statistics))
     if norm.weight is None:
         return
+    if isinstance(norm, RepBN):
+        y = y - norm.a.double() * x
     z = x - norm.running[0].double() if norm.center else x
     z = z * torch.rsqrt(norm.running[-1].double() + norm.eps)
     mean_z, mean_y = (each.mean(0) if norm.bias is not None else torch.zeros_like(z[0]) for each in (z, y))

@@ -40,12 +40,20 @@ def model():
                 setattr(self.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
             for name in changes["buffers"]:
                 owner, key = name.rsplit(".", 1)
-                self.get_submodule(owner)._non_persistent_buffers_set.discard(key)
+                module = self.get_submodule(owner)
+                module._non_persistent_buffers_set.discard(key)
+                if isinstance(module._buffers[key], nn.Buffer):
+                    module._buffers[key].persistent = True
+            for name in changes["plain"]:
+                module = self.get_submodule(name)
+                for key in list(module.parametrizations):
+                    torch.nn.utils.parametrize.remove_parametrizations(module, key)
             for name in changes["untied"]:
                 module = self.get_submodule(name)
                 module.weight = nn.Parameter(torch.empty_like(module.weight))
                 self.all_tied_weights_keys.pop(name + ".weight", None)
 
+    Folded.__name__, Folded.__module__ = kind.__name__, kind.__module__  # by which transformers knows its weights
     model, found = Folded.from_pretrained(
         folder, variant="normkit", use_safetensors=True, local_files_only=True, output_loading_info=True
     )

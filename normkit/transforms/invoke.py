@@ -103,14 +103,7 @@ def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mappin
         >>> advice(Pair(), ["layer.0.crossattention.key.weight"], (), {"input_ids": 0})
         'pass encoder_hidden_states'
     """
-    signature = inspect.signature(model.forward)
-    takes = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    try:
-        passed = {key for key, value in signature.bind_partial(*args, **kwargs).arguments.items() if value is not None}
-    except TypeError:
-        passed = set(kwargs)
-    left = {name: parameter for name, parameter in takes.items() if name not in passed}
-    weights = list(weights)
+    left, weights = arguments_left(model, args, kwargs), list(weights)
     uses = [arguments for part, arguments in USED_BY.items() if any(part in weight for weight in weights)]
     if likely := [argument for arguments in uses for argument in arguments if argument in left]:
         return f"pass {' or '.join(dict.fromkeys(likely))}"
@@ -119,6 +112,22 @@ def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mappin
     left = [name for name, p in left.items() if p.default is None and not name.startswith(PLAIN_OPTIONS)]
     also = f", whose forward also takes {', '.join(left[:4])}" if left else ""
     return f"give an example that does{also}"
+
+
+def arguments_left(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a model's forward that a call leaves out or passes as None.
+
+    Example:
+        >>> list(arguments_left(nn.Bilinear(1, 1, 1), (0,), {}))
+        ['input2']
+    """
+    signature = inspect.signature(model.forward)
+    takes = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    try:
+        passed = {key for key, value in signature.bind_partial(*args, **kwargs).arguments.items() if value is not None}
+    except TypeError:
+        passed = set(kwargs)
+    return {name: parameter for name, parameter in takes.items() if name not in passed}
 
 
 def tensors(output: Any, depth: int = 6) -> dict[str, Tensor]:

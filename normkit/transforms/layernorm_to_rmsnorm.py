@@ -66,7 +66,7 @@ def to_rms(
     with torch.no_grad():
         native = error(done(*example, **kwexample), model(*example, **kwexample), outputs)
     record_changes(done)
-    return done, Report(tuple(outcomes.values()), tuple(survey.calls), survey.prepared, worst, native)
+    return done, Report(tuple(outcomes.values()), tuple(survey.calls), survey.absent, survey.prepared, worst, native)
 
 
 def _centres(kind: str) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations, type_before_parametrizations
 
 from normkit.norms import Norm, make
+from normkit.norms.power import GroupRMS
 from normkit.transforms.affine import Affine
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.layout import channels_first
@@ -32,7 +34,7 @@ def record_changes(model: nn.Module) -> None:
     try:
         write_changes(model)
     except Exception:  # a class that cannot be built from its configuration alone
-        return
+        vars(model.config).pop(KEY, None)  # of other changes
 
 
 def write_changes(model: Any) -> dict[str, Any]:
@@ -50,26 +52,29 @@ def write_changes(model: Any) -> dict[str, Any]:
 
 
 def find_changes(model: Any) -> dict[str, Any]:
-    """Find replaced norms, new biases, buffers to save, and layers no longer tied."""
+    """Find replaced norms, new biases, buffers to save, weights without parametrization, and layers no longer tied."""
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config))
     norms: dict[str, Any] = {}
     biases: dict[str, int] = {}
     buffers: list[str] = []  # that the architecture computes, such as positions, and that folding changed
+    plain: list[str] = []
     masks, modules = mask_arguments(model), dict(model.named_modules(remove_duplicate=False))
     for name, there in fresh.named_modules():
         if name not in modules or any(name.startswith(f"{norm}.") for norm in norms):
             continue
-        here = modules[name]
-        if type(here) is not type(there) or (isinstance(here, nn.LayerNorm | nn.RMSNorm) and _lacks(here, there)):
+        here, kinds = modules[name], [type_before_parametrizations(each) for each in (modules[name], there)]
+        if kinds[0] is not kinds[1] or (isinstance(here, nn.LayerNorm | nn.RMSNorm) and _lacks(here, there)):
             norms[name] = _describe(name, here) | ({"mask": masks[name]} if name in masks else {})
             continue
+        if is_parametrized(there) and not is_parametrized(here):
+            plain.append(name)
         saved = there._non_persistent_buffers_set - here._non_persistent_buffers_set
         buffers += [f"{name}.{key}" for key in sorted(saved)]
         for key, value in here._parameters.items():
-            if value is not None and there._parameters.get(key) is None:
+            if value is not None and there._parameters.get(key) is None and name not in plain:
                 biases[f"{name}.{key}"] = value.numel()
-    return {"norms": norms, "biases": biases, "buffers": buffers, "untied": _untied(model, fresh)}
+    return {"norms": norms, "biases": biases, "buffers": buffers, "plain": plain, "untied": _untied(model, fresh)}
 
 
 def _lacks(here: nn.Module, there: nn.Module) -> bool:
@@ -90,12 +95,17 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
             model.set_submodule(full, _build(change))
             if "mask" in change:
                 masks[full] = change["mask"]
+            model.get_submodule(full)._is_hf_initialized = True  # else transformers resets it by the name of its class
         for name, length in changes["biases"].items():
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(_full_name(model, owner)), key, nn.Parameter(torch.zeros(length)))
         for name in changes.get("buffers", ()):
             owner, _, key = name.rpartition(".")
-            model.get_submodule(_full_name(model, owner))._non_persistent_buffers_set.discard(key)
+            save_buffer(model.get_submodule(_full_name(model, owner)), key)
+        for name in changes.get("plain", ()):
+            module = model.get_submodule(_full_name(model, name))
+            for key in list(module.parametrizations):
+                remove_parametrizations(module, key)
         for name in changes["untied"]:
             module = model.get_submodule(_full_name(model, name))
             module.weight = nn.Parameter(torch.empty_like(module.weight))
@@ -105,6 +115,13 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
     leave_fast_path(model)
     if masks:
         route_mask(model, masks)
+
+
+def save_buffer(module: nn.Module, key: str) -> None:
+    """Make a buffer part of the state: its values are no longer those that the constructor makes."""
+    module._non_persistent_buffers_set.discard(key)
+    if isinstance(buffer := module._buffers.get(key), nn.Buffer):
+        buffer.persistent = True  # it says so again where a forward assigns it
 
 
 def _full_name(model: Any, name: str) -> str:
@@ -124,6 +141,8 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
         return {"is": "affine", **affine, "dim": width, "channel_dim": module.channel_dim}
     if isinstance(module, Norm):
         return {"is": module.spec, "dim": module.dim, "channel_dim": module.channel_dim}
+    if isinstance(module, GroupRMS):
+        return {"is": "layer-scale", "dim": module.groups, "eps": module.eps}
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return {"is": type(module).__name__, **affine, "dim": module.normalized_shape[0], "eps": module.eps}
     raise ValueError(
@@ -140,6 +159,8 @@ def _build(change: Mapping[str, Any]) -> nn.Module:
     if kind == "affine":
         weight, bias = (torch.ones(dim) if change[key] else None for key in ("weight", "bias"))
         return Affine(weight, bias, change["channel_dim"])
+    if kind == "layer-scale":
+        return GroupRMS(dim, change["eps"])
     if kind in ("LayerNorm", "RMSNorm"):
         options = {"bias": change.get("bias", False)} if kind == "LayerNorm" else {}
         return getattr(nn, kind)(dim, change["eps"], elementwise_affine=change.get("weight", False), **options)

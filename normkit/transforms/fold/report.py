@@ -32,12 +32,13 @@ class Outcome:
 class Audit:
     """Outcome of every norm: iterates over its rows, prints as a table.
 
-    `tried` are labels of the calls. `prepared` is the number of parameters that went before: those of parametrizations,
-    less those of the copies that `untie` made.
+    `tried` are labels of the calls. `absent` are masks that the model takes and the example does not have. `prepared`
+    is the number of parameters that went before: those of parametrizations, less those of the copies that `untie` made.
     """
 
     rows: tuple[Outcome, ...]
     tried: tuple[str, ...]
+    absent: tuple[str, ...] = ()
     prepared: int = 0
 
     def __iter__(self) -> Iterator[Outcome]:
@@ -61,7 +62,8 @@ class Audit:
         return self.prepared + sum(row.saved for row in self.rows)
 
     def __str__(self) -> str:
-        return f"{table(self.rows)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved"
+        absent = f"\nnot in the example, so taken as never given: {', '.join(self.absent)}" if self.absent else ""
+        return f"{table(self.rows)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved{absent}"
 
 
 @dataclass(frozen=True)

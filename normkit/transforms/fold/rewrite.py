@@ -19,6 +19,7 @@ from normkit.transforms.fold.report import GONE
 from normkit.transforms.fold.trace import Product, Source, View
 from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import remove_routes
+from normkit.transforms.model_changes import save_buffer
 
 Part = tuple[View, Tensor, Tensor, Tensor]  # of a weight, its factors by input and by output, and what is subtracted
 
@@ -44,7 +45,7 @@ def change(model: nn.Module, name: str, how: Callable[[Tensor], object]) -> None
     value = parameter(model, name)
     how(value)
     getattr(module, key).copy_(value)
-    module._non_persistent_buffers_set.discard(key)  # its values are not those that the constructor makes
+    save_buffer(module, key)
 
 
 def largest_factor(plan: FoldPlan) -> float:

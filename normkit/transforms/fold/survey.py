@@ -20,10 +20,10 @@ from normkit.transforms.checks import (
 from normkit.transforms.convert import find, unreadable
 from normkit.transforms.fold.float64 import in_float64, widened
 from normkit.transforms.fold.inputs import Call, longer, variants
-from normkit.transforms.fold.trace import Trace
+from normkit.transforms.fold.trace import Product, Trace
 from normkit.transforms.fold.tracer import tracing
 from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import advice, example_call, tensors
+from normkit.transforms.invoke import advice, arguments_left, example_call, tensors
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
@@ -75,6 +75,9 @@ class Survey:
             others = variants(self.model, args, kwargs, other, self._record)
             self._record(EXAMPLE, False, args, kwargs)
         self.calls: dict[str, Call] = {EXAMPLE: (args, kwargs), **others}
+        self.absent = tuple(name for name in arguments_left(model, *self.given) if "mask" in name)
+        if other:
+            self._keep_tables_that_grow()
 
     def copy(self) -> nn.Module:
         """A copy of the original in its own type, its output layer untied if requested."""
@@ -148,6 +151,21 @@ class Survey:
         for tensor in [t for t in tracer.shadows.keys() if id(t) not in known]:  # noqa: SIM118
             tracer.note_reader(tensor, "something that keeps it after the forward")
         return answer
+
+    def _keep_tables_that_grow(self) -> None:
+        """Leave alone tables in buffers that their module computes anew for longer inputs, such as positions."""
+        tables = {key.view.parameter for key in self.trace.sources if isinstance(key, Product) and key.kind == "table"}
+        for name, table in [*self.model.named_buffers()]:
+            if name not in tables:
+                continue
+            owner, _, key = name.rpartition(".")
+            module, (args, kwargs) = self.model.get_submodule(owner), self.calls[EXAMPLE]
+            module._buffers[key] = table[:1]  # so that any input is longer
+            with in_float64(), contextlib.suppress(Exception):
+                self.model(*args, **kwargs)
+            if len(module._buffers[key]) > 1:  # type: ignore[arg-type]
+                self.trace.weight_consumers[name].add("its module, which makes it anew for longer inputs")
+            module._buffers[key] = table
 
     def _picked(self, out: Any) -> Outputs:
         return tensors(self.outputs(out) if self.outputs else out)
