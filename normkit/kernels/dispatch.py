@@ -188,8 +188,8 @@ def count(kind: str, name: str) -> None:
 def custom_kernels(x: Tensor, wide: torch.dtype) -> ModuleType | None:
     """Our kernels for channels, if they run eagerly on `x` with vectors `[C]` of type `wide`.
 
-    They do what PyTorch has no kernels for: moments and output on one reading, a method's rules (`train`) and, with
-    `SUPPORTS_GROUPS`, layer-scale on their way.
+    They do what PyTorch has no kernels for: moments and output on one reading, a method's rules (`train`) and, in C++,
+    layer-scale on their way.
     """
     if wide is not torch.float32 or torch.compiler.is_compiling():
         return None

@@ -1,7 +1,7 @@
 """Operations that norms use, each run by the implementation that `dispatch` selects.
 
 `reference.py` defines what each computes. `groups` of per-channel operations: every row counts after layer-scale, which
-only the kernels of `dispatch.custom_kernels` with `SUPPORTS_GROUPS` apply on their way.
+only the kernels in C++ apply on their way.
 """
 
 from typing import Any

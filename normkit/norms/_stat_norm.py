@@ -120,8 +120,8 @@ class StatNorm(StatefulNorm):
     def _train(self, x: Tensor, mask: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, self.running.dtype)
         kernels = dispatch.custom_kernels(x, wide)
-        groups = self.groups if kernels and kernels.SUPPORTS_GROUPS and type(self).rest is StatNorm.rest else 0
-        x = x if groups else self.rest(x)  # kernels with groups apply layer-scale on their way
+        groups = self.groups if kernels is cpu and type(self).rest is StatNorm.rest else 0
+        x = x if groups else self.rest(x)  # C++ kernels apply layer-scale on their way
         kernel_rule = find_kernel_rule(self) if kernels and x.numel() else None
         with torch.no_grad():
             data = x.detach()
@@ -162,7 +162,7 @@ class StatNorm(StatefulNorm):
         known_in_advance, y = self.known_in_advance() if kernels else None, None
         if kernels and kernel_rule and kernels is not cpu:  # those in C++ run in one call only
             dispatch.count("triton", "moments" if known_in_advance is None else "standardize_and_moments")
-            y, statistics = kernels.train(self, kernel_rule, x, mask, known_in_advance, groups)
+            y, statistics = kernels.train(self, kernel_rule, x, mask, known_in_advance)
             return statistics, y, known_in_advance is not None
         if known_in_advance is None:
             local, count = ops.moments(x, mask, self.center, wide, groups, self.eps)

@@ -10,11 +10,9 @@ from normkit.kernels.cpu.arguments import call
 from normkit.kernels.cpu.build import library, obstacle
 
 __all__ = [
-    "DTYPES", "SUPPORTS_GROUPS", "divide", "gradient", "infer", "library", "moments", "obstacle", "standardize",
-    "standardize_grad",
+    "DTYPES", "divide", "gradient", "infer", "library", "moments", "obstacle", "standardize", "standardize_grad",
 ]  # fmt: skip
 
-SUPPORTS_GROUPS = True  # kernels of columns apply layer-scale on their way
 DTYPES = (torch.float32, torch.bfloat16)
 
 

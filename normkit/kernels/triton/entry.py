@@ -4,9 +4,7 @@ from normkit.kernels.triton.columns import infer, moments, standardize, standard
 from normkit.kernels.triton.rows import group, group_rms, layer, rms, scale
 from normkit.kernels.triton.steps import differentiate, train
 
-SUPPORTS_GROUPS = False  # layer-scale is a launch of its own
-
 __all__ = [
-    "SUPPORTS_GROUPS", "differentiate", "group", "group_rms", "infer", "layer", "moments", "rms", "scale",
-    "standardize", "standardize_grad", "train",
+    "differentiate", "group", "group_rms", "infer", "layer", "moments", "rms", "scale", "standardize",
+    "standardize_grad", "train",
 ]  # fmt: skip

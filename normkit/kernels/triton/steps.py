@@ -21,15 +21,13 @@ rules: Any = rule_kernels
 
 
 def train(
-    norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None, known_in_advance: Tensor | None,
-    groups: int = 0,
-) -> tuple[Tensor | None, StepStatistics]:  # fmt: skip
+    norm: Any, kernel_rule: KernelRule, x: Tensor, mask: Tensor | None, known_in_advance: Tensor | None
+) -> tuple[Tensor | None, StepStatistics]:
     """Sum over `x`, apply the rule and move the norm's state.
 
     Returns:
         y (None unless the statistics are known in advance) and the decisions of the step.
     """
-    assert not groups, "layer-scale is a launch of its own"
     rows, (n, channels) = as_rows(x), (x.numel() // x.shape[-1], x.shape[-1])
     launch, center = column_launch(n, channels), norm.center
     blocks = cdiv(channels, launch.block)
