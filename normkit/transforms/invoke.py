@@ -26,9 +26,15 @@ def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] 
     """
     if forward is not None:
         return forward(model, batch)
+    args, kwargs = arguments(batch)
+    return model(*args, **kwargs)
+
+
+def arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
+    """Return the positional and keyword arguments that `call` makes of a batch."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        return (), dict(batch)
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
 
 
 def check_batches(batches: object, what: str) -> None:
@@ -50,10 +56,9 @@ def example_call(
     try:
         return model(*args, **kwargs)
     except Exception as error:
-        given = ", ".join([describe(a) for a in shown[0]] + [f"{key}={describe(v)}" for key, v in shown[1].items()])
         takes = ", ".join(map(str, inspect.signature(model.forward).parameters.values()))
         raise ValueError(
-            f"{verb}() could not run {what} on the example ({given}): {type(error).__name__}: {error}. "
+            f"{verb}() could not run {what} on the example {describe_call(*shown)}: {type(error).__name__}: {error}. "
             f"Its forward takes ({takes}); pass the example as you would call the model"
         ) from error
 
@@ -67,6 +72,11 @@ def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value) if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
+
+
+def describe_call(args: tuple, kwargs: dict[str, Any]) -> str:
+    """Arguments of a call, as in `(float32[2, 3], mask=bool[2])`."""
+    return f"({', '.join([*map(describe, args), *(f'{name}={describe(each)}' for name, each in kwargs.items())])})"
 
 
 def input_and_mask(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,6 @@
 """Static quantization to 8-bit integers, calibrated on batches."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from normkit.transforms.invoke import describe
+from normkit.transforms.invoke import arguments, describe, describe_call
 
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
 SCOPES = {"products": PRODUCTS, "stream": [*PRODUCTS, "Add", "Mul"]}
@@ -60,13 +60,12 @@ def calibration(int8: Int8, args: tuple, kwargs: dict[str, Any], dynamic: bool) 
     kinds = [_kind(leaf, dynamic) for leaf in leaves if isinstance(leaf, Tensor)]
     batches = []
     for number, batch in enumerate(int8.batches):
-        given = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        named = dict(batch) if isinstance(batch, Mapping) else {}
-        leaves, found = tree_flatten((given, named))
+        given = arguments(batch)
+        leaves, found = tree_flatten(given)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if found != form or [_kind(t, dynamic) for t in inputs] != kinds:
             raise ValueError(
-                f"batch {number} of int8= is {_call(given, named)}; the example is {_call(args, kwargs)}. "
+                f"batch {number} of int8= is {describe_call(*given)}; the example is {describe_call(args, kwargs)}. "
                 f"Pass batches in the form of the example{', of any batch size' if dynamic else ''}"
             )
         if broken := [t for t in inputs if not (t.isfinite() | t.isneginf()).all()]:  # a mask may be of -inf
@@ -83,11 +82,6 @@ def calibration(int8: Int8, args: tuple, kwargs: dict[str, Any], dynamic: bool) 
 def _kind(t: Tensor, dynamic: bool) -> tuple[torch.dtype, torch.Size]:
     """Type and shape, the latter without the batch axis if that is dynamic."""
     return t.dtype, t.shape[dynamic and t.dim() > 0 :]
-
-
-def _call(args: tuple, kwargs: dict[str, Any]) -> str:
-    """Arguments of a call, as in `(float32[2, 3], mask=bool[2])`."""
-    return f"({', '.join([*map(describe, args), *(f'{name}={describe(each)}' for name, each in kwargs.items())])})"
 
 
 def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: Int8) -> None:

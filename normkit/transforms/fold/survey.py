@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from normkit.transforms.fold.inputs import Call, longer, variants
 from normkit.transforms.fold.trace import Product, Trace
 from normkit.transforms.fold.tracer import tracing
 from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import advice, arguments_left, example_call, tensors
+from normkit.transforms.invoke import advice, arguments, arguments_left, example_call, tensors
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
@@ -103,8 +103,7 @@ class Survey:
         self.trace.measuring, number = True, 0
         with in_float64():
             for number, batch in enumerate(batches, 1):
-                args = () if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else (batch,)
-                given = tuple(args), dict(batch) if isinstance(batch, Mapping) else {}
+                given = arguments(batch)
                 try:
                     self._follow(*widened(given), shown=given)
                 except ValueError as problem:
