@@ -5,13 +5,18 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from normkit.norms._options import is_int, is_number, require
+from normkit.norms._options import PLAIN, Allowed, is_int, is_number, require
 
 LARGEST = 2**62
-NAMES = {int: "a whole number", float: "a finite number", str: "text", bool: "True or False"}
+SINGLE = PLAIN | {
+    int: Allowed("a whole number", lambda v: is_int(v) and abs(v) < LARGEST),
+    float: Allowed("a finite number", lambda v: is_number(v) and math.isfinite(v)),
+    str: Allowed("text", PLAIN[str].test),
+}
+SEVERAL = {int: "whole numbers", float: "finite numbers", str: "texts"}
 BOUNDS = {
     "at_least": ("at least", lambda value, bound: value >= bound),
     "above": ("above", lambda value, bound: value > bound),
@@ -43,13 +48,12 @@ class Checked:
 
     def __post_init__(self):
         prefix = self._prefix()
-        for name, hint, is_tuple, fits, bounds in _checks(type(self)):
+        for name, is_tuple, allowed, bounds in _checks(type(self)):
             value = getattr(self, name)
             if is_tuple and isinstance(value, list):
                 value = tuple(value)
                 object.__setattr__(self, name, value)
-            if not fits(value):
-                require(False, prefix + name, value, _describe(hint))
+            require(allowed.test(value), prefix + name, value, allowed.text)
             if value is not None and not all(BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
                 require(False, prefix + name, value, _bounds(bounds))
 
@@ -88,61 +92,41 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _checks(cls: Any) -> list[tuple[str, Any, bool, Callable[[Any], bool], Mapping[str, float]]]:
-    """Return name, annotation, whether it is a tuple, test and bounds of each field."""
+def _checks(cls: Any) -> list[tuple[str, bool, Allowed, Mapping[str, float]]]:
+    """Return name, whether it is a tuple, allowed values and bounds of each field."""
     hints = _hints(cls)
     return [
-        (field.name, hints[field.name], typing.get_origin(hints[field.name]) is tuple, _test(hints[field.name]),
-         field.metadata.get("bounds", {}))
-        for field in dataclasses.fields(cls)
+        (each.name, typing.get_origin(hints[each.name]) is tuple, _allowed(hints[each.name]),
+         each.metadata.get("bounds", {}))
+        for each in dataclasses.fields(cls)
     ]  # fmt: skip
 
 
-def _test(hint: Any) -> Callable[[Any], bool]:
-    """Return the test of a value for an annotation, read once for thousands of values."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return lambda value: isinstance(value, str) and value in arguments
-    if origin is types.UnionType:
-        tests = [_test(argument) for argument in arguments]
-        return lambda value: any(test(value) for test in tests)
-    if origin is tuple and arguments[1:] == (Ellipsis,):
-        every = _test(arguments[0])
-        return lambda value: isinstance(value, tuple) and all(map(every, value))
-    if origin is tuple:
-        tests = [_test(argument) for argument in arguments]
-        return lambda value: (
-            isinstance(value, tuple)
-            and len(value) == len(tests)
-            and all(test(each) for test, each in zip(tests, value, strict=True))
-        )
-    if origin is dict:
-        key, item = map(_test, arguments)
-        return lambda value: isinstance(value, dict) and all(key(k) and item(v) for k, v in value.items())
-    if hint is float:
-        return lambda value: is_number(value) and math.isfinite(value)
-    if hint is int:
-        return lambda value: is_int(value) and abs(value) < LARGEST
-    return lambda value: isinstance(value, hint)
+def _allowed(hint: Any) -> Allowed:
+    """Return what an annotation allows, read once for thousands of values.
 
-
-def _describe(hint: Any) -> str:
-    """Describe an annotation in words.
-
-    >>> _describe(tuple[int, ...]), _describe(int | None)
+    >>> _allowed(tuple[int, ...]).text, _allowed(int | None).text
     ('whole numbers', 'a whole number, or None')
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return f"one of {', '.join(arguments)}"
+        return Allowed(f"one of {', '.join(arguments)}", lambda v: isinstance(v, str) and v in arguments)
+    parts = [_allowed(argument) for argument in arguments if argument is not Ellipsis]
+    tests = [part.test for part in parts]
+
+    def fit(values: Iterable[Any]) -> bool:
+        return all(test(value) for test, value in zip(tests, values, strict=True))
+
     if origin is types.UnionType:
-        return ", or ".join("None" if argument is type(None) else _describe(argument) for argument in arguments)
+        return Allowed(", or ".join(part.text for part in parts), lambda v: any(test(v) for test in tests))
+    if origin is tuple and arguments[1:] == (Ellipsis,):
+        return Allowed(SEVERAL[arguments[0]], lambda v: isinstance(v, tuple) and all(map(tests[0], v)))
     if origin is tuple:
-        what = {int: "whole numbers", float: "finite numbers", str: "texts"}[arguments[0]]
-        return what if arguments[1:] == (Ellipsis,) else f"{len(arguments)} {what}"
+        text = f"{len(tests)} {SEVERAL[arguments[0]]}"
+        return Allowed(text, lambda v: isinstance(v, tuple) and len(v) == len(tests) and fit(v))
     if origin is dict:
-        return "a mapping of texts to texts"
-    return NAMES.get(hint, f"settings of class {hint.__name__}")
+        return Allowed("a mapping of texts to texts", lambda v: isinstance(v, dict) and all(map(fit, v.items())))
+    return SINGLE.get(hint) or Allowed(f"settings of class {hint.__name__}", lambda v: isinstance(v, hint))
 
 
 def _bounds(bounds: Mapping[str, float]) -> str:
