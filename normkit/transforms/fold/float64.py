@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map_only
+
+from normkit.transforms.fastpath import no_fast_path
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -16,23 +18,18 @@ NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
     """Compute everything in float64, without fused kernels that hide the operations."""
-    default, fused = torch.get_default_dtype(), torch.backends.mha.get_fastpath_enabled()
+    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with Double(), torch.no_grad():
+        with no_fast_path(), Double(), torch.no_grad():
             yield
     finally:
         torch.set_default_dtype(default)
-        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def widened(example: Any) -> Any:
     """An example with its floating-point tensors in float64."""
-    leaves, spec = tree_flatten(example)
-    return tree_unflatten(
-        [t.double() if isinstance(t, Tensor) and t.dtype.is_floating_point else t for t in leaves], spec
-    )
+    return tree_map_only(Tensor, lambda t: t.double() if t.dtype.is_floating_point else t, example)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
