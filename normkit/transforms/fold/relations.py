@@ -233,13 +233,13 @@ class Relations:
     def _tie(self, one: Product, other: Product) -> None:
         (a, b), name = (one.view, other.view), one.view.parameter
         differ = f"{name} is used in several places that differ"
-        mixed = one.adds != other.adds
+        mixed = one.takes_shift != other.takes_shift
         tied = (
             f"{name} is tied to an embedding; untie=True gives the output layer a copy of its own" if mixed else differ
         )
         if a == b:
             self._equal(self.inputs[one], self.inputs[other], why=differ)
-            self._equal(self.outputs[one], self.outputs[other], shift=one.adds and other.adds, why=differ)
+            self._equal(self.outputs[one], self.outputs[other], shift=one.takes_shift and other.takes_shift, why=differ)
         elif a == b.transposed and a.size[0] == a.size[2] == 1:
             self._equal(self.inputs[one], self.outputs[other], -1, why=tied)
             self._equal(self.outputs[one], self.inputs[other], -1, why=tied)
@@ -250,7 +250,7 @@ class Relations:
         else:
             self._overlap(one, other, differ)
         for product in (one, other) if mixed else ():
-            if product.adds:
+            if product.takes_shift:
                 self.pin(self.outputs[product], tied, scale=False)
             elif product not in self.trace.biases:
                 self.unshifted.append(self.inputs[product])
@@ -259,7 +259,7 @@ class Relations:
         """Link uses that share some elements: both read and write those in equal coordinates."""
         (read, written), (other_read, other_written) = self._element_nodes(one), self._element_nodes(other)
         shared = (read >= 0) & (other_read >= 0)
-        for a, b, shift in ((read, other_read, False), (written, other_written, one.adds and other.adds)):
+        for a, b, shift in ((read, other_read, False), (written, other_written, one.takes_shift and other.takes_shift)):
             pairs = torch.stack([a[shared], b[shared]], 1).unique(dim=0)
             self._equal(pairs[:, 0], pairs[:, 1], shift=shift, why=why)
 
@@ -348,7 +348,7 @@ def unused_weights(trace: Trace, model: nn.Module) -> list[dict[Any, str]]:
 
 def _all_used(weight: Tensor, products: list[Product]) -> bool:
     """True if products use all elements of a weight; of tables other inputs read more."""
-    whole = (prod(each.view.size) == weight.numel() or (each.adds and weight.dim() < 3) for each in products)
+    whole = (prod(each.view.size) == weight.numel() or (each.takes_shift and weight.dim() < 3) for each in products)
     if any(whole):
         return True
     used = torch.zeros(weight.numel(), dtype=torch.bool)

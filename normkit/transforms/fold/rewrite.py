@@ -68,7 +68,7 @@ def _weights(model: nn.Module, plan: FoldPlan) -> None:
     for product in plan.relations.inputs:
         read, written = _factors(plan, product)
         shift = torch.zeros_like(written)
-        if product.adds:
+        if product.takes_shift:
             nodes = plan.relations.outputs[product]
             shift = (plan.at.shift[nodes] / plan.at.scale[nodes]).view(written.shape)
         if product.kind == "table":

@@ -164,4 +164,4 @@ def _rank(source: Source, relations: Relations) -> int:
     product = source.product
     if product is None or product.kind == "gain":
         return 0
-    return 3 if product.adds else 1 if product in relations.trace.biases else 2
+    return 3 if product.takes_shift else 1 if product in relations.trace.biases else 2

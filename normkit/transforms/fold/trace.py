@@ -71,7 +71,7 @@ class Product:
         return self.kind in ("matmul", "convolution")
 
     @property
-    def adds(self) -> bool:
+    def takes_shift(self) -> bool:
         """The weight itself takes a shift: it is a table of vectors, not a matrix."""
         return self.kind in ("embedding", "table")
 
