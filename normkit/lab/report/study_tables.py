@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from normkit.lab.report.results import Maybe, check
+from normkit.lab.report.results import NUMBER, Maybe, check
 
 SCHEMA = 1
-NUMBER = (int, float)
 SHAPE: dict[str, Any] = {
     "schema": int,
     "study": str,

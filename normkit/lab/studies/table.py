@@ -13,11 +13,11 @@ from typing import Any
 from normkit.files import write_whole
 from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report import results
+from normkit.lab.report.study_tables import SCHEMA
 from normkit.lab.study import Cell, Column, Study, differences, expand, seeded, seeds
 from normkit.lab.train.config import Run
 from normkit.text import align, escape
 
-SCHEMA = 1
 FAILURE = "failed.txt"  # in a run folder in place of a result, if training raised an error
 NOT_YET = "not yet run"
 NONE = "-"

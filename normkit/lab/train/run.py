@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "load", "read_run", "save", "train"]
 
-SCHEMA = 1
-
 
 class _Interrupted(Exception):
     """The run was interrupted outside of training."""
@@ -204,7 +202,7 @@ def _finish(task: "Task", callback: "RunCallback", on_stage: Callable[[str], Non
             status = f"interrupted at step {callback.step}"  # after the last step, before the scores
     processes, seconds = run.devices * run.nodes, max(callback.seconds, 1e-9)
     result = {
-        "schema": SCHEMA,
+        "schema": results.SCHEMA,
         "run": dataclasses.asdict(run),
         "command": command,
         "status": status,
