@@ -24,12 +24,11 @@ def audit(model: Path, /) -> int:
     check_model(model)
     if is_pretrained_dir(model):
         found = audit_dir(model)
-        write(fit_width(str(found), found.rows))
-        return 0
-    from normkit.lab.train.fold_run import audit_run
-    from normkit.lab.train.run import load
+    else:
+        from normkit.lab.train.fold_run import audit_run
+        from normkit.lab.train.run import load
 
-    found = audit_run(load(model))
+        found = audit_run(load(model))
     write(fit_width(str(found), found.rows))
     return 0
 
