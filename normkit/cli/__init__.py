@@ -12,14 +12,12 @@ from textwrap import indent
 
 import normkit
 from normkit.cli.benching import bench
-from normkit.cli.calibrating import calibrate
-from normkit.cli.comparing import compare
 from normkit.cli.doctor import doctor
-from normkit.cli.folding import audit, fold
+from normkit.cli.folding import audit, calibrate, fold
 from normkit.cli.line import BAD_INPUT, INTERRUPTED, complain, write
 from normkit.cli.listing import list_, summary
 from normkit.cli.removing import remove_norms
-from normkit.cli.reporting import figure, report, watch
+from normkit.cli.reporting import compare, figure, report, watch
 from normkit.cli.running import demo, train
 from normkit.cli.studying import study
 from normkit.cli.using import pronounce, translate

@@ -1,7 +1,4 @@
-"""Commands on the norms of a saved model, a run's or a Hugging Face folder.
-
-`audit` and `fold`.
-"""
+"""Commands on the norms of a saved model: `audit`, `fold` and `calibrate`."""
 
 import shutil
 import sys
@@ -57,6 +54,28 @@ def fold(model: Path, /, out: Path) -> int:
         folded, report = fold_run(load(model))
         save(out, folded)
     write(f"{fit_width(str(report), report.rows)}\nsaved to {out}")
+    return 0
+
+
+@command
+def calibrate(run: Path, /, out: Path, batches: int | None = None) -> int:
+    """Compute the running statistics of a run's norms again, from training batches.
+
+    It helps if a model does well with the statistics of each batch and badly with its running statistics. The weights
+    stay. The validation loss before and after is printed.
+
+    Args:
+        run: Folder of a run. Its data must be here.
+        out: Folder for the calibrated run, which `normkit fold`, `pronounce --run` and `translate` take.
+        batches: Training batches; the default is the number that training uses for its calibrated scores.
+    """
+    check_out(run, out, "calibration")
+    from normkit.lab.train.calibrate_run import calibrate_run
+    from normkit.lab.train.folder import load, save
+
+    calibrated, report = calibrate_run(load(run), batches)
+    save(out, calibrated)
+    write(f"{report}\nsaved to {out}")
     return 0
 
 

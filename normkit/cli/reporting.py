@@ -1,4 +1,4 @@
-"""Commands that show results: `report`, `figure` and `watch`."""
+"""Commands that show results: `report`, `compare`, `figure` and `watch`."""
 
 import contextlib
 import sys
@@ -28,6 +28,24 @@ def report(paths: tuple[Path, ...], /, out: Path | None = None) -> int:
     found = results.find(paths)
     words = [*map(str, paths), *(["--out", str(out)] if out else [])]
     show(found, out or first, typed("report", *words), sections(found, paths))
+    return 0
+
+
+@command
+def compare(runs: tuple[Path, ...], /) -> int:
+    """Compare runs: intervals over seeds, paired bootstrap of translations.
+
+    All are compared with the first. The intervals compare settings, such as norms; the bootstrap compares two trained
+    models.
+
+    Args:
+        runs: Folders of runs, or folders that hold one run's seeds.
+    """
+    if not runs:
+        raise ValueError("no run given; try `normkit compare runs/layer runs/un`")
+    from normkit.lab.train.compare import compared
+
+    write("\n".join(compared(runs)))
     return 0
 
 
