@@ -2,7 +2,7 @@
 
 Statistics of this batch: read x to sum; read x, write y; read dy, x to sum; read dy, x, write dx: 3 + 5 activations.
 Statistics known in advance: each side sums and writes on one reading: 2 + 3 activations.
-A row counts by its weight (the mask as 0 or 1); a row of weight 0 affects no statistic, even if it is NaN.
+A row that the mask leaves out affects no statistic, even if it is NaN.
 """
 
 import triton
@@ -57,20 +57,20 @@ def column_forward(
             y = x * a[None, :] + b[None, :]
             tl.store(Y + row[:, None] * channels + channel[None, :], y.to(Y.dtype.element_ty), mask=inside)
         if SQUARE is not None:
-            weight = tl.where(row < rows, 1.0, 0.0)
+            counted = row < rows
             if MASK is not None:
-                weight = tl.load(MASK + row, mask=row < rows, other=0).to(tl.float32)
-            x = tl.where(weight[:, None] != 0, x, 0.0)
-            seen += weight
+                counted = tl.load(MASK + row, mask=counted, other=0) != 0
+            x = tl.where(counted[:, None], x, 0.0)
+            seen += tl.where(counted, 1.0, 0.0)
             if SUM is not None:
-                step = tl.where(weight[:, None] != 0, x - mean, 0.0)
-                mean += step * (weight / tl.maximum(seen, 1e-30))[:, None]
-                square += step * (x - mean) * weight[:, None]
+                step = tl.where(counted[:, None], x - mean, 0.0)
+                mean += step * (1.0 / tl.maximum(seen, 1.0))[:, None]
+                square += step * (x - mean)
             else:
-                square += x * x * weight[:, None]
+                square += x * x
     if SQUARE is not None:
         count = tl.sum(seen, 0)
-        middle = tl.sum(mean * seen[:, None], 0) / tl.maximum(count, 1e-30)
+        middle = tl.sum(mean * seen[:, None], 0) / tl.maximum(count, 1.0)
         if SUM is not None:
             off = mean - middle[None, :]
             square += off * off * seen[:, None]

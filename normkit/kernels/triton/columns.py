@@ -14,10 +14,7 @@ Shares = tuple[Tensor | None, Tensor | None, Tensor | None]  # means, second mom
 
 
 def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tuple[Tensor, Tensor]:
-    """As `reference.moments`, in two launches.
-
-    `x` has its own type, the results are float32. `mask` may also be numbers `[...]`, the weight of each row.
-    """
+    """As `reference.moments`, in two launches; `x` has its own type, the results are float32."""
     if torch.compiler.is_compiling():
         return column_moments(x, mask, center)
     found = _forward(x, mask, None, None, (None,) * 4, center, 0.0, True, None)
@@ -76,11 +73,8 @@ def standardize_grad(
 
 
 def flags(mask: Tensor | None) -> Tensor | None:
-    """A mask as numbers, one per row; no copy of a boolean and contiguous one."""
-    if mask is None:
-        return None
-    mask = mask.reshape(-1)
-    return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask).contiguous()
+    """A mask as 0 and 1, one per row; no copy of a contiguous one."""
+    return None if mask is None else mask.reshape(-1).contiguous().view(torch.uint8)
 
 
 def new_shares(x: Tensor, center: bool, launch: Launch) -> Shares:
