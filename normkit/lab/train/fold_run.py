@@ -64,7 +64,7 @@ def _as_norm(affine: nn.Module) -> NoNorm:
 def with_norms(run: Run, specs: dict[str, str]) -> Run:
     """Return the run with other norms, each given by its name in the model."""
     kinds = list(specs.values())
-    common = max(set(kinds), key=kinds.count)
+    common = max(kinds, key=kinds.count)  # of several, the first: the order of a set would be another in each process
     others = {name: spec for name, spec in specs.items() if spec != common}
     return dataclasses.replace(run, model=dataclasses.replace(run.model, norm=common, norm_at=others))
 
