@@ -35,7 +35,7 @@ class BatchNorm(StatNorm):
         if self.running_var == "unbiased":
             bessel = (count / (count - 1).clamp(min=1)).to(batch.dtype)
             new = batch * torch.stack([torch.ones_like(bessel), bessel])[:, None]
-        return Stat(batch, {"running": self.running.lerp(new.to(self.running.dtype), 1 - self.alpha)})
+        return Stat(batch, {"running": self.average(new)})
 
     def kernel_rule(self) -> KernelRule:  # noqa: D102
         return KernelRule("batch", rate=1 - self.alpha, unbiased=self.running_var == "unbiased")
