@@ -78,7 +78,7 @@ def measure(folder: Path, tables: dict[tuple, PairTable]) -> dict[str, object] |
         recording = as_rows([((1.0, 1.0), (0.0, 0.0))] * 10)  # all sequences have one length
     else:
         if (key := (run.data, run.subwords, run.model.share)) not in tables:
-            train = source(run, lambda _: None)().train
+            train = source(run)().train
             tables[key] = PairTable.of(train) if isinstance(train, list) else PairTable(*train)
         recording = lengths(run, tables[key])
     way = "one length" if fixed else "shuffled" if not run.bucketing else f"bucketed by {run.bucket_by}"

@@ -41,7 +41,7 @@ def steps(spec: str, compiled: bool) -> Callable[[], None]:
     norm = spec.removesuffix(SCALED).removesuffix(EARLY)
     scale_loss = 0.1 if spec.endswith(SCALED) else 0.0
     run = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, norm=norm), scale_loss=scale_loss)
-    data = source(run, lambda _: None)()
+    data = source(run)()
     model = build_model(run.task, run.model, data.vocabularies)
     task = TASKS[run.task].load("module")(run, model, data)
     norms = [module for module in model.modules() if isinstance(module, Norm)]

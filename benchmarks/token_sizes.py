@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.calibrate_run import calibrate_run
 from normkit.lab.train.folder import load
-from normkit.lab.train.source import source
+from normkit.lab.train.source import open_task
 from normkit.norms import Norm, StatNorm
 from normkit.text import align
 from normkit.transforms.invoke import input_and_mask
@@ -63,7 +63,7 @@ def main() -> None:
             parser.error(f"{folder} is a run of task {run.task}; this script takes runs on text")
         stateful = any(isinstance(module, StatNorm) for module in model.modules())
         calibrated = calibrate_run(loaded, CALIBRATED)[0].model if stateful else model
-        task = TASKS[run.task].load("module")(run, model, source(run, lambda stage: None)())
+        task = open_task(run, model)
         rows = [("norm", "share", "largest", "running")]
         for name, size in sizes(task).items():
             energy = size.square()

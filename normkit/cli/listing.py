@@ -71,7 +71,7 @@ def _obstacle(recipe: Callable[[], Any]) -> str:
     from normkit.lab.train.source import source
 
     try:
-        source(run, lambda stage: None)
+        source(run)
     except ValueError:
         return "no data here"
     import torch

@@ -14,10 +14,9 @@ from normkit.lab.studies.similarity import add_similarity
 from normkit.lab.studies.table import FAILURE, Table, check, collect, write
 from normkit.lab.studies.workers import Workers, on_devices, train_job
 from normkit.lab.study import Study, expand, seeded, unique
-from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.lab.train.folder import load
-from normkit.lab.train.source import source
+from normkit.lab.train.source import open_task, source
 
 if TYPE_CHECKING:
     from normkit.lab.studies.ray_workers import RayWorkers
@@ -76,7 +75,7 @@ def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[
 def _missing(run: Run, whole: bool) -> str:
     """Explain why the data of a run is missing or, with `whole`, incomplete; else empty."""
     try:
-        source(run, lambda _: None)
+        source(run)
     except ValueError as error:
         return str(error)
     if whole and run.data in CORPORA and (part := locate(run.data).partial):
@@ -176,7 +175,7 @@ def study_job(title: str, run: Run, folder: Path, command: str, kinds: Sequence[
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if lacking := _lacking(result, kinds):
         run, model, _ = load(folder)
-        task = TASKS[run.task].load("module")(run, model, source(run, lambda _: None)())
+        task = open_task(run, model)
         result["scores"] |= {kind: task.score_donors(kind) for kind in lacking}
         results.write(folder, result)
     return result

@@ -5,9 +5,8 @@ from pathlib import Path
 from normkit.lab.cka import cka
 from normkit.lab.report import results
 from normkit.lab.study import Study, expand, seeds, unique
-from normkit.lab.tasks import TASKS
 from normkit.lab.train.folder import load
-from normkit.lab.train.source import source
+from normkit.lab.train.source import open_task
 from normkit.watch.row_files import FILE, Appender, read_run
 
 LAYERS = ("*norm*", "*.out", "*.outer")  # norms, attention and feed-forward blocks of our vision models
@@ -26,8 +25,8 @@ def add_similarity(study: Study, scale: str, out: Path) -> None:
         for seed, folder in seeds(out / cell.folder).items():
             if seed in references and _done(folder) and "cka" not in read_run(folder).quantities:
                 reference, other = load(references[seed]), load(folder)
-                task = TASKS[other.run.task].load("module")(other.run, other.model, source(other.run, lambda _: None)())
-                found = cka(reference.model, task.test_images(IMAGES, BATCH), other.model, LAYERS)
+                images = open_task(other.run, other.model).test_images(IMAGES, BATCH)
+                found = cka(reference.model, images, other.model, LAYERS)
                 Appender(folder / FILE)(found.rows(other.run.steps))
 
 

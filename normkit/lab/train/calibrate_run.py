@@ -6,9 +6,8 @@ The result is a run folder.
 import itertools
 from typing import NamedTuple
 
-from normkit.lab.tasks import TASKS
 from normkit.lab.train.folder import Loaded
-from normkit.lab.train.source import source
+from normkit.lab.train.source import open_task
 from normkit.norms import StatNorm
 
 
@@ -50,7 +49,7 @@ def calibrate_run(loaded: Loaded, batches: int | None = None) -> tuple[Loaded, C
         raise ValueError(f"run {run.name} has no norm with batch statistics, so there is nothing to calibrate")
     if batches is not None and batches < 1:
         raise ValueError(f"batches must be at least 1; got {batches}")
-    task = TASKS[run.task].load("module")(run, model, source(run, lambda stage: None)())
+    task = open_task(run, model)
     number: int = batches or task.calibration_batches
     before = task.validate()["loss"]
     with task.calibrated(itertools.islice(task.batches(0), number)):

@@ -23,7 +23,7 @@ from normkit.lab.train.distill import Outputs, distance, pooled
 from normkit.lab.train.embedding_rows import scale_rows
 from normkit.lab.train.fold_run import fold_run, with_norms
 from normkit.lab.train.folder import Loaded, load, save
-from normkit.lab.train.source import source
+from normkit.lab.train.source import open_task
 from normkit.norms import Norm
 from normkit.transforms import Report, fold, load_pretrained, save_pretrained
 
@@ -43,7 +43,7 @@ class RemovableRun:
         run, self.model, _ = self.loaded
         if TASKS[run.task].part:
             raise ValueError(f"{folder} is a run of task {run.task}; its norms cannot be removed by this command")
-        self.task = TASKS[run.task].load("module")(run, self.model, source(run, lambda stage: None)())
+        self.task = open_task(run, self.model)
         self.lr = run.lr / 3
         self.has_padding = "source" in self.loaded.vocabularies
 

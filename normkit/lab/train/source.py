@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.data.embedded import SOURCES
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
@@ -20,7 +22,7 @@ OnStage = Callable[[str], object]
 Reader = Callable[[], Any]
 
 
-def source(run: Run, on_stage: OnStage) -> Reader:
+def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
     """Find the data of a run; the function that is returned reads it.
 
     Args:
@@ -34,6 +36,11 @@ def source(run: Run, on_stage: OnStage) -> Reader:
     if run.data in IMAGE_SETS and run.task != "images":
         raise ValueError(f"{run.data} has images; task {run.task} cannot train on them")
     return spec.load("data")(run, on_stage)
+
+
+def open_task(run: Run, model: nn.Module) -> Any:
+    """Return the task of a trained model, with its data."""
+    return TASKS[run.task].load("module")(run, model, source(run)())
 
 
 def sequences(run: Run, on_stage: OnStage) -> Reader:
