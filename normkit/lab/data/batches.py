@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normkit.lab.data.vocab import PAD
+from normkit.lab.data.ragged import Ragged
 
 CHUNK = 50  # batches of examples that are sorted by length together
 
@@ -135,5 +135,4 @@ def pad(sequences: Sequence[Sequence[int]]) -> Tensor:
     >>> pad([[5, 6], [7]]).tolist()
     [[5, 6], [7, 0]]
     """
-    longest = max(map(len, sequences))
-    return torch.tensor([[*s, *[PAD] * (longest - len(s))] for s in sequences], dtype=torch.long)
+    return Ragged.of(sequences).padded(range(len(sequences)))

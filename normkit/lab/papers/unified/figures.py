@@ -6,6 +6,7 @@ from torch import Tensor
 
 from normkit.lab.papers.tears.figures import validated_by
 from normkit.lab.report import canvas
+from normkit.lab.report.curves import thin
 from normkit.lab.report.recorded import Drawn, Recorded, plot_series, safe, short, titled, with_quantities
 from normkit.lab.report.settings import job
 from normkit.norms import make
@@ -81,7 +82,7 @@ def figure4(runs: Sequence[Recorded]) -> Drawn:
     every = [site for site in run.sites(activation[0]) if all(site in series for series in complete)]
     if not every:
         raise ValueError(f"{run.label} has no norm yet with all of these quantities; wait for its next step")
-    sites = [every[round(i * (len(every) - 1) / (LAYERS - 1))] for i in range(LAYERS)] if len(every) > LAYERS else every
+    sites = thin(every, LAYERS)
     figure = canvas.figure(2.6 * len(sites) + 0.4, 4.2)
     panels = figure.subplots(2, len(sites), sharex=True, squeeze=False)
     styles = {
