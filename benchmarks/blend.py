@@ -30,7 +30,8 @@ from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.lab.train.environment import environment
-from normkit.lab.train.run import load, train
+from normkit.lab.train.folder import load
+from normkit.lab.train.run import train
 from normkit.transforms import blend, calibrate, convert, fold, settle
 
 CALIBRATION = 200

@@ -144,7 +144,7 @@ def gpt2(weights: Path | None) -> Subject:
 
 def run_folders(weights: Path | None, name: str) -> Subject:
     """A trained sequence-to-sequence model: `weights/NAME-layer` and `weights/NAME-un`."""
-    from normkit.lab.train.run import load
+    from normkit.lab.train.folder import load
 
     if weights is None:
         raise ValueError(f"{name} needs --weights FOLDER with {name}-layer and {name}-un, run folders of normkit train")

@@ -20,8 +20,8 @@ from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.lab.train.detection import Detection
 from normkit.lab.train.environment import environment
 from normkit.lab.train.fold_run import fold_run
+from normkit.lab.train.folder import Loaded, load
 from normkit.lab.train.pairs import spread
-from normkit.lab.train.run import Loaded, load
 from normkit.lab.train.source import source
 
 COLORS = ["#ff3b30", "#34c759", "#0a84ff", "#ffd60a", "#bf5af2", "#ff9f0a", "#64d2ff", "#ff375f"]

@@ -22,7 +22,8 @@ from normkit.lab.recipes import g2p_cmudict, mt_multi30k, vit_digits
 from normkit.lab.report import results
 from normkit.lab.report.recorded import BATCH_NORMS, first_sites, recorded
 from normkit.lab.train.config import Run
-from normkit.lab.train.run import load, train
+from normkit.lab.train.folder import load
+from normkit.lab.train.run import train
 from normkit.text import align
 from normkit.watch import Appender, Series
 

@@ -114,7 +114,7 @@ class Decoding:
 
 def ours(name: str, weights: Path, decode: int) -> Study:
     """A sequence-to-sequence model, on test items of at most 32 or 48 symbols."""
-    from normkit.lab.train.run import load
+    from normkit.lab.train.folder import load
 
     loaded = {norm: load(weights / f"{name}-{norm}") for norm in ("layer", "un")}
     run = dataclasses.replace(loaded["layer"].run, test_items=2000)

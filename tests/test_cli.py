@@ -24,7 +24,8 @@ from normkit.lab.models.config import Model
 from normkit.lab.report import results
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train.config import Images, Run
-from normkit.lab.train.run import load, train
+from normkit.lab.train.folder import load
+from normkit.lab.train.run import train
 from normkit.norms import NORMS, options
 from normkit.transforms import convert
 

@@ -15,8 +15,8 @@ from normkit.lab.report import results
 from normkit.lab.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.workers import Workers, send
+from normkit.lab.train.folder import load
 from normkit.lab.train.progress import Progress
-from normkit.lab.train.run import load
 from normkit.norms import make
 from normkit.norms._warmup import WarmupNorm
 

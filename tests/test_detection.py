@@ -22,7 +22,8 @@ from normkit.lab.train.build import build_model
 from normkit.lab.train.config import Run
 from normkit.lab.train.detection import Detection, start_backbone
 from normkit.lab.train.fold_run import fold_run
-from normkit.lab.train.run import Loaded, load, save, train
+from normkit.lab.train.folder import Loaded, load, save
+from normkit.lab.train.run import train
 from normkit.lab.train.scenes import Augmentation, Item, Samples
 from normkit.norms import StatNorm
 from normkit.transforms import find

@@ -31,9 +31,10 @@ from normkit.lab.train.bleu import bleu
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints
 from normkit.lab.train.compare import compared, interval, paired, read_outputs
 from normkit.lab.train.config import Run
+from normkit.lab.train.folder import load
 from normkit.lab.train.mt import MachineTranslation
 from normkit.lab.train.pairs import PairTable
-from normkit.lab.train.run import load, train
+from normkit.lab.train.run import train
 
 TINY = Model(width=16, hidden=24, depth=1, heads=2, share=True)
 RUN = Run(
@@ -102,8 +103,7 @@ def test_compare_pools_seeds_and_pairs_sentences(corpus, tmp_path, capsys):
     assert references == [two for _, two in sentences(30, 2)]
     for name, shift in (("a", 0.0), ("b", 1.0)):
         for seed, score in enumerate((30.0, 31.0, 32.0)):
-            folder = tmp_path / name / f"seed-{seed}"
-            (folder / "outputs").mkdir(parents=True)
+            ((folder := tmp_path / name / f"seed-{seed}") / "outputs").mkdir(parents=True)
             found = references if name == "a" else [line if at % 3 else "no" for at, line in enumerate(references)]
             for kind, lines in (("reference", references), ("beam", found)):
                 (folder / "outputs" / f"{kind}.txt").write_text("\n".join(lines) + "\n", encoding="utf8")

@@ -18,7 +18,7 @@ from normkit.lab.models.resnet import ResNet20
 from normkit.lab.models.t2t import Layer, Performer, T2TViT
 from normkit.lab.train.config import Run
 from normkit.lab.train.fold_run import fold_run
-from normkit.lab.train.run import Loaded, load, save
+from normkit.lab.train.folder import Loaded, load, save
 from normkit.norms import NORMS, LayerNorm, Norm, make
 from normkit.transforms import find, fold
 

@@ -29,7 +29,8 @@ from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_st
 from normkit.lab.train.config import Run
 from normkit.lab.train.environment import environment
 from normkit.lab.train.fold_run import audit_run, fold_run
-from normkit.lab.train.run import load, save, train
+from normkit.lab.train.folder import load, save
+from normkit.lab.train.run import train
 from normkit.lab.train.translation import Translation
 from normkit.lab.train.weights import load_weights, mean_weights, save_weights
 from normkit.names import pick
@@ -192,8 +193,7 @@ def test_average_of_the_last_checkpoints(tmp_path):
     train(run, tmp_path)
     paths = [checkpoint_path(tmp_path, step) for step in (6, 9, 12)]
     states = [model_state(read_checkpoint(path)) for path in paths]
-    model = load(tmp_path).model
-    for name, value in model.state_dict().items():
+    for name, value in (model := load(tmp_path).model).state_dict().items():
         mean = sum(state[name].double() for state in states) / 3
         expected = states[-1][name] if not value.is_floating_point() else mean
         torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-7)

@@ -25,8 +25,9 @@ from normkit.lab.train.augment import Augmentation
 from normkit.lab.train.config import Images, Run
 from normkit.lab.train.ema import moving_average
 from normkit.lab.train.finetune import head_of, start_from
+from normkit.lab.train.folder import load
 from normkit.lab.train.images import ImageClassification, Loader
-from normkit.lab.train.run import load, train
+from normkit.lab.train.run import train
 from normkit.lab.train.weights import save_weights
 
 TINY = Model(arch="tiny_vit", image_size=16, patch=8, width=16, hidden=16, depth=1, heads=2)

@@ -8,7 +8,8 @@ from torch.testing import assert_close
 import normkit
 from normkit.lab.models.config import Model
 from normkit.lab.train.config import Run
-from normkit.lab.train.run import load, train
+from normkit.lab.train.folder import load
+from normkit.lab.train.run import train
 from normkit.norms import fold_weights, spectral_norm, weight_norm
 
 

@@ -23,7 +23,7 @@ def audit(model: Path, /) -> int:
         found = audit_dir(model)
     else:
         from normkit.lab.train.fold_run import audit_run
-        from normkit.lab.train.run import load
+        from normkit.lab.train.folder import load
 
         found = audit_run(load(model))
     write(fit_width(str(found), found.rows))
@@ -49,7 +49,7 @@ def fold(model: Path, /, out: Path) -> int:
         report = fold_dir(model, out)
     else:
         from normkit.lab.train.fold_run import fold_run
-        from normkit.lab.train.run import load, save
+        from normkit.lab.train.folder import load, save
 
         folded, report = fold_run(load(model))
         save(out, folded)

@@ -11,8 +11,8 @@ from normkit.lab.report import results
 from normkit.lab.studies.workers import send
 from normkit.lab.timing import Timings, measure
 from normkit.lab.train.fold_run import audit_run, fold_run
+from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.progress import Progress
-from normkit.lab.train.run import Loaded, load, save
 
 WORDS = 64  # words that are decoded together for timing
 FOLDED = "folded"  # sub-folder of a run

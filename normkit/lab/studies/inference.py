@@ -12,7 +12,7 @@ from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.report import results
 from normkit.lab.train.config import Run
 from normkit.lab.train.decode import beam
-from normkit.lab.train.run import load
+from normkit.lab.train.folder import load
 from normkit.norms import StatNorm
 from normkit.text import truncate
 

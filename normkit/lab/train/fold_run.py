@@ -8,7 +8,7 @@ from torch import nn
 
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
-from normkit.lab.train.run import Loaded
+from normkit.lab.train.folder import Loaded
 from normkit.norms import NoNorm, parse
 from normkit.text import format_spec
 from normkit.transforms import Audit, Outcome, Report, audit, fold

@@ -19,18 +19,7 @@ from normkit.lab.train.build import build_model
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.environment import environment
-from normkit.lab.train.folder import (
-    OUTPUTS,
-    Loaded,
-    check_resumable,
-    check_vocabularies,
-    foreign_files,
-    load,
-    locked,
-    read_run,
-    save,
-    write_run,
-)
+from normkit.lab.train.folder import OUTPUTS, check_resumable, check_vocabularies, foreign_files, locked, write_run
 from normkit.lab.train.parallel import check_devices
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.source import source
@@ -41,8 +30,6 @@ from normkit.norms import fold_weights, weight_norm
 if TYPE_CHECKING:
     from normkit.lab.train.callbacks import RunCallback
     from normkit.lab.train.task import Task
-
-__all__ = ["Loaded", "load", "read_run", "save", "train"]
 
 
 class _Interrupted(Exception):
