@@ -212,26 +212,6 @@ def test_the_same_bits_every_time():
             assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own, torch 2.15
-def test_the_operators_pass_opcheck():
-    x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (20,), (20,)))
-    torch.library.opcheck(row_ops.row_norm, (x, w, b, 0, 1e-5, 2))
-    torch.library.opcheck(torch.ops.normkit.column_moments, (draw(9, 20), torch.rand(9, device=DEVICE) > 0.5, True))
-    torch.library.opcheck(
-        torch.ops.normkit.column_standardize, (draw(9, 20), draw(2, 20).abs(), 1e-5, True, draw(20), None, None, None)
-    )
-    given = draw(9, 20), draw(9, 20), draw(2, 20).abs(), 1e-5, True, None, None, None, draw(2, 20), True, False
-    torch.library.opcheck(torch.ops.normkit.column_standardize_grad, given)
-
-
-def test_the_operator_has_the_gradient_of_the_eager_path():
-    dy, x, w, b = (draw(*s).requires_grad_() for s in ((4, 6, 20), (4, 6, 20), (20,), (20,)))
-    eager = torch.autograd.grad(kernels.layer(x, w, b, 1e-5), (x, w, b), dy)
-    op = torch.autograd.grad(row_ops.row_norm(x, w, b, 0, 1e-5, 1)[0], (x, w, b), dy)
-    for a, e in zip(op, eager, strict=True):
-        assert torch.equal(a, e)
-
-
 def test_kernels_triton_runs_triton_or_raises():
     x = draw(3, 16)
     with normkit.kernels("triton") as ran:
@@ -299,17 +279,13 @@ def test_inference_in_forward_mode_keeps_its_derivative():
 
 
 @pytest.mark.parametrize("spec", ["layer", "batch"])
-def test_a_compiled_graph_holds_the_operators(spec):
-    x, dy = draw(6, 16).requires_grad_(), draw(6, 16)
-    found = []
-    for choice in ("reference", "triton"):
-        with normkit.kernels(choice):
-            norm = normkit.make(spec, 16).to(DEVICE)
-            run = torch.compile(norm, fullgraph=True, backend="aot_eager") if choice == "triton" else norm
-            y = run(x)
-            found.append([y.detach(), *torch.autograd.grad(y, (x, norm.weight), dy)])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+def test_a_compiled_graph_takes_the_reference(spec):
+    norm, x = normkit.make(spec, 16).to(DEVICE), draw(6, 16)
+    with normkit.kernels("triton") as ran:
+        y = torch.compile(norm, fullgraph=True, backend="aot_eager")(x)
+    assert not ran
+    with normkit.kernels("reference"):
+        torch.testing.assert_close(y, normkit.make(spec, 16).to(DEVICE)(x))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -45,15 +45,15 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
 
     The choice holds in this thread (or task of asyncio). Other threads keep their own blocks; outside of any block
     `NORMKIT_KERNELS` in the environment decides, else "auto". Autograd runs backward passes on a GPU in a thread of
-    its own: there the choice of the forward pass holds. A compiled graph keeps the choice that it was compiled with.
-    What activation checkpointing recomputes takes the choice at that moment: run the backward pass in the block, too.
+    its own: there the choice of the forward pass holds. Compiled graphs take the reference, which Inductor fuses. What
+    activation checkpointing recomputes takes the choice at that moment: run the backward pass in the block, too.
 
     Args:
         choice: One of
 
             - "auto": in eager mode the first of the next three that can run, else the reference.
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
-              Under `torch.compile` too. CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
+              CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
             - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
             - "fused": PyTorch's own fused kernels: on a CPU; on a GPU those of LayerNorm and RMSNorm, which "auto"
               takes before Triton up to 4 million numbers.
@@ -75,8 +75,6 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     """
     if choice not in CHOICES:
         raise ValueError(f"kernels must be one of {', '.join(CHOICES)}; got {choice!r}")
-    if choice == "triton" and _has_triton():
-        load_triton()  # tracing a graph cannot import it
     if choice == "native" and (why := cpu.obstacle()):
         raise RuntimeError(f'kernels("native") cannot run: {why}; use kernels("auto")')
     block = Block(choice, _block.get())
@@ -97,10 +95,6 @@ def current_choice() -> str:
     if choice not in CHOICES:
         raise ValueError(f"NORMKIT_KERNELS must be one of {', '.join(CHOICES)}; it is {choice!r}")
     return choice
-
-
-# What torch.compiler.assume_constant_result sets, without importing the compiler: tracing cannot read a ContextVar.
-current_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def current_block() -> Block | None:
@@ -148,10 +142,9 @@ def select(
     Raises:
         RuntimeError: If "triton" was chosen and cannot run on `x`.
     """
-    narrow = wide is None or wide is torch.float32
-    if torch.compiler.is_compiling():
-        return "triton" if narrow and x.dtype in TRITON_DTYPES and current_choice() == "triton" else "reference"
-    choice = current_choice()
+    if torch.compiler.is_compiling():  # Inductor fuses it, and cannot look into a kernel
+        return "reference"
+    choice, narrow = current_choice(), wide is None or wide is torch.float32
     if small and choice in ("auto", "fused"):
         kind = "fused"
     elif narrow and can_use_triton(x, name, choice):

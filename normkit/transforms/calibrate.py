@@ -71,7 +71,7 @@ def calibrate(
                 for name, norm in norms.items():
                     norm.running.copy_(norm.pool(joint[name].statistics(name)))
                     if norm.follows_optimizer:
-                        norm.pending.zero_()  # else the optimizer's next step brings back the statistics of before
+                        norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
         except BaseException:
             for name, norm in norms.items():
                 norm.running.copy_(before[name])

@@ -15,8 +15,6 @@ Shares = tuple[Tensor | None, Tensor | None, Tensor | None]  # means, second mom
 
 def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tuple[Tensor, Tensor]:
     """As `reference.moments`, in two launches; `x` has its own type, the results are float32."""
-    if torch.compiler.is_compiling():
-        return column_moments(x, mask, center)
     found = _forward(x, mask, None, None, (None,) * 4, center, 0.0, True, None)
     assert found is not None
     return found
@@ -28,8 +26,6 @@ def standardize(
     sums: bool = False, launch: Launch | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """As `reference.standardize`; with `sums`, also the moments of x and the count."""
-    if torch.compiler.is_compiling() and not sums:
-        return column_standardize(x, stat, eps, center, weight, bias, output_scale, output_shift), None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     vectors = weight, bias, output_scale, output_shift
     return y, _forward(x, mask, y, stat, vectors, center, eps, sums, launch)
@@ -48,9 +44,6 @@ def standardize_grad(
     real: bool = False, launch: Launch | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """As `reference.standardize_grad`; one launch computes dx and sums."""
-    if torch.compiler.is_compiling():
-        found = column_standardize_grad(dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real)
-        return (None if removed is None else found[0]), (found[1] if sums else None)
     rows, dys = as_rows(x), as_rows(dy)
     (n, channels), real = rows.shape, real and mask is not None
     dx = None if removed is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -106,48 +99,3 @@ def _forward(
                 *shares, *fresh, launch.programs, channels, CENTER=center, **sum_launch(launch.programs, channels)
             )
     return fresh
-
-
-# -- operators for compiled graphs -------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("normkit::column_moments", mutates_args=())
-def column_moments(x: Tensor, mask: Tensor | None, center: bool) -> tuple[Tensor, Tensor]:
-    """Operator: `moments`."""
-    return moments(x, mask, center)
-
-
-@column_moments.register_fake
-def _(x, mask, center):
-    return x.new_empty((1 + center, x.shape[-1]), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
-
-
-@torch.library.custom_op("normkit::column_standardize", mutates_args=())
-def column_standardize(
-    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None, bias: Tensor | None,
-    output_scale: Tensor | None, output_shift: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Operator: `standardize` without sums. Its derivative is in `autograd.Standardize`."""
-    return standardize(x, stat, eps, center, weight, bias, output_scale, output_shift)[0]
-
-
-@column_standardize.register_fake
-def _(x, stat, eps, center, weight, bias, output_scale, output_shift):
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("normkit::column_standardize_grad", mutates_args=())
-def column_standardize_grad(
-    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None, dx_scale: Tensor | None,
-    mask: Tensor | None, removed: Tensor | None, sums: bool, real: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Operator: `standardize_grad`, with empty tensors for None."""
-    dx, out = standardize_grad(dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real)
-    return x.new_empty(0) if dx is None else dx, stat.new_empty(0) if out is None else out
-
-
-@column_standardize_grad.register_fake
-def _(dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real):
-    height = 4 if real and mask is not None else 2
-    dx = x.new_empty(0) if removed is None else x.new_empty(x.shape)
-    return dx, stat.new_empty((height, x.shape[-1]), dtype=torch.float32) if sums else stat.new_empty(0)

@@ -1,8 +1,4 @@
-"""Per-token norms on the GPU: one launch forward, two backward.
-
-Eager calls go through a thin `autograd.Function`; under `torch.compile` the same launches are the registered
-operators `normkit::row_norm` and `normkit::row_norm_grad`.
-"""
+"""Per-token norms on the GPU: one launch forward, two backward."""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -51,13 +47,11 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
 
 
 def _norm(x, weight, bias, kind: str, eps: float, groups: int = 1) -> Tensor:
-    if torch.compiler.is_compiling():
-        return row_norm(x, weight, bias, KINDS[kind], eps, groups)[0]
     return RowNorm.apply(x, weight, bias, KINDS[kind], eps, groups)
 
 
 class RowNorm(torch.autograd.Function):
-    """A row norm in eager mode, without the overhead of a registered operator."""
+    """A row norm. Differentiated twice, it uses plain operations."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, kind, eps, groups):  # noqa: D102
@@ -211,55 +205,3 @@ def _sizes(x: Tensor, groups: int) -> tuple[int, int, int]:
     if channels % groups:
         raise ValueError(f"groups must divide the {channels} channels; got {groups}")
     return x.numel() // max(channels, 1), channels, channels // groups
-
-
-# -- operators for compiled graphs -------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("normkit::row_norm", mutates_args=())
-def row_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: int, eps: float, groups: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator: y, mean and inv `[rows, groups]`."""
-    y, saved = forward(x, weight, bias, kind, eps, groups)
-    return y, saved.mean.clone(), saved.inv.clone()
-
-
-@row_norm.register_fake
-def _(x, weight, bias, kind, eps, groups):
-    rows = x.numel() // x.shape[-1]
-    stat = x.new_empty((rows, groups), dtype=torch.float32)
-    return x.new_empty(x.shape), stat, torch.empty_like(stat)
-
-
-@torch.library.custom_op("normkit::row_norm_grad", mutates_args=())
-def row_norm_grad(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inv: Tensor,
-    kind: int, eps: float, groups: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Operator: gradients of x, weight and bias, with empty tensors for missing parameters."""
-    dx, dw, db = backward(
-        dy, x, weight, Saved(mean, inv), kind, eps, groups, weight is not None, bias is not None,
-        None if bias is None else bias.dtype,
-    )  # fmt: skip
-    return dx, x.new_empty(0) if dw is None else dw, x.new_empty(0) if db is None else db
-
-
-@row_norm_grad.register_fake
-def _(dy, x, weight, bias, mean, inv, kind, eps, groups):
-    return x.new_empty(x.shape), *(x.new_empty(0) if p is None else p.new_empty(p.shape) for p in (weight, bias))
-
-
-def _save(ctx, inputs, output):
-    x, weight, bias, *ctx.options = inputs
-    ctx.save_for_backward(x, weight, bias, *output[1:])
-
-
-def _differentiate(ctx, dy, _mean, _inv):
-    x, weight, bias, mean, inv = ctx.saved_tensors
-    dx, dw, db = row_norm_grad(dy, x, weight, bias, mean, inv, *ctx.options)
-    dw, db = (None if p is None else d for p, d in ((weight, dw), (bias, db)))
-    return dx, dw, db, None, None, None
-
-
-row_norm.register_autograd(_differentiate, setup_context=_save)
