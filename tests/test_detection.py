@@ -261,6 +261,8 @@ def test_run_learns_resumes_and_folds_equally(tmp_path):
         for mine, theirs in zip(back.model(pictures()[0]), loaded.model(pictures()[0]), strict=True):
             torch.testing.assert_close(mine["boxes"], theirs["boxes"], atol=1e-2, rtol=1e-3)
             torch.testing.assert_close(mine["scores"], theirs["scores"], atol=1e-4, rtol=1e-3)
+    with pytest.raises(ValueError, match="has no norms left to fold"):
+        fold_run(folded)
     scores = [Detection(l.run, l.model, find_scenes(data)()).validate() for l in (loaded, back)]  # noqa: E741
     assert scores[0]["box_ap"] == pytest.approx(scores[1]["box_ap"], abs=1e-6)
     assert scores[0]["loss"] == pytest.approx(scores[1]["loss"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Results that rounding could lose: sums over many rows, large means, a share of the whole."""
+"""Results that rounding could lose: long sums, large means, a share of the whole."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("choice", ["auto", "fused", "reference"])
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if list(random_norm(spec).parameters())])
 def test_gradients_of_parameters_are_summed_in_float32(spec, choice, dtype):
-    """A sum of 4,096 rows in bfloat16 stops growing: PyTorch's LayerNorm loses 0.9 of the bias gradient so."""
+    """In bfloat16 a long sum stops growing: PyTorch's LayerNorm loses 0.9 of the bias's."""
     norm, wide = random_norm(spec, dtype=torch.float32), random_norm(spec)
     x, dy = (batch(0, 4, 1024, DIM) * 2 + 1).to(dtype), batch(1, 4, 1024, DIM).abs().to(dtype)
     with normkit.kernels(choice):

@@ -130,6 +130,10 @@ def test_an_interrupted_removal_resumes_to_the_same_weights(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         remove_norms(run, tmp_path / "parts", settings, on_progress=stop)
     assert not (tmp_path / "parts" / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="an interrupted removal; continue it with --resume"):
+        remove_norms(run, tmp_path / "parts", settings)
+    with pytest.raises(ValueError, match="no interrupted removal to resume"):
+        remove_norms(run, tmp_path / "other", settings, resume=True)
     with pytest.raises(ValueError, match="an interrupted removal with another steps"):
         remove_norms(run, tmp_path / "parts", dataclasses.replace(settings, steps=7), resume=True)
     seen = []

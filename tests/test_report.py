@@ -131,9 +131,8 @@ def test_the_verdict_turns_when_the_figures_turn():
     assert "calibration repairs 90% of that (10.2)" in verdict(one, two)
     one, two = result("layer", 13.9), result("pnv", 9.9, statistics=(9.8, 10.2))
     assert "Best with running statistics is pnv, PER 9.9; behind: layer 13.9." in verdict(one, two)
-    assert "pnv does as well with running statistics as with those of other items of the same lengths" in verdict(
-        one, two
-    )
+    assert "lose nothing beyond sampling error against those of other items" in verdict(one, two)
+    assert "of the same lengths: pnv (9.9 against 9.8)" in verdict(one, two)
     assert "loses" not in verdict(one, two)
 
 

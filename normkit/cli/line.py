@@ -5,7 +5,9 @@ import functools
 import inspect
 import io
 import itertools
+import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -48,9 +50,12 @@ def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any
     """
     import tyro
 
+    pairs = itertools.pairwise([name, *arguments])
+    if name != "pronounce" and any(not word and not before.startswith("-") for before, word in pairs):
+        raise ValueError("an argument is empty; name a file or folder, . for this one")
     for option in ("--out", "--data", "--name"):
         if f"{option}=" in arguments or (option, "") in itertools.pairwise(arguments):
-            raise ValueError(f"{option} is empty; name {'a folder, or . for this one' if option == '--out' else 'it'}")
+            raise ValueError(f"{option} is empty; give {'a folder, . for this one' if option == '--out' else 'a name'}")
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -106,12 +111,29 @@ def check_writable(folder: Path) -> None:
                 path.rmdir()
 
 
+def progress_console(stderr: bool = False) -> Any:
+    """Return a console; if its reader ends, as `head` does, the command is interrupted.
+
+    So training saves its state.
+    """
+    from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            complain("the reader of the output has ended: interrupted")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            signal.raise_signal(signal.SIGINT)
+
+    return Output(stderr=stderr)
+
+
 def write(text: str) -> None:
     """Write lines to standard output, with control characters of texts from files escaped."""
-    sys.stdout.write(escape(text, keep="\n") + "\n")
+    print(escape(text, keep="\n"))  # nowhere if standard output is closed
 
 
 def complain(text: str, status: int = BAD_INPUT) -> int:
     """Write an error in one line to standard error, and return the exit status."""
-    sys.stderr.write(f"normkit: {escape(' '.join(text.split()))}\n")
+    print(f"normkit: {escape(' '.join(text.split()))}", file=sys.stderr)
     return status

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from normkit.cli.folding import check_model, check_out
-from normkit.cli.line import command, complain, write
+from normkit.cli.line import command, complain, progress_console, write
 from normkit.cli.running import interruptible
 
 
@@ -44,15 +44,13 @@ def remove_norms(
     """
     check_model(model)
     check_out(model, out, "removal")
-    from rich.console import Console
-
     from normkit.lab.studies.progress import Board
     from normkit.lab.train.removal import Removal
     from normkit.lab.train.removal import remove_norms as remove
 
     settings, stages = Removal(steps, to, loss, lr, text, statistics, seed, unfolded), ["without norms"]
     stages += ["original, trained likewise"] if settings.loss == "task" else []
-    with interruptible() as signals, Board(Console(stderr=True), stages, settings.steps) as board:
+    with interruptible() as signals, Board(progress_console(stderr=True), stages, settings.steps) as board:
 
         def on_progress(stage: str, progress: Any) -> bool:
             board.update(stage, progress)

@@ -10,7 +10,16 @@ from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any
 
-from normkit.cli.line import BAD_INPUT, INTERRUPTED, check_writable, complain, parse_arguments, typed, write
+from normkit.cli.line import (
+    BAD_INPUT,
+    INTERRUPTED,
+    check_writable,
+    complain,
+    parse_arguments,
+    progress_console,
+    typed,
+    write,
+)
 from normkit.cli.listing import summary
 from normkit.cli.reporting import show
 from normkit.text import align
@@ -62,12 +71,10 @@ def demo(arguments: list[str]) -> int:
 
 def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> int:
     """Train, compare, show; after an interrupt, show the finished norms."""
-    from rich.console import Console
-
     from normkit.lab.studies.demo import FINISH, compare, entries, steps_for
     from normkit.lab.studies.progress import Board
 
-    console, started = Console(), time.monotonic()
+    console, started = progress_console(), time.monotonic()
     plan = entries(**settings)
     titles = [entry.title for entry in plan]
     if minutes is not None:
@@ -127,14 +134,12 @@ def train(arguments: list[str]) -> int:
 
 def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
     """Train runs one after the other; an interrupt ends them."""
-    from rich.console import Console
-
     from normkit.lab.studies.progress import Board
     from normkit.lab.train.checkpoints import checkpoints
     from normkit.lab.train.folder import check_resumable
     from normkit.lab.train.run import train as train_run
 
-    console, found = Console(), dict[Path, Any]()
+    console, found = progress_console(), dict[Path, Any]()
     first = next(iter(runs.values()))
     advice = (
         f"the learning rate's warm-up of {first.warmup:,} steps does not end within {first.steps:,}; "

@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
-from normkit.cli.line import INTERRUPTED, check_writable, parse_arguments, typed, write
+from normkit.cli.line import INTERRUPTED, check_writable, parse_arguments, progress_console, typed, write
 
 
 def study(arguments: list[str]) -> int:
@@ -58,8 +58,6 @@ def study(arguments: list[str]) -> int:
 
 
 def _study(given: dict[str, Any], command: str) -> int:
-    from rich.console import Console
-
     from normkit.cli.reporting import sections
     from normkit.lab.report import page, results, study_tables
     from normkit.lab.studies import runner, table
@@ -77,7 +75,7 @@ def _study(given: dict[str, Any], command: str) -> int:
         return 0
     plan = runner.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
     check_writable(out)
-    with Board(Console(), [run.name for run in plan.todo.values()], 1) as board:
+    with Board(progress_console(), [run.name for run in plan.todo.values()], 1) as board:
         board.print(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
         for reason in plan.missing:
             board.print(f"left out: {reason}")

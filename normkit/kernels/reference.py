@@ -76,7 +76,7 @@ def group_sample(
 
 
 def moments_over(x: Tensor, axes: tuple[int, ...], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over some axes, where `keep` is True: 0 and 1 if nowhere. Differentiable."""
+    """Return mean and biased variance over axes where `keep` is True; 0 and 1 if nowhere."""
     if keep is None:
         var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
         return mean, var
@@ -109,7 +109,7 @@ def wide_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
 def differentiable_grad(
     x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor, center: bool = False
 ) -> tuple:
-    """Gradients of x and weight of `rms` (`scale` if `length`, `layer` if `center`), differentiable again."""
+    """Gradients of x and weight of `rms`, `scale` (`length`) or `layer` (`center`)."""
     y = (scale if length else layer if center else rms)(x, weight, None, eps)
     wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
     grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))

@@ -5,14 +5,10 @@ from torch import Tensor
 
 
 def join(stat: Tensor, count: Tensor, more: Tensor, more_count: Tensor, center: bool) -> tuple[Tensor, Tensor]:
-    """Statistics `[k, C]` of two sets of rows together, and their number (Chan, Golub & LeVeque 1979).
+    """Statistics `[k, C]` of two sets of rows together, and the number of rows.
 
-    Args:
-        stat: Means of the one set; with `center` its mean and its variance.
-        count: Number of its rows, 0 for an empty set.
-        more: Those of the other set.
-        more_count: Number of its rows.
-        center: The second row is a variance, to which the distance of the means adds.
+    With `center` the rows are mean and variance, to which the distance of the means adds (Chan, Golub & LeVeque 1979);
+    else both are means. A count of 0 is an empty set.
 
     >>> mean_and_variance = torch.tensor([[1.0], [0.0]]), torch.tensor(1.0), torch.tensor([[4.0], [0.0]])
     >>> join(*mean_and_variance, torch.tensor(2.0), center=True)
@@ -29,7 +25,7 @@ def join(stat: Tensor, count: Tensor, more: Tensor, more_count: Tensor, center: 
 
 
 def join_processes(batch: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics `[k, C]` of the batches of all processes together, and the number of their rows.
+    """Statistics `[k, C]` of the batches of all processes, and the number of their rows.
 
     The sums are in float64: in float32 a variance would be lost beside the square of a large mean.
     """

@@ -58,17 +58,16 @@ class StatefulNorm(Norm):
     def _accumulate(
         self, side: str, batch: Tensor, count: Tensor, ok: Tensor, turn: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Join the statistics of a batch and the pending ones.
+        """Join the statistics `[k, C]` of a batch and the pending ones.
 
         Args:
             side: "" for the forward, "_grad" for the backward.
-            batch: Statistics of the batch, `[k, C]`.
+            batch: Statistics of the batch.
             count: Number of its real rows.
             ok: True if the batch counts.
             turn: `micro_step` at the batch's forward.
 
-        Returns:
-            The joint statistics, their number of rows, and True if the state changes now.
+        Returns the joint statistics, their number of rows, and True if the state changes now.
         """
         pending = getattr(self, f"pending{side}")
         held = pending.to(batch.dtype)

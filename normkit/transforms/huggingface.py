@@ -53,7 +53,7 @@ def model():
                 module.weight = nn.Parameter(torch.empty_like(module.weight))
                 self.all_tied_weights_keys.pop(name + ".weight", None)
 
-    Folded.__name__, Folded.__module__ = kind.__name__, kind.__module__  # by which transformers knows its weights
+    Folded.__name__, Folded.__module__ = kind.__name__, kind.__module__  # by which transformers renames weights
     model, found = Folded.from_pretrained(
         folder, variant="normkit", use_safetensors=True, local_files_only=True, output_loading_info=True
     )

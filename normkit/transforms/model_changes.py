@@ -52,7 +52,7 @@ def write_changes(model: Any) -> dict[str, Any]:
 
 
 def find_changes(model: Any) -> dict[str, Any]:
-    """Find replaced norms, new biases, buffers to save, weights without parametrization, and layers no longer tied."""
+    """Find norms, biases, buffers, parametrizations and ties that are not the architecture's."""
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config))
     norms: dict[str, Any] = {}
@@ -118,10 +118,10 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
 
 
 def save_buffer(module: nn.Module, key: str) -> None:
-    """Make a buffer part of the state: its values are no longer those that the constructor makes."""
+    """Make a buffer part of the state, as it no longer has the constructor's values."""
     module._non_persistent_buffers_set.discard(key)
     if isinstance(buffer := module._buffers.get(key), nn.Buffer):
-        buffer.persistent = True  # it says so again where a forward assigns it
+        buffer.persistent = True  # a forward that assigns it registers it again
 
 
 def _full_name(model: Any, name: str) -> str:

@@ -80,7 +80,7 @@ def standardize_grad(
 def divide(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, length: bool = False, center: bool = False
 ) -> Tensor:
-    """Divide each row (less its mean if `center`) by its root mean square or `length`, times `weight`, plus `bias`."""
+    """Divide each row by its root mean square or `length`; with `center`, without its mean."""
     return Divide.apply(x, weight, bias, eps, length, center)  # type: ignore[return-value]
 
 

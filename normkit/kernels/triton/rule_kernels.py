@@ -47,7 +47,7 @@ def ramp(step, warmup, until):
 
 @triton.jit
 def moved(old, target, share):
-    """`old` moved by this share of the way to `target`; at 1 it is the target, without rounding."""
+    """`old` moved by this share of the way to `target`; all of it is `target` itself."""
     apart = target - old
     return tl.where(share < 0.5, old + share * apart, target - (1.0 - share) * apart)
 

@@ -138,7 +138,7 @@ def _statistics(metric: Metric, results: Results, names: dict[Any, str]) -> list
             continue
         cost = _loss(running, donors, metric)
         if not cost:
-            holding.append(names[folder])
+            holding.append(f"{names[folder]} ({running.text()} against {donors.text()})")
             continue
         text = (
             f"{names[folder]} loses by its running statistics: {metric.name} {running.text()}, "
@@ -149,29 +149,28 @@ def _statistics(metric: Metric, results: Results, names: dict[Any, str]) -> list
             text += f"; calibration {_repair(running, calibrated, cost, metric)}"
         sentences.append(text + ".")
     if holding:
-        as_well = (
-            "does as well with running statistics as" if len(holding) == 1 else "do as well with running statistics as"
+        sentences.append(
+            f"Running statistics lose nothing beyond sampling error against those of {SAME_LENGTHS}: {_and(holding)}."
         )
-        sentences.append(f"{_and(holding)} {as_well} with those of {SAME_LENGTHS}, within sampling error.")
     return sentences
 
 
 def calibration_repair(result: Result) -> tuple[float, str] | None:
     """The part of the loss by running statistics that calibration repairs, and its scores.
 
-    None if nothing was lost, or calibration was not scored.
+    The loss is against the scores of donors, where there are any. None if nothing was lost, or calibration was not
+    scored.
     """
     metric = _metric({"": result})
     if metric is None:
         return None
     running, donors, calibrated = (_score(result, kind, metric) for kind in ("running", "donors", "calibrated"))
-    if running is None or donors is None or calibrated is None or not (cost := _loss(running, donors, metric)):
+    best = calibrated if donors is None else donors
+    if running is None or best is None or calibrated is None or not (cost := _loss(running, best, metric)):
         return None
     gained = (calibrated.value - running.value) * metric.better
-    text = (
-        f"{metric.name} {running.text()}, {calibrated.text()} calibrated, {donors.text()} with those of {SAME_LENGTHS}"
-    )
-    return gained / cost, text
+    text = f"{metric.name} {running.text()}, {calibrated.text()} calibrated"
+    return gained / cost, text if donors is None else f"{text}, {donors.text()} with those of {SAME_LENGTHS}"
 
 
 def _repair(running: Score, calibrated: Score, cost: float, metric: Metric) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.lab.train.folder import Loaded
-from normkit.norms import NoNorm, parse
+from normkit.norms import NoNorm, Norm, parse
 from normkit.text import format_spec
 from normkit.transforms import Audit, Outcome, Report, audit, fold
 
@@ -30,6 +30,9 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
         vectors then, and the outcome of each norm.
     """
     run, model, vocabularies = loaded
+    norms = [module for module in model.modules() if isinstance(module, Norm)]
+    if all(isinstance(norm, NoNorm) and norm.weight is norm.bias is None for norm in norms):
+        raise ValueError(f"{run.name} has no norms left to fold")
     spec = TASKS[run.task]
     part, report = fold(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies))
     for outcome in report:

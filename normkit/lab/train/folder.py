@@ -80,7 +80,9 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         problem = "it is a file" if folder.is_file() else "there is no such folder"
         problem = "it has no run.json" if folder.is_dir() else problem
-        raise ValueError(f"{folder} is not a run folder: {problem}; `normkit train` and `normkit demo` write them")
+        runs = sorted(str(path.parent) for path in folder.glob("*/run.json"))
+        advice = f"runs in it are {', '.join(runs[:5])}" if runs else "`normkit train` and `normkit demo` write them"
+        raise ValueError(f"{folder} is not a run folder: {problem}; {advice}")
     try:
         return Run.from_json(path.read_text(encoding="utf8"))
     except ValueError as error:

@@ -84,7 +84,8 @@ class RemovableRun:
             logits, real, _ = self.outputs(model, batch)
             each = F.cross_entropy(logits.flatten(0, -2), batch.tensors[-1].flatten(), reduction="none")
             losses.append(each if real is None else each[real.flatten()])
-        return "loss of a token of the validation split", torch.cat(losses)
+        item = "a token" if self.has_padding else "an item"
+        return f"loss of {item} of the validation split", torch.cat(losses)
 
     def fold_and_save(self, model: nn.Module, out: Path) -> tuple[nn.Module, Report]:
         """Fold the model into a run folder."""

@@ -204,8 +204,10 @@ def _claim(state: Path, settings: dict[str, Any], resume: bool) -> None:
         if changed:
             raise ValueError(f"{state.parent} holds an interrupted removal with another {', '.join(changed)}")
         return
-    if state.exists():
-        shutil.rmtree(state)
+    if path.is_file():
+        raise ValueError(f"{state.parent} holds an interrupted removal; continue it with --resume, or delete it")
+    if resume:
+        raise ValueError(f"{state.parent} holds no interrupted removal to resume; leave out --resume")
     write_whole(path, json.dumps(settings).encode())
 
 

@@ -63,7 +63,8 @@ class Survey:
         found = find(self.model)
         if not found:
             seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
-            raise ValueError(f"{verb}() found no norm that it can read" + (f"; it saw {seen}" if seen else ""))
+            reason = f"it saw {seen}" if seen else "a folded model has none"
+            raise ValueError(f"{verb}() found no norm that it can read; {reason}")
         self.trace = Trace(self.model, found)
         self.trace.entangled = shared_memory(model)
         self.given = args, kwargs
@@ -152,7 +153,7 @@ class Survey:
         return answer
 
     def _keep_tables_that_grow(self) -> None:
-        """Leave alone tables in buffers that their module computes anew for longer inputs, such as positions."""
+        """Keep tables in buffers, such as positions, that a longer input makes again."""
         tables = {key.view.parameter for key in self.trace.sources if isinstance(key, Product) and key.kind == "table"}
         for name, table in [*self.model.named_buffers()]:
             if name not in tables:
@@ -163,7 +164,7 @@ class Survey:
             with in_float64(), contextlib.suppress(Exception):
                 self.model(*args, **kwargs)
             if len(module._buffers[key]) > 1:  # type: ignore[arg-type]
-                self.trace.weight_consumers[name].add("its module, which makes it anew for longer inputs")
+                self.trace.weight_consumers[name].add("its module, which makes it again for longer inputs")
             module._buffers[key] = table
 
     def _picked(self, out: Any) -> Outputs:
