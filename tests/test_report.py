@@ -40,6 +40,11 @@ def test_labels_are_different():
     mixed = result()
     mixed["run"]["model"]["norm_at"] = {"encoder.*": "un"}
     assert named(mixed) == ["layer (encoder.*: un)"]
+    other = result(seed=1)
+    other["run"].update(task="digits", data="digits")
+    other["run"]["model"].update(width=7, depth=1)
+    assert named(result(), other) == ["layer, g2p, cmudict", "layer, digits"]
+    assert named(result(seed=1), result(seed=2), other) == ["layer, seed=1", "layer, seed=2", "layer"]
 
 
 def test_the_figures_of_the_table_are_those_of_the_results(tmp_path):

@@ -74,6 +74,12 @@ def labels(results: Results) -> dict[Any, str]:
     >>> labels({1: {"run": {"scale_loss": 0.1, "model": {"norm": "un"}}}})
     {1: 'un + scale loss'}
     """
+    if len(kinds := groups(results)) > 1:  # the settings of another task say nothing about equal norms of one
+        names = {folder: name for kind in kinds for folder, name in labels(kind).items()}
+        for name in _twice(names.values()):
+            for folder in [folder for folder in names if names[folder] == name]:
+                names[folder] = escape(f"{name}, {', '.join(dict.fromkeys(job(results[folder])))}")
+        return {folder: names[folder] for folder in results}
     models = {folder: result["run"].get("model") or {} for folder, result in results.items()}
     specs = _short([str(model.get("norm", "?")) for model in models.values()])
     names = {}
@@ -86,11 +92,11 @@ def labels(results: Results) -> dict[Any, str]:
         same = [folder for folder in names if names[folder] == name]
         _, different = split([results[folder]["run"] for folder in same])
         different = {key: values for key, values in different.items() if key not in NAMING}
-        # one setting suffices if it differs between all of them, best of all their data
-        telling = [key for key in ("data", *different) if len(set(map(repr, different.get(key, ())))) == len(same)][:1]
+        # one setting suffices if it differs between all of them
+        telling = [key for key in different if len(set(map(repr, different.get(key, ())))) == len(same)][:1]
         for place, folder in enumerate(same):
             values = {key: different[key][place] for key in telling or different}
-            parts = [str(value) if key == "data" else f"{key}={value}" for key, value in values.items()]
+            parts = [f"{key}={value}" for key, value in values.items()]
             names[folder] = ", ".join([name, *map(escape, parts)])
     for name in _twice(names.values()):
         for folder in [folder for folder in names if names[folder] == name]:
