@@ -10,10 +10,10 @@ def join(stat: Tensor, count: Tensor, more: Tensor, more_count: Tensor, center: 
     With `center` the rows are mean and variance, to which the distance of the means adds (Chan, Golub & LeVeque 1979);
     else both are means. A count of 0 is an empty set.
 
-    >>> mean_and_variance = torch.tensor([[1.0], [0.0]]), torch.tensor(1.0), torch.tensor([[4.0], [0.0]])
-    >>> join(*mean_and_variance, torch.tensor(2.0), center=True)
-    (tensor([[3.],
-            [2.]]), tensor(3.))
+    >>> mean_and_variance = torch.tensor([[1.0], [0.0]]), torch.tensor(1.0), torch.tensor([[3.0], [0.0]])
+    >>> join(*mean_and_variance, torch.tensor(1.0), center=True)
+    (tensor([[2.],
+            [1.]]), tensor(2.))
     """
     both = count + more_count
     share = more_count / both.clamp(min=1)
