@@ -180,7 +180,7 @@ class StatNorm(StatefulNorm):
         stat = self.train_stat(batch, now, count)
         state, saved, changes = stat.state, stat.saved, ok
         if self.accumulates:  # this batch is standardized by itself; the state changes by all batches together
-            turn = getattr(self, "micro_step", now).clone()
+            turn = getattr(self, "micro_step", now).clone()  # the backward of this batch comes in the same turn
             joint, joint_count, changes = self._accumulate("", batch, count, ok, turn)
             together = self.train_stat(self.pool(joint), now, joint_count)
             state, saved = together.state, (*saved, *together.saved, turn)

@@ -40,9 +40,9 @@ def fold(
     compute statistics of each token the gain and bias vanish if they can. What stays has its reason in the report.
 
     The connections are not assumed but traced, see `audit`. The result is compared with the original in float64 on
-    the example and on random inputs of other shapes. Numbers and flags are taken as fixed, masks
-    that the example does not have as never given; a norm that a weight might
-    read which no call used (an expert, another head) stays. Tied weights stay tied. The original is not changed.
+    the example and on random inputs of other shapes. Numbers and flags are taken as fixed, masks that the example does
+    not have as never given. A norm that a weight might read which no call used (an expert, another head) stays. Tied
+    weights stay tied. The original is not changed.
 
     Args:
         model: The model, in evaluation mode.
