@@ -274,7 +274,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["demo", "--out", ""], ["--out is empty; give a folder"]),
         (["fold", ".", "--out="], ["--out is empty; give a folder"]),
         (["bench", "--shape", "99999999x99999999"], ["--shape 99999999x99999999: 12 such activations do not fit"]),
-        (["report", ""], ["an argument is empty; name a file or folder"]),
+        (["report", ""], ["an argument is empty; give a word, a file or a folder"]),
         (["train", "vit_digits", "--name", "../x"], ["name must be without ..,"]),
         (["pronounce"], ["no word given"]),
         (["pronounce", "x", "--run", "nowhere"], ["nowhere is not a run folder: there is no such folder"]),
@@ -324,7 +324,7 @@ def test_a_full_disk_names_the_file_and_the_remedy(typed, tmp_path, monkeypatch)
 def test_words_that_the_model_cannot_read(typed, runs):
     assert refused(typed("pronounce", "straße", "--run", runs / "un"), "'ß' in 'straße' is not in the vocabulary")
     assert refused(typed("pronounce", "a" * 70, "--run", runs / "un"), "longer than the model's max_length=64")
-    assert refused(typed("pronounce", "", "--run", runs / "un"), "an empty word")
+    assert refused(typed("pronounce", "", "--run", runs / "un"), "an argument is empty")
 
 
 def test_folding_over_another_run_or_model_is_refused(typed, runs, tmp_path):

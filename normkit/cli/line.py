@@ -50,9 +50,8 @@ def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any
     """
     import tyro
 
-    pairs = itertools.pairwise([name, *arguments])
-    if name != "pronounce" and any(not word and not before.startswith("-") for before, word in pairs):
-        raise ValueError("an argument is empty; name a file or folder, . for this one")
+    if any(not word and not before.startswith("-") for before, word in itertools.pairwise([name, *arguments])):
+        raise ValueError("an argument is empty; give a word, a file or a folder, . for this one")
     for option in ("--out", "--data", "--name"):
         if f"{option}=" in arguments or (option, "") in itertools.pairwise(arguments):
             raise ValueError(f"{option} is empty; give {'a folder, . for this one' if option == '--out' else 'a name'}")

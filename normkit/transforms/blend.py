@@ -349,13 +349,14 @@ def _in_order(names: list[str], order: Sequence[str] | None) -> list[str]:
 def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blend:
     """Build the blend of a norm of the model into a new one."""
     new = replacement(old, spec, like)
-    frozen = "Frozen" in type(old).__name__
+    frozen = False
     own = {id(p): p for p in (new.weight, new.bias) if p is not None}
     if isinstance(old, Norm):
         new, outgoing = (copy.deepcopy(norm, dict(own)) for norm in (new, old))
     else:
         found = read_norm(old)
         outgoing = equivalent(found)
+        frozen = found.running is not None and not hasattr(old, "momentum")  # nothing moves its statistics
         outgoing = outgoing if like is None or found.weight is not None else outgoing.to(like.device, like.dtype)
         for key in ("weight", "bias"):
             mine, theirs = getattr(new, key), getattr(outgoing, key)

@@ -63,8 +63,9 @@ def find_changes(model: Any) -> dict[str, Any]:
     for name, there in fresh.named_modules():
         if name not in modules or any(name.startswith(f"{norm}.") for norm in norms):
             continue
-        here, kinds = modules[name], [type_before_parametrizations(each) for each in (modules[name], there)]
-        if kinds[0] is not kinds[1] or (isinstance(here, nn.LayerNorm | nn.RMSNorm) and _lacks(here, there)):
+        here = modules[name]
+        replaced = type_before_parametrizations(here) is not type_before_parametrizations(there)
+        if replaced or (isinstance(here, nn.LayerNorm | nn.RMSNorm) and _lacks(here, there)):
             norms[name] = _describe(name, here) | ({"mask": masks[name]} if name in masks else {})
             continue
         if is_parametrized(there) and not is_parametrized(here):
@@ -142,7 +143,7 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
     if isinstance(module, Norm):
         return {"is": module.spec, "dim": module.dim, "channel_dim": module.channel_dim}
     if isinstance(module, GroupRMS):
-        return {"is": "layer-scale", "dim": module.groups, "eps": module.eps}
+        return {"is": "layer-scale", "groups": module.groups, "eps": module.eps}
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return {"is": type(module).__name__, **affine, "dim": module.normalized_shape[0], "eps": module.eps}
     raise ValueError(
@@ -155,12 +156,12 @@ def _build(change: Mapping[str, Any]) -> nn.Module:
     kind = change["is"]
     if change == IDENTITY:
         return nn.Identity()
+    if kind == "layer-scale":
+        return GroupRMS(change["groups"], change["eps"])
     dim = change["dim"]
     if kind == "affine":
         weight, bias = (torch.ones(dim) if change[key] else None for key in ("weight", "bias"))
         return Affine(weight, bias, change["channel_dim"])
-    if kind == "layer-scale":
-        return GroupRMS(dim, change["eps"])
     if kind in ("LayerNorm", "RMSNorm"):
         options = {"bias": change.get("bias", False)} if kind == "LayerNorm" else {}
         return getattr(nn, kind)(dim, change["eps"], elementwise_affine=change.get("weight", False), **options)

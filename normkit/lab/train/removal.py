@@ -107,7 +107,8 @@ def remove_norms(
         on_progress: Called with the stage and its `Progress`; if it returns True, the removal stops and can be resumed.
 
     Raises:
-        ValueError: If an argument is wrong, data is missing, `out` holds a finished removal, or the loss is not finite.
+        ValueError: If an argument is wrong, data is missing, `out` holds a finished removal, an interrupted one
+            without `resume` or none with it, or the loss is not finite.
         KeyboardInterrupt: If `on_progress` stopped it.
     """
     folder, out = Path(folder), Path(out)
