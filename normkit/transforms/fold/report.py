@@ -70,8 +70,8 @@ class Audit:
 class Report(Audit):
     """Result of `fold`: the outcomes, and the errors of the comparison.
 
-    `max_error` is the largest error in float64, `native_error` that of the returned model in its own type: inf where
-    rounding changes whole numbers or shapes in the output, such as predicted classes.
+    `max_error` is the largest error in float64, relative to the largest output, `native_error` that of the returned
+    model in its own type: inf where rounding changes whole numbers or shapes in the output, such as predicted classes.
     `largest_factor` is the largest number that any weight was multiplied by. `spread` is the largest range of a channel
     on a residual stream over that of the median channel there.
     """
@@ -83,8 +83,8 @@ class Report(Audit):
 
     def __str__(self) -> str:
         return (
-            f"{super().__str__()}\nlargest error {self.max_error:.1e} in float64, relative to the largest output, on "
-            f"{', '.join(self.tried)}; {self.native_error:.1e} as it is; "
+            f"{super().__str__()}\ncompared on: {'; '.join(self.tried)}\n"
+            f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type\n"
             f"largest factor of a weight {self.largest_factor:.3g}, spread of a stream's channels {self.spread:.3g}"
         )
 
