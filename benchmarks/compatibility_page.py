@@ -60,9 +60,9 @@ FURTHER = """## Further architectures
 Each was converted to `un` and folded once. "converted" counts the norms that could be read; "gone" those that vanished.
 A model without a number could not be folded, and the last column has the error.
 
-This table is from before `fold` kept norms that a weight may read which no example used in full. With the short
-examples of this run `afmoe`, `deepseek_v4`, `gpt_oss` and `phimoe` now keep all norms, as their experts are not all
-reached, and DINOv2 keeps one of five, for its mask token. An example that uses these weights folds them."""
+`fold` keeps norms that a weight may read which the example does not use: one of five in DINOv2, for its mask token. An
+example that uses the weight folds them. Models with experts get 16 rows here, which reach all experts
+of all but LongCat-Flash."""
 
 RMS = """## LayerNorm to RMSNorm, exactly
 

@@ -59,7 +59,7 @@ def test_the_table_names_readers_reasons_and_savings():
     case = CASES["torch_encoder_pre"]()
     text = str(audit(convert(case.model, "un"), *case.args, **case.kwargs))
     assert "layers.0.self_attn.in_proj_weight" in text
-    assert "read by the caller of the model" in text
+    assert "read by the model output" in text
     assert "4 of 5 norms fold away, 128 parameters saved" in text
     assert text.endswith("not in the example, so taken as never given: mask")
 
@@ -89,7 +89,7 @@ def test_outputs_that_the_user_reads_are_compared():
             return {"logits": self.head(y), "hidden": y}
 
     model = randomize(Two()).eval()
-    assert audit(model, torch.randn(3, 4)).rows[0].why.startswith("read by the caller of the model (hidden)")
+    assert audit(model, torch.randn(3, 4)).rows[0].why.startswith("read by the model output (hidden)")
     assert audit(model, torch.randn(3, 4), outputs=lambda out: out["logits"]).foldable == "1 of 1"
 
 

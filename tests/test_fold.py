@@ -212,7 +212,7 @@ def test_functional_use_of_weights_is_followed_where_its_bias_is():
         (lambda m, y: m.reader(y) + (1.0 if y.sum() > 0 else -1.0), "read by aten.sum"),
         (lambda m, y: m.reader(y + 1), "read by aten.add"),
         (lambda m, y: m.reader(y.relu_()), "read by aten.relu_"),
-        (lambda m, y: (m.reader(y), y), "read by the caller"),
+        (lambda m, y: (m.reader(y), y), "read by the model output"),
         (lambda m, y: m.reader(torch.cat([y, torch.ones_like(y)])), "rows of different origin"),
         (lambda m, y: m.reader(y) + m.reader(y.flip(-1)), "for different inputs"),
         (lambda m, y: m.reader(torch.where(torch.arange(DIM) > 2, y, 1.0)), ""),
@@ -312,7 +312,7 @@ def test_an_online_norm_or_another_reader_of_its_input_keeps_a_norm_where_it_is(
     model = Residual(nn.Linear(4, DIM), lambda m, x: (h := m.before(x)) + 0 * h.tanh())
     check(model, torch.randn(3, 4), actions="multiply-add")
     _, report = check(Residual(nn.Identity()), torch.randn(3, 4, DIM), actions="multiply-add")
-    assert "what the caller passes" in report.rows[0].why
+    assert "the model input" in report.rows[0].why
 
 
 def test_forwards_and_backwards_meet_in_one_layer():

@@ -129,4 +129,4 @@ def test_without_a_layer_norm_and_bad_input():
     with pytest.raises(ValueError, match="training mode"):
         to_rms(nn.Sequential(nn.LayerNorm(3)), torch.randn(2, 3))
     _, report = to_rms(nn.Sequential(nn.LayerNorm(3)).eval(), torch.randn(2, 4, 3))
-    assert "caller writes its input" in report.rows[0].why
+    assert "the model input is part of its input" in report.rows[0].why

@@ -113,7 +113,7 @@ def _obstacle(relations: Relations, name: str, width: int, sources: list[Source]
         if source.kind == "norm":
             return f"the output of norm {source.name}, which has a mean, is part of its input"
         if source.kind == "input":
-            return "the caller writes its input"
+            return "the model input is part of its input"
         for by in source.reads:
             norm = by.removeprefix("norm ") if isinstance(by, str) and by.startswith("norm ") else ""
             if norm and not _centres(trace.norms[norm].kind):

@@ -177,7 +177,7 @@ class Relations:
 
     def _source(self, source: Source) -> None:
         if source.kind == "input":
-            self.pin(source.codes, "what the caller passes")
+            self.pin(source.codes, "the model input")
         for by, codes in source.reads.items():
             if isinstance(by, str) and not by.startswith("norm "):
                 self.pin(codes.long(), f"read by {by}")

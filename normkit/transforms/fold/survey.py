@@ -143,7 +143,7 @@ class Survey:
         self._require_numbers(out, given)
         answer = {path: t.clone() for path, t in given.items()}
         for path in given:
-            tracer.note_reader(given[path], f"the caller of the model ({path})" if path else "the caller of the model")
+            tracer.note_reader(given[path], f"the model output ({path})" if path else "the model output")
         del out, given  # the last references to them but those of the model and of cycles
         known = {id(t) for t in passed.values()} | tracer.tables
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
