@@ -96,6 +96,7 @@ def test_subwords_spell_what_they_read(punctuation):
     again = vocabulary(words.plain())
     assert isinstance(again, Subwords)
     assert again.encode_texts(lines) == words.encode_texts(lines)
+    assert words.encode_texts([f"  {lines[0]}\t "]) == [words.encode_text(lines[0])], "as text files may have them"
     with pytest.raises(ValueError, match="not a vocabulary of subwords"):
         vocabulary({"symbols": ["a"]})
 

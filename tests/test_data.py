@@ -11,7 +11,11 @@ from normkit.lab.data.batches import batches_of, endless
 from normkit.lab.data.embedded import SOURCES, split_of
 from normkit.lab.data.text import folder, reader
 from normkit.lab.data.vocab import EOS, PAD, UNK, Vocab
+from normkit.lab.models.config import Model
+from normkit.lab.studies.inference import translate_lines
+from normkit.lab.train.config import Run
 from normkit.lab.train.pairs import PairTable
+from normkit.lab.train.run import train
 
 _RANDOM = random.Random(0)
 SIZES = [_RANDOM.randint(1, 20) for _ in range(400)]
@@ -115,6 +119,16 @@ def test_plain_files_are_read(tmp_path):
 def test_bad_plain_files_are_refused(tmp_path, files, message):
     with pytest.raises(ValueError, match=message):
         folder(corpus(tmp_path, **files))
+
+
+def test_a_model_of_plain_files_translates_their_lines(tmp_path):
+    data = corpus(tmp_path, train_source="HH AH\nAH L\n", valid_source="AH\n", test_source="HH L\nAH\nAH L\n")
+    run = Run(name="x", task="g2p", data=str(data), model=Model(width=8, hidden=8, depth=1, heads=2), steps=1,
+              record_every=0, threads=1)  # fmt: skip
+    train(run, tmp_path / "run")
+    assert len(list(translate_lines(tmp_path / "run", ["HH AH L"]))) == 1
+    with pytest.raises(ValueError, match="line 1: 'h' in 'hh x' is not in the vocabulary of the model"):
+        list(translate_lines(tmp_path / "run", ["HH X"]))
 
 
 def test_unknown_data_is_refused_with_the_nearest_name():

@@ -100,7 +100,8 @@ def test_the_report_prints_an_aligned_table():
     assert lines[1].index("multiply-add") == lines[0].index("becomes")
     assert "0 of 1 norms fold away" in lines[2]
     assert lines[3] == "compared on: " + "; ".join(report.tried)
-    assert lines[4].startswith("largest error") and "in float64" in lines[4]
+    assert lines[4].startswith("largest error")
+    assert "in float64" in lines[4]
 
 
 def test_folded_encoder_in_pytorchs_fast_path_is_correct():

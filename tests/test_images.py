@@ -115,6 +115,13 @@ def test_all_forms_hold_the_same_pictures(tmp_path):
     assert list(albums[2].train.groups) == [0] * 4 + [1] * 4 + [2] * 4 + [3] + [4] * 4 + [5] * 4 + [6] * 3
 
 
+def test_a_shard_of_two_splits_raises(tmp_path):
+    for split in ("train", "val"):
+        made.write_tar(tmp_path / f"contest-{split}.tar", made.files(6))
+    with pytest.raises(ValueError, match=r"contest-train.tar has the names of several splits; rename it, or move it"):
+        read_images(str(tmp_path))
+
+
 def test_a_shard_is_listed_once(tmp_path, monkeypatch):
     path = made.write_tar(tmp_path / "train.tar", made.files(6))
     first = Tars([path], [])

@@ -10,6 +10,7 @@ from norm_cases import reads_its_sample, short
 from safetensors.torch import load_file
 from test_resume import everything, same
 
+from normkit.lab.data.embedded import Text
 from normkit.lab.models.config import Model
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.models.lstm import LSTMLM, WeightDropLSTM
@@ -258,6 +259,7 @@ def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch
         ({"devices": 2}, "devices . nodes must be 1: a model that carries state"),
         ({"context": 40, "model": Model(memory=0, test_memory=1000)}, "test_context must be at most max_length=1024"),
         ({"task": "digits", "context": 64}, r"model\.memory must be left out for task digits; it applies to lm"),
+        ({"task": "digits", "context": 64, "model": Model(fixnorm=True)}, r"model\.fixnorm must be left out for"),
         ({"task": "g2p"}, "context must be left out for task g2p; it applies to lm; got 5"),
         ({"valid_items": 5}, "valid_items must be left out for task lm; it applies to g2p and mt and detection; got 5"),
         ({"test_items": 0}, "test_items must be left out for task lm; it applies to g2p and mt and detection; got 0"),
@@ -267,6 +269,17 @@ def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch
 def test_settings_that_do_not_fit_raise(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(RUN, **changes)
+
+
+def test_a_text_with_less_than_a_batch_raises():
+    run = dataclasses.replace(RUN, model=Model(width=8, heads=2, hidden=8, depth=1), batch_tokens=20)  # 4 pieces of 5
+    for words, fits in ((25, True), (24, False)):
+        data = Text("made", *(texts(words + 1),) * 3, vocabularies={})
+        task = language.Language(run, DecoderLM(run.model, 11), data)
+        for start in range(20) if fits else ():
+            assert next(task.batches(start)).tensors[0].shape == (4, 5)
+    with pytest.raises(ValueError, match="made has 24 words to train on; needs 25"):
+        task.batches(0)
 
 
 def test_subwords_of_text_without_files_raise():
@@ -279,6 +292,8 @@ def test_unsupported_model_options_raise():
         Model(memory=4)
     with pytest.raises(ValueError, match="norm must be layer for arch=lstm: it has none; got 'un'"):
         LSTMLM(dataclasses.replace(TIED, norm="un"), 11)
+    with pytest.raises(ValueError, match="fixnorm must be False for arch=lstm; got True"):
+        LSTMLM(dataclasses.replace(TIED, fixnorm=True), 11)
     with pytest.raises(ValueError, match="last_hidden must be width=8 with 1 expert; got 10"):
         LSTMLM(dataclasses.replace(TIED, last_hidden=10), 11)
 

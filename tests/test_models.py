@@ -7,12 +7,13 @@ import torch
 from norm_cases import reads_its_sample, short
 from torch.testing import assert_close
 
-from normkit.lab.data.vocab import PAD
+from normkit.lab.data.vocab import PAD, Vocab
 from normkit.lab.models.config import Model
 from normkit.lab.models.convolution import Convolution
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.models.vit import TinyViT
+from normkit.lab.train.build import build_model
 from normkit.norms import NORMS, Norm
 
 SMALL = Model(width=16, hidden=32, depth=2, heads=2)
@@ -173,6 +174,13 @@ def test_embeddings_tied_shared_and_fixed():
     assert_close(rows[1:], torch.ones(11))
     assert float(rows[PAD].detach()) == 0
     assert float(fixed.target_embedding.table.parametrizations.weight.original.detach().abs().max()) <= 0.01
+
+
+def test_two_vocabularies_of_one_size_are_not_shared():
+    vocabularies = {"source": Vocab("ab"), "target": Vocab("xy")}
+    with pytest.raises(ValueError, match="share=True needs one vocabulary; source and target have different symbols"):
+        build_model("g2p", dataclasses.replace(SMALL, share=True), vocabularies)
+    build_model("g2p", dataclasses.replace(SMALL, share=True), dict.fromkeys(vocabularies, Vocab("ab")))
 
 
 def test_fixnorm_leaves_the_row_of_padding_alone():

@@ -111,6 +111,15 @@ def test_asked_to_stop_and_resumed(whole, tmp_path):
     same(everything(tmp_path), everything(whole))
 
 
+def test_the_checkpoint_of_an_interrupt_is_not_averaged(tmp_path):
+    run = dataclasses.replace(RUN, average=3)
+    train(run, tmp_path / "whole")
+    train(run, tmp_path / "stopped", on_progress=lambda progress: progress.step >= 31)
+    assert checkpoints(tmp_path / "stopped")[-1].name == "step-00000031.ckpt"
+    assert train(run, tmp_path / "stopped", resume=True)["averaged"] == 3
+    same(everything(tmp_path / "stopped"), everything(tmp_path / "whole"))
+
+
 def test_a_run_resumes_with_another_name_and_workers(whole, tmp_path):
     train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 17)
     moved = dataclasses.replace(RUN, name="moved", device="cpu", workers=1)
@@ -121,6 +130,12 @@ def test_a_run_resumes_with_another_name_and_workers(whole, tmp_path):
         match=r"another batch_tokens \(\d+, not 12\), precision \(32-true, not bf16-mixed\); resume with its own",
     ):
         train(dataclasses.replace(moved, batch_tokens=12, precision="bf16-mixed"), tmp_path, resume=True)
+
+
+def test_a_stop_at_a_validation_loses_none(whole, tmp_path):
+    train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 16)
+    assert [point["step"] for point in train(RUN, tmp_path, resume=True)["valid"]] == [8, 16, 24, 32, 40]
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 def test_a_process_that_is_killed(whole, tmp_path):
@@ -158,6 +173,15 @@ def test_resuming_a_finished_run_changes_nothing(every, tmp_path):
     before = everything(tmp_path)
     train(run, tmp_path, resume=True)
     same(everything(tmp_path), before)
+
+
+def test_a_run_that_ended_early_trains_no_further(tmp_path):
+    run = dataclasses.replace(RUN, checkpoint_every=8, patience=1, lr=3.0, schedule="constant", warmup=0, clip=0)
+    train(run, tmp_path / "whole")
+    stopped = train(run, tmp_path / "stopped", on_progress=lambda progress: progress.stage == "scoring")
+    assert stopped["status"] == "interrupted at step 16"
+    assert train(run, tmp_path / "stopped", resume=True)["curve"][-1]["step"] == 16
+    same(everything(tmp_path / "stopped"), everything(tmp_path / "whole"))
 
 
 # -- what cannot be resumed ------------------------------------------------------------------------------------------

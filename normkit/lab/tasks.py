@@ -71,12 +71,15 @@ class TaskSpec:
 
 
 _TRAIN = "normkit.lab.train"
-_LANGUAGE = ("memory", "test_memory", "experts", "last_hidden", "weight_drop")
+_LANGUAGE = ("memory", "test_memory", "experts", "last_hidden", "weight_drop", "adaptive")
 _IMAGES = (
     "crop", "padding", "flip", "rand_augment", "erase", "mixup", "cutmix", "mix_prob", "mix_switch", "test_crop",
     "held_out", "channels_last",
 )  # fmt: skip
-_PAIRS = ("beam", "length_penalty", "length_offset", "bucket_by", "valid_items", "test_items")
+_WORDS = ("model.fixnorm", "model.tie", "model.word_dropout", "model.decoder_depth")
+_PAIRS = (
+    "beam", "length_penalty", "length_offset", "bucket_by", "valid_items", "test_items", "model.share", *_WORDS,
+)  # fmt: skip
 
 TASKS: dict[str, TaskSpec] = {
     "g2p": TaskSpec(
@@ -105,7 +108,14 @@ TASKS: dict[str, TaskSpec] = {
         example=f"{_TRAIN}.build:text",
         data=f"{_TRAIN}.source:running_text",
         metrics=(PERPLEXITY,),
-        settings=("context", "test_context", "subwords", "model.arch", *(f"model.{name}" for name in _LANGUAGE)),
+        settings=(
+            "context",
+            "test_context",
+            "subwords",
+            "model.arch",
+            *(f"model.{name}" for name in _LANGUAGE),
+            *_WORDS,
+        ),
         fixed_length=True,
     ),
     "digits": TaskSpec(

@@ -138,4 +138,7 @@ def _shards(folder: Path, split: str, kind: str) -> list[Path]:
     """Return the shards of a split, in order."""
     inside = [path for place in ("data", split) for path in (folder / place).glob(f"*.{kind}")]
     every = {path for path in (*folder.glob(f"*.{kind}"), *inside) if split in path.stem or path.parent.name == split}
+    for path in every:
+        if path.parent.name != split and sum(names[0] in path.stem for names in ALIASES.values()) > 1:
+            raise ValueError(f"{path} has the names of several splits; rename it, or move it into a folder {split}")
     return sorted(every)

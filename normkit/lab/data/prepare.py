@@ -32,7 +32,7 @@ from normkit.lab.data.ragged import Ragged
 from normkit.lab.data.subwords import Subwords, vocabulary
 from normkit.lab.data.vocab import BOS, EOS, SPECIAL, UNK, Vocab
 
-FORMAT = 2
+FORMAT = 3
 CHUNK = 20_000  # lines encoded between two notes
 REPORT = 1_000_000  # lines read between two reports of progress
 UNKNOWN = 0.2  # largest fraction of unknown symbols in a split

@@ -34,7 +34,7 @@ class Subwords(Vocab):
             raise ValueError(f"a vocabulary of subwords needs at least 1 symbol; got {size}")
         learned = _tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNK]), punctuation)
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
-        learned.train_from_iterator(lines, trainer)
+        learned.train_from_iterator((" ".join(line.split()) for line in lines), trainer)
         numbers = learned.get_vocab()
         symbols = sorted(numbers, key=lambda symbol: numbers[symbol])
         return cls(symbols[len(SPECIAL) :], _merges(learned), punctuation)
@@ -52,7 +52,8 @@ class Subwords(Vocab):
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many lines at once."""
-        return [found.ids for found in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        lines = [" ".join(text.split()) for text in texts]
+        return [found.ids for found in self.tokenizer.encode_batch_fast(lines, add_special_tokens=False)]
 
     def text(self, numbers: Iterable[int]) -> str:
         """Return the line that numbers encode, up to the end."""

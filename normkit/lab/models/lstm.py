@@ -50,6 +50,7 @@ class LSTMLM(nn.Module):
         super().__init__()
         require(config.norm == "layer" and not config.norm_at, "norm", config.norm, "layer for arch=lstm: it has none")
         require(config.tie and not config.adaptive, "tie", config.tie, "True, without adaptive, for arch=lstm")
+        require(not config.fixnorm, "fixnorm", config.fixnorm, "False for arch=lstm")
         self.config = config
         last = config.last_hidden or config.width
         require(last == config.width or config.experts > 1, "last_hidden", last, f"width={config.width} with 1 expert")

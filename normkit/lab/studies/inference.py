@@ -55,7 +55,7 @@ def translate_lines(
 
     Args:
         folder: Folder of the run.
-        lines: Lines of text; for other models, a sequence of symbols a line, such as a word.
+        lines: Lines of text; for other models, a sequence a line: symbols of the model between spaces, or a word.
         warn: Called with a message for each line that is mostly unknown to the model.
 
     Raises:
@@ -72,7 +72,9 @@ def translate_lines(
                     warn(f"line {number} is mostly unknown to the model; is it in its language and script?")
                 yield target.text(_search(run, model, [pieces])[0])
             else:
-                yield " ".join(target.decode(_search(run, model, [_encode(source, list(line.strip().lower()))])[0]))
+                symbols = line.split()
+                symbols = list(line.strip().lower()) if UNK in source.encode(symbols) else symbols
+                yield " ".join(target.decode(_search(run, model, [_encode(source, symbols)])[0]))
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
 

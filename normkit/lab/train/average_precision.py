@@ -58,11 +58,8 @@ def average_precision(truth: dict[str, Any], rows: list[dict[str, Any]], masks: 
         reference.dataset = truth  # type: ignore[assignment]
         reference.createIndex()
         for kind, prefix in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
-            if not rows:
-                out |= {f"{prefix}_{name}": 0.0 for name in NAMES}
-                continue
             boxes = [{key: row[key] for key in row if key in KEYS[kind]} for row in rows]
-            found = reference.loadRes(boxes)  # type: ignore[arg-type]
+            found = reference.loadRes(boxes) if rows else COCO()  # type: ignore[arg-type]
             evaluation = COCOeval(reference, found, kind)  # type: ignore[arg-type]
             evaluation.evaluate()
             evaluation.accumulate()

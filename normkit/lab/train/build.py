@@ -42,6 +42,8 @@ def build_model(task: str, config: Model, vocabularies: Vocabularies) -> nn.Modu
 
 def seq2seq(config: Model, vocabularies: Vocabularies) -> Seq2Seq:
     """Build an encoder and decoder over a source and a target vocabulary."""
+    if config.share and vocabularies["source"].symbols != vocabularies["target"].symbols:
+        raise ValueError("share=True needs one vocabulary; source and target have different symbols")
     return Seq2Seq(config, len(vocabularies["source"]), len(vocabularies["target"]))
 
 

@@ -72,6 +72,7 @@ class RunCallback(lightning.Callback):
         self._start_recorder(pl_module.model)
         if self._rng:
             _set_rng(self._rng[trainer.global_rank])
+            trainer.should_stop = self._ends_early(trainer.optimizers[0].param_groups[0]["lr"])  # ended unscored
         if pl_module.device.type == "cpu" and any(isinstance(module, StatNorm) for module in pl_module.modules()):
             step_op()  # compiles on the first run of a machine, which is no part of the training time
         self._started = time.perf_counter()
@@ -91,7 +92,7 @@ class RunCallback(lightning.Callback):
         self.step += 1
         if self.step % self.log_every == 0 or self.step in (1, self.run.steps):
             self._log(trainer)
-        if _due(self.step, self.run.valid_every) and not trainer.should_stop:
+        if _due(self.step, self.run.valid_every) and not self.status.startswith("diverged"):
             self._pause()
             optimizer = trainer.optimizers[0]
             with averaged(optimizer):
@@ -150,8 +151,11 @@ class RunCallback(lightning.Callback):
     # -- curve, progress, early end -----------------------------------------------------------------------------------
 
     def kept(self, count: int) -> list[Path]:
-        """Return the last `count` checkpoints, or those of the best validations, oldest first."""
-        paths = checkpoints(self.folder)
+        """Return the last `count` checkpoints, or those of the best validations, oldest first.
+
+        Those of interrupts are left out, so that a resumed run averages the same ones as without an interruption.
+        """
+        paths = [path for path in checkpoints(self.folder) if _due(int(path.stem[5:]), self.run.checkpoint_every)]
         if self.run.average_of == "last":
             return paths[-count:]
         value = {checkpoint_path(self.folder, int(point["step"])): self._goodness(point) for point in self.valid}

@@ -39,7 +39,7 @@ class Language(Task):
         """
         length = self.settings.context
         pieces = max(1, self.settings.batch_tokens // length)
-        needed = length * pieces if self.settings.model.recurrent else 2 * length
+        needed = length * (pieces if self.settings.model.recurrent else pieces + 1)  # the cuts move by up to a piece
         if len(self.data.train) < needed + 1:
             raise ValueError(f"{self.data.name} has {len(self.data.train) - 1} words to train on; needs {needed}")
         if self.settings.model.recurrent:

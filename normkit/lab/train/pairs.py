@@ -17,6 +17,8 @@ class PairTable:
     >>> table = PairTable.of([([4, 5, 2], [6, 2]), ([4, 2], [7, 2])])
     >>> [tensor.tolist() for tensor in table.batch([1]).tensors]
     [[[4, 2]], [[1, 7]], [[7, 2]]]
+    >>> [tensor.shape[1] for tensor in table.batch([0], static=6).tensors]
+    [6, 6, 6]
     """
 
     def __init__(self, source: Ragged, target: Ragged, rows: np.ndarray | None = None):
@@ -37,10 +39,10 @@ class PairTable:
         """Return a table of some pairs."""
         return PairTable(self.source, self.target, self.rows[np.asarray(items)])
 
-    def batch(self, items: Sequence[int] | np.ndarray, static: bool = False) -> Batch:
-        """Return source, decoder input and target; `static` rounds their length up to one of few."""
+    def batch(self, items: Sequence[int] | np.ndarray, static: int = 0) -> Batch:
+        """Return source, decoder input and target; `static` is the most to pad them to."""
         rows = self.rows[np.asarray(items)]
-        length = rounded(int(self.both[np.asarray(items)].max())) if static else 0
+        length = min(rounded(int(self.both[np.asarray(items)].max())), static) if static else 0
         source, target = self.source.padded(rows, length), self.target.padded(rows, length)
         given = F.pad(target[:, :-1], (1, 0), value=BOS).masked_fill_(target == PAD, PAD)
         return Batch((source, given, target), len(items), int(self.target.sizes[rows].sum()))

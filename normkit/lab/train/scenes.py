@@ -51,7 +51,7 @@ class Samples(Dataset):
             target["masks"] = self.scenes.masks(index)
         if self.augment is not None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(((self.seed * 1_000_003 + item.epoch) << 24) + item.at)
+                torch.manual_seed((((self.seed * 1_000_003 + item.epoch) << 24) + item.at) % 2**64)  # any seed
                 image, target = self.augment(image, target)
         return image.float() / 255, target
 

@@ -48,7 +48,7 @@ class Translation(Task):
             longest = table.both.max(1)
             return endless(
                 lambda epoch: static_batches(longest, run.batch_tokens, seed=run.seed, epoch=epoch),
-                lambda items: table.batch(items, static=True),
+                lambda items: table.batch(items, static=run.model.max_length),
                 start,
             )
         return endless(lambda epoch: self._order(table, epoch), table.batch, start)
