@@ -97,6 +97,17 @@ def test_split_is_the_norm_at_inference(spec):
 
 
 @every
+def test_split_of_a_parametrized_weight_is_the_norm_at_inference(spec):
+    norm = trained(spec).eval()
+    if norm.weight is None:
+        return
+    torch.nn.utils.parametrize.register_parametrization(norm, "weight", torch.nn.Softplus())
+    x = batch(9, 3, 4, DIM)
+    rest, scale, shift = norm.split()
+    assert_close(rest(x) * scale + shift, norm(x))
+
+
+@every
 def test_gradient_is_exact_if_and_only_if_exact_grad(spec):
     norm = trained(spec, steps=6)
     x, dy = batch(0, 2, 4, DIM), batch(1, 2, 4, DIM)  # dy is not zero in the padding

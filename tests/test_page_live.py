@@ -127,6 +127,16 @@ def test_named_pipe_in_a_run_folder_is_skipped(serve, tmp_path, name):
         (RunReader().read if name == "rows.csv" else results.live)(tmp_path / "b")
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "progress.json", "run.json"])
+def test_a_damaged_file_hides_its_own_run_alone(serve, tmp_path, name):
+    for run in ("a", "b"):
+        running(tmp_path / run)
+    (tmp_path / "b" / name).write_text("{}\n")
+    status, _, body = request(serve(tmp_path))
+    assert (status, body.count(b"in training, step 50")) == (200, 2), "those of one run"
+    assert f"A run is left out: {tmp_path / 'b' / name}".encode() in body
+
+
 def test_links_that_lead_to_themselves_are_left_out(serve, tmp_path):
     for run in ("a", "b"):
         running(tmp_path / run)

@@ -39,10 +39,21 @@ def test_per_token_norms_are_differentiated_twice_and_in_batches(spec, shape, dt
             twice = torch.autograd.grad(first.float().square().sum(), [x, *norm.parameters()], allow_unused=True)
             dys = torch.stack([torch.ones_like(y), y.detach()])
             together = torch.autograd.grad(norm(x), [x, *norm.parameters()], dys, is_grads_batched=True)
-        found[choice] = [t for t in (*twice, *together) if t is not None]
+            y = norm(x)
+            mapped = torch.vmap(lambda dy, y=y, x=x: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(dys)
+        found[choice] = [t for t in (*twice, *together, mapped) if t is not None]
     loose = {} if dtype is torch.float32 else {"rtol": 0.1, "atol": 0.3}
     for got, expected in zip(found["auto"], found["reference"], strict=True):
         assert_close(got, expected, **loose)
+
+
+@pytest.mark.parametrize("spec", ["layer", "rms(bias=True)", "scale(bias=True)"])
+def test_a_bias_alone_can_be_differentiated_with_a_graph(spec):
+    norm = make(spec, DIM)
+    norm.weight.requires_grad_(False)
+    dy = batch(1, 3, DIM, dtype=torch.bfloat16)
+    (found,) = torch.autograd.grad(norm(batch(0, 3, DIM, dtype=torch.bfloat16)), norm.bias, dy, create_graph=True)
+    assert_close(found, dy.float().sum(0), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("options", ["sync=True", "steps_per_update=2"])

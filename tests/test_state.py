@@ -331,3 +331,18 @@ def test_one_scalar_stays_one_scalar_over_joint_batches(option):
     assert norm.step > 0
     assert (norm.running[1] == norm.running[1, 0]).all()
     assert not (norm.running[0] == norm.running[0, 0]).all()
+
+
+@every_stat
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+def test_a_state_given_by_functional_call_moves_in_the_backward_pass_too(spec, choice):
+    norm, other = random_norm(spec), trained(spec, steps=5)
+    before = copy.deepcopy(norm.state_dict())
+    given = {**dict(norm.named_parameters()), **{name: b.clone() for name, b in other.named_buffers()}}
+    x, dy = batch(7, 6, DIM), batch(8, 6, DIM)
+    with normkit.kernels(choice):
+        found = train_step(norm, x, dy, call=lambda *args: torch.func.functional_call(norm, given, args))
+        expected = train_step(other, x, dy)
+    assert_close({k: found[k] for k in ("y", "dx")}, {k: expected[k] for k in ("y", "dx")})
+    assert_close({k: given[k] for k, _ in other.named_buffers()}, dict(other.named_buffers()))
+    assert_close(norm.state_dict(), before, rtol=0, atol=0)

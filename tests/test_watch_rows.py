@@ -1,4 +1,4 @@
-"""Files of rows, several processes, and statistics of whole models: CKA, singular values."""
+"""Files of rows, several processes, and statistics of whole models."""
 
 import copy
 
@@ -174,3 +174,54 @@ def test_the_first_process_writes(tmp_path):
     assert tokens == {"0": 13, "1": 4}, "of all processes where the norm is synchronised, else of the first"
     first = next(row.value for row in rows if row.quantity == "distance_mean" and row.site == "0")
     assert first == pytest.approx(float(joint.mean(0).norm() / 4), rel=1e-4)
+
+
+def test_a_new_run_is_not_appended_to_the_rows_of_another(tmp_path):
+    def train(start=0):
+        model = nn.LayerNorm(4)
+        with normkit.record(model, every=1, to=tmp_path / "rows.csv", start=start):
+            model(torch.randn(3, 4))
+
+    train()
+    with pytest.raises(ValueError, match="rows of an earlier run"):
+        train()
+    train(start=1)
+
+
+class GemmaRMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+def test_gain_of_a_norm_that_stores_it_less_one():
+    norm = GemmaRMSNorm(4, eps=1e-6)
+    nn.init.constant_(norm.weight, 0.5)
+    with normkit.record(norm, every=1, quantities=["learned_g"]) as rows:
+        norm(torch.randn(3, 4))
+    assert [row.value for row in rows] == [1.5]
+
+
+def test_weights_are_those_of_the_forward():
+    norm = nn.LayerNorm(4)
+    optimizer = torch.optim.SGD(norm.parameters(), 1.0)
+    with normkit.record(norm, every=1, quantities=["learned_g"]) as rows:
+        norm(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        norm(torch.randn(3, 4))
+    assert next(iter(rows)).value == 1.0
+
+
+def wrong(rows):
+    return [finding for finding in watch.diagnose(rows) if finding.kind != watch.NOT_CHECKED]
+
+
+def test_the_first_norm_that_is_not_finite_is_named():
+    rows = [Row(step, site, "LayerNorm", "nonfinite", float(step > 5 or (step, site) == (5, "third")))
+            for step in range(9) for site in ("first", "second", "third")]  # fmt: skip
+    assert "first at step 5, from third on" in wrong(rows)[0].message
+
+
+def test_inputs_that_grow_from_small_initial_weights_do_not_explode():
+    rows = [Row(step, site, "LayerNorm", "rms", 0.02 if step < 5 else late) for step in range(40)
+            for site, late in (("first", 0.07), ("last", 2.5))]  # fmt: skip
+    assert not wrong(rows)

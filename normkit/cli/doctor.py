@@ -25,7 +25,6 @@ def doctor(path: Path, /) -> int:
 
     recording, result = as_recording(read(path)), _result(path)
     faults, unchecked, advice = examine(recording, result)
-    faults = [*_ending(result), *faults]
     made = checked(recording)
     if faults:
         write("\n".join(f"- {line}" for line in faults))
@@ -52,7 +51,7 @@ def examine(rows: Any, result: Mapping[str, Any] | None = None) -> tuple[list[st
         for one in found
         if one.kind != NOT_CHECKED
     ]
-    lines = list(map(str, faults))
+    lines = [*_ending(result), *map(str, faults)]
     if measured.startswith("calibrate") and not any(measured in line for line in lines):
         lines.append(f"running statistics do not fit inference, as after training with much dropout: {measured}")
     return lines, [one.message for one in found if one.kind == NOT_CHECKED], advise(rows)

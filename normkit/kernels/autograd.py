@@ -47,7 +47,7 @@ class Standardize(torch.autograd.Function):
     def forward(ctx, x, weight, bias, statistics, options):  # noqa: D102
         norm = options.norm
         ctx.norm, ctx.groups, ctx.one_pass, ctx.has_bias = norm, options.groups, options.one_pass, bias is not None
-        ctx.block = dispatch.current_block()
+        ctx.block, ctx.buffers = dispatch.current_block(), {} if torch.compiler.is_compiling() else dict(norm._buffers)
         ctx.save_for_backward(x, weight, options.mask, *statistics.tensors())
         if options.y is not None:
             return options.y
@@ -66,10 +66,14 @@ class Standardize(torch.autograd.Function):
             )
         x, weight, mask, *tensors = ctx.saved_tensors
         statistics = StepStatistics.from_tensors(tensors)
-        if ctx.block is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return *_backward(ctx, dy, x, weight, mask, statistics), None, None
-        with dispatch.resumed(ctx.block):
-            return *_backward(ctx, dy, x, weight, mask, statistics), None, None
+        own, vars(ctx.norm)["_buffers"] = ctx.norm._buffers, ctx.buffers  # those of functional_call are gone by now
+        try:
+            with dispatch.resumed(ctx.block):
+                return *_backward(ctx, dy, x, weight, mask, statistics), None, None
+        finally:
+            vars(ctx.norm)["_buffers"] = own
 
 
 def _backward(

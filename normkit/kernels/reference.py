@@ -112,7 +112,7 @@ def differentiable_grad(
     """Gradients of x and weight of `rms`, `scale` (`length`) or `layer` (`center`)."""
     y = (scale if length else layer if center else rms)(x, weight, None, eps)
     wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
-    grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True) if wanted else ())
     return tuple(next(grads) if t is not None and t.requires_grad else None for t in (x, weight))
 
 

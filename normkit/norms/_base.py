@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from normkit.norms._options import Epsilon, HasOptions, option, option_defaults
 from normkit.text import format_spec
@@ -78,10 +79,9 @@ class Norm(HasOptions):
 
     def _without(self, option: str) -> "Norm":
         """Copy the norm for inference, with an option switched off and without hooks."""
-        options = {name: self.option(name) for name in option_defaults(type(self))}
-        copy, like = type(self)(self.dim, **{**options, option: False}).eval(), self._tensor()
-        state = self.state_dict()
-        copy.to(like.device, like.dtype).load_state_dict({name: state[name] for name in copy.state_dict()})
+        options, like = {name: self.option(name) for name in option_defaults(type(self))}, self._tensor()
+        copy = type_before_parametrizations(self)(self.dim, **{**options, option: False}).eval()
+        copy.to(like.device, like.dtype).load_state_dict({name: getattr(self, name) for name in copy.state_dict()})
         return copy
 
     def _tensor(self) -> Tensor:

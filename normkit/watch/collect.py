@@ -126,7 +126,7 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
         padded = ~real if mask is None else mask & ~real
         fields["padding"] = padded.sum() / count.clamp(min=1)
     if site.weight is not None:
-        fields["weight"] = site.weight.to(x.dtype)
+        fields["weight"] = site.weight.to(x.dtype, copy=True)  # evaluated after the optimizer's step
     if isinstance(module, StatNorm):
         fields |= _state(module, fields)
     return fields
@@ -172,7 +172,7 @@ def gather_gradient(site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, know
         sums = sync.all_reduce(sums)
     s0, sx, square = sums / count.clamp(min=1)
     psi = torch.sqrt(var + mean.square() + site.eps)
-    gain = {} if site.weight is None else {"gain": site.weight.to(wide)}
+    gain = {} if site.weight is None else {"gain": site.weight.to(wide, copy=True)}
     gamma = gain.get("gain", 1)
     return {"g_mu": gamma * s0, "g_psi2": gamma * sx / psi, "at_mean": mean, "at_var": var, "at_psi": psi,
             "dy_square": square, **gain}  # fmt: skip

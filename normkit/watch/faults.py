@@ -33,8 +33,8 @@ THRESHOLDS: dict[str, Threshold] = {
     "filtered_rate": Threshold(0.5, "share of steps that outlier filtration drops, above which UN is PN-V"),
     "Gamma": Threshold(1.0, "Gamma over its bound, above which nu grows"),
     "nu": Threshold(1e3, "growth of ||nu|| over its median, which is divergence"),
-    "depth": Threshold(30.0, "rms of the last norm's input over the first one's"),
-    "growth": Threshold(30.0, "rms of a norm's input at the end over its start"),
+    "depth": Threshold(30.0, "rms of the last norm's input over the first one's, or over 1 if that is larger"),
+    "growth": Threshold(30.0, "rms of a norm's input at the end over its start, or over 1 if that is larger"),
     "largest": Threshold(6e4, "largest magnitude, near where float16 ends (65504)"),
     "dead": Threshold(0.05, "share of dead channels"),
     "spike": Threshold(20.0, "gradient norm over its median"),
@@ -136,8 +136,9 @@ def last(series: Series) -> float:
 
 
 def growth(series: Series) -> float:
-    """The late median over the first value; nan where they are not finite and above 0."""
-    return series.middle() / series.values[0] if 0 < series.values[0] < math.inf else math.nan
+    """The late median over the first value; nan where it is small: small weights grow."""
+    small = not 0 < series.values[0] < math.inf or series.middle() <= LIMITS["growth"]
+    return math.nan if small else series.middle() / series.values[0]
 
 
 def bad_batches(check: Check, recording: Recording) -> list[Finding]:
@@ -149,18 +150,16 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
         found += check.findings(_above(0, recording.of(quantity), Series.top), message, advice)
     series = recording.of("nonfinite")
     if bad := _above(0, series, Series.top):
-        step = min(_first(series[site], lambda value: value > 0) for site in bad)
-        message = f"{format_sites(bad)}: values that are not finite, first seen at step {step}"
+        step, _, first = min((_first(series[site], lambda value: value > 0), i, site) for i, site in enumerate(bad))
+        message = f"{format_sites(bad)}: values that are not finite, first at step {step}, from {first} on"
         found.append(Finding("nan", tuple(bad), message, {**bad, "step": step}, "a NaN batch, or a diverged run"))
     gaps = {site: last(each) for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()}
     finite = {site for site, each in series.items() if last(each) == 0}
     corrupted = {site: gap for site, gap in gaps.items() if not math.isfinite(gap) and site in finite}
-    message = (
-        "running statistics are not finite though the last batch is: a NaN batch entered them, and evaluation gives NaN"
-    )
+    message = "running statistics are not finite though the last batch is: a NaN batch entered them; evaluation is NaN"
     found += check.findings(corrupted, message, "load an earlier checkpoint, or calibrate")
     gradients = recording.of("gradient_norm").get("")
-    if gradients and not found and not all(map(math.isfinite, gradients.values)):
+    if gradients and not found and not math.isfinite(last(gradients)):  # a GradScaler skips such steps, and goes on
         step = _first(gradients, lambda value: not math.isfinite(value))
         found.append(Finding("nan", ("",), f"the gradient is not finite, first seen at step {step}", {"step": step}))
     return found
@@ -246,7 +245,7 @@ def exploding_depth(check: Check, recording: Recording) -> list[Finding]:
     """Find inputs that grow over the layers."""
     levels = {site: series.middle() for site, series in recording.of("rms").items() if series.late()}
     first, site = next(iter(levels.values()), 0), max(levels, key=levels.__getitem__, default="")
-    hit = {site: levels[site] / first} if first > 0 and levels[site] > LIMITS["depth"] * first else {}
+    hit = {site: levels[site] / first} if first > 0 and levels[site] > LIMITS["depth"] * max(first, 1) else {}
     advice = "normalize before each sublayer, or scale down the residual branches"
     return check.findings(hit, "its input is {0:.3g}x as large as at the first norm", advice)
 

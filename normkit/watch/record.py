@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,9 +40,8 @@ def record(
     """Record statistics of the norms of a model while it trains; the training does not change.
 
     All norms are measured, those of other libraries too. For a norm without running statistics the recorder keeps the
-    ones that batch statistics would have there. Values stay on the device until the rows are read. Of several
-    processes the first one records, its own share of the batch (all of it for a norm with `sync=True`). Start before
-    the first forward of a model that is compiled.
+    ones that batch statistics would have there. Of several processes the first one records, its own share of the batch
+    (all of it for a norm with `sync=True`). Start before the first forward of a model that is compiled.
 
     Args:
         model: Any model with norms.
@@ -58,7 +58,7 @@ def record(
 
     Raises:
         TypeError: if `model` is no `nn.Module`, or a count is no whole number.
-        ValueError: for an unknown quantity, a value out of range, a model without norms or one sharded by FSDP2.
+        ValueError: for an unknown quantity, a value out of range, old rows in `to`, a model without norms or by FSDP2.
 
     Example:
         >>> import normkit
@@ -68,6 +68,8 @@ def record(
         >>> [(row.step, row.site, row.quantity) for row in rows]
         [(1, '1', 'distance_quadratic'), (2, '1', 'distance_quadratic')]
     """
+    if not start and isinstance(to, str | Path) and Path(to).is_file() and Path(to).stat().st_size:
+        raise ValueError(f"{to} has rows of an earlier run; delete it, name another file, or continue it with start=")
     recorder = Recorder(model, every, quantities, to=to, keep=keep, start=start, channel=channel, alpha=alpha)
     recorder.follow()
     try:

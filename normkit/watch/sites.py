@@ -23,6 +23,7 @@ class Site:
     norm: str
     module: nn.Module
     axis: int = -1
+    offset: float = 0.0  # gain less weight: 1 for Gemma
     batch_axis: int = 0
 
     @property
@@ -34,7 +35,7 @@ class Site:
     def weight(self) -> Tensor | None:
         """The learned scale, one number a channel or one for all."""
         weight = getattr(self.module, "weight", None)
-        return weight.detach() if isinstance(weight, Tensor) and weight.dim() == 1 else None
+        return weight.detach() + self.offset if isinstance(weight, Tensor) and weight.dim() == 1 else None
 
     @property
     def eps(self) -> float:
@@ -48,9 +49,7 @@ class Site:
         if isinstance(module, StatNorm):
             names = ("running_mean", "running_var") if module.center else ("running_quadratic",)
             return dict(zip(names, module.running.clone(), strict=True))
-        if self.stateful:
-            return {"running_mean": module.running_mean.clone(), "running_var": module.running_var.clone()}
-        return {}
+        return {name: getattr(module, name).clone() for name in ("running_mean", "running_var") if self.stateful}
 
     def channels_last(self, x: Tensor) -> Tensor:
         """Move the channels of an input or output of the norm to the last axis."""
@@ -70,7 +69,7 @@ def sites(model: nn.Module) -> list[Site]:
         if isinstance(module, Norm):  # hooks that move channels are outside
             found.append(Site(_unwrapped_name(name, model), module.spec, module, batch_axis=batch))
         elif not is_parametrization(name) and (is_named_norm(module) or _has_running_statistics(module)):
-            found.append(Site(_unwrapped_name(name, model), type(module).__name__, module, _axis(module), batch))
+            found.append(Site(_unwrapped_name(name, model), type(module).__name__, module, *_layout(module), batch))
     return found
 
 
@@ -79,11 +78,12 @@ def _unwrapped_name(name: str, model: nn.Module) -> str:
     return ".".join(parts[1:] if type(model).__name__ in WRAPPERS and parts[0] == "module" else parts)
 
 
-def _axis(module: nn.Module) -> int:
+def _layout(module: nn.Module) -> tuple[int, float]:
     try:
-        return read_norm(module).channel_dim
+        found = read_norm(module)
+        return found.channel_dim, float(found.weight is not getattr(module, "weight", None))
     except CannotRead:  # a norm of images, or one with a formula of its own
-        return 1 if _has_running_statistics(module) or type(module).__name__.endswith(("2d", "3d")) else -1
+        return 1 if _has_running_statistics(module) or type(module).__name__.endswith(("2d", "3d")) else -1, 0.0
 
 
 def _has_running_statistics(module: nn.Module) -> bool:

@@ -103,7 +103,7 @@ class Divide(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):  # type: ignore[attr-defined]
+        if torch.is_grad_enabled() or not torch._C._has_storage(dy):  # vmap passes gradients without memory
             with torch.enable_grad():
                 dx, dweight = reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy, ctx.center)
                 dbias = None if bias is None else dy.sum_to_size(bias.shape).to(bias.dtype)
@@ -112,11 +112,8 @@ class Divide(torch.autograd.Function):
         dx, sums = torch.empty_like(x), _vectors(x, 2) if any(ctx.needs_input_grad[1:3]) else None
         call("row_backward", dy=_contiguous(dy), x=x, dx=dx, weight=_expanded(weight, channels), sums=sums, n=n,
              channels=channels, eps=float(ctx.eps), length=ctx.length, center=ctx.center)  # fmt: skip
-        if sums is None:
-            return dx, None, None, None, None, None
-        dweight = None if weight is None else (sums[1].sum() if weight.numel() < channels else sums[1])
-        dweight = None if weight is None or dweight is None else dweight.view(weight.shape).to(weight.dtype)
-        return dx, dweight, None if bias is None else sums[0].to(bias.dtype), None, None, None
+        dweight = None if weight is None or sums is None else sums[1].sum_to_size(weight.shape).to(weight.dtype)
+        return dx, dweight, None if bias is None or sums is None else sums[0].to(bias.dtype), None, None, None
 
 
 def infer(norm: Any, x: Tensor) -> Tensor:

@@ -71,8 +71,7 @@ def train_rule(
     """Apply a method's rule to the statistics of a batch.
 
     Updates RUNNING, STEP, SKIPPED and WINDOW. Writes the statistics to standardize with (VALUE, OUTPUT_SCALE,
-    OUTPUT_SHIFT), those of the batch, usable or not
-    (BATCH), and what the backward pass needs (SAVED_GRAD, SAVED_GAMMA).
+    OUTPUT_SHIFT), those of the batch, usable or not (BATCH), and what the backward needs (SAVED_GRAD, SAVED_GAMMA).
     """
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels

@@ -77,11 +77,18 @@ class Watched:
                 raise ValueError("the page is being made")
             return self._made
         try:
-            found = {folder: results.live(folder) for folder in self.folders()}
+            found, notes = {}, []
+            for folder in self.folders():
+                try:
+                    self.reader.read(folder)
+                    found[folder] = results.live(folder)
+                except ValueError as error:  # one damaged run hides no other
+                    notes.append(f"A run is left out: {error}.")
             if not found:
-                raise ValueError(f"no run in {self.path} yet")
+                raise ValueError(notes[0] if notes else f"no run in {self.path} yet")
             sections = self.sections(found, self.reader)
-            made = page.page(found, f"{self.path.name} (live)", "", sections, live=True, reader=self.reader)
+            title = f"{self.path.name} (live)"
+            made = page.page(found, title, sections=sections, live=True, reader=self.reader, notes=notes)
             self._made = version, made
         finally:
             self._lock.release()

@@ -80,13 +80,14 @@ def page(
     sections: PageSections = NO_SECTIONS,
     live: bool = False,
     reader: RunReader | None = None,
+    notes: Sequence[str] = (),
 ) -> bytes:
     """Make the page, with lines as dense as its size allows; a `live` page updates itself."""
     if not results:
         raise ValueError("no results to show; give at least one")
     charts = panels(results, None, reader)
     for points in POINTS:
-        data = _page(results, charts, title, command, sections, live, points).encode("utf8", "replace")
+        data = _page(results, charts, title, command, sections, live, points, notes).encode("utf8", "replace")
         if len(data) < LIMIT:
             return data
     raise ValueError(f"a page of {len(results)} results would be larger than {LIMIT / 1e6:.0f} MB; show fewer")
@@ -100,6 +101,7 @@ def _page(
     sections: PageSections,
     live: bool,
     points: int,
+    notes: Sequence[str],
 ) -> str:
     import jinja2
     from markupsafe import Markup
@@ -122,7 +124,7 @@ def _page(
         live=live,
         command=command,
         tables=[*_tables(pooled, "means over seeds: "), *_tables(results)] if seeds else _tables(results),
-        conclusions=[*sentences(pooled), *([] if points or not charts else [CROWDED])],
+        conclusions=[*notes, *sentences(pooled), *([] if points or not charts else [CROWDED])],
         has_curves=bool(data["curves"]),
         has_statistics=bool(data["statistics"]),
         data=Markup(as_script(data)),

@@ -98,6 +98,7 @@ def live(folder: str | Path) -> dict[str, Any]:
     name = SETTINGS
     try:
         run = _load(folder / name)
+        check(run, SHAPE["run"], "")
         name = PROGRESS
         so_far: Any = {"parameters": 0, "curve": [], "valid": []}
         if PROGRESS in files:

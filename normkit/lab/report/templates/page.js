@@ -13,7 +13,8 @@ function make(kind, attributes, parent, text) {
 }
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const look = run => `c${run.colour} d${run.dash}`;
-const format = value => value === null ? "-" : String(+value.toPrecision(4));
+const short = value => (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3) && value ? value.toExponential().replace("+", "") : String(value);
+const format = value => value === null ? "-" : short(+value.toPrecision(4));
 function swatch(run, parent) {
   const icon = make("svg:svg", { class: `swatch ${look(run)}`, "aria-hidden": "true", viewBox: "0 0 24 10" }, parent);
   make("svg:line", { x1: 0, x2: 24, y1: 5, y2: 5 }, icon);
@@ -102,7 +103,7 @@ class Chart {
         path += `${pen}${s.x(x).toFixed(1)} ${s.y(line.y[i]).toFixed(1)}`;
         pen = "L";
       });
-      line.path = make("svg:path", { d: path, class: `line ${look(runs[line.run])}${line.name && !line.main ? " side" : ""}` }, inside);
+      line.path = make("svg:path", { d: path.replace(/M[^ML]+(?=M|$)/g, "$&h3"), class: `line ${look(runs[line.run])}${line.name && !line.main ? " side" : ""}` }, inside);
     }
     if (direct) this.names(s);
     this.over = make("svg:g", {}, svg);
