@@ -36,7 +36,8 @@ def report(tmp_path_factory):
     made = made_results.demo(folder)
     made[folder / "un"]["run"]["name"] = made[folder / "un"]["where"]["device"] = EVIL
     made[folder / "scale"]["run"]["model"]["norm"] = EVIL
-    cell = {"printed": "35.9", "n": 2, "mean": 31.22, "spread": 0.14}
+    runs = [{"status": EVIL}]
+    cell = {"printed": "35.9", "ours": True, "runs": runs, "n": 2, "mean": 31.22, "spread": 0.14}
     column = {"title": EVIL, "about": EVIL, "digits": 1}
     study = dict.fromkeys(("study", "title", "source", "claim", "note", "scale"), EVIL)
     study |= {"schema": 1, "columns": [column], "rows": [{"label": EVIL, "cells": [cell]}]}

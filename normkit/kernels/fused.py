@@ -214,7 +214,8 @@ class Divide(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, r, norm = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy), None, None
+            op = reference.scale if ctx.length else reference.rms
+            return *reference.differentiable_grad(lambda x, w: op(x, w, None, ctx.eps), dy, x, weight), None, None
         shape, width, kind = x.shape, x.shape[-1], x.dtype
         x, dy = (t.reshape(-1, width).to(r.dtype).contiguous() for t in (x, dy))
         r, given = r.view(-1, 1), None if weight is None else weight.to(r.dtype)

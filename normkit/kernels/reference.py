@@ -5,6 +5,7 @@ Per-token operations compute in float32 or wider and return the type of `x`. Per
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -106,14 +107,11 @@ def wide_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
     return functools.reduce(torch.promote_types, types, x.dtype)
 
 
-def differentiable_grad(
-    x: Tensor, weight: Tensor | None, eps: float, length: bool, dy: Tensor, center: bool = False
-) -> tuple:
-    """Gradients of x and weight of `rms`, `scale` (`length`) or `layer` (`center`)."""
-    y = (scale if length else layer if center else rms)(x, weight, None, eps)
-    wanted = [t for t in (x, weight) if t is not None and t.requires_grad]
-    grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True) if wanted else ())
-    return tuple(next(grads) if t is not None and t.requires_grad else None for t in (x, weight))
+def differentiable_grad(op: Callable[..., Tensor], dy: Tensor, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of `op(*inputs)` that can be differentiated again."""
+    needed = [t for t in inputs if t is not None and t.requires_grad]
+    grads = iter(torch.autograd.grad(op(*inputs), needed, dy, create_graph=True))
+    return tuple(next(grads) if t is not None and t.requires_grad else None for t in inputs)
 
 
 # -- per channel ------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Column:
     options: Settings = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
     """A row of a table: a way to train, and the figures that the paper printed for it.
 
@@ -108,7 +108,7 @@ def norm_rows(*specs: str) -> tuple[Row, ...]:
     >>> [row.label for row in norm_rows("layer", "un(warmup='auto')")]
     ['layer', 'un(warmup=auto)']
     """
-    return tuple(Row(label=spec.replace("'", ""), settings={"model.norm": spec}) for spec in specs)
+    return tuple(Row(spec.replace("'", ""), {"model.norm": spec}) for spec in specs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Study:
 
     >>> from normkit.lab.recipes import g2p_cmudict
     >>> base = {"pocket": Base("toy", g2p_cmudict, {"steps": 10})}
-    >>> rows = (Row(label="LN", settings={}), Row(label="UN", settings={"model.norm": "un"}))
+    >>> rows = (Row("LN", {}), Row("UN", {"model.norm": "un"}))
     >>> study = Study(id="toy", title="Toy", columns=(Column(title="PER", metric="per", base=base),), rows=rows)
     >>> [str(cell.folder) for cell in expand(study, "pocket")]
     ['pocket/toy/layer', 'pocket/toy/un']

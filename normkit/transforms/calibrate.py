@@ -67,9 +67,8 @@ def calibrate(
     with torch.no_grad(), evaluating(model):
         try:
             for index in range(passes):
-                joint = _collect(model, norms, batches, forward, index, on_progress)
-                for name, norm in norms.items():
-                    norm.running.copy_(norm.pool(joint[name].statistics(name)))
+                for norm, stat in _measure(model, norms, batches, forward, index, on_progress).items():
+                    norm.running.copy_(norm.pool(stat))
                     if norm.follows_optimizer:
                         norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
         except BaseException:
@@ -91,46 +90,33 @@ def evaluating(model: nn.Module) -> Any:
             module.train(mode)
 
 
-def _collect(model, norms, batches, forward, index, on_progress) -> dict[str, "_Joint"]:
-    joint = {name: _Joint(norm, own=index == 0) for name, norm in norms.items()}
+def _measure(model, norms, batches, forward, index, on_progress) -> dict[StatNorm, Tensor]:
+    """Run one pass, and return the statistics `[k, dim]` of each norm's inputs."""
+    joint: dict[StatNorm, tuple[Tensor, Tensor]] = {}  # statistics and number of rows
+
+    def join(norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
+        x, mask = input_and_mask(args, kwargs)
+        batch, count = ops.moments(norm.rest(x).double(), norm.check(x, mask), norm.center)
+        joint[norm] = sync.join(*joint[norm], batch, count, norm.center) if norm in joint else (batch, count)
+        if index == 0:  # the norm then divides by the statistics of this batch
+            norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))
+
     done = 0
     with ExitStack() as hooks:
-        for name, norm in norms.items():
-            hooks.enter_context(norm.register_forward_pre_hook(joint[name], with_kwargs=True))
+        for norm in norms.values():
+            hooks.enter_context(norm.register_forward_pre_hook(join, with_kwargs=True))
         for done, batch in enumerate(batches, 1):
             call(model, batch, forward)
             if on_progress is not None:
                 on_progress(done, index + 1)
     if not done:
         raise ValueError("calibrate() was given no batches")
-    if idle := [name for name, each in joint.items() if each.joint is None]:
+    if idle := [name for name, norm in norms.items() if norm not in joint]:
         raise ValueError(f"calibrate() found norms that never ran, so they have no statistics: {', '.join(idle)}")
-    return joint
-
-
-class _Joint:
-    """Forward pre-hook of a norm that joins the statistics of its inputs.
-
-    With `own` (the first pass), the norm then divides by the statistics of the current batch.
-    """
-
-    def __init__(self, norm: StatNorm, own: bool):
-        self.own = own
-        self.joint: tuple[Tensor, Tensor] | None = None  # statistics `[k, dim]` and number of rows
-
-    def __call__(self, norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
-        x, mask = input_and_mask(args, kwargs)
-        batch, count = ops.moments(norm.rest(x).double(), norm.check(x, mask), norm.center)
-        self.joint = (batch, count) if self.joint is None else sync.join(*self.joint, batch, count, norm.center)
-        if self.own:
-            norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))
-
-    def statistics(self, name: str) -> Tensor:
-        """Return the joint statistics, `[k, dim]`."""
-        assert self.joint is not None
-        joint, count = self.joint
+    for name, norm in norms.items():
+        stat, count = joint[norm]
         if not count > 0:
             raise ValueError(f"calibrate() found no statistics for {name}: all its tokens were padding")
-        if not joint.isfinite().all():
+        if not stat.isfinite().all():
             raise ValueError(f"calibrate() found no statistics for {name}: its input was not finite")
-        return joint
+    return {norm: stat for norm, (stat, _) in joint.items()}

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,17 @@ class Recorder:
         self.padding = Padding(model)
         self.pending: list[Sample] = []
         self._gradients: dict[int, Tensor] = {}
-        self._parameter_hooks: list[Any] = []  # present only during a step that is measured
-        self._handles: list[Any] = list(self.padding.handles)
+        self._parameter_hooks = ExitStack()  # present only during a step that is measured
+        self._hooks = ExitStack()
+        for handle in self.padding.handles:
+            self._hooks.enter_context(handle)
         self.key, self.ledger = graph_ops.register(self), graph_ops.ledger(model)
         self.norms = [NormRecorder(self, site, Memory(alpha, channel), index) for index, site in enumerate(found)]
         for norm in self.norms:
             module = norm.site.module
-            self._handles.append(module.register_forward_pre_hook(norm.before, with_kwargs=True))
+            self._hooks.enter_context(module.register_forward_pre_hook(norm.before, with_kwargs=True))
             if self.needs & BACKWARD:
-                self._handles.append(module.register_forward_hook(norm.after, with_kwargs=True, prepend=True))
+                self._hooks.enter_context(module.register_forward_hook(norm.after, with_kwargs=True, prepend=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recorder":
         copied = copy.copy(self)  # for the hooks in a copy of the model, as for EMA: they measure nothing
@@ -133,14 +135,14 @@ class Recorder:
 
     def follow(self) -> None:
         """Count every training forward of the model as a step."""
-        self._handles.append(self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
-        self._handles.append(self.model.register_forward_hook(self._after))
+        self._hooks.enter_context(self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+        self._hooks.enter_context(self.model.register_forward_hook(self._after))
 
     def begin_step(self) -> None:
         """Begin a training step."""
         if self.due:
             self.evaluate_samples()
-            self._remove_parameter_hooks()
+            self._parameter_hooks.close()
         self.step += 1
         self.due = (self.step - 1) % self.every == 0
         self.active = True
@@ -149,7 +151,7 @@ class Recorder:
             for number, parameter in enumerate(self.model.parameters()):
                 if parameter.requires_grad and parameter.is_leaf:
                     hook = functools.partial(self._keep_gradient_norm, number)
-                    self._parameter_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                    self._parameter_hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
 
     def end_forward(self) -> None:
         """End the forward of a step, to which its backward and what this recomputes still belong."""
@@ -188,16 +190,10 @@ class Recorder:
             for waiting in evaluate(samples, self.chosen):
                 self.rows.add(waiting)
 
-    def _remove_parameter_hooks(self) -> None:
-        for handle in self._parameter_hooks:
-            handle.remove()
-        self._parameter_hooks.clear()
-
     def close(self) -> None:
         """Remove the hooks; the rows stay readable."""
-        for handle in self._handles:
-            handle.remove()
-        self._remove_parameter_hooks()
+        self._hooks.close()
+        self._parameter_hooks.close()
         graph_ops.LISTENERS.pop(self.key, None)
         self.rows.flush()
         self.due = self.active = False

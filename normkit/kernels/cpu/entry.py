@@ -104,10 +104,10 @@ class Divide(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled() or not torch._C._has_storage(dy):  # vmap passes gradients without memory
+            op = reference.scale if ctx.length else reference.layer if ctx.center else reference.rms
             with torch.enable_grad():
-                dx, dweight = reference.differentiable_grad(x, weight, ctx.eps, ctx.length, dy, ctx.center)
-                dbias = None if bias is None else dy.sum_to_size(bias.shape).to(bias.dtype)
-            return dx, dweight, dbias, None, None, None
+                grads = reference.differentiable_grad(lambda x, w, b: op(x, w, b, ctx.eps), dy, x, weight, bias)
+            return *grads, None, None, None
         (n, channels), x = _sizes(x), _contiguous(x)
         dx, sums = torch.empty_like(x), _vectors(x, 2) if any(ctx.needs_input_grad[1:3]) else None
         call("row_backward", dy=_contiguous(dy), x=x, dx=dx, weight=_expanded(weight, channels), sums=sums, n=n,

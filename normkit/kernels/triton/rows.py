@@ -1,6 +1,7 @@
 """Per-token norms on the GPU: one launch forward, two backward."""
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +66,8 @@ class RowNorm(torch.autograd.Function):
         x, weight, bias, mean, inv = ctx.saved_tensors
         wanted, (kind, eps, groups) = ctx.needs_input_grad[:3], ctx.options
         if torch.is_grad_enabled():  # it is differentiated twice
-            given = (x, weight, bias)
-            inputs = [tensor for tensor, needed in zip(given, wanted, strict=True) if needed]
-            found = iter(torch.autograd.grad(_by_reference(*given, kind, eps, groups), inputs, dy, create_graph=True))
-            return *(next(found) if needed else None for needed in wanted), None, None, None
+            op = functools.partial(_by_reference, kind=kind, eps=eps, groups=groups)
+            return *reference.differentiable_grad(op, dy, x, weight, bias), None, None, None
         given = dy, x, weight, Saved(mean, inv), kind, eps, groups
         dtype = None if bias is None else bias.dtype
         return *backward(*given, wanted[1], wanted[2], dtype), None, None, None

@@ -150,7 +150,7 @@ def check(value: Any, shape: Any, name: str) -> None:
     if isinstance(shape, Maybe):
         if value is not None:
             check(value, shape.kind, name)
-    elif not isinstance(value, kind) or isinstance(value, bool):
+    elif not isinstance(value, kind) or (kind is not bool and type(value) is bool):
         wanted = "number" if kind is NUMBER else kind.__name__
         raise ValueError(f"{name or 'it'} must be a {wanted}, found {type(value).__name__}")
     elif isinstance(shape, dict):

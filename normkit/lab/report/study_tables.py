@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from normkit.lab.report.results import NUMBER, Maybe, check
+from normkit.text import escape
 
 SCHEMA = 1
+CELL: dict[str, Any] = {
+    "printed": Maybe(str), "ours": bool, "runs": [{"status": str}], "n": int, "mean": Maybe(NUMBER),
+    "spread": Maybe(NUMBER),
+}  # fmt: skip
 SHAPE: dict[str, Any] = {
     "schema": int,
     "study": str,
@@ -17,13 +22,10 @@ SHAPE: dict[str, Any] = {
     "note": str,
     "scale": str,
     "columns": [{"title": str, "about": str, "digits": int}],
-    "rows": [
-        {
-            "label": str,
-            "cells": [{"printed": Maybe(str), "n": int, "mean": Maybe(NUMBER), "spread": Maybe(NUMBER)}],
-        }
-    ],
+    "rows": [{"label": str, "cells": [CELL]}],
 }
+NOT_YET = "not yet run"
+NONE = "-"
 
 
 def find(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
@@ -44,23 +46,32 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def shown(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Format the cells of a table: the printed number, and mean and spread of our runs.
-
-    >>> cell = {"printed": "35.9", "n": 2, "mean": 31.22, "spread": 0.14}
-    >>> shown({"columns": [{"digits": 1}], "rows": [{"label": "PN", "cells": [cell]}]})["rows"]
-    [{'label': 'PN', 'cells': [{'printed': '35.9', 'ours': '31.2 \u00b1 0.1 (2)'}]}]
-    """
-    rows = []
-    for row in table["rows"]:
-        pairs = zip(row["cells"], table["columns"], strict=False)
-        cells = [{"printed": cell["printed"] or "-", "ours": _ours(cell, column["digits"])} for cell, column in pairs]
-        rows.append({"label": row["label"], "cells": cells})
+    """Format the cells of a table: the printed number, and ours."""
+    rows = [
+        {"label": row["label"], "cells": [
+            {"printed": cell["printed"] or NONE, "ours": cell_text(cell, column["digits"])}
+            for cell, column in zip(row["cells"], table["columns"], strict=False)
+        ]} for row in table["rows"]
+    ]  # fmt: skip
     return {**table, "rows": rows}
 
 
-def _ours(cell: Mapping[str, Any], digits: int) -> str:
-    if not cell["n"] or cell["mean"] is None:
-        return "not yet run"
-    digits = min(max(digits, 0), 6)
-    spread = "" if cell["spread"] is None else f" \u00b1 {cell['spread']:,.{digits}f}"
-    return f"{cell['mean']:,.{digits}f}{spread} ({cell['n']})"
+def cell_text(cell: Mapping[str, Any], digits: int) -> str:
+    """Format our figure: mean ± sample standard deviation (n), and runs that did not finish.
+
+    >>> run = {"seed": 0, "status": "diverged at step 7", "value": None}
+    >>> cell_text({"ours": True, "runs": [run], "n": 0, "mean": None, "spread": None}, 1)
+    'diverged at step 7'
+    """
+    if not cell["ours"]:
+        return NONE
+    if not cell["runs"]:
+        return NOT_YET
+    parts, digits = [], min(max(digits, 0), 6)
+    if cell["mean"] is not None:
+        spread = "" if cell["spread"] is None else f" ± {cell['spread']:,.{digits}f}"
+        parts.append(f"{cell['mean']:,.{digits}f}{spread} ({cell['n']})")
+    bad = [escape(run["status"].split(": ")[0]) for run in cell["runs"] if run["status"] != "done"]
+    if bad:
+        parts.append(bad[0] if len(cell["runs"]) == 1 else f"{len(bad)} of {len(cell['runs'])} {bad[0]}")
+    return "; ".join(parts) or "no such score"

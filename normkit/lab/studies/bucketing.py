@@ -21,7 +21,7 @@ OLD = "of each test batch itself (until 0.2)"
 
 
 def _rows(norms: tuple[str, ...], ways: tuple[str, ...]) -> tuple[Row, ...]:
-    return tuple(Row(label=f"{norm}, {way}", settings={"model.norm": norm, **WAYS[way]})
+    return tuple(Row(f"{norm}, {way}", {"model.norm": norm, **WAYS[way]})
                  for norm in norms for way in ways)  # fmt: skip
 
 

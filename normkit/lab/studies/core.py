@@ -11,12 +11,12 @@ from normkit.lab.study import Column, Row, Settings, Study, Times, columns, norm
 
 CORE = (
     *norm_rows("layer", "batch", "pnv", "power(groups=1)", "power(groups=0)", "un"),
-    Row(label="scale + FixNorm", settings={"model.norm": "scale", "model.fixnorm": True}),
+    Row("scale + FixNorm", {"model.norm": "scale", "model.fixnorm": True}),
 )
 # separates FixNorm's gain from ScaleNorm's
-FIXED = Row(label="layer + FixNorm", settings={"model.norm": "layer", "model.fixnorm": True})
+FIXED = Row("layer + FixNorm", {"model.norm": "layer", "model.fixnorm": True})
 AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
-FIXED_UN = Row(label="un(warmup=auto) + FixNorm", settings={"model.norm": "un(warmup='auto')", "model.fixnorm": True})
+FIXED_UN = Row("un(warmup=auto) + FixNorm", {"model.norm": "un(warmup='auto')", "model.fixnorm": True})
 SCALED = tuple(
     dataclasses.replace(row, label=f"{row.label} + scale loss", settings={**(row.settings or {}), "scale_loss": 0.1})
     for row in (AUTOMATIC[0], FIXED_UN)
@@ -54,10 +54,7 @@ MULTI30K_LONG = Study(
         FIXED_UN,
         *SCALED,
         *AUTOMATIC,
-        *(
-            Row(label=f"{norm}, shuffled", settings={"model.norm": norm, "bucketing": False})
-            for norm in ("layer", "batch")
-        ),
+        *(Row(f"{norm}, shuffled", {"model.norm": norm, "bucketing": False}) for norm in ("layer", "batch")),
     ),
     columns=columns(MULTI30K_HOUR, _with_donors("bleu")),
 )
@@ -102,8 +99,8 @@ GALICIAN_CORE = Study(
     title="placement, norm, FixNorm, initial weights and warm-up on little data, TED gl-en (as Tears' Tables 2 to 5)",
     rows=tuple(
         Row(
-            label=f"{placement}, {norm}{' + FixNorm' if fixed else ''}, {init}",
-            settings={"model.placement": placement, "model.norm": norm, "model.fixnorm": fixed, "model.init": init},
+            f"{placement}, {norm}{' + FixNorm' if fixed else ''}, {init}",
+            {"model.placement": placement, "model.norm": norm, "model.fixnorm": fixed, "model.init": init},
         )
         for placement in ("post", "pre")
         for norm in ("layer", "scale")
@@ -127,8 +124,8 @@ GALICIAN_LONG = Study(
 
 IMAGES = (
     *norm_rows("layer", "batch", "mabn", "pnv", "power(groups=0)"),
-    Row(label="un", settings={"model.norm": "un(outlier_filtration=True)"}),
-    Row(label="un, filtration off", settings={"model.norm": "un"}),
+    Row("un", {"model.norm": "un(outlier_filtration=True)"}),
+    Row("un, filtration off", {"model.norm": "un"}),
 )
 
 CIFAR10_CORE = Study(

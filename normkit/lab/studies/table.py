@@ -13,14 +13,12 @@ from typing import Any
 from normkit.files import write_whole
 from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report import results
-from normkit.lab.report.study_tables import SCHEMA
+from normkit.lab.report.study_tables import NONE, NOT_YET, SCHEMA, cell_text
 from normkit.lab.study import Cell, Column, Study, differences, expand, seeded, seeds
 from normkit.lab.train.config import Run
 from normkit.text import align, escape
 
 FAILURE = "failed.txt"  # in a run folder in place of a result, if training raised an error
-NOT_YET = "not yet run"
-NONE = "-"
 WIDTH = 120
 Table = dict[str, Any]
 """Returned by `collect` and written as JSON; `text` and `markdown` format it."""
@@ -119,27 +117,6 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "mean": statistics.fmean(values) if values else None,
         "spread": statistics.stdev(values) if len(values) > 1 else None,
     }
-
-
-def cell_text(cell: Mapping[str, Any], digits: int) -> str:
-    """Format our figure: mean ± sample standard deviation (n), and runs that did not finish.
-
-    >>> run = {"seed": 0, "status": "diverged at step 7", "value": None}
-    >>> cell_text({"ours": True, "runs": [run], "n": 0, "mean": None, "spread": None}, 1)
-    'diverged at step 7'
-    """
-    if not cell["ours"]:
-        return NONE
-    if not cell["runs"]:
-        return NOT_YET
-    parts = []
-    if cell["n"]:
-        spread = "" if cell["spread"] is None else f" ± {cell['spread']:,.{digits}f}"
-        parts.append(f"{cell['mean']:,.{digits}f}{spread} ({cell['n']})")
-    bad = [run["status"].split(": ")[0] for run in cell["runs"] if run["status"] != "done"]
-    parts += [escape(status) if len(cell["runs"]) == 1 else f"{len(bad)} of {len(cell['runs'])} {status}"
-              for status in bad[:1]]  # fmt: skip
-    return "; ".join(parts) or "no such score"
 
 
 def grid(table: Table) -> tuple[list[tuple[str, str]], list[list[str]]]:

@@ -75,7 +75,7 @@ class Workers:
 
     def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
         """Run `job(title, *arguments)` in a worker; the job must be a function of a module."""
-        with environment(), _uninterrupted():  # processes start at the first submit, and inherit both
+        with environment(), _handling(signal.SIG_IGN):  # processes start at the first submit, and inherit both
             self._jobs[self._pool.submit(_run, job, title, *arguments)] = (title, job, *arguments)
 
     def stop(self) -> None:
@@ -229,26 +229,22 @@ def interrupted_after() -> Iterator[None]:
 
     A console of rich that is interrupted while it prints may print nothing more, and half a message cannot be read.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals only reach the main thread
-        yield
-        return
     received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
-        yield
+        with _handling(lambda number, _: received.append(number)):
+            yield
     finally:
-        signal.signal(signal.SIGINT, before)
         if received:
             signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C, which only the main thread receives, also in processes started meanwhile."""
+def _handling(handler: Any) -> Iterator[None]:
+    """Handle Ctrl-C inside the block; it reaches the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

@@ -28,6 +28,8 @@ from normkit.norms import StatNorm
 from normkit.watch import Recorder, Row
 from normkit.watch.row_files import Appender, truncate_file
 
+STATE = ("step", "curve", "valid", "words", "tokens", "seconds")  # of a callback, kept as it is in checkpoints
+
 
 class RunCallback(lightning.Callback):
     """Callback that records, validates, writes checkpoints, and ends runs early.
@@ -127,25 +129,16 @@ class RunCallback(lightning.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs to continue as if it had not been interrupted."""
-        return {
-            "step": self.step,
-            "curve": self.curve,
-            "valid": self.valid,
-            "recorded": self._recorder_state(),
-            "losses": [float(loss) for loss in self._losses],
-            "words": self.words,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "rng": all_gather(_rng()),
-        }
+        losses = [float(loss) for loss in self._losses]
+        more = {"recorded": self._recorder_state(), "losses": losses, "rng": all_gather(_rng())}
+        return {name: getattr(self, name) for name in STATE} | more
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.step = state_dict["step"]
-        self.curve, self.valid = state_dict["curve"], state_dict["valid"]
+        for name in STATE:
+            setattr(self, name, state_dict[name])
         self._recorded = state_dict.get("recorded") or {}
         self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in state_dict["losses"]]
-        self.words, self.tokens, self.seconds = state_dict["words"], state_dict["tokens"], state_dict["seconds"]
         self._rng = state_dict["rng"]
 
     # -- curve, progress, early end -----------------------------------------------------------------------------------
@@ -202,17 +195,13 @@ class RunCallback(lightning.Callback):
 
         Speed and remaining time are unknown after the first step, which includes compilation.
         """
-        seconds, tokens, unit = (
-            self.seconds + time.perf_counter() - self._started,
-            self.tokens,
-            TASKS[self.run.task].unit,
-        )
-        rate, left = 0.0, None
+        seconds, rate, left = self.seconds + time.perf_counter() - self._started, 0.0, None
         if self._measured is None:
-            self._measured = seconds, tokens
+            self._measured = seconds, self.tokens
         else:
-            rate = (tokens - self._measured[1]) / max(seconds - self._measured[0], 1e-9)
-            left = (self.run.steps - self.step) * tokens / self.step / rate
+            rate = (self.tokens - self._measured[1]) / max(seconds - self._measured[0], 1e-9)
+            left = (self.run.steps - self.step) * self.tokens / self.step / rate
+        unit = TASKS[self.run.task].unit
         return Progress("training", self.step, self.run.steps, loss, rate * processes, left, unit)
 
     def _pause(self) -> None:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,20 +16,21 @@ from normkit.kernels.sync import is_distributed
 from normkit.lab.report import results
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.build import build_model
+from normkit.lab.train.callbacks import RunCallback
+from normkit.lab.train.checkpoints import AtomicCheckpoints, checkpoints, model_state, read_checkpoint, remove_temporary
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.environment import environment
 from normkit.lab.train.folder import OUTPUTS, check_resumable, check_vocabularies, foreign_files, locked, write_run
-from normkit.lab.train.parallel import check_devices
+from normkit.lab.train.lightning import lightning
+from normkit.lab.train.nt_asgd import use_average
+from normkit.lab.train.parallel import check_devices, cluster_plugins, make_strategy, unshard
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.source import source
+from normkit.lab.train.task import Task
 from normkit.lab.train.utilization import utilization
 from normkit.lab.train.weights import check_fit, mean_weights, save_weights
 from normkit.norms import fold_weights, weight_norm
-
-if TYPE_CHECKING:
-    from normkit.lab.train.callbacks import RunCallback
-    from normkit.lab.train.task import Task
 
 
 class _Interrupted(Exception):
@@ -64,8 +65,6 @@ def train(
         ValueError: If a name is unknown, another run is in the folder or writes into it, a checkpoint cannot be read,
             GPUs are missing, or a launcher started another number of processes than the run needs.
     """
-    from normkit.lab.train.callbacks import RunCallback
-
     check_launched(run.devices, run.nodes)
     check_devices(run)
     folder = Path(folder)
@@ -96,13 +95,8 @@ def train(
         return _finish(task, callback, on_stage, command)
 
 
-def _fit(task: "Task", callback: "RunCallback", resume: bool) -> None:
+def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
     """Train to the last step, to a divergence, or until an interrupt."""
-    from normkit.lab.train.checkpoints import AtomicCheckpoints, checkpoints, model_state, read_checkpoint
-    from normkit.lab.train.lightning import lightning
-    from normkit.lab.train.nt_asgd import use_average
-    from normkit.lab.train.parallel import cluster_plugins, make_strategy, unshard
-
     run = task.settings
     checkpoint = next(reversed(checkpoints(callback.folder)), None) if resume else None
     if checkpoint is not None:
@@ -147,10 +141,8 @@ def _fit(task: "Task", callback: "RunCallback", resume: bool) -> None:
             task.model = unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
 
 
-def _prepare_folder(callback: "RunCallback", task: "Task", resume: bool) -> None:
+def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
     """Remove files of an earlier run, or temporary files of this one, and write the settings."""
-    from normkit.lab.train.checkpoints import remove_temporary
-
     run, folder = callback.run, callback.folder
     if not is_rank_zero():
         return
@@ -165,10 +157,8 @@ def _prepare_folder(callback: "RunCallback", task: "Task", resume: bool) -> None
     write_run(folder, run, task.data.vocabularies)
 
 
-def _finish(task: "Task", callback: "RunCallback", on_stage: Callable[[str], None], command: str) -> dict[str, Any]:
+def _finish(task: Task, callback: RunCallback, on_stage: Callable[[str], None], command: str) -> dict[str, Any]:
     """Average, save and score the trained model, and write the result."""
-    from normkit.lab.train.checkpoints import model_state, read_checkpoint
-
     run, folder = callback.run, callback.folder
     averaged = callback.kept(run.average) if callback.status == "done" and run.average else []
     if averaged:  # a run may end before its first checkpoint: then the last weights stay

@@ -11,7 +11,7 @@ Most shadows vary along one axis only. They are kept as expanded tensors, which 
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -265,13 +265,9 @@ def _both_ways(mask: Tensor) -> Tensor:
 def tracing(trace: Trace, model: nn.Module) -> Iterator[Tracer]:
     """Follow the forwards of `model`, a copy with each parameter in its own storage."""
     tracer = Tracer(trace, model)
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(tracer.enter, name), with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(partial(tracer.leave, name)))
-    try:
-        with torch.no_grad(), tracer:
-            yield tracer
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), tracer:
+        for name, module in model.named_modules():
+            enter, leave = partial(tracer.enter, name), partial(tracer.leave, name)
+            hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave))
+        yield tracer

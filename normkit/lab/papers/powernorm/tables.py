@@ -1,5 +1,8 @@
 """PowerNorm (Shen et al., ICML 2020): Tables 1 to 4 and Figures 2 to 7, as printed."""
 
+import dataclasses
+from collections.abc import Sequence
+
 from normkit.lab.papers.powernorm import language_models as lm
 from normkit.lab.papers.powernorm.recipes import IWSLT14, POST_NORM, PTB, RESNET20, SCALING_NMT, WMT14_DE_BIG
 from normkit.lab.study import Bases, Column, Row, Settings, Study, Times, columns
@@ -34,26 +37,21 @@ TABLE1 = Study(
         Column(title="WMT14 big", metric="bleu", base=WMT14_DE_BIG, settings=ENCODER),
     ),
     rows=(
-        Row(label="Transformer", settings=POST, at=POST_NORM, printed=("34.4", "28.4")),
-        Row(label="DS-Init", settings={**POST, "model.init": "ds"}, at=POST_NORM, printed=("34.4", "29.1")),
-        Row(label="Fixup-Init", settings=FIXUP, printed=("34.5", "29.3")),
-        Row(label="Scaling NMT", settings=POST, at=SCALING_NMT, printed=("/", "29.3")),
+        Row("Transformer", POST, at=POST_NORM, printed=("34.4", "28.4")),
+        Row("DS-Init", {**POST, "model.init": "ds"}, at=POST_NORM, printed=("34.4", "29.1")),
+        Row("Fixup-Init", FIXUP, ("34.5", "29.3")),
+        Row("Scaling NMT", POST, at=SCALING_NMT, printed=("/", "29.3")),
         Row(
-            label="Dynamic Conv",
-            settings={**POST, "model.attention": "dynamicconv", "model.kernels": (3, 7, 15, 31)},
+            "Dynamic Conv",
+            {**POST, "model.attention": "dynamicconv", "model.kernels": (3, 7, 15, 31)},
             at={**POST_NORM, **{scale: {"model.depth": 7, "model.decoder_depth": 6} for scale in ("gpu", "paper")}},
             printed=("35.2", "29.7"),
         ),
-        Row(
-            label="Transformer + LayerDrop",
-            settings={**POST, "model.layer_drop": 0.2},
-            at=POST_NORM,
-            printed=("/", "29.6"),
-        ),
-        Row(label="Pre-Norm LN", settings=LN, printed=("35.5", "29.5")),
-        Row(label="Pre-Norm BN", settings=BN, at=_synchronized("batch"), printed=("34.4", "28.1")),
-        Row(label="Pre-Norm PN-V", settings=PNV, at=_synchronized("pnv"), printed=("35.5", "28.5")),
-        Row(label="Pre-Norm PN", settings=PN, printed=("35.9", "30.1")),
+        Row("Transformer + LayerDrop", {**POST, "model.layer_drop": 0.2}, at=POST_NORM, printed=("/", "29.6")),
+        Row("Pre-Norm LN", LN, ("35.5", "29.5")),
+        Row("Pre-Norm BN", BN, at=_synchronized("batch"), printed=("34.4", "28.1")),
+        Row("Pre-Norm PN-V", PNV, at=_synchronized("pnv"), printed=("35.5", "28.5")),
+        Row("Pre-Norm PN", PN, ("35.9", "30.1")),
     ),
 )
 
@@ -69,31 +67,6 @@ def _both(bases: tuple[Bases, Bases]) -> tuple[Bases, ...]:
     """Repeat the base of each corpus for the columns of its validation and its test."""
     return tuple(base for base in bases for _ in range(2))
 
-
-TABLE2 = Study(
-    id="pn.table2",
-    title="perplexity of tensorized language models on the tests of PTB and WikiText-103",
-    source="PowerNorm, Table 2",
-    claim="PN is 5.6 and 3 points below LN; BN is the worst, PN-V between.",
-    note=LANGUAGE_MODELS,
-    columns=(
-        Column(title="PTB", metric="perplexity", base=lm.CORE[0]),
-        Column(title="WikiText-103", metric="perplexity", base=lm.CORE[1]),
-    ),
-    rows=(
-        Row(label="Tied-LSTM", settings={}, base=lm.LSTM, printed=("48.7", "48.7")),
-        Row(label="AWD-LSTM-MoS", settings={}, base=lm.MOS, printed=("56.0", "29.2")),
-        Row(label="Adaptive Input", settings={}, base=lm.ADAPTIVE, printed=("57.0", "20.5")),
-        Row(label="Transformer-XL base", settings={}, base=lm.XL, printed=("54.5", "24.0")),
-        Row(label="Transformer-XL large", settings={}, base=lm.XL_LARGE, printed=("-", "18.3")),
-        Row(label="Tensor-Transformer 1core", settings={}, printed=("57.9", "20.9")),
-        Row(label="Tensor-Transformer 2core", settings=CORES2, printed=("49.8", "18.9")),
-        Row(label="Tensor-Transformer 1core + LN", settings=LN, printed=("53.2*", "20.9*")),
-        Row(label="Tensor-Transformer 1core + BN", settings=BN, printed=("60.7", "27.2")),
-        Row(label="Tensor-Transformer 1core + PN-V", settings=PNV, printed=("55.3", "21.3")),
-        Row(label="Tensor-Transformer 1core + PN", settings=PN, printed=("47.6", "17.9")),
-    ),
-)
 
 TABLE3 = Study(
     id="pn.table3",
@@ -111,22 +84,30 @@ TABLE3 = Study(
         Row(label="Adaptive Input", settings={}, base=_both(lm.ADAPTIVE), printed=("59.1", "57.0", "19.8", "20.5")),
         Row(label="Transformer-XL base", settings={}, base=_both(lm.XL), printed=("56.7", "54.5", "23.1", "24.0")),
         Row(label="Transformer-XL large", settings={}, base=_both(lm.XL_LARGE), printed=("-", "-", "-", "18.3")),
-        Row(
-            label="Tensor-Transformer 1core",
-            settings={},
-            base=_both(lm.CORE),
-            printed=("55.4", "57.9", "23.6", "20.9"),
-        ),
-        Row(
-            label="Tensor-Transformer 2core",
-            settings=CORES2,
-            base=_both(lm.CORE),
-            printed=("54.3", "49.8", "19.7", "18.9"),
-        ),
+        Row(label="Tensor-Transformer 1core", settings={}, printed=("55.4", "57.9", "23.6", "20.9")),
+        Row(label="Tensor-Transformer 2core", settings=CORES2, printed=("54.3", "49.8", "19.7", "18.9")),
         Row(label="Tensor-Transformer 1core + LN", settings=LN, printed=("58.0*", "53.2*", "22.7*", "20.9*")),
         Row(label="Tensor-Transformer 1core + BN", settings=BN, printed=("71.7", "60.7", "28.4", "27.2")),
         Row(label="Tensor-Transformer 1core + PN-V", settings=PNV, printed=("59.7", "55.3", "23.6", "21.3")),
         Row(label="Tensor-Transformer 1core + PN", settings=PN, printed=("51.6", "47.6", "18.3", "17.9")),
+    ),
+)
+
+TABLE2 = Study(
+    id="pn.table2",
+    title="perplexity of tensorized language models on the tests of PTB and WikiText-103",
+    source="PowerNorm, Table 2",
+    claim="PN is 5.6 and 3 points below LN; BN is the worst, PN-V between.",
+    note=LANGUAGE_MODELS,
+    columns=(
+        Column(title="PTB", metric="perplexity", base=lm.CORE[0]),
+        Column(title="WikiText-103", metric="perplexity", base=lm.CORE[1]),
+    ),
+    rows=tuple(  # those of Table 3, whose odd columns are the tests
+        dataclasses.replace(
+            row, printed=row.printed[1::2], base=row.base[1::2] if isinstance(row.base, Sequence) else None
+        )
+        for row in TABLE3.rows
     ),
 )
 
@@ -141,13 +122,13 @@ TABLE4 = Study(
         Column(title="PTB", metric="perplexity", base=PTB),
     ),
     rows=(
-        Row(label="BN", settings=BN, printed=("34.4", "60.7")),
-        Row(label="BRN", settings=BRN, printed=("34.7", "58.3")),
-        Row(label="MABN", settings=MABN, printed=("34.9", "57.2")),
-        Row(label="LN", settings=LN, printed=("35.5", "53.2")),
-        Row(label="GN", settings=GN, printed=("35.7", "51.7")),
-        Row(label="PN-V", settings=PNV, printed=("35.5", "55.3")),
-        Row(label="PN", settings=PN, printed=("35.9", "47.6")),
+        Row("BN", BN, ("34.4", "60.7")),
+        Row("BRN", BRN, ("34.7", "58.3")),
+        Row("MABN", MABN, ("34.9", "57.2")),
+        Row("LN", LN, ("35.5", "53.2")),
+        Row("GN", GN, ("35.7", "51.7")),
+        Row("PN-V", PNV, ("35.5", "55.3")),
+        Row("PN", PN, ("35.9", "47.6")),
     ),
 )
 
@@ -170,8 +151,8 @@ FIGURE2 = Study(
     note=f"{NOTE} {POCKET_RESNET}",
     columns=_statistics(("mean", "distance_mean"), ("variance", "distance_var")),
     rows=(
-        Row(label="ResNet20 on CIFAR-10", settings={**BN, "model.norm_at": {}}, base=RESNET20),
-        Row(label="Transformer BN on IWSLT14", settings=BN),
+        Row("ResNet20 on CIFAR-10", {**BN, "model.norm_at": {}}, base=RESNET20),
+        Row("Transformer BN on IWSLT14", BN),
     ),
 )
 
@@ -197,7 +178,7 @@ FIGURE4 = Study(
         ("g_sigma2", "g_sigma2"),
         ("g_psi2", "g_psi2"),
     ),
-    rows=(Row(label="BN", settings=BN), Row(label="PN-V", settings=PNV)),
+    rows=(Row("BN", BN), Row("PN-V", PNV)),
 )
 
 FIGURE5 = Study(
@@ -216,10 +197,10 @@ FIGURE5 = Study(
         for title, parts in (("512", 8), ("1k", 4), ("2k", 2), ("4k", 1))
     ),
     rows=(
-        Row(label="PN", settings=PN),
-        Row(label="LN", settings=LN),
-        Row(label="PN-V", settings=PNV),
-        Row(label="BN", settings=BN),
+        Row("PN", PN),
+        Row("LN", LN),
+        Row("PN-V", PNV),
+        Row("BN", BN),
     ),
 )
 
@@ -233,7 +214,7 @@ FIGURE6 = Study(
         Column(title="WMT14", metric="singular value", base=WMT14_DE_BIG, settings=ENCODER),
         Column(title="IWSLT14", metric="singular value", base=IWSLT14, settings=ENCODER),
     ),
-    rows=(Row(label="PN", settings=PN), Row(label="LN", settings=LN)),
+    rows=(Row("PN", PN), Row("LN", LN)),
 )
 
 FIGURE7 = Study(
@@ -246,5 +227,5 @@ FIGURE7 = Study(
         Column(title="largest ratio", metric="gamma_over_psi_max anywhere", base=IWSLT14, settings=ENCODER),
         Column(title="Lemma 2", metric="lipschitz anywhere", base=IWSLT14, settings=ENCODER),
     ),
-    rows=(Row(label="PN-V", settings=PNV),),
+    rows=(Row("PN-V", PNV),),
 )

@@ -37,10 +37,10 @@ TABLE2 = Study(
     claim="PostNorm needs SmallInit to converge; PreNorm always does.",
     columns=tuple(_valid(title, settings) for title, settings in WARMUPS.items()),
     rows=(
-        Row(label="Xavier PostNorm", settings=XAVIER | POST | LAYER, printed=("fail", "fail", "5.76")),
-        Row(label="Xavier PreNorm", settings=XAVIER | PRE | LAYER, printed=("28.52", "28.73", "28.32")),
-        Row(label="SmallInit PostNorm", settings=SMALL | POST | LAYER, printed=("28.17", "28.20", "28.62")),
-        Row(label="SmallInit PreNorm", settings=SMALL | PRE | LAYER, printed=("28.26", "28.44", "28.33")),
+        Row("Xavier PostNorm", XAVIER | POST | LAYER, ("fail", "fail", "5.76")),
+        Row("Xavier PreNorm", XAVIER | PRE | LAYER, ("28.52", "28.73", "28.32")),
+        Row("SmallInit PostNorm", SMALL | POST | LAYER, ("28.17", "28.20", "28.62")),
+        Row("SmallInit PreNorm", SMALL | PRE | LAYER, ("28.26", "28.44", "28.33")),
     ),
 )
 
@@ -51,26 +51,14 @@ TABLE3 = Study(
     claim="PreNorm, FixNorm and ScaleNorm each add about 0.3 BLEU on average, 1.1 together.",
     columns=_pairs("bleu"),
     rows=(
-        Row(label="PostNorm + LN, published", settings=None, printed=("16.2", "24.0", "29.09", "23.66", "27.84")),
+        Row("PostNorm + LN, published", None, ("16.2", "24.0", "29.09", "23.66", "27.84")),
+        Row("PostNorm + LN", SMALL | POST | LAYER | PLAIN, ("18.47", "29.37", "31.94", "27.85", "33.39")),
+        Row("PreNorm + LN", SMALL | PRE | LAYER | PLAIN, ("19.09", "29.45", "31.92", "28.13", "33.79")),
+        Row("PreNorm + FixNorm + LN", SMALL | PRE | LAYER | FIX, ("19.38", "29.50", "32.45", "28.39", "34.35†")),
         Row(
-            label="PostNorm + LN",
-            settings=SMALL | POST | LAYER | PLAIN,
-            printed=("18.47", "29.37", "31.94", "27.85", "33.39"),
-        ),
-        Row(
-            label="PreNorm + LN",
-            settings=SMALL | PRE | LAYER | PLAIN,
-            printed=("19.09", "29.45", "31.92", "28.13", "33.79"),
-        ),
-        Row(
-            label="PreNorm + FixNorm + LN",
-            settings=SMALL | PRE | LAYER | FIX,
-            printed=("19.38", "29.50", "32.45", "28.39", "34.35†"),
-        ),
-        Row(
-            label="PreNorm + FixNorm + ScaleNorm",
-            settings=SMALL | PRE | SCALE | FIX,
-            printed=("20.91‡*", "30.25‡*", "32.79*", "28.44*", "34.15*"),
+            "PreNorm + FixNorm + ScaleNorm",
+            SMALL | PRE | SCALE | FIX,
+            ("20.91‡*", "30.25‡*", "32.79*", "28.44*", "34.15*"),
         ),
     ),
 )
@@ -85,19 +73,15 @@ TABLE4 = Study(
     columns=_pairs("bleu valid"),
     rows=(
         Row(
-            label="NoWarmup",
-            settings=BEST | NO_WARMUP,
+            "NoWarmup",
+            BEST | NO_WARMUP,
             at={"paper": {"lr": 3e-4}},
             printed=("18.00", "28.92", "28.91", "30.33", "35.40"),
         ),
-        Row(label="InvSqrtDecay", settings=BEST, printed=("22.18", "29.08", "28.84", "30.30", "35.33")),
-        Row(label="ValDecay", settings=BEST | DECAY, printed=("21.45", "29.46", "28.67", "30.69", "35.46")),
-        Row(label="InvSqrtDecay + 2xLR", settings=BEST | TWICE, printed=("21.92", "29.03", "28.76", "30.50", "35.33")),
-        Row(
-            label="ValDecay + 2xLR",
-            settings=BEST | DECAY | TWICE,
-            printed=("21.63", "29.49", "28.46", "30.13", "34.95"),
-        ),
+        Row("InvSqrtDecay", BEST, ("22.18", "29.08", "28.84", "30.30", "35.33")),
+        Row("ValDecay", BEST | DECAY, ("21.45", "29.46", "28.67", "30.69", "35.46")),
+        Row("InvSqrtDecay + 2xLR", BEST | TWICE, ("21.92", "29.03", "28.76", "30.50", "35.33")),
+        Row("ValDecay + 2xLR", BEST | DECAY | TWICE, ("21.63", "29.49", "28.46", "30.13", "34.95")),
     ),
 )
 
@@ -109,16 +93,13 @@ TABLE5 = Study(
     columns=tuple(_valid(f"{depth} layers", {"model.depth": depth}) for depth in (4, 5, 6)),
     rows=(
         Row(
-            label="PostNorm",
-            settings=SMALL | POST | LAYER | NO_WARMUP,
+            "PostNorm",
+            SMALL | POST | LAYER | NO_WARMUP,
             at={"paper": {"lr": 3e-4}},
             printed=("18.31", "fails", "fails"),
         ),
         Row(
-            label="PreNorm",
-            settings=SMALL | PRE | LAYER | NO_WARMUP,
-            at={"paper": {"lr": 3e-4}},
-            printed=("28.33", "28.13", "28.32"),
+            "PreNorm", SMALL | PRE | LAYER | NO_WARMUP, at={"paper": {"lr": 3e-4}}, printed=("28.33", "28.13", "28.32")
         ),
     ),
 )
@@ -130,11 +111,11 @@ TABLE6 = Study(
     claim="With much data PostNorm is above PreNorm, and ScaleNorm with FixNorm equals LayerNorm.",
     columns=(Column(title="newstest2014", metric="bleu", base=WMT14_DE),),
     rows=(
-        Row(label="PostNorm + LN, published", settings=None, printed=("27.3",)),
-        Row(label="PreNorm + LN", settings=PRE | LAYER | PLAIN, printed=("26.83",)),
-        Row(label="PreNorm + FixNorm + ScaleNorm", settings=PRE | SCALE | FIX, printed=("27.07",)),
-        Row(label="PostNorm + LN", settings=POST | LAYER | PLAIN, printed=("27.58",)),
-        Row(label="PostNorm + FixNorm + ScaleNorm", settings=POST | SCALE | FIX, printed=("27.57",)),
+        Row("PostNorm + LN, published", None, ("27.3",)),
+        Row("PreNorm + LN", PRE | LAYER | PLAIN, ("26.83",)),
+        Row("PreNorm + FixNorm + ScaleNorm", PRE | SCALE | FIX, ("27.07",)),
+        Row("PostNorm + LN", POST | LAYER | PLAIN, ("27.58",)),
+        Row("PostNorm + FixNorm + ScaleNorm", POST | SCALE | FIX, ("27.57",)),
     ),
 )
 
@@ -145,26 +126,18 @@ TABLE7 = Study(
     claim="One g a norm is as good as one a channel; a fixed g needs a low learning rate.",
     columns=_pairs("bleu"),
     rows=(
+        Row("RMSNorm + FixNorm", SMALL | PRE | RMS | FIX, ("20.92", "30.36", "32.54", "28.29", "33.67")),
+        Row("ScaleNorm + FixNorm", BEST, ("20.91", "30.25", "32.79", "28.44", "34.15")),
+        Row("ScaleNorm (g = √d) + FixNorm", BEST | FIXED_G, ("21.18", "30.36", "32.66", "28.19", "34.11")),
         Row(
-            label="RMSNorm + FixNorm",
-            settings=SMALL | PRE | RMS | FIX,
-            printed=("20.92", "30.36", "32.54", "28.29", "33.67"),
-        ),
-        Row(label="ScaleNorm + FixNorm", settings=BEST, printed=("20.91", "30.25", "32.79", "28.44", "34.15")),
-        Row(
-            label="ScaleNorm (g = √d) + FixNorm",
-            settings=BEST | FIXED_G,
-            printed=("21.18", "30.36", "32.66", "28.19", "34.11"),
+            "ScaleNorm (g = √d) + FixNorm + ValDecay",
+            BEST | FIXED_G | DECAY,
+            ("20.36", "30.45", "32.83", "27.97", "33.98"),
         ),
         Row(
-            label="ScaleNorm (g = √d) + FixNorm + ValDecay",
-            settings=BEST | FIXED_G | DECAY,
-            printed=("20.36", "30.45", "32.83", "27.97", "33.98"),
-        ),
-        Row(
-            label="ScaleNorm (g = √d) + FixNorm + ValDecay + 2xLR",
-            settings=BEST | FIXED_G | DECAY | TWICE,
-            printed=("21.15", "30.57", "31.81", "25.00", "28.92"),
+            "ScaleNorm (g = √d) + FixNorm + ValDecay + 2xLR",
+            BEST | FIXED_G | DECAY | TWICE,
+            ("21.15", "30.57", "31.81", "25.00", "28.92"),
         ),
     ),
 )
@@ -180,7 +153,7 @@ TABLE8 = Study(
         for part, metric in (("train", "perplexity train"), ("test", "perplexity smoothed"))
     ),
     rows=tuple(
-        Row(label=pair, settings=SMALL | PRE | FIX, base=PAIRS[pair], printed=printed)
+        Row(pair, SMALL | PRE | FIX, base=PAIRS[pair], printed=printed)
         for pair, printed in {
             "gl-en": ("11.792", "54.300", "10.151", "45.770"),
             "sk-en": ("14.078", "20.460", "14.004", "19.080"),
@@ -192,11 +165,11 @@ TABLE8 = Study(
 )
 
 COMPARED = (
-    Row(label="PostNorm + LN", settings=SMALL | POST | LAYER | PLAIN),
-    Row(label="PreNorm + LN", settings=SMALL | PRE | LAYER | PLAIN),
-    Row(label="PreNorm + FixNorm + LN", settings=SMALL | PRE | LAYER | FIX),
-    Row(label="PreNorm + FixNorm + ScaleNorm", settings=BEST),
-    Row(label="PreNorm + FixNorm + ScaleNorm, NoWarmup", settings=BEST | NO_WARMUP, at={"paper": {"lr": 3e-4}}),
+    Row("PostNorm + LN", SMALL | POST | LAYER | PLAIN),
+    Row("PreNorm + LN", SMALL | PRE | LAYER | PLAIN),
+    Row("PreNorm + FixNorm + LN", SMALL | PRE | LAYER | FIX),
+    Row("PreNorm + FixNorm + ScaleNorm", BEST),
+    Row("PreNorm + FixNorm + ScaleNorm, NoWarmup", BEST | NO_WARMUP, at={"paper": {"lr": 3e-4}}),
 )
 
 FIGURE1 = Study(
@@ -227,7 +200,7 @@ FIGURE3 = Study(
         Column(title="en-he, first norm", metric="learned_g", base=TED["he"]),
         Column(title="ar-en, first norm", metric="learned_g", base=TED["ar"]),
     ),
-    rows=(Row(label="PreNorm + FixNorm + ScaleNorm", settings=BEST),),
+    rows=(Row("PreNorm + FixNorm + ScaleNorm", BEST),),
 )
 
 FIGURE4 = Study(
@@ -237,7 +210,7 @@ FIGURE4 = Study(
     claim="Without smoothing g is lower in the decoder's late layers, and far higher at the output.",
     columns=(Column(title="first norm", metric="learned_g", base=IWSLT15_VI),),
     rows=(
-        Row(label="with label smoothing", settings=BEST),
-        Row(label="without label smoothing", settings=BEST | {"label_smoothing": 0.0}),
+        Row("with label smoothing", BEST),
+        Row("without label smoothing", BEST | {"label_smoothing": 0.0}),
     ),
 )

@@ -16,7 +16,7 @@ def _un(label: str, printed: tuple[str, ...] = (), **options: object) -> Row:
     """A row of UN; at paper scale with the warm-up that the authors' script gives it."""
     spec = f"un({', '.join(f'{key}={value!r}' for key, value in {'window': 4, **options}.items())})"
     at = {"paper": _norm(with_options(spec, {"warmup": PAPER_WARMUP}))}
-    return Row(label=label, settings=_norm(spec), at=at, printed=printed)
+    return Row(label, _norm(spec), at=at, printed=printed)
 
 
 LN, RMS, NONORM, BN, MABN = map(_norm, ("layer", "rms", "nonorm", "batch", "mabn"))
@@ -32,13 +32,13 @@ TABLE1 = Study(
         Column(title="WMT14 En-Fr", metric="bleu", base=WMT14_FR),
     ),
     rows=(
-        Row(label="LN", settings=LN, printed=("35.3", "40.0")),
-        Row(label="RMSNorm", settings=RMS, printed=("35.3", "39.8")),
-        Row(label="PN", settings=PN, printed=("35.3", "39.8")),
-        Row(label="NoNorm", settings=NONORM, printed=("FAIL", "32.8")),
-        Row(label="BN, folds", settings=BN, printed=("31.1", "35.1")),
-        Row(label="MABN, folds", settings=MABN, printed=("35.4", "36.5")),
-        Row(label="PN*, folds", settings=PN_STAR, printed=("35.0", "39.7")),
+        Row("LN", LN, ("35.3", "40.0")),
+        Row("RMSNorm", RMS, ("35.3", "39.8")),
+        Row("PN", PN, ("35.3", "39.8")),
+        Row("NoNorm", NONORM, ("FAIL", "32.8")),
+        Row("BN, folds", BN, ("31.1", "35.1")),
+        Row("MABN, folds", MABN, ("35.4", "36.5")),
+        Row("PN*, folds", PN_STAR, ("35.0", "39.7")),
         _un("UN, folds", ("35.4", "39.9")),
     ),
 )
@@ -79,10 +79,10 @@ TABLE2 = Study(
         Column(title="T2T-ViT-14 CIFAR100", metric="accuracy", base=CIFAR100),
     ),
     rows=(
-        Row(label="LN", settings=LN, printed=("81.3", "81.5", "98.3", "88.4")),
-        Row(label="BN, folds", settings=BN, printed=("80.8", "79.8", "96.6", "88.2")),
-        Row(label="MABN, folds", settings=MABN, printed=("80.9", "FAIL", "/", "/")),
-        Row(label="PN*, folds", settings=PN_STAR, printed=("80.9", "FAIL", "/", "/")),
+        Row("LN", LN, ("81.3", "81.5", "98.3", "88.4")),
+        Row("BN, folds", BN, ("80.8", "79.8", "96.6", "88.2")),
+        Row("MABN, folds", MABN, ("80.9", "FAIL", "/", "/")),
+        Row("PN*, folds", PN_STAR, ("80.9", "FAIL", "/", "/")),
         _un("UN, folds", ("81.0", "80.9", "98.3", "88.9"), outlier_filtration=True),
     ),
 )
@@ -95,10 +95,10 @@ TABLE3 = Study(
     note=POCKET_COCO,
     columns=_detection(FASTER_RCNN, "box"),
     rows=(
-        Row(label="LN", settings=LN, printed=("45.5", "67.5", "50.2", "31.5", "48.8", "58.4")),
-        Row(label="BN, folds", settings=BN, printed=("44.6", "66.8", "48.9", "30.4", "48.0", "57.8")),
-        Row(label="MABN, folds", settings=MABN, printed=("44.8", "66.8", "49.0", "29.0", "47.9", "57.3")),
-        Row(label="PN*, folds", settings=PN_STAR, printed=("44.3", "66.7", "48.4", "29.6", "47.4", "57.2")),
+        Row("LN", LN, ("45.5", "67.5", "50.2", "31.5", "48.8", "58.4")),
+        Row("BN, folds", BN, ("44.6", "66.8", "48.9", "30.4", "48.0", "57.8")),
+        Row("MABN, folds", MABN, ("44.8", "66.8", "49.0", "29.0", "47.9", "57.3")),
+        Row("PN*, folds", PN_STAR, ("44.3", "66.7", "48.4", "29.6", "47.4", "57.2")),
         _un("UN, folds", ("45.2", "67.2", "49.7", "30.1", "48.4", "58.2"), outlier_filtration=True),
     ),
 )
@@ -111,22 +111,10 @@ TABLE4 = Study(
     note=POCKET_COCO,
     columns=_detection(MASK_RCNN, "box", "mask"),
     rows=(
-        Row(label="LN", settings=LN, printed=_figures("46.0 68.1 50.3 31.2 49.2 60.1 41.6 65.1 44.9 25.9 45.1 56.9")),
-        Row(
-            label="BN, folds",
-            settings=BN,
-            printed=_figures("44.9 67.2 49.0 29.6 48.4 58.3 40.8 64.0 43.8 24.9 44.4 55.3"),
-        ),
-        Row(
-            label="MABN, folds",
-            settings=MABN,
-            printed=_figures("45.1 67.2 49.6 30.0 48.3 57.7 41.0 64.2 44.1 24.9 44.7 55.0"),
-        ),
-        Row(
-            label="PN*, folds",
-            settings=PN_STAR,
-            printed=_figures("44.6 66.8 48.9 29.1 47.6 57.6 40.7 63.7 43.6 24.1 43.8 54.9"),
-        ),
+        Row("LN", LN, _figures("46.0 68.1 50.3 31.2 49.2 60.1 41.6 65.1 44.9 25.9 45.1 56.9")),
+        Row("BN, folds", BN, _figures("44.9 67.2 49.0 29.6 48.4 58.3 40.8 64.0 43.8 24.9 44.4 55.3")),
+        Row("MABN, folds", MABN, _figures("45.1 67.2 49.6 30.0 48.3 57.7 41.0 64.2 44.1 24.9 44.7 55.0")),
+        Row("PN*, folds", PN_STAR, _figures("44.6 66.8 48.9 29.1 47.6 57.6 40.7 63.7 43.6 24.1 43.8 54.9")),
         _un(
             "UN, folds",
             _figures("45.6 67.6 50.4 29.6 49.2 58.9 41.4 64.8 44.5 25.2 45.1 55.7"),
@@ -208,7 +196,7 @@ TABLE8 = Study(
         for title, metric in (("MEM", "memory"), ("TPUT", "speed"))
     ),
     rows=(
-        Row(label="LN", settings=LN, printed=("9978", "1179.5", "955", "17.8")),
+        Row("LN", LN, ("9978", "1179.5", "955", "17.8")),
         _un("UN", ("8213", "1547.8", "897", "22.1"), outlier_filtration=True),
     ),
 )
@@ -263,10 +251,10 @@ FIGURE1 = Study(
         Column(title="Swin-T", metric="box AP", base=MASK_RCNN, options=FILTERED),
     ),
     rows=(
-        Row(label="LN", settings=LN),
-        Row(label="BN", settings=BN),
-        Row(label="MABN", settings=MABN),
-        Row(label="PN*", settings=PN_STAR),
+        Row("LN", LN),
+        Row("BN", BN),
+        Row("MABN", MABN),
+        Row("PN*", PN_STAR),
         _un("UN"),
     ),
 )
@@ -277,7 +265,7 @@ FIGURE3 = Study(
     source="Unified Normalization, Figure 3",
     claim="Activations lose normality in the course of training, gradients hardly.",
     columns=columns(IWSLT14_UN, {"activations": "pnac_activation", "gradients": "pnac_gradient"}),
-    rows=(Row(label="MABN", settings=MABN), _un("UN")),
+    rows=(Row("MABN", MABN), _un("UN")),
 )
 
 FIGURE4 = Study(
@@ -318,5 +306,5 @@ FIGURE6 = Study(
     " maps from the run folders. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs, which is"
     " no evidence on the similarity after 310 epochs on ImageNet.",
     columns=columns(T2T, {"all layers": "cka", "first third of the layers": "cka shallow", "accuracy": "accuracy"}),
-    rows=(Row(label="LN", settings=LN), Row(label="BN", settings=BN), _un("UN", outlier_filtration=True)),
+    rows=(Row("LN", LN), Row("BN", BN), _un("UN", outlier_filtration=True)),
 )
