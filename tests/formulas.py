@@ -358,7 +358,7 @@ class MABN(Channels):
         z = x / sigma
         g = weight * r * dy
         s = (g * z)[keep].mean(0)
-        self.gz[t % self.window] = s
+        self.gz = np.vstack([self.gz[1:], s])
         psi = s if own else self.gz.mean(0)
         dx = (g - keep[..., None] * z * psi) / sigma
         out = {"y": weight * r * z + bias, "dx": dx, **affine_gradients(dy, r * z), **counters}
@@ -406,7 +406,7 @@ class UN(Channels):
         z = x / sigma
         g = weight * r * dy
         s = (g * z)[keep].mean(0)
-        self.gz[t % self.backward] = self.psi if outlier else s
+        self.gz = np.vstack([self.gz[1:], self.psi if outlier else s])
         early = t <= self.backward or t < self.warmup or self.forward == 1
         psi = self.alpha_bkw * self.psi + (1 - self.alpha_bkw) * (s if early or outlier else self.gz.mean(0))  # (17)
         removed = s if outlier or (early and self.exact) else psi

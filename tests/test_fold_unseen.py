@@ -353,3 +353,82 @@ def test_a_norm_with_two_names_that_is_called_with_a_mask():
     assert rms.a is rms.b
     assert "rms" in rms.a.spec
     assert folded.a(x, mask) is x
+
+
+class Experts(nn.Module):
+    """Experts of ranges of words, each called with all of its rows, often none."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(40, DIM), make("un", DIM)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, ids: Tensor, how: str = "mask") -> Tensor:
+        y, out = self.norm(torch.tanh(self.words(ids))).flatten(0, 1), torch.zeros(ids.numel(), DIM)
+        for number, expert in enumerate(self.experts):
+            rows = ids.flatten() // 10 == number
+            if how == "mask":
+                out[rows] = expert(y[rows])
+            else:
+                out.index_add_(0, rows.nonzero().flatten(), expert(y[rows]))
+        return out
+
+
+@pytest.mark.parametrize("how", ["mask", "add"])
+def test_an_expert_that_was_called_without_rows_keeps_the_norm(how):
+    few, all_ids = torch.tensor([[3, 15, 17], [0, 11, 19]]), torch.arange(40)[None]
+    _, report = both_agree_on(Experts(), (few, how), (all_ids, how), "multiply-add")
+    assert "no call that was tried used experts.2.weight" in report.rows[0].why
+    both_agree_on(Experts(), (all_ids, how), (few, how), "folded")
+
+
+@pytest.mark.parametrize("kind", ["group", "channels", "token"])
+def test_an_index_may_pick_what_the_example_does_not(kind):
+    def pick(y, a, b, index):
+        if kind == "token":
+            return a(torch.cat([torch.ones_like(y[:, :1]), y], 1)[torch.arange(len(y)), index])
+        return a(y.unflatten(-1, (3, 2))[torch.arange(2), :, index] if kind == "group" else y.index_select(-1, index))
+
+    model, later = Two(pick), {"group": [0, 1], "channels": [3, 5], "token": [0, 1]}[kind]
+    model.a, model.b = nn.Linear(DIM if kind == "token" else 2, 4), None
+    x = torch.randn(2, 5, DIM)
+    both_agree(model, (x, torch.tensor([2, 2])), (x, torch.tensor(later)), "multiply-add")
+
+
+def test_a_factor_that_the_model_computes_from_numbers_is_not_folded_in():
+    model = Two(lambda y, a, b, ids: a(y * (ids > 2).any()) + b(y))
+    x = torch.randn(2, 5, DIM)
+    both_agree(model, (x, torch.arange(6).view(2, 3)), (x, torch.ones(2, 3, dtype=torch.long)), "add")
+
+
+def test_a_vector_of_a_gain_and_a_bias_that_only_later_calls_use_keeps_the_norm():
+    both = nn.Parameter(torch.rand(2 * DIM) + 0.5)
+    model = Two(lambda y, a, b, *z: a(y * both[:DIM] + both[DIM:] if z else y) + b(y))
+    model.both = both
+    both_agree(model, (torch.randn(2, 3, DIM),), (torch.randn(2, 3, DIM), torch.ones(1)), "multiply-add")
+
+
+def test_padding_by_ones_that_only_sizes_not_tried_show():
+    model = Two(lambda y, a, b: a(F.pad(y, (0, 0, 0, 2 * (y.shape[1] > 9)), value=1.0)) + b(y).sum())
+    both_agree(model, (torch.randn(2, 5, DIM),), (torch.randn(2, 12, DIM),), "multiply-add")
+
+
+def test_a_view_of_the_bits_of_a_norm_reads_it():
+    model = Two(lambda y, a, b: a(y) + b(y) + 1e-9 * (y.view(torch.int32) > 0).sum())
+    check(model, torch.randn(2, 5, DIM), actions="multiply-add")
+
+
+class Slots:
+    """An output whose tensor is in no `__dict__`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
+@pytest.mark.parametrize("wrap", [Slots, lambda y: iter([y]), lambda y: [[[[[[[y]]]]]]]])
+def test_an_output_that_is_hidden_in_an_object_stays(wrap):
+    model = Two(lambda y, a, b: (a(y) + b(y), wrap(y)))
+    check(model, torch.randn(2, 5, DIM), actions="multiply-add")
+    check(model, torch.randn(2, 5, DIM), actions="folded", outputs=lambda out: out[0])

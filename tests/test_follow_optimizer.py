@@ -226,3 +226,14 @@ def test_bad_input_raises():
         nk.follow_optimizer(nn.Sequential(nn.LayerNorm(3)))
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or None; got float"):
         nk.follow_optimizer(tiny(), 0.1)
+
+
+def test_an_optimizer_that_accelerate_prepared_is_followed():
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, optimizer = accelerator.prepare(tiny(), torch.optim.SGD(tiny().parameters(), lr=0.0))
+    nk.follow_optimizer(model, optimizer)
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(6, 4)).square().mean())
+            optimizer.step()
+    assert model[0].step == 2

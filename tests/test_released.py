@@ -26,7 +26,7 @@ SETTINGS = [
     ("batch", {}),
     ("batch", {"alpha": 0.9}),
 ]
-LATE = 1000  # MABN and UN change once more after this many steps
+LATE = 1008  # MABN and UN change once more after 1000 steps; whole turns of windows of 3 and 4
 ids = [f"{name}({', '.join(f'{k}={v}' for k, v in given.items())})" for name, given in SETTINGS]
 
 

@@ -346,3 +346,14 @@ def test_a_state_given_by_functional_call_moves_in_the_backward_pass_too(spec, c
     assert_close({k: found[k] for k in ("y", "dx")}, {k: expected[k] for k in ("y", "dx")})
     assert_close({k: given[k] for k, _ in other.named_buffers()}, dict(other.named_buffers()))
     assert_close(norm.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("spec", ["un(warmup=2, window=2)", "mabn(warmup=2, window=2)"])
+def test_forwards_without_a_backward_leave_no_gap_in_the_gradient_window(spec):
+    """As in a GAN, where the generator also runs for the discriminator's step: half of the slots stayed 0."""
+    norm = trained(spec)
+    norm.reset_warmup()
+    for step in range(4):
+        norm(batch(step, 6, DIM))
+        train_step(norm, batch(step, 6, DIM), batch(9 + step, 6, DIM))
+    assert norm.window_g.count_nonzero() == norm.window_g.numel()

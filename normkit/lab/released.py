@@ -221,7 +221,8 @@ class MABN(Released):
     def modern(self) -> mabn.MABN:
         """Return the norm of `NORMS` with the same options and state."""
         norm = mabn.MABN(self.dim, eps=self.eps, window=self.window, alpha=self.alpha, warmup=self.warmup)
-        _take_over(norm, self, running=self.running_var, window_x=self.buffer_x2, window_g=self.buffer_gz)
+        newest_last = self.buffer_gz.roll(-1 - int(self.iters) % self.window, 0)
+        _take_over(norm, self, running=self.running_var, window_x=self.buffer_x2, window_g=newest_last)
         return norm
 
 
@@ -330,8 +331,9 @@ class UN(Released):
             self.dim, eps=self.eps, window=len(self.buffer_x2), window_bkw=len(self.buffer_gz), alpha=self.alpha,
             warmup=self.warmup, outlier_filtration=self.outlier_filtration, warmup_grad="ema", compensate=True,
         )  # fmt: skip
+        newest_last = self.buffer_gz.roll(-1 - int(self.iters) % len(self.buffer_gz), 0)
         _take_over(
-            norm, self, running=self.running_var, psi=self.ema_gz, window_x=self.buffer_x2, window_g=self.buffer_gz,
+            norm, self, running=self.running_var, psi=self.ema_gz, window_x=self.buffer_x2, window_g=newest_last,
             filtered=self.skip_counter,
         )  # fmt: skip
         return norm

@@ -222,7 +222,10 @@ void differentiate(const TrainingStep& given, int threads) {
             used = made.saved_grad[c];
             fresh = smooth[c] - used * (options.clamp ? std::min(decay, 1.0f) : decay) + rate * now[c];
         } else if (rule == Backward::WINDOWED) {
-            const float mean = window_mean(state.window_grad + c, size, channels, step % size, now[c], ok, false);
+            float* window = state.window_grad + c;  // the oldest row first
+            const float mean = window_mean(window, size, channels, 0, now[c], false, false);
+            for (int64_t row = 1; ok && row < size; ++row) window[(row - 1) * channels] = window[row * channels];
+            if (ok) window[(size - 1) * channels] = now[c];
             fresh = used = early ? now[c] : mean;
             if (smooth) fresh = used = moved(smooth[c], used, rate);
         }

@@ -218,7 +218,11 @@ def grad_rule(
             smooth = tl.load(SMOOTH + channel, mask=real, other=0.0) - before * decay + rate * batch
         else:
             early = (step <= size) | (step < warmup)
-            value = window_mean(WINDOW, batch, step % size, size, ok, channel, real, channels, False)
+            value = window_mean(WINDOW, batch, 0, size, ok & False, channel, real, channels, False)
+            for row in range(1, size):  # the oldest row is the first, and gives way
+                later = tl.load(WINDOW + row * channels + channel, mask=real, other=0.0)
+                tl.store(WINDOW + (row - 1) * channels + channel, later, mask=real & ok)
+            tl.store(WINDOW + (size - 1) * channels + channel, batch, mask=real & ok)
             value = tl.where(early, batch, value)
             smooth = value
             if SMOOTH is not None:

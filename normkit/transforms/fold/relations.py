@@ -111,12 +111,12 @@ class Relations:
         self._biases()
         idle, tables, beside = unused_weights(trace, model)
         for source in trace.sources.values():  # an expert, another head, a branch may use it in a later call
-            for length, why in idle.items() if source.size > 1 else ():
+            owner = source.name.rpartition(".")[0]
+            own = {length: why for (place, length), why in beside.items() if place == owner}
+            vectors = own if source.kind == "norm" else tables
+            for length, why in [*idle.items(), *vectors.items()] if source.size > 1 else ():
                 if length % source.size == 0:
                     self.pin(source.codes, why)
-            place = source.name.rpartition(".")[0], source.size
-            if why := beside.get(place) if source.kind == "norm" else tables.get(source.size):
-                self.pin(source.codes, why)
 
     def pin(self, nodes: Tensor, why: str, scale: bool = True) -> None:
         """Let nodes have `t = 0`, and `s = 1` too if `scale`."""

@@ -60,8 +60,7 @@ class Survey:
         self.model = self.double()
         self.prepared = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in self.model.parameters())
         own_storage(self.model)
-        found = find(self.model)
-        if not found:
+        if not (found := find(self.model)):
             seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
             reason = f"it saw {seen}" if seen else "a folded model has none"
             raise ValueError(f"{verb}() found no norm that it can read; {reason}")
@@ -144,8 +143,9 @@ class Survey:
         answer = {path: t.clone() for path, t in given.items()}
         for path in given:
             tracer.note_reader(given[path], f"the model output ({path})" if path else "the model output")
-        del out, given  # the last references to them but those of the model and of cycles
-        known = {id(t) for t in passed.values()} | tracer.tables
+        known = {id(t) for t in [*passed.values(), *([] if self.outputs else given.values())]} | tracer.tables
+        if self.outputs:  # else the output may hold more than `tensors` finds
+            del out, given  # the last references to them but those of the model and of cycles
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
             gc.collect()
         for tensor in [t for t in tracer.shadows.keys() if id(t) not in known]:  # noqa: SIM118

@@ -22,9 +22,8 @@ def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     if packet is aten.linear:
         bias, weight = args[2] if len(args) > 2 else None, weight.t()
     parameter = tracer._parameter(weight)
-    if parameter is None or tracer._parameter(x) is not None or weight.dim() != 2:
-        return False
-    if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
+    factors = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    if parameter is None or tracer._parameter(x) is not None or weight.dim() != 2 or factors != (1, 1):
         return False
     stride = (0, weight.stride(0), 0, weight.stride(1))
     view = View(parameter, (1, weight.shape[0], 1, weight.shape[1]), stride, weight.storage_offset())
@@ -77,7 +76,7 @@ def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out
 def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
     """A followed tensor times a number, a parameter per channel, or a number per position."""
     a, b = args[0], args[1]
-    if isinstance(b, Tensor) and (b.numel() != 1 or tracer.shadow(b) is not None):
+    if isinstance(b, Tensor) and (b.numel() != 1 or tracer._parameter(b) is None):  # a number of this call, perhaps
         sides = ((a, b), (b, a)) if packet is aten.mul else ((a, b),)
         rules = (_layer_scale, _each_position) if packet is aten.mul else (_each_position,)
         return any(rule(tracer, x, by, out) for rule in rules for x, by in sides)
@@ -93,8 +92,7 @@ def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool
     parameter, dim = tracer._parameter(gain), _channel_axis(tracer.shadow(x), out)
     if parameter is None or tracer.shadow(gain) is None or dim is None or gain.numel() != out.shape[dim]:
         return False
-    stride = gain.expand(out.shape).stride(dim)
-    if stride == 0:
+    if (stride := gain.expand(out.shape).stride(dim)) == 0:
         return False
     view = View(parameter, (gain.numel(), 1, 1, 1), (stride, 0, 0, 0), int(gain.storage_offset()))
     return tracer.product("gain", view, None, channel_rows(tracer.origins(x), dim), out, dim)
@@ -105,7 +103,7 @@ def _each_position(tracer: "Tracer", x: Tensor, factor: Tensor, out: Tensor) -> 
     dim = _channel_axis(tracer.shadow(x), out)
     if dim is None or tracer.shadow(factor) is not None or tracer._parameter(factor) is not None:
         return False
-    if factor.view((1,) * (out.dim() - factor.dim()) + factor.shape).shape[dim] != 1:
+    if (*(1,) * (out.dim() - factor.dim()), *factor.shape)[dim] != 1:
         return False
     return _combine(tracer, [x], [(_or_zero(channel_pairs(tracer.origins(x), dim)), 1.0)], out, dim)
 
@@ -131,6 +129,21 @@ def _index_put(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
         return False
     pairs = torch.cat([channel_pairs(before, -1), channel_pairs(written, -1)]).unique(dim=0)
     return _combine(tracer, [into, rows], [(pairs, 1.0)], out, -1)
+
+
+def picked(tracer: "Tracer", packet: Any, args: tuple, out: Tensor) -> bool:
+    """Elements that differ, picked by an index: another call may pick any of them, so all are read."""
+    x, shadow = args[0], tracer.origins(args[0])
+    indices = args[1] if packet is aten.index else [*[None] * (args[1] % x.dim()), args[2]]
+    axis, axes = next(k for k, index in enumerate(indices) if index is not None), len(indices)
+    axes += sum(index.dim() - 1 for index in indices if index is not None and index.dtype is torch.bool)
+    constant = all(index is None or tracer._parameter(index) is not None for index in indices)
+    if constant or all(bool((shadow == shadow.narrow(k, 0, 1)).all()) for k in range(axis, axes)):
+        return False
+    if axes < x.dim() and out.shape[-1] == x.shape[-1] and is_channel_axis(shadow, -1):
+        return _combine(tracer, [x], [(channel_pairs(shadow, -1), 1.0)], out, -1)
+    tracer.note_reader(x, f"aten.{packet.__name__}, which other inputs may give another index")
+    return False
 
 
 def _or_zero(pairs: Tensor) -> Tensor:
@@ -237,6 +250,7 @@ def _only_along(shadow: Tensor, dim: int) -> bool:
     return shadow.dim() > 1 and bool((rows == rows[:1]).all()) and bool((rows[0] > ZERO).all())
 
 
+PICKS = (aten.index, aten.index_select, aten.gather)
 POOLS = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
 RESIZES = (
     aten.upsample_nearest1d, aten.upsample_nearest2d, aten._upsample_nearest_exact2d, aten.upsample_linear1d,

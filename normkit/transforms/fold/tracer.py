@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normkit.transforms.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View, channel_pairs, everywhere, joined
-from normkit.transforms.fold.trace_rules import RULES, is_channel_axis
+from normkit.transforms.fold.trace_rules import PICKS, RULES, is_channel_axis, picked
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ class Tracer(TorchDispatchMode):
         self.shadows: Any = WeakIdKeyDictionary()
         self.stack: list[str] = []
         self.inside_norm = 0
-        tensors = [t for t in [*model.parameters(), *model.buffers()] if t.numel()]
+        tensors = (t for t in [*model.parameters(), *model.buffers()] if t.numel())
         self.storages = {t.untyped_storage().data_ptr(): trace.names[id(t)] for t in tensors}
         self.tables = self._tables(model)
 
@@ -80,10 +80,8 @@ class Tracer(TorchDispatchMode):
 
     def note_reader(self, tensor: Tensor, by: Product | Source | str) -> None:
         """Note that `by` reads what is followed in a tensor."""
-        shadow = self.shadow(tensor)
-        if shadow is not None:
-            for source, codes in self.trace.by_code(shadow):
-                source.note_reader(by, codes)
+        for source, codes in self.trace.by_code(self.origins(tensor)):
+            source.note_reader(by, codes)
 
     def note_weight_reader(self, tensor: Tensor, by: str) -> None:
         """Note that `by`, which is no product, reads a tensor if that is a weight."""
@@ -110,7 +108,7 @@ class Tracer(TorchDispatchMode):
         self.stack.pop()
         if norm := self.trace.norms.get(name):
             self.inside_norm -= 1
-            if self.inside_norm == 0 and isinstance(out, Tensor):
+            if self.inside_norm == 0 and isinstance(out, Tensor) and out.numel():
                 dim = norm.channel_dim
                 self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
 
@@ -134,23 +132,25 @@ class Tracer(TorchDispatchMode):
             self.shadows[out] = everywhere(ZERO, out.shape)
         if packet in SHAPES_ONLY:
             return out
-        if packet in MOVES and (dtype is None or dtype.is_floating_point):
-            if any(self._followed(t) for t in given):
+        if packet in MOVES and func is not aten.view.dtype and (dtype is None or dtype.is_floating_point):
+            if any(self._followed(t) for t in given) and not (packet in PICKS and picked(self, packet, args, out)):
                 self._move(func, args, kwargs, out)
             storages = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, Tensor)}
-            for tensor in given:
-                if storages - {tensor.untyped_storage().data_ptr()} and not self._followed(tensor):
-                    self.note_weight_reader(tensor, name)  # a copy of a weight will not change along with it
+            for tensor in (t for t in given if not self._followed(t) and storages - {t.untyped_storage().data_ptr()}):
+                self.note_weight_reader(tensor, name)  # a copy of a weight will not change along with it
+            return out
+        if any(not t.numel() for t in given):  # an expert without rows: it reads, writes and adds nothing
+            if isinstance(out, Tensor) and out.shape == given[0].shape and self._followed(given[0]):
+                self.shadows[out] = self.origins(given[0])
             return out
         if (rule := RULES.get(packet)) and rule(self, packet, args, kwargs, out):
             return out
         for tensor in given:  # no rule: the operation reads its arguments, and its result is not followed
             self.note_reader(tensor, name)
             self.note_weight_reader(tensor, name)
-        takes = func._schema.arguments
-        values = [*args, *(kwargs.get(argument.name) for argument in takes[len(args) :])]
-        for argument, value in zip(takes, values, strict=True):
+        for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
                 for tensor in (t for t in tree_leaves(value) if isinstance(t, Tensor)):
                     self._forget(tensor)
         return out
@@ -164,8 +164,7 @@ class Tracer(TorchDispatchMode):
                 return t
             return self.origins(t) if t.dtype.is_floating_point else t.cpu()
 
-        packet = func.overloadpacket
-        if packet is aten.masked_fill and isinstance(args[2], Tensor):
+        if (packet := func.overloadpacket) is aten.masked_fill and isinstance(args[2], Tensor):
             self.note_reader(args[2], "aten.masked_fill")
         args, kwargs = tree_map(stand_in, args), tree_map(stand_in, kwargs)
         if packet in (aten.masked_fill, aten.where):
@@ -184,7 +183,7 @@ class Tracer(TorchDispatchMode):
                 args = (*args[:2], ZERO if not isinstance(value, Tensor) and value == 0 else FOREIGN)
             moved = func(*args, **kwargs)
             if packet is aten.constant_pad_nd and self.trace.resizable and not any(args[1]):
-                moved = _padded_somewhere(moved, len(args[1]) // 2)
+                moved = _padded_somewhere(moved, len(args[1]) // 2, *args[2:])
         outs, moveds = ([out], [moved]) if isinstance(out, Tensor) else (list(out), list(moved))
         for tensor, shadow in zip(outs, moveds, strict=True):
             self.shadows[tensor] = shadow
@@ -240,8 +239,8 @@ class Tracer(TorchDispatchMode):
         return {id(t) for t in tensors if t is not None and t.dtype.is_floating_point and 1 < t.numel() <= 1 << 20}
 
 
-def _padded_somewhere(shadow: Tensor, axes: int) -> Tensor:
-    """A shadow padded by width zero, as if by some zeros: at another size there will be."""
+def _padded_somewhere(shadow: Tensor, axes: int, code: float | None = ZERO) -> Tensor:
+    """A shadow padded by width zero, as if by some numbers: at another size there will be."""
     order = sorted(range(shadow.dim()), key=lambda axis: (axis != shadow.dim() - 1, axis != 1))
     channels = next((axis for axis in order if is_channel_axis(shadow, axis)), None)
     places = [n for axis, n in enumerate(shadow.shape) if axis != channels]
@@ -249,7 +248,7 @@ def _padded_somewhere(shadow: Tensor, axes: int) -> Tensor:
     if channels is None or not padded or math.prod(places) < 2:
         return shadow
     shadow = shadow.clone()
-    shadow[tuple(slice(None) if axis == channels else -1 for axis in range(shadow.dim()))] = ZERO
+    shadow[tuple(slice(None) if axis == channels else -1 for axis in range(shadow.dim()))] = code or ZERO
     return shadow
 
 
