@@ -350,7 +350,7 @@ def test_a_state_given_by_functional_call_moves_in_the_backward_pass_too(spec, c
 
 @pytest.mark.parametrize("spec", ["un(warmup=2, window=2)", "mabn(warmup=2, window=2)"])
 def test_forwards_without_a_backward_leave_no_gap_in_the_gradient_window(spec):
-    """As in a GAN, where the generator also runs for the discriminator's step: half of the slots stayed 0."""
+    """A GAN's generator also runs for the discriminator's step."""
     norm = trained(spec)
     norm.reset_warmup()
     for step in range(4):

@@ -132,7 +132,7 @@ def _index_put(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
 
 
 def picked(tracer: "Tracer", packet: Any, args: tuple, out: Tensor) -> bool:
-    """Elements that differ, picked by an index: another call may pick any of them, so all are read."""
+    """Elements that differ, picked by an index: another call may pick any of them."""
     x, shadow = args[0], tracer.origins(args[0])
     indices = args[1] if packet is aten.index else [*[None] * (args[1] % x.dim()), args[2]]
     axis, axes = next(k for k, index in enumerate(indices) if index is not None), len(indices)
