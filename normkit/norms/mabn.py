@@ -63,7 +63,7 @@ class MABN(WarmupNorm):
         return Stat(value, {"window_x": window, "running": self.average(value), **drift}, output_scale=r)
 
     def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
-        window = torch.cat([self.window_g[1:], batch])  # some forwards have no backward
+        window = torch.cat([self.window_g[1:], batch])  # by backward, not by step: some forwards have none
         value = torch.where(self._batch_phase(step), batch, window.mean(0, keepdim=True))
         return value, {"window_g": window}
 

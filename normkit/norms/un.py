@@ -103,7 +103,7 @@ class UN(WarmupNorm):
         outlier = saved[0] if saved else None
         if outlier is not None:
             early, entry = early | outlier, torch.where(outlier, self.psi, batch)
-        window = torch.cat([self.window_g[1:], entry])  # some forwards have no backward
+        window = torch.cat([self.window_g[1:], entry])  # by backward, not by step: some forwards have none
         smooth = torch.where(early, batch, window.mean(0, keepdim=True))
         alpha = self.alpha if self.alpha_bkw is None else self.alpha_bkw
         psi = alpha * self.psi + (1 - alpha) * smooth

@@ -64,7 +64,8 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
     check_not_wrapped(model, "follow_optimizer")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or None; got {type(optimizer).__name__}")
-    optimizer = optimizer if hasattr(optimizer, "_optimizer_step_post_hooks") else getattr(optimizer, "optimizer", None)
+    if optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        optimizer = getattr(optimizer, "optimizer")  # noqa: B009 (accelerate wraps an optimizer in a subclass without state)
     for norm in norms_with_statistics(model, "follow_optimizer").values():
         _start(norm)
     reference = weakref.ref(model)  # a hook on all optimizers must not keep the model alive

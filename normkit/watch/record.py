@@ -58,7 +58,8 @@ def record(
 
     Raises:
         TypeError: if `model` is no `nn.Module`, or a count is no whole number.
-        ValueError: for an unknown quantity, a value out of range, old rows in `to`, a model without norms or by FSDP2.
+        ValueError: for an unknown quantity, a value out of range, a model without norms or sharded by FSDP2, or a file
+            `to` that has rows where `start` is 0.
 
     Example:
         >>> import normkit

@@ -146,8 +146,8 @@ struct Step : torch::autograd::Function<Step> {
         const variable_list saved = context->get_saved_variables();
         const Tensor x = plain(saved[DECISIONS]), weight = saved[DECISIONS + 1], mask = saved[DECISIONS + 2];
         const Tensor dy = plain(gradients[0]), dx = at::empty_like(x);
-        TORCH_CHECK(dy.has_storage() && dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(),
-                    ", x ", x.scalar_type(), "; for a vmap of gradients take normkit.kernels(\"reference\")");
+        TORCH_CHECK(dy.has_storage(), "vmap of this norm's gradients needs `with normkit.kernels(\"reference\")`");
+        TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(), ", x ", x.scalar_type());
         const Tensor dweight = at::empty({x.size(-1)}, x.options().dtype(at::kFloat)), dbias = at::empty_like(dweight);
         TrainingStep step = common_arguments(x, mask, weight, *given, saved);
         step.options.real &= mask.defined();
