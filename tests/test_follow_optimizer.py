@@ -138,6 +138,29 @@ def test_checkpoints_do_not_change(spec):
     assert all(torch.equal(t, model.state_dict()[key]) for key, t in again.state_dict().items())
 
 
+def test_a_warm_up_that_has_ended_stays_so_when_resumed_and_starts_again_when_reset():
+    def run(norm, optimizer, steps):
+        for i in steps:
+            norm(draw(i)).square().mean().backward()
+            optimizer.step()
+
+    trained, resumed = make("un", 4), make("un", 4)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.0)
+    run(trained, optimizer, range(150))
+    nk.follow_optimizer(trained, optimizer)
+    follower = torch.optim.SGD(resumed.parameters(), lr=0.0)
+    nk.follow_optimizer(resumed, follower)
+    resumed.load_state_dict(trained.state_dict())
+    run(trained, optimizer, range(150, 153))
+    run(resumed, follower, range(150, 153))
+    assert resumed.warmup_end > 0
+    for key, t in trained.state_dict().items():
+        assert_close(resumed.state_dict()[key], t, msg=lambda text, key=key: f"{key}: {text}")
+    trained.reset_warmup()
+    run(trained, optimizer, range(3))
+    assert trained.warmup_end == 0 < trained.lag
+
+
 def test_unusable_batches_and_skipped_steps_move_nothing():
     model = tiny("batch")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

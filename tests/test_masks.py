@@ -73,16 +73,17 @@ def test_without_a_mask_padding_does_change_statistics():
     assert not torch.allclose(model.norm.running, other.norm.running, rtol=1e-2)
 
 
+class Rerun(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+    def forward(self, x, attention_mask=None, again=True):
+        return checkpoint(self.block, x, use_reentrant=False) if again else self.block(x)
+
+
 def test_masks_arrive_under_checkpointing():
-    class Wrapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-
-        def forward(self, x, attention_mask=None, again=True):
-            return checkpoint(self.block, x, use_reentrant=False) if again else self.block(x)
-
-    model = convert(Wrapped(), "pnv", mask_from="attention_mask").train()
+    model = convert(Rerun(), "pnv", mask_from="attention_mask").train()
     other = copy.deepcopy(model)
     x, mask, dy = torch.randn(2, 7, 4), padding(), torch.randn(2, 7, 4)
     dy[~mask.bool()] = 0
@@ -94,6 +95,26 @@ def test_masks_arrive_under_checkpointing():
     blind.zero_grad()
     blind(x, attention_mask=None, again=False).backward(dy)
     assert not torch.allclose(blind.block[0].weight.grad, other.block[0].weight.grad, rtol=1e-2)
+
+
+@pytest.mark.parametrize("spec", ["un(warmup=1)", "power(groups=1)", "pnv", "taper(warmup=1, until=4)"])
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 5)])
+def test_two_masked_forwards_before_one_backward_are_recomputed_with_their_own_masks(spec, lengths):
+    """As contrastive losses do, which encode queries and passages by one model."""
+    model = convert(Rerun(), spec, mask_from="attention_mask").train()
+    torch.manual_seed(0)
+    passes = [
+        (torch.randn(2, n, 4), torch.arange(n) < torch.tensor([[n], [real]]))
+        for n, real in zip(lengths, (5, 2), strict=True)
+    ]
+    for _ in range(3):
+        plain = copy.deepcopy(model)
+        for each, again in ((model, True), (plain, False)):
+            each.zero_grad()
+            first, second = (each(x, mask, again=again)[mask] for x, mask in passes)
+            (first.square().mean() * second.cos().mean()).backward()
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
 
 
 def test_a_mask_is_released_after_its_call():

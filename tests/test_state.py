@@ -102,6 +102,19 @@ def test_a_state_without_this_norm_leaves_it_alone():
     assert "norm.lag" in found.missing_keys
 
 
+@pytest.mark.parametrize("spec", ["un(warmup=3)", "mabn(warmup=3)"])
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+def test_a_state_without_windows_starts_the_warm_up_again(spec, choice):
+    saved, norm = make("pnv", DIM), make(spec, DIM)
+    for i in range(30):
+        saved(batch(i, 20, DIM, dtype=torch.float32))
+    norm.load_state_dict(saved.state_dict(), strict=False)
+    x = batch(30, 20, DIM, dtype=torch.float32)
+    with normkit.kernels(choice):
+        assert_close(norm(x), saved(x))  # empty windows made it up to 300 times as large
+    assert norm.step == 1
+
+
 def test_nu_moves_by_the_gamma_of_all_batches_together():
     """Equation 13: Gamma is the mean of 1 and 9."""
     norm = make("power(groups=0, warmup=0, affine=False, eps=0.0, steps_per_update=2)", 1)

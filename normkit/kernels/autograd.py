@@ -21,14 +21,12 @@ class StandardizeOptions:
 
     Attributes:
         norm: A StatNorm, which decides which gradient statistics to remove.
-        mask: `[...]`, True where a row is real.
         groups: Groups of layer-scale that the kernels apply on their way.
         one_pass: The statistics were known before this batch was read.
         y: The output, if a kernel has already written it.
     """
 
     norm: Any
-    mask: Tensor | None
     groups: int = 0
     one_pass: bool = False
     y: Tensor | None = None
@@ -48,7 +46,7 @@ class Standardize(torch.autograd.Function):
         norm = options.norm
         ctx.norm, ctx.groups, ctx.one_pass, ctx.has_bias = norm, options.groups, options.one_pass, bias is not None
         ctx.block, ctx.buffers = dispatch.current_block(), {} if torch.compiler.is_compiling() else dict(norm._buffers)
-        ctx.save_for_backward(x, weight, options.mask, *statistics.tensors())
+        ctx.save_for_backward(x, weight, *statistics.tensors())
         if options.y is not None:
             return options.y
         return ops.standardize(
@@ -64,23 +62,23 @@ class Standardize(torch.autograd.Function):
                 "norms with batch statistics cannot be differentiated twice (create_graph=True) while training; "
                 "put them into evaluation mode, or take a per-token norm"
             )
-        x, weight, mask, *tensors = ctx.saved_tensors
-        statistics = StepStatistics.from_tensors(tensors)
+        x, weight, *tensors = ctx.saved_tensors
+        given = ctx, dy, x, weight, StepStatistics.from_tensors(tensors)
         if torch.compiler.is_compiling():
-            return *_backward(ctx, dy, x, weight, mask, statistics), None, None
+            return *_backward(*given), None, None
         own, vars(ctx.norm)["_buffers"] = ctx.norm._buffers, ctx.buffers  # those of functional_call are gone by now
         try:
             with dispatch.resumed(ctx.block):
-                return *_backward(ctx, dy, x, weight, mask, statistics), None, None
+                return *_backward(*given), None, None
         finally:
             vars(ctx.norm)["_buffers"] = own
 
 
 def _backward(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None, statistics: StepStatistics
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, statistics: StepStatistics
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias."""
-    norm, value, saved = ctx.norm, statistics.value, statistics.saved
+    norm, value, mask, saved = ctx.norm, statistics.value, statistics.mask, statistics.saved
     output_scale, grad_scale = statistics.output_scale, statistics.grad_scale
     kind = ops.select_grad(dy, x, value.dtype, ctx.groups)
     known_in_advance = norm.grad_known_in_advance(saved) if ctx.one_pass else None

@@ -192,9 +192,9 @@ class Divide(torch.autograd.Function):
     """`weight * x * r(x)` with an analytic gradient.
 
     `r = 1 / sqrt(mean(x^2) + eps)`, or `1 / max(||x||, eps)` with `length`. `weight` is None, one number, or `[C]`
-    (not where `length`). Computed in float32 or wider, rounded once to the type
-    of `x`. Backward, with `g = weight * dy`: `dx = r g - x r^2 sum(g x r) / C`; for a length not divided by C, and
-    without the second term where it was clamped. Differentiated twice, it uses plain operations.
+    (not where `length`). Computed in float32 or wider, rounded once to the type of `x`. Backward, with
+    `g = weight * dy`: `dx = r g - x r^2 sum(g x r) / C`; for a length not divided by C, and without the second term
+    where it was clamped. Differentiated twice, it uses plain operations.
     """
 
     @staticmethod

@@ -18,6 +18,7 @@ class StepStatistics:
         output_shift: Constant added after `output_scale`, `[C]`; None for 0.
         grad_scale: Constant factor on the gradient, backward only, `[C]`; None for 1.
         dx_scale: Constant factor on dx, `[C]`; None for 1.
+        mask: `[...]`, True where a row is real; None if all are.
         saved: Tensors that the norm's `grad_stat` reads.
     """
 
@@ -29,16 +30,17 @@ class StepStatistics:
     output_shift: Tensor | None = None
     grad_scale: Tensor | None = None
     dx_scale: Tensor | None = None
+    mask: Tensor | None = None
     saved: tuple[Tensor, ...] = ()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All fields in order, those of `saved` last."""
+        """All fields, those of `saved` last."""
         return (
             self.batch, self.value, self.count, self.step, self.output_scale, self.output_shift, self.grad_scale,
-            self.dx_scale, *self.saved,
+            self.dx_scale, self.mask, *self.saved,
         )  # fmt: skip
 
     @classmethod
     def from_tensors(cls, tensors: tuple[Tensor | None, ...] | list[Tensor | None]) -> "StepStatistics":
         """Inverse of `tensors`."""
-        return cls(*tensors[:8], tuple(tensors[8:]))  # type: ignore[arg-type]
+        return cls(*tensors[:9], tuple(tensors[9:]))  # type: ignore[arg-type]

@@ -48,31 +48,35 @@ class Records:
         else:
             y.grad_fn.metadata["statistics"] = self._of_graphs[id(statistics)] = statistics  # type: ignore[index]
 
-    def find(self, device: torch.device, batch: Callable[[], Tensor]) -> StepStatistics | None:
-        """Return the statistics of the first run if this forward is recomputed, else None.
+    def find(self, x: Tensor, batch: Callable[[Tensor | None], Tensor]) -> StepStatistics | None:
+        """Return statistics and mask of the first run if this forward is recomputed, else None.
 
         Args:
-            device: The device of the batch.
-            batch: Computes the statistics `[k, C]` of this batch; called only if several forwards are candidates.
+            x: The batch.
+            batch: Computes its statistics `[k, C]` under a mask; called only if several forwards are candidates.
         """
         if not is_recomputed():
             return None
         kept = [*self._without_graph, *self._of_graphs.values(), *filter(None, [self._last])]
-        candidates = [each for each in dict.fromkeys(kept) if each.batch.device == device][::-1]
+        fit = (each for each in kept if each.mask is None or each.mask.shape == x.shape[:-1])
+        candidates = [each for each in dict.fromkeys(fit) if each.batch.device == x.device][::-1]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         # select the forward of the same batch on the device, without waiting for it
-        mine = batch().nan_to_num()
-        distance = torch.stack([(each.batch.nan_to_num() - mine).abs().sum() for each in candidates])
+        mine = {id(each.mask): batch(each.mask).nan_to_num() for each in candidates}
+        distance = torch.stack([(each.batch.nan_to_num() - mine[id(each.mask)]).abs().sum() for each in candidates])
         # among equal ones, as of a batch that passes twice with other dropout, each in turn, the last one first
-        uses = torch.stack([self._uses.setdefault(each, mine.new_zeros(())) for each in candidates])
+        uses = torch.stack([self._uses.setdefault(each, distance.new_zeros(())) for each in candidates])
         best = torch.where(distance == distance.min(), uses, torch.inf).argmin().view(1)
         for place, each in enumerate(candidates):
             self._uses[each].add_(best[0] == place)
         columns = zip(*(each.tensors() for each in candidates), strict=True)
-        return StepStatistics.from_tensors(
-            [None if c[0] is None else torch.stack(c).index_select(0, best)[0] for c in columns]
-        )
+        return StepStatistics.from_tensors([_select(column, best) for column in columns])
+
+
+def _select(column: tuple[Tensor | None, ...], place: Tensor) -> Tensor | None:
+    every = next((torch.ones_like(t) for t in column if t is not None), None)  # only a mask can be None in some
+    return None if every is None else torch.stack([every if t is None else t for t in column]).index_select(0, place)[0]
 
 
 def snapshot(statistics: StepStatistics) -> StepStatistics:

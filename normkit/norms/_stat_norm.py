@@ -62,7 +62,6 @@ class StatNorm(StatefulNorm):
     batch_free: ClassVar[bool] = False
     pad_grad: ClassVar[str] = "exact"  # gradient statistics sum over "exact"ly all rows, or over "real" ones
     groups = 0  # layer-scale: groups of channels of a token, each first divided by its root mean square; 0: none
-
     scalar: bool = False
 
     # -- the two rules of a method ------------------------------------------------------------------------------------
@@ -126,8 +125,9 @@ class StatNorm(StatefulNorm):
         with torch.no_grad():
             data = x.detach()
             statistics = self._records.find(
-                x.device, lambda: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
+                data, lambda mask: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
             )
+            mask = mask if statistics is None else statistics.mask
         if kernel_rule and kernels is cpu and step.can_run(self):
             y, statistics = step.run(self, kernel_rule, x, mask, groups, statistics)
         else:
@@ -136,7 +136,7 @@ class StatNorm(StatefulNorm):
                 if statistics is None:
                     statistics, y, one_pass = self._decide(data, mask, wide, groups, kernels, kernel_rule)
                 statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
-            options = autograd.StandardizeOptions(self, mask, groups, one_pass, y)
+            options = autograd.StandardizeOptions(self, groups, one_pass, y)
             y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, options)
         self._records.add(statistics, y)
         return y
@@ -187,7 +187,7 @@ class StatNorm(StatefulNorm):
         self._commit({**state, "step": now}, changes)
         self.skipped.add_(~ok)
         scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
-        return StepStatistics(local, stat.value, count, now, *scales, saved), y, known_in_advance is not None
+        return StepStatistics(local, stat.value, count, now, *scales, mask, saved), y, known_in_advance is not None
 
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:

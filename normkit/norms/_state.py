@@ -11,9 +11,7 @@ from normkit.norms._base import Norm
 from normkit.norms._options import Count
 from normkit.norms._recompute import Records
 
-OPTIONAL = (  # buffers of some options
-    "pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end",
-)  # fmt: skip
+OPTIONAL = ("pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end")  # by options
 CALLS = 4  # a norm asks twice a step whether its warm-up has ended: on a GPU every second step copies or reads
 
 
@@ -123,6 +121,9 @@ class StatefulNorm(Norm):
             state_dict.pop(prefix + name, None)
             if buffer is not None:
                 buffer.zero_()
+        windows = (prefix + name for name in self._buffers if name.startswith("window"))
+        if (step := state_dict.get(f"{prefix}step")) is not None and not all(name in state_dict for name in windows):
+            state_dict[f"{prefix}step"] = torch.zeros_like(step)  # empty windows are filled in a warm-up
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._reset_counters()
 

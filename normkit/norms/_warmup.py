@@ -70,8 +70,8 @@ class WarmupNorm(StatNorm):
 
         The kernels' `measure_drift` does the same (kernels/cpu/rules.h, kernels/triton/rule_kernels.py).
         """
-        if not isinstance(self.end_of_warmup(), Tensor):
-            return {}
+        if isinstance(self.warmup, int) or not (self.follows_optimizer or isinstance(self.end_of_warmup(), Tensor)):
+            return {}  # what waits for an optimizer is always written: the state may be loaded or reset meanwhile
         level = batch[-1].to(self.running.dtype).clamp(min=self.floor).log()
         first, before = self.lag == 0, self.averages
         fast, slow = torch.where(first, level, before[0]), torch.where(first, level, before[1])

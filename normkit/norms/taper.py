@@ -124,11 +124,15 @@ class TaperNorm(Norm):
         """Count the step, and return its gate as `step`, its anchor as `value` and c as `saved`."""
         weight = torch.ones_like(self.anchor) if self.weight is None else self.weight.to(self.anchor.dtype)
         energy = (x * weight).square().sum(-1, keepdim=True)
-        keep = torch.ones_like(inv, dtype=torch.bool) if mask is None else mask[..., None]
-        rows = [torch.where(keep, each, 0).sum() for each in (energy * inv, energy)]
-        sums = batch = torch.stack([*rows, keep.sum(dtype=x.dtype)])
-        if recorded := self._records.find(x.device, lambda: batch):  # the forward is recomputed
+
+        def measure(mask: Tensor | None) -> Tensor:
+            keep = torch.ones_like(inv, dtype=torch.bool) if mask is None else mask[..., None]
+            rows = [torch.where(keep, each, 0).sum() for each in (energy * inv, energy)]
+            return torch.stack([*rows, keep.sum(dtype=x.dtype)])
+
+        if recorded := self._records.find(x, measure):  # the forward is recomputed
             return recorded
+        sums = batch = measure(mask)
         if self.sync:
             sums = sync.all_reduce(sums)
         means, count = sums[:2] / sums[2].clamp(min=1), sums[2]
@@ -140,7 +144,7 @@ class TaperNorm(Norm):
         self.anchor.copy_(torch.where(learning, weight, self.anchor))
         self.skipped.add_(~ok)
         self.step.add_(ok)
-        taken = StepStatistics(batch, self.anchor.clone(), count, self.gate(step), saved=(self._match(),))
+        taken = StepStatistics(batch, self.anchor.clone(), count, self.gate(step), mask=mask, saved=(self._match(),))
         return snapshot(taken) if torch.compiler.is_compiling() else taken
 
     def _match(self) -> Tensor:

@@ -49,16 +49,9 @@ class Blend(Norm):
     step: Tensor
 
     def __init__(
-        self,
-        old: Norm,
-        new: Norm,
-        *,
-        steps: int,
-        schedule: Schedule = "linear",
-        start: int = 0,
-        first_start: int | None = None,
-        frozen: bool = False,
-    ):
+        self, old: Norm, new: Norm, *, steps: int, schedule: Schedule = "linear", start: int = 0,
+        first_start: int | None = None, frozen: bool = False,
+    ):  # fmt: skip
         super().__init__(new.dim, eps=new.eps, affine=False)
         self.old, self.new, self.steps, self.schedule = old, new, steps, schedule
         self.start, self.first_start, self.frozen = start, first_start, frozen

@@ -286,9 +286,7 @@ def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
 
 def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
     if readable:
-        return (
-            f"{verb}() found norms, but its rules select none of them: {_listed(readable)}. Change the rules or where="
-        )
+        return f"{verb}() found norms, but its rules select none: {_listed(readable)}. Change the rules or where="
     seen = unreadable(model)
     if seen:
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])

@@ -105,6 +105,7 @@ def _start(norm: StatNorm) -> None:
         if name not in norm._buffers:
             norm.register_buffer(name, norm.running.new_zeros(norm.running.numel() + 1), persistent=False)
         getattr(norm, name).zero_()
+    norm.follows_optimizer = True
     # the rules are pure: a trial call changes nothing, and names the buffers that a forward and a backward change
     batch, step = norm.running.clone(), norm.step + 1
     stat = norm.train_stat(batch, step, batch.new_ones(()))
@@ -112,7 +113,6 @@ def _start(norm: StatNorm) -> None:
     norm.next_state = {"pending": ("step", *stat.state), "pending_grad": tuple(changed)}
     for name in {name for names in norm.next_state.values() for name in names}:
         norm.register_buffer(f"next_{name}", getattr(norm, name).clone(), persistent=False)
-    norm.follows_optimizer = True
 
 
 def _stop(norm: StatNorm) -> None:

@@ -25,9 +25,9 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     - `[batch, (heads,) queries, keys]`: True marks keys that a query attends to, numbers are added to the scores; a
       token to which any query attends is real.
 
-    A mask belongs to one forward: parts of the model that are called by themselves get none. What a backward pass
-    recomputes (activation checkpointing) gets the mask of the last forward. A norm whose input has another layout than
-    the mask, such as a pooled token, gets none.
+    A mask belongs to one forward: parts of the model that are called by themselves get none. In a forward that
+    activation checkpointing recomputes, norms with statistics have its own mask, others that of the last forward. A
+    norm whose input has another layout than the mask, such as a pooled token, gets none.
 
     Args:
         model: Model whose norms are normkit's.

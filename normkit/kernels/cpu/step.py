@@ -59,7 +59,7 @@ def run(
     ]  # fmt: skip
     y, made = op(x, norm.weight, norm.bias, mask, state, given, numbers, factors)
     if statistics is None:
-        statistics = StepStatistics(*made[:6], saved=tuple(t for t in made[6:] if t is not None))
+        statistics = StepStatistics(*made[:6], mask=mask, saved=tuple(t for t in made[6:] if t is not None))
     if arguments.observers or dispatch.current_block() is not None:
         _count(norm, x, y, mask, groups, one_pass, (made, state))
     return y, statistics

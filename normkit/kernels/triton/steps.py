@@ -63,7 +63,7 @@ def train(
                 LARGEST=LARGEST_LAG, UNSEEN=UNSEEN, NOTICE=NOTICE, BLOCK=min(power_of_2(channels), 1024), num_warps=4,
             )  # fmt: skip
     mark_written(norm.running, norm.step, norm.skipped, window, *kernel_rule.drift)
-    return y, StepStatistics(batch, value, count, step, output_scale, output_shift, saved=saved)
+    return y, StepStatistics(batch, value, count, step, output_scale, output_shift, mask=mask, saved=saved)
 
 
 def differentiate(
