@@ -401,3 +401,15 @@ def test_parameters_in_shared_memory_are_left_alone():
     model.other = nn.Parameter(model.reader.weight.data.view(-1))
     _, report = check(model, torch.randn(3, DIM))
     assert "shares memory" in report.rows[0].why
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_learned_number_is_followed_on_both_sides_of_a_product(left):
+    class Scaled(Read):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(torch.tanh(x))
+            return self.reader(self.alpha * y if left else y * self.alpha)
+
+    model = Scaled(nn.Linear(DIM, 4))
+    model.alpha = nn.Parameter(torch.tensor(0.7))
+    check(model, torch.randn(3, 5, DIM), actions="folded")

@@ -4,6 +4,7 @@ Each kind of model and each trap once, exact or refused with its reason.
 """
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -401,7 +402,22 @@ def test_a_mask_that_multiplies_or_selects_passes_gains_and_no_shift(masked):
     check(Masked("un(bias=False)"), *example, actions="folded")
 
 
-def test_a_norm_of_tokens_takes_the_coordinate_of_a_frozen_one_behind_it():
-    model = nn.Sequential(nn.LayerNorm(DIM), make("batch", DIM), nn.Tanh())
+@pytest.mark.parametrize("norm", [nn.LayerNorm, partial(make, "layer"), partial(make, "dyt")])
+def test_a_norm_of_tokens_takes_the_coordinate_of_a_frozen_one_behind_it(norm):
+    model = nn.Sequential(norm(DIM), make("batch", DIM), nn.Tanh())
     _, report = check(model, torch.randn(3, 5, DIM), actions="gain changed, folded back")
     assert report.rows[1].into == ("0",)
+
+
+def test_a_norm_that_returns_its_input_is_not_taken_for_what_wrote_it():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.write, self.layer = make("batch", DIM), nn.Linear(DIM, DIM)
+            self.norm = make("nonorm", DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.write(torch.tanh(x))
+            return x + torch.tanh(self.layer(self.norm(x)))
+
+    check(Block(), torch.randn(3, 5, DIM), actions="multiply-add, folded")

@@ -21,6 +21,15 @@ from normkit.transforms.affine import Affine
 # -- the result -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("spec", ["dyt", "derf", "switchable"])
+def test_what_stays_of_a_norm_keeps_its_type(spec):
+    model = randomize(nn.Sequential(make(spec, DIM), nn.Linear(DIM, 4))).eval().bfloat16()
+    folded, report = fold(model, torch.randn(64, DIM).bfloat16())
+    before, after = model.state_dict(), folded.state_dict()
+    assert report.rows[0].action == "gain folded"
+    assert {key: after[key].dtype for key in after} == {key: before[key].dtype for key in after}
+
+
 def test_half_precision_weights_fold_in_float64_first():
     model = randomize(nn.Sequential(make("batch", DIM), nn.Linear(DIM, 4))).eval().bfloat16()
     x = torch.randn(64, DIM).bfloat16()

@@ -203,3 +203,26 @@ def test_reasons_name_arguments_that_would_use_idle_weights(name, advice):
     assert why.startswith(f"no call that was tried used {name}.weight, which may read it; {advice}"), why
     _, report = fold(model, torch.randn(3, 5, DIM), torch.tensor(2.0))
     assert report.foldable == "1 of 1"
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_table_of_positions_that_a_longer_input_makes_again_is_left_alone(axis):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", self.made(16), persistent=False)
+            self.embedding, self.norm = nn.Embedding(9, DIM), make("batch", DIM)
+
+        def made(self, length: int) -> Tensor:
+            return torch.arange(length * DIM).view(length, DIM).cos().unsqueeze(1 - axis)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            if ids.shape[1] > self.table.shape[axis]:
+                self.table = self.made(ids.shape[1]).to(self.table)
+            x = self.embedding(ids) + self.table.narrow(axis, 0, ids.shape[1]).squeeze(1 - axis)
+            return torch.tanh(self.norm(x))
+
+    model = randomize(Positions()).eval()
+    folded, report = fold(model, torch.arange(10).view(2, 5) % 9)
+    later = torch.arange(40).view(2, 20) % 9
+    assert (report.rows[0].action, error(folded(later), model(later)) < 1e-5) == ("multiply-add", True)

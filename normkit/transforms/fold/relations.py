@@ -151,7 +151,7 @@ class Relations:
         size = norm.dim if source is None else source.size
         inputs = self.slots(self.trace.inputs.get(name), size, f"norm {name}")
         outputs = torch.zeros(size, dtype=torch.long) if source is None else source.codes
-        scale, shift = (t.detach().double().cpu().expand(size) for t in (scale, shift))
+        scale, shift = (t.detach().double().cpu().expand(size).clone() for t in (scale, shift))
         node = NormNode(name, norm.spec, norm.offline, inputs, outputs, scale, shift, rest)
         if not norm.offline:
             node.takes_scale, node.takes_shift = self._is_own(name, "weight", scale), self._is_own(name, "bias", shift)

@@ -164,7 +164,7 @@ def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.M
     if action in GONE:
         new: nn.Module = Identity() if node.name in plan.relations.trace.masked else nn.Identity()
     elif action == "gain folded":
-        new = _without_parameters(copy.deepcopy(node.rest), channel_dim).to(like.device)
+        new = _without_parameters(copy.deepcopy(node.rest), channel_dim).to(like)
     else:
         weight = None if action == "add" else gain.to(like)
         new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)

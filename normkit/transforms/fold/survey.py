@@ -155,17 +155,16 @@ class Survey:
     def _keep_tables_that_grow(self) -> None:
         """Keep tables in buffers, such as positions, that a longer input makes again."""
         tables = {key.view.parameter for key in self.trace.sources if isinstance(key, Product) and key.kind == "table"}
-        for name, table in [*self.model.named_buffers()]:
-            if name not in tables:
-                continue
+        for name, table in [(name, table) for name, table in self.model.named_buffers() if name in tables]:
             owner, _, key = name.rpartition(".")
             module, (args, kwargs) = self.model.get_submodule(owner), self.calls[EXAMPLE]
-            module._buffers[key] = table[:1]  # so that any input is longer
-            with in_float64(), contextlib.suppress(Exception):
-                self.model(*args, **kwargs)
-            if len(module._buffers[key]) > 1:  # type: ignore[arg-type]
-                self.trace.weight_consumers[name].add("its module, which makes it again for longer inputs")
-            module._buffers[key] = table
+            for axis in (axis for axis, length in enumerate(table.shape) if length > 1):
+                module._buffers[key] = short = table.narrow(axis, 0, 1)  # so that any input is longer
+                with in_float64(), contextlib.suppress(Exception):
+                    self.model(*args, **kwargs)
+                if module._buffers[key].numel() > short.numel():  # type: ignore[union-attr]
+                    self.trace.weight_consumers[name].add("its module, which makes it again for longer inputs")
+                module._buffers[key] = table
 
     def _picked(self, out: Any) -> Outputs:
         return tensors(self.outputs(out) if self.outputs else out)

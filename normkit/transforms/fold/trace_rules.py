@@ -75,7 +75,7 @@ def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out
 
 def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
     """A followed tensor times a number, a parameter per channel, or a number per position."""
-    a, b = args[0], args[1]
+    a, b = args[1::-1] if packet is aten.mul and args[0].numel() == 1 else args[:2]  # `alpha * x` as `x * alpha`
     if isinstance(b, Tensor) and (b.numel() != 1 or tracer._parameter(b) is None):  # a number of this call, perhaps
         sides = ((a, b), (b, a)) if packet is aten.mul else ((a, b),)
         rules = (_layer_scale, _each_position) if packet is aten.mul else (_each_position,)
