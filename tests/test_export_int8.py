@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from normkit.transforms import Int8, convert, export, fold
 from normkit.transforms.openvino_executorch import prepare_for_xnnpack
+from normkit.transforms.quantize import calibration
 
 PACKAGES = {"onnx": "onnxruntime", "xml": "nncf", "pte": "executorch"}
 
@@ -33,6 +34,13 @@ class Mixer(nn.Module):
 def mixer() -> nn.Module:
     torch.manual_seed(0)
     return fold(randomize(convert(Mixer(), "un")).eval(), torch.randn(4, 16))[0]
+
+
+def test_keywords_of_a_batch_may_come_in_any_order():
+    ids, mask = torch.ones(2, 3), torch.zeros(2, 3)
+    batches = calibration(Int8([{"mask": mask, "ids": ids}]), (), {"ids": ids, "mask": mask}, dynamic=True)
+    assert batches[0][0] is ids
+    assert batches[0][1] is mask
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporters' own

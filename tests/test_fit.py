@@ -91,3 +91,18 @@ def test_bad_input_raises():
         fit_norms(convert(original, "un"), nn.Sequential(nn.Linear(DIM, DIM)), data)
     with pytest.raises(ValueError, match="no finite activations of real tokens at 2"):
         fit_norms(convert(original, "un"), original, [data[0] * float("nan")])
+
+
+def test_a_norm_may_rest_in_some_batches():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+
+        def forward(self, x):
+            return self.second(self.first(x)) if len(x) > 2 else self.first(x)
+
+    original, data = randomize(Branch()).eval(), batches(2)
+    fitted = fit_norms(convert(original, "batch"), original, [data[0], data[1][:2]])
+    torch.testing.assert_close(fitted.first.running[0], torch.cat([data[0], data[1][:2]]).mean(0))
+    assert fitted.second.running.isfinite().all()

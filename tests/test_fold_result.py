@@ -43,6 +43,34 @@ def test_half_precision_weights_fold_in_float64_first():
     assert report.native_error < 0.05
 
 
+class Adapted(nn.Module):
+    """A Linear layer with an adapter, as peft's LoRA names and merges it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer = nn.Linear(DIM, 4)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(DIM, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
+
+    def merged(self) -> nn.Linear:
+        merged = copy.deepcopy(self.base_layer)
+        merged.weight.data += 2 * self.lora_B["default"].weight @ self.lora_A["default"].weight
+        return merged
+
+
+def test_a_folded_adapter_can_still_be_merged():
+    model = randomize(nn.Sequential(nn.Tanh(), make("batch", DIM), Adapted())).eval()
+    x = torch.randn(5, DIM)
+    folded, report = fold(model, x)
+    assert report.rows[0].action == "add", "the gain is folded"
+    assert "peft would drop one" in report.rows[0].why
+    for last in (folded[2], folded[2].merged()):
+        torch.testing.assert_close(last(folded[1](folded[0](x))), model(x))
+
+
 def test_the_result_is_ordinary_and_loads_without_normkit(tmp_path):
     model = randomize(nn.Sequential(nn.Linear(4, DIM), nn.Tanh(), make("un", DIM), nn.Linear(DIM, 3))).eval()
     x = torch.randn(5, 4)

@@ -10,9 +10,11 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from third_party_models import case_of, randomize
 
+from normkit.cli import main
 from normkit.lab.pretrained import audit_dir, example_for, fold_dir, is_pretrained_dir
 from normkit.norms import Norm
 from normkit.transforms import blend, convert, fold, load_pretrained, save_pretrained, settle, to_rms
@@ -81,13 +83,38 @@ def test_a_folder_as_transformers_saves_it_folds_its_gains(tmp_path):
     assert not (tmp_path / "folded" / "load.py").exists(), "norms are left that transformers' class would not have"
 
 
+def test_offline_norms_fold_with_tied_embeddings(tmp_path):
+    model = randomize(convert(case_of("gpt2").model, "un")).eval()
+    save_pretrained(model, tmp_path / "model")
+    report = fold_dir(tmp_path / "model", tmp_path / "folded")
+    assert report.foldable == "5 of 5"
+    assert audit_dir(tmp_path / "model").rows == report.rows
+    folded = load_pretrained(tmp_path / "folded")
+    assert folded.lm_head.weight is folded.transformer.wte.weight
+
+
 def test_layer_norms_that_lost_only_their_gains_load(tmp_path):
     case = case_of("gpt2")
+    save_pretrained(randomize(convert(case.model, "un")).eval(), tmp_path / "un")
+    fold_dir(tmp_path / "un", tmp_path / "folded")
+    assert (tmp_path / "folded" / "load.py").exists()
     randomize(case.model).eval().save_pretrained(tmp_path / "model")
     fold_dir(tmp_path / "model", tmp_path / "folded")
     again = load_pretrained(tmp_path / "folded")
     torch.testing.assert_close(call(case, again), call(case, case.model), rtol=1e-4, atol=1e-5)
     assert again.transformer.h[0].ln_1.weight is None
+    assert not (tmp_path / "folded" / "load.py").exists(), "it is of the model before, and would drop all norms"
+
+
+def test_a_full_disk_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
+    saved_un(tmp_path / "model")
+
+    def full(*args, **options):
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("normkit.lab.pretrained.save_pretrained", full)
+    assert main(["fold", str(tmp_path / "model"), "--out", str(tmp_path / "folded")]) == 2
+    assert capsys.readouterr().err.endswith("normkit: No space left on device (os error 28)\n")
 
 
 def test_half_precision_comes_back_as_it_was(tmp_path):
@@ -104,6 +131,15 @@ def test_examples_are_made_from_the_configuration(name):
     example = example_for(model)
     with torch.no_grad():
         assert model(**example.kwargs).logits.isfinite().all()
+
+
+def test_a_model_of_text_and_images_asks_for_an_example():
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = {**size, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config={**size, "vocab_size": 20}, vision_config=vision)
+    with pytest.raises(ValueError, match=r"CLIPModel needs more than input_ids and attention_mask .* with an example"):
+        example_for(transformers.CLIPModel(config).eval())
 
 
 def test_bad_folders_are_refused_with_the_reason(tmp_path):
@@ -199,9 +235,10 @@ def test_a_damaged_configuration_is_a_value_error_that_names_the_folder(change, 
 
 def test_folding_a_folder_keeps_its_tokenizer(tmp_path):
     saved_un(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    for name in (names := ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")):
+        (tmp_path / "model" / name).write_text("{}")
     fold_dir(tmp_path / "model", tmp_path / "folded")
-    assert (tmp_path / "folded" / "tokenizer.json").read_text() == "{}"
+    assert [(tmp_path / "folded" / name).read_text() for name in names] == ["{}"] * 3
 
 
 def test_statistics_without_specs_raise(tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from third_party_models import randomize
 
 from normkit.cli import main
+from normkit.cli.folding import check_out
 from normkit.lab.models.config import Model
 from normkit.lab.train import removal
 from normkit.lab.train.config import Run
@@ -57,7 +58,7 @@ def pretrained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf8")
-    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    transformers.BertTokenizerFast(str(folder / "vocab.txt"), chat_template="{{ messages }}").save_pretrained(folder)
     torch.manual_seed(0)
     if request.param.startswith("bert"):
         config = transformers.BertConfig(
@@ -101,6 +102,14 @@ def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tm
     assert sum(isinstance(module, StatNorm) for module in unfolded.modules()) == norms
 
 
+def test_a_removal_that_was_interrupted_after_saving_resumes(tmp_path):
+    (tmp_path / "out" / removal.STATE).mkdir(parents=True)
+    (tmp_path / "out" / "config.json").write_text('{"architectures": ["AlbertModel"]}')  # no load.py: norms are left
+    check_out(tmp_path / "model", tmp_path / "out", "removal")
+    with pytest.raises(ValueError, match="holds a Hugging Face model, which folding would overwrite"):
+        check_out(tmp_path / "model", tmp_path / "out", "folding")
+
+
 def test_a_pretrained_model_loses_its_norms(pretrained, text, tmp_path):
     removed = remove_norms(pretrained, tmp_path / "out", Removal(steps=5, text=str(text), lr=1e-3, unfolded=True))
     model, unfolded = (load_pretrained(folder) for folder in (tmp_path / "out", tmp_path / "out" / "unfolded"))
@@ -108,7 +117,8 @@ def test_a_pretrained_model_loses_its_norms(pretrained, text, tmp_path):
     tokens = {"input_ids": torch.tensor([[2, 7, 9, 3]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
     torch.testing.assert_close(model(**tokens)[0], unfolded(**tokens)[0], rtol=1e-4, atol=1e-5)
     assert not any("LayerNorm" in type(module).__name__ for module in model.modules())
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (pretrained / name).read_bytes(), "it cuts texts of training"
     quality, tail_of = {
         "BertModel": ({"cosine": 1, "worst 1 %": 1, "neighbours %": 100}, "1 - cosine of a held-out token"),
         "BertForSequenceClassification": ({"divergence": 0}, "divergence of a held-out text"),

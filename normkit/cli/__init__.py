@@ -64,6 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
         return complain(_describe(error, *arguments[:1]))
     except (ValueError, TypeError) as error:
         return complain(str(error) or type(error).__name__)
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":  # weights that cannot be read or written, as on a full disk
+            raise
+        return complain(str(error))
 
 
 def _dispatch(arguments: list[str]) -> int:

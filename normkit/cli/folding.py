@@ -126,6 +126,8 @@ def check_out(model: Path, out: Path, action: str) -> None:
         holds = "a run that was trained"
     elif (out / removal.FILE).is_file():
         holds = "a finished removal"
+    elif action == "removal" and (out / removal.STATE).is_dir():
+        holds = ""  # an interrupted removal, which may have saved its model and goes on with --resume
     elif is_pretrained_dir(out) and not ((out / "load.py").is_file() and is_pretrained_dir(model)):
         holds = "a Hugging Face model"
     elif not is_pretrained_dir(out) and (foreign := foreign_files(out)):

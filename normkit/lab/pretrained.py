@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from normkit.transforms import audit, fold
+from normkit.norms import Norm
+from normkit.transforms import audit, find, fold
 from normkit.transforms.fold.report import Audit, Report
 from normkit.transforms.huggingface import load_pretrained, save_pretrained
 
-TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
+INPUT_FILES = (
+    "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm",
+    "chat_template.*", "*processor_config.json",
+)  # fmt: skip
 
 
 class Example(NamedTuple):
@@ -28,7 +32,7 @@ def example_for(model: Any) -> Example:
     """Make a small random example for a model of Hugging Face from its configuration.
 
     Raises:
-        ValueError: If the model takes neither tokens nor an image.
+        ValueError: If the model takes neither tokens nor an image, or needs more.
     """
     config, parameters = model.config, inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
@@ -39,16 +43,23 @@ def example_for(model: Any) -> Example:
         shape = (2, getattr(config, "num_channels", 3), height, width)
         kwargs["pixel_values"] = torch.randn(shape, generator=generator)
     elif "input_ids" in parameters:
-        special = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
-        low = min(max([t for t in special if isinstance(t, int)], default=0) + 1, config.vocab_size // 2)
-        ids = torch.randint(low, config.vocab_size, (2, 8), generator=generator)
+        text = config.get_text_config()  # of a model that reads images, too
+        special = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+        low = min(max([t for t in special if isinstance(t, int)], default=0) + 1, text.vocab_size // 2)
+        ids = torch.randint(low, text.vocab_size, (2, 8), generator=generator)
         kwargs.update(input_ids=ids, attention_mask=torch.ones_like(ids))
         if getattr(config, "is_encoder_decoder", False):
             kwargs["decoder_input_ids"] = ids[:, :6]
     else:
         raise ValueError(f"{type(model).__name__} takes neither input_ids nor pixel_values; pass an example to fold()")
-    with torch.no_grad():
-        outputs = attrgetter("logits") if hasattr(model(**kwargs), "logits") else None
+    try:
+        with torch.no_grad():
+            outputs = attrgetter("logits") if hasattr(model(**kwargs), "logits") else None
+    except Exception as problem:
+        raise ValueError(
+            f"{type(model).__name__} needs more than {' and '.join(kwargs)} ({type(problem).__name__}: {problem}); "
+            "call fold() in Python with an example"
+        ) from problem
     return Example(kwargs, outputs)
 
 
@@ -56,7 +67,7 @@ def audit_dir(path: Path | str) -> Audit:
     """Audit the model in a folder."""
     model = load_pretrained(path)
     example = example_for(model)
-    return audit(model, outputs=example.outputs, untie=True, **example.kwargs)
+    return audit(model, outputs=example.outputs, untie=_has_online_norms(model), **example.kwargs)
 
 
 def fold_dir(path: Path | str, out: Path | str) -> Report:
@@ -66,11 +77,17 @@ def fold_dir(path: Path | str, out: Path | str) -> Report:
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
     model = load_pretrained(path)
     example = example_for(model)
-    folded, report = fold(model, outputs=example.outputs, untie=True, **example.kwargs)
+    untie = _has_online_norms(model)  # their gains alone can need an output layer of its own
+    folded, report = fold(model, outputs=example.outputs, untie=untie, **example.kwargs)
     save_pretrained(folded, out)
-    for file in (file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()):
-        shutil.copyfile(file, out / file.name)
+    copy_input_files(path, out)
     return report
+
+
+def copy_input_files(path: Path, out: Path) -> None:
+    """Copy the files of tokenizer, chat template and image processor to another folder."""
+    for file in (file for pattern in INPUT_FILES for file in path.glob(pattern) if file.is_file()):
+        shutil.copyfile(file, out / file.name)
 
 
 def is_pretrained_dir(path: Path) -> bool:
@@ -83,3 +100,8 @@ def is_pretrained_dir(path: Path) -> bool:
     except ValueError as error:
         raise ValueError(f"{config} is cut short or not JSON: {error}") from None
     return isinstance(given, dict) and "architectures" in given
+
+
+def _has_online_norms(model: Any) -> bool:
+    """Return True if a norm computes statistics at inference."""
+    return not all(isinstance(norm, Norm) and norm.offline for norm in map(model.get_submodule, find(model)))

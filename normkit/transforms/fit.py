@@ -68,8 +68,8 @@ def fit_norms(
         if idle := sorted(set(norms) - set(calls)):
             raise ValueError(f"fit_norms() found norms that never ran on the first batch: {', '.join(idle)}")
         for name in dict.fromkeys(calls):
-            rows = [_rows(model, norms[name], like, theirs[name], batch, forward) for batch in batches]
-            x, y = (torch.cat(each).double() for each in zip(*rows, strict=True))
+            rows = [row for batch in batches for row in _rows(model, norms[name], like, theirs[name], batch, forward)]
+            x, y = (torch.cat([t.flatten(0, -2) for t in each]).double() for each in zip(*rows, strict=True))
             if not (x.isfinite().all() and y.isfinite().all() and len(x)):
                 raise ValueError(f"fit_norms() found no finite activations of real tokens at {name}")
             _solve(norms[name], x, y)
@@ -96,8 +96,8 @@ def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
 
 def _rows(
     model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward
-) -> tuple[Tensor, Tensor]:
-    """Return the real tokens that a norm reads, and the old norm's outputs, `[n, dim]`."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Return, per run of a norm, real tokens that it reads and the old one's outputs, `[..., dim]`."""
     read: list[tuple[Tensor, Tensor | None]] = []
     wanted: list[Tensor] = []
 
@@ -112,5 +112,4 @@ def _rows(
         call(model, batch, forward)
         with no_fast_path():
             call(like, batch, forward)
-    pairs = [(x, y) if mask is None else (x[mask], y[mask]) for (x, mask), y in zip(read, wanted, strict=True)]
-    return torch.cat([x.flatten(0, -2) for x, _ in pairs]), torch.cat([y.flatten(0, -2) for _, y in pairs])
+    return [(x, y) if mask is None else (x[mask], y[mask]) for (x, mask), y in zip(read, wanted, strict=True)]

@@ -89,11 +89,12 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     changes = write_changes(model)
     if blends := [name for name, change in changes.get("norms", {}).items() if change["is"].startswith("blend(")]:
         raise ValueError(f"{blends[0]} is still a blend; call settle(model) before saving")
-    variant = VARIANT if changes else None
-    if other := sorted(file.name for file in _safetensors(folder) if (_variant(file) is None) != (variant is None)):
+    if other := sorted(file.name for file in _safetensors(folder) if (_variant(file) is None) == bool(changes)):
         raise ValueError(f"{folder} holds other weights ({', '.join(other[:3])}); name another folder")
+    if (old := folder / "load.py").is_file() and old.read_text(encoding="utf8") == LOAD:
+        old.unlink()  # of the model that was here; it would put nothing in the place of all norms of this one
     with _quiet(_transformers()):
-        model.save_pretrained(folder, variant=variant)
+        model.save_pretrained(folder, variant=VARIANT if changes else None)
     if changes and all(change == IDENTITY for change in changes["norms"].values()):
         (folder / "load.py").write_text(LOAD, encoding="utf8")
 
@@ -119,7 +120,6 @@ def load_pretrained(folder: Path | str) -> Any:
     config = _config(path)
     variant = _only_variant(path)
     transformers = _transformers()
-
     architecture = config["architectures"][0]
     try:
         kind = getattr(transformers, architecture)

@@ -59,8 +59,8 @@ def calibration(int8: Int8, args: tuple, kwargs: dict[str, Any], dynamic: bool) 
     leaves, form = tree_flatten((args, kwargs))
     kinds = [_kind(leaf, dynamic) for leaf in leaves if isinstance(leaf, Tensor)]
     batches = []
-    for number, batch in enumerate(int8.batches):
-        given = arguments(batch)
+    for number, (passed, named) in enumerate(map(arguments, int8.batches)):
+        given = passed, {key: named[key] for key in kwargs if key in named} | named  # in the order of the example
         leaves, found = tree_flatten(given)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if found != form or [_kind(t, dynamic) for t in inputs] != kinds:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.data.lines import read_lines
 from normkit.lab.data.vocab import PAD
-from normkit.lab.pretrained import example_for, is_pretrained_dir
+from normkit.lab.pretrained import copy_input_files, example_for, is_pretrained_dir
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.distill import Outputs, distance, pooled
 from normkit.lab.train.embedding_rows import scale_rows
@@ -108,12 +108,13 @@ class RemovableText:
     lr = 3e-4
 
     def __init__(self, folder: Path, text: str):
-        self.model = load_pretrained(folder)
+        self.folder, self.model = folder, load_pretrained(folder)
         from transformers import AutoTokenizer
 
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise ValueError(f"{folder} holds no tokenizer; write it there with `tokenizer.save_pretrained`")
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer.padding_side = "right"  # on the left, a padding token would predict the first token of a text
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.train, self.held_out = _texts(text)
         self.causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
@@ -192,14 +193,14 @@ class RemovableText:
     def fold_and_save(self, model: nn.Module, out: Path) -> tuple[nn.Module, Report]:
         """Fold the model into a folder, with the tokenizer."""
         example = example_for(model)
-        folded, report = fold(model, outputs=example.outputs, untie=True, **example.kwargs)
+        folded, report = fold(model, outputs=example.outputs, **example.kwargs)
         self.save(folded, out)
         return folded, report
 
     def save(self, model: nn.Module, out: Path) -> None:
         """Write a folder with the model and the tokenizer."""
         save_pretrained(model, out)
-        self.tokenizer.save_pretrained(out)
+        copy_input_files(self.folder, out)  # the tokenizer in use cuts and pads texts, and would save that
 
     def _held_out(self) -> list[dict[str, Tensor]]:
         return [self.encode(self.held_out[at : at + 50]) for at in range(0, len(self.held_out), 50)]

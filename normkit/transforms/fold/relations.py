@@ -282,8 +282,9 @@ class Relations:
                 gain = product.view.of(parameter(self.model, product.view.parameter)).flatten()
                 self._row([nodes, self.inputs[product]], [torch.full_like(gain, -1.0), gain])
             elif bias is None and product.takes_bias and new_bias(self.model, self.trace, product) is None:
-                why = "has no bias to take the shift, and is used outside its own layer's forward"
-                self._pin_both(product, f"{product.view.parameter} {why}", inputs=False, outputs=False)
+                left = "peft would drop one" if ".lora_" in product.owner else "is used outside its own layer's forward"
+                why = f"{product.view.parameter} has no bias to take the shift, and {left}"
+                self._pin_both(product, why, inputs=False, outputs=False)
             elif bias is not None:
                 shared[bias.parameter].append((product, bias))
                 consumers = sorted(self.trace.weight_consumers.get(bias.parameter, ()))
@@ -369,7 +370,7 @@ def united(size: int, links: list[Link]) -> Forest:
 def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, int] | None:
     """The place of a bias to be made for a product, and the length of the parameter.
 
-    None if the layer's own forward did not run, so that nothing would read the bias.
+    None if the layer's own forward did not run, so that nothing would read the bias, or a merge would drop it.
     """
     owner, view = product.owner, product.view
     module, prefix = model.get_submodule(owner), f"{owner}." if owner else ""
@@ -380,7 +381,7 @@ def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, in
                    "k_proj_weight": width, "v_proj_weight": 2 * width}.get(key)  # fmt: skip
             if row is not None:
                 return View.row(f"{prefix}in_proj_bias", view.outputs, row), 3 * width
-        elif key == "weight" and "bias" in module._parameters and module.bias is None:
+        elif key == "weight" and "bias" in module._parameters and module.bias is None and ".lora_" not in owner:
             return View.row(f"{prefix}bias", view.outputs), view.outputs
     return None
 
@@ -399,9 +400,8 @@ def own_hooks(module: nn.Module) -> bool:
 
 def listed(names: Iterable[str], most: int = 3) -> str:
     """The first few names, and the number of the others."""
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    names = listed_once(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def listed_once(names: Iterable[str]) -> tuple[str, ...]:

@@ -104,12 +104,12 @@ class Tracer(TorchDispatchMode):
             self.inside_norm += 1
 
     def leave(self, name: str, module: nn.Module, args: tuple, out: Any) -> Any:
-        """Hook of a module: a norm has written its output, a tensor of its own also where it returns its input."""
+        """Hook of a module: a norm has written its output."""
         self.stack.pop()
         if norm := self.trace.norms.get(name):
             self.inside_norm -= 1
             if self.inside_norm == 0 and isinstance(out, Tensor) and out.numel():
-                dim, out = norm.channel_dim, out.detach() if any(out is x for x in args) else out
+                dim, out = norm.channel_dim, out.detach() if any(out is x for x in args) else out  # not its own input
                 self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
         return out
 
