@@ -27,8 +27,8 @@ MINILM = Path(__file__).parent / "results" / "minilm.json"
 
 HEAD = """# Models and norms
 
-Look up here which norms of a model normkit can convert and fold away, before you try it on your own weights. The same
-answer for your own model takes a few lines:
+This page lists which norms of many models normkit can convert and fold away. For your own model a few lines give the
+same answer:
 
 ```python
 import torch
@@ -47,8 +47,9 @@ folded. The folded model is compared with the original in float64, on an example
 
 ## Norms with frozen statistics
 
-These norms are a multiply-add at inference. "0.1.0" is the number that vanished in that release, the other columns are
-the numbers now. What does not vanish is one multiply-add, or one addition; the last column has the reasons."""
+These norms are a multiply-add at inference. The column of a norm has the number of norms that vanish after conversion
+to it; "0.1.0" is the number in that release, with any of them. A norm that does not vanish becomes one multiply-add or
+one addition; the last column has the reasons."""
 
 GAINS = """## Norms that compute statistics at inference
 
@@ -60,9 +61,9 @@ FURTHER = """## Further architectures
 Each was converted to `un` and folded once. "converted" counts the norms that could be read; "gone" those that vanished.
 A model without a number could not be folded, and the last column has the error.
 
-`fold` keeps norms that a weight may read which the example does not use: one of five in DINOv2, for its mask token. An
-example that uses the weight folds them. Models with experts get 16 rows here, which reach all experts
-of all but LongCat-Flash."""
+`fold` keeps norms that a weight may read which the example does not use: one of five in DINOv2, for its mask token.
+With an example that uses the weight they fold. Models with experts get 16 rows here, which reach all experts of all
+models but LongCat-Flash."""
 
 RMS = """## LayerNorm to RMSNorm, exactly
 
@@ -185,7 +186,7 @@ def _minilm() -> list[str]:
               for way, row in r.get("narrow", {}).items()]  # fmt: skip
     about = (
         "Cosine between its embeddings in float32 and with narrower numbers, on 64 sentences. In float16 weights and "
-        "activations are rounded; with 8 bits inputs of products (a scale a tensor) and weights (a scale an output)."
+        "activations are rounded; in 8 bits inputs of products (one scale per tensor) and weights (one per output)."
     )
     source = (
         f"Command: `python benchmarks/minilm.py`, commit `{r['where']['commit'][:9]}`, {r['where']['device']}, "

@@ -39,12 +39,14 @@ within rounds and, in brackets, the 20th and 80th percentile. *Alike* is relativ
 *best* to LayerNorm's fastest scheme of the same precision. A range that contains 1.00 is no clear difference. *Cosine*
 is that of the outputs to the float32 model on one example. *MB* is the size of the file, and the peak memory of loading
 and running it. *Operations* are those of the graph that runs; *Q* and *DQ* quantize and dequantize. *With VNNI* names a
-CPU with instructions for 8-bit integers; tables without it do not tell, as older runs did not record it.
+CPU with instructions for 8-bit integers; tables without it leave that open, as older runs did not record it.
+*int8 products* and *int8 stream* are the two [schemes](deploying.md#time): matrix products in integers, or the residual
+stream too.
 
 ## Overview
 
-The folded model relative to LayerNorm in float32; then in int8, each in its fastest scheme, and with limited `spread`
-where a table below has it. "-" was not measured.
+Time of the folded model relative to LayerNorm: in float32; then, after the semicolon, in int8, each in its fastest
+scheme, the folded model with limited `spread` where a table below has that. "-" was not measured.
 
 {overview}
 

@@ -16,7 +16,7 @@ HEAD = """# Laws
 This page shows the laws that the tests check for every norm. `make laws` generates it from a run of the tests.
 A cell counts the cases that passed (variants of options, types, modes). `-` means that a law does not apply to the
 norm, **failed** that a case failed. The laws are in `tests/test_laws.py`, `test_state.py` and `test_sync.py`,
-one function each; agreement with formulas and released code in `test_formulas.py` and `test_released.py`.
+one function each; those about formulas and released code are in `test_formulas.py` and `test_released.py`.
 
 """
 

@@ -1,7 +1,7 @@
 """The command `normkit`.
 
 Exit status: 0 if all went well, 1 if the command found a failure (a fault in a run, a run that failed), 2 for bad
-input and errors (one line on standard error), 130 after Ctrl-C.
+input and errors (one line on standard error), 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 import errno

@@ -2,7 +2,7 @@
 
 A chain of elementwise operations reads and writes every number again and again. The kernels of batch and layer
 normalization compute column moments, column sums and gradients in one pass each. That of weight normalization
-computes the gradient of a row divided by its length. They take any factors for "statistics".
+computes the gradient of a row divided by its length. All of them accept any factors as statistics.
 """
 
 import functools

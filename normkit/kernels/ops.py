@@ -1,7 +1,7 @@
 """Operations that norms use, each run by the implementation that `dispatch` selects.
 
-`reference.py` defines what each computes. `groups` of per-channel operations: every row counts after layer-scale, which
-only the kernels in C++ apply on their way.
+`reference.py` defines what each computes. With `groups`, a per-channel operation first applies layer-scale to every
+row; only the C++ kernels take it, in the same pass.
 """
 
 from typing import Any

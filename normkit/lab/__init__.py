@@ -1,4 +1,4 @@
-"""Everything that trains: models, data, runs, reports.
+"""Everything that trains: models, data, runs, reports and the papers' studies.
 
-The papers' studies. Needs extras of pyproject.toml.
+It needs extras of pyproject.toml.
 """

@@ -1,6 +1,6 @@
 """Comparison of running times: turns on one pinned thread, and a check for noise.
 
-`torch.utils.benchmark.Timer` times one statement for a while, then the next one, and so compares them with different
+`torch.utils.benchmark.Timer` times one statement for a while, then the next one, and so compares them in different
 states of a shared machine. Here a ratio is taken within a round, in which all variants ran one after another.
 """
 

@@ -1,8 +1,8 @@
 """Records of forwards, for activation checkpointing.
 
-It runs a forward again inside the backward pass. The second run must use the statistics of the first, although the
-state has changed since, and must not change the state again. So a norm keeps the `StepStatistics` of its forwards for
-as long as their graphs live.
+Checkpointing runs a forward again in the backward pass. The second run must use the statistics of the first, although
+the state has changed since, and must not change the state again. So a norm keeps the `StepStatistics` of its forwards
+for as long as their graphs live.
 """
 
 import collections

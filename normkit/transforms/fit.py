@@ -97,7 +97,7 @@ def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
 def _rows(
     model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return, per run of a norm, real tokens that it reads and the old one's outputs, `[..., dim]`."""
+    """Return real tokens that a norm reads and the old one's outputs, for each run."""
     read: list[tuple[Tensor, Tensor | None]] = []
     wanted: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Hooks that let a norm, which is channels-last, stand where channels come first."""
+"""Hooks that let a channels-last norm take the place of one whose channels come first."""
 
 from typing import Any, TypeVar
 

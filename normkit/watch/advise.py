@@ -1,4 +1,4 @@
-"""Prediction for batch statistics at norms that keep none, by what was recorded there."""
+"""Predict from recorded rows whether batch statistics would work at norms that keep none."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Lengths of batches: in the statistics of norms, and of sources and targets."""
+"""Batch lengths: their trace in norms' statistics, and those of sources and targets."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""The loss of a whole model by the statistics that its norms use."""
+"""The loss of a model with batch statistics and with running statistics."""
 
 from collections.abc import Callable
 

@@ -1,12 +1,11 @@
 """Import torchvision, also if its compiled operators do not load.
 
-Beside a PyTorch for CPUs, its build for CUDA has no compiled operators.
+A torchvision built for CUDA does not find its operators beside a PyTorch for CPUs.
 
-There `import torchvision` fails for want of `nms`, and detection for want of `nms` and `roi_align`. No library that is
-kept offers these two without a compiled part: torchvision has a `roi_align` of its own in PyTorch. Unless it is
-compiled, it holds boxes x 784 x pixels numbers for masks: 30 GB for 128 boxes in an image of 320 x 240. So both are
-written here, and registered under torchvision's names where nothing better is. `torchvision_operators()` names those
-in use.
+Then `import torchvision` fails for lack of `nms`, and detection for lack of `nms` and `roi_align`. No maintained
+library offers these two without a compiled part. torchvision's own `roi_align` in PyTorch, unless it is compiled, holds
+boxes x 784 x pixels numbers for masks: 30 GB for 128 boxes in an image of 320 x 240. So both are written here, and
+registered under torchvision's names where its own did not load. `torchvision_operators()` names those in use.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Make inputs after an example: random numbers in other shapes."""
+"""Make inputs like an example: random numbers in other shapes."""
 
 import contextlib
 import itertools

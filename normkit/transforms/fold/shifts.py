@@ -1,7 +1,7 @@
 """The shifts of the coordinates: `t` that satisfy the rows of all norms that are folded.
 
 Channels that are connected by rows form a system of their own. Most systems of a model have the same structure (one for
-each channel of its stream). They are solved together, with one number per system, a *lane*, in place of every number.
+each channel of its stream). They are solved together: a coefficient is a tensor with one entry, a *lane*, per system.
 """
 
 from collections import defaultdict
