@@ -15,8 +15,9 @@ class Outcome:
     `action` is "folded" (into layers that read it, and those that write its input where a stream was rescaled),
     "folded back" (only into layers that write its input), "multiply-add" or "add" (all that is left of it), or
     "kept". Of a norm that computes statistics at inference it is "gain folded", "gain changed" (it took the scale and
-    shift of norms after it) or "kept". `into` are the layers that took its scale and shift, `why` is the reason for
-    what is left. `saved` is the number of parameters that the model has fewer.
+    shift of norms after it) or "kept". `into` are layers that took its scale and shift: readers of its output, writers
+    of its input. Other readers of a rescaled stream change, too. `why` is the reason for what is left. `saved` is the
+    number of parameters that the model has fewer; a bias made for several norms counts against one of them.
     """
 
     name: str
