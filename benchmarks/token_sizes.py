@@ -63,7 +63,7 @@ def main() -> None:
             parser.error(f"{folder} is a run of task {run.task}; this script takes runs on text")
         stateful = any(isinstance(module, StatNorm) for module in model.modules())
         calibrated = calibrate_run(loaded, CALIBRATED)[0].model if stateful else model
-        task = open_task(run, model)
+        task = open_task(loaded)
         rows = [("norm", "share", "largest", "running")]
         for name, size in sizes(task).items():
             energy = size.square()

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from normkit.norms import Norm, make
 from normkit.transforms import fold
+from normkit.transforms.fold.verify import error
 
 DIM = 6
 
@@ -56,3 +57,27 @@ class Tied(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.norm(torch.tanh(self.embedding(ids))))
+
+
+class Two(nn.Module):
+    """A norm and two layers, combined by `how(norm's output, a, b, ...)`."""
+
+    def __init__(self, how, spec: str = "batch"):
+        super().__init__()
+        self.norm, self.a, self.b, self.how = make(spec, DIM), nn.Linear(DIM, 4), nn.Linear(DIM, 4), how
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return self.how(self.norm(torch.tanh(x)), self.a, self.b, *rest)
+
+
+def both_agree(model: Two, example: tuple, later: tuple, actions: str) -> str:
+    """As `both_agree_on`; why the norm became what it is."""
+    return both_agree_on(model, example, later, actions)[1].rows[0].why
+
+
+def both_agree_on(model: nn.Module, example: tuple, later: tuple, actions: str | None = None):
+    """Fold by an example, compare on another input; the folded model and the report."""
+    folded, report = check(model, *example, actions=actions)
+    with torch.no_grad():
+        assert error(folded(*later), model(*later)) < 1e-5
+    return folded, report

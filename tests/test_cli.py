@@ -264,7 +264,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         ),
         (["train", "vit_digits", "--steps", "9", "--data", "digit"], ["no data named 'digit' (did you mean 'digits'"]),
         (["demo", "--norms", "layer", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
-        (["demo", "--norms", "layer", "layer"], ["'layer' is given twice"]),
+        (["demo", "--norms", "layer", "layer()"], ["'layer()' is given twice"]),
         (["demo", "--norms"], ["no norm given"]),
         (["demo", "--steps", "0"], ["steps must be at least 1; got 0"]),
         (["demo", "--steps", "5", "--minutes", "5"], ["give --steps or --minutes, not both"]),

@@ -13,7 +13,10 @@ from normkit.lab.data.text import folder, reader
 from normkit.lab.data.vocab import EOS, PAD, UNK, Vocab
 from normkit.lab.models.config import Model
 from normkit.lab.studies.inference import translate_lines
+from normkit.lab.train.build import build_model
+from normkit.lab.train.calibrate_run import calibrate_run
 from normkit.lab.train.config import Run
+from normkit.lab.train.folder import Loaded
 from normkit.lab.train.pairs import PairTable
 from normkit.lab.train.run import train
 
@@ -129,6 +132,16 @@ def test_a_model_of_plain_files_translates_their_lines(tmp_path):
     assert len(list(translate_lines(tmp_path / "run", ["HH AH L"]))) == 1
     with pytest.raises(ValueError, match="line 1: 'h' in 'hh x' is not in the vocabulary of the model"):
         list(translate_lines(tmp_path / "run", ["HH X"]))
+
+
+def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
+    model = Model(width=16, hidden=16, depth=1, heads=2, norm="un")
+    run = Run(name="toy", task="g2p", data=str(corpus(tmp_path)), model=model, steps=1)
+    words = reader(run.data)().vocabularies
+    loaded = Loaded(run, build_model(run.task, run.model, words), words)
+    (tmp_path / "train.source").write_text((tmp_path / "train.source").read_text().replace("a", "z"))
+    with pytest.raises(ValueError, match=r"the run toy has \d+ source words, the data now \d+ or others"):
+        calibrate_run(loaded)
 
 
 def test_unknown_data_is_refused_with_the_nearest_name():

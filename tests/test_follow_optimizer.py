@@ -260,3 +260,22 @@ def test_an_optimizer_that_accelerate_prepared_is_followed():
             accelerator.backward(model(torch.randn(6, 4)).square().mean())
             optimizer.step()
     assert model[0].step == 2
+
+
+def test_an_optimizer_that_steps_another_one_is_followed():
+    class TwoSteps(torch.optim.Optimizer):  # as SAM: its own `step` is never called
+        def __init__(self, params):
+            super().__init__(params, {})
+            self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+        def second_step(self):
+            self.base_optimizer.step()
+
+    model = tiny()
+    optimizer = TwoSteps(model.parameters())
+    nk.follow_optimizer(model, optimizer)
+    for _ in range(3):
+        for _ in range(2):
+            model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.second_step()
+    assert model[0].step == 3

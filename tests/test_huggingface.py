@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from third_party_models import case_of, randomize
 
-from normkit.cli import main
+from normkit.cli import COMMANDS, main
 from normkit.lab.pretrained import audit_dir, example_for, fold_dir, is_pretrained_dir
 from normkit.norms import Norm
 from normkit.transforms import blend, convert, fold, load_pretrained, save_pretrained, settle, to_rms
@@ -390,3 +390,20 @@ def test_positions_that_a_model_makes_anew_for_longer_inputs_stay():
     assert "makes it again for longer inputs" in str(report)
     ids = IDS.repeat(1, 4)
     torch.testing.assert_close(changed(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_line_names_the_extra_without_transformers(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "pip install 'normkit[huggingface]'" in capsys.readouterr().err
+
+
+def test_the_command_line_names_the_extra_of_a_package(monkeypatch, capsys):
+    def missing(arguments):
+        raise ModuleNotFoundError(name="PIL.Image")
+
+    monkeypatch.setitem(COMMANDS, "list", missing)
+    assert main(["list"]) == 2
+    assert "PIL, which is not installed; pip install 'normkit[vision]'" in capsys.readouterr().err

@@ -228,7 +228,7 @@ def test_a_resumed_run_must_have_the_same_vocabulary(tmp_path, corpus, monkeypat
     settings.write_text(settings.read_text().replace('"steps": 10', '"steps": 20'))
     train_file = folder / "train.target"
     train_file.write_text(train_file.read_text().replace("eight", "zwölf"), encoding="utf8")
-    with pytest.raises(ValueError, match=r"has 60 source words, the data now 60 or others; resume with the data"):
+    with pytest.raises(ValueError, match=r"has 60 source words, the data now 60 or others; it needs the data"):
         train(run, tmp_path / "run", resume=True)
     assert checkpoints(tmp_path / "run"), "nothing is lost"
 

@@ -299,3 +299,13 @@ def test_an_open_page_follows_the_run(browser, serve, tmp_path):  # noqa: F811
     tab.close()
     assert set(requested) == {site}
     assert not troubles
+
+
+def test_runs_beyond_the_most_are_counted_and_the_latest_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "MOST", 2)
+    for name in "cba":
+        running(tmp_path / name)
+        time.sleep(0.02)
+    data = live.Watched(tmp_path, lambda found, reader: page.NO_SECTIONS).now()[1].decode()
+    assert "The page shows the 2 of 3 runs that changed last" in data
+    assert [name for name in "abc" if str(tmp_path / name) in data] == ["a", "b"]

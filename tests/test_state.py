@@ -370,3 +370,13 @@ def test_forwards_without_a_backward_leave_no_gap_in_the_gradient_window(spec):
         norm(batch(step, 6, DIM))
         train_step(norm, batch(step, 6, DIM), batch(9 + step, 6, DIM))
     assert norm.window_g.count_nonzero() == norm.window_g.numel()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@every_stat
+def test_training_graphs_without_a_backward_pass_are_refused(spec):
+    norm, x = random_norm(spec), batch(0, 6, DIM)
+    for trace in (torch.export.export, torch.jit.trace):
+        with pytest.raises(RuntimeError, match=r"lose a norm's training gradient; call model\.eval\(\)"):
+            trace(norm, (x,))
+    torch.export.export(norm.eval(), (x,))

@@ -13,7 +13,7 @@ import normkit
 from normkit import watch
 from normkit.lab.cka import cka
 from normkit.lab.singular_values import embedding_rows
-from normkit.watch import Row
+from normkit.watch import Row, row_files
 from normkit.watch.normality import p_normal
 from normkit.watch.quantities import choose
 
@@ -46,6 +46,17 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     with (tmp_path / "rows.csv").open("a") as file:
         file.write("51,a.norm,un,rm")
     assert watch.read(tmp_path) == ROWS
+
+
+@pytest.mark.parametrize("lost", [0, 7])
+def test_rows_that_a_power_cut_lost_leave_a_file_that_can_be_read(lost, tmp_path):
+    path = tmp_path / "rows.csv"
+    watch.write(path, ROWS)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - lost])
+    row_files.truncate_file(path, len(whole))
+    row_files.Appender(path)(ROWS[1:])
+    assert watch.read(path) == [*ROWS[: 1 if lost else 2], ROWS[1]]
 
 
 @pytest.mark.parametrize(

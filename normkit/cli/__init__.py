@@ -4,6 +4,7 @@ Exit status: 0 if all went well, 1 if the command found a failure (a fault in a 
 input and errors (one line on standard error), 130 after Ctrl-C, 143 after SIGTERM.
 """
 
+import contextlib
 import errno
 import os
 import sys
@@ -24,7 +25,13 @@ from normkit.cli.using import pronounce, translate
 from normkit.names import pick
 from normkit.text import align
 
-EXTRA = "pip install 'normkit[demo]'"
+EXTRAS = {  # of packages that `demo` does not install
+    **dict.fromkeys(("PIL", "pycocotools", "timm", "torchmetrics", "torchvision"), "vision"),
+    **dict.fromkeys(("sacrebleu", "tokenizers"), "text"),
+    "pyarrow": "watch",
+    "ray": "ray",
+    "transformers": "huggingface",
+}
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
@@ -49,6 +56,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    with contextlib.suppress(AttributeError):  # standard output may be closed, or no file
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]  # where ± cannot be encoded
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
@@ -56,10 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ModuleNotFoundError as error:
-        if (error.name or "normkit").split(".")[0] == "normkit":
+    except ImportError as error:
+        package = (error.name or "normkit").split(".")[0]
+        if package == "normkit" or "pip install" in str(error):
             return complain(str(error))
-        return complain(f"this needs the package {error.name}, which is not installed; {EXTRA}")
+        if not isinstance(error, ModuleNotFoundError):
+            raise
+        extra = EXTRAS.get(package, "demo")
+        return complain(f"this needs the package {package}, which is not installed; pip install 'normkit[{extra}]'")
     except OSError as error:
         return complain(_describe(error, *arguments[:1]))
     except (ValueError, TypeError) as error:

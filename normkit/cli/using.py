@@ -1,5 +1,6 @@
 """Commands that use a trained model: `pronounce` and `translate`."""
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ def pronounce(words: tuple[str, ...], /, run: Path | None = None) -> int:
 
 @command
 def translate(run: Path, /) -> int:
-    """Translate lines of standard input with the model of a run.
+    """Translate lines of standard input with the model of a run; input and output are UTF-8.
 
     For a run of task g2p, a line is a word.
 
@@ -39,6 +40,8 @@ def translate(run: Path, /) -> int:
     """
     from normkit.lab.studies.inference import translate_lines
 
+    with contextlib.suppress(AttributeError):  # standard output may be closed, or no file
+        sys.stdout.reconfigure(encoding="utf8")  # type: ignore[attr-defined]  # as the input
     for line in translate_lines(run, _lines(sys.stdin.buffer), complain):
         write(line)
         sys.stdout.flush()

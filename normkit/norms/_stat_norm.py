@@ -117,6 +117,8 @@ class StatNorm(StatefulNorm):
         return self._train(x, mask) if self.training else self._infer(x)
 
     def _train(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+            raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
         wide = torch.promote_types(x.dtype, self.running.dtype)
         kernels = dispatch.custom_kernels(x, wide)
         groups = self.groups if kernels is cpu and type(self).rest is StatNorm.rest else 0

@@ -1,7 +1,7 @@
 """Move the state of norms once per optimizer step, for any number of batches."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
 
     Args:
         model: Model that is trained, after `convert`.
-        optimizer: Optimizer to follow. None follows every `torch.optim.Optimizer` that holds a parameter of the model,
-            also one that `Trainer` or Lightning creates later.
+        optimizer: Optimizer to follow, or one that wraps it. None follows every `torch.optim.Optimizer` that holds a
+            parameter of the model, also one that `Trainer` or Lightning creates later.
 
     Returns:
         A link whose `remove()` restores the default.
@@ -64,15 +64,14 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
     check_not_wrapped(model, "follow_optimizer")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or None; got {type(optimizer).__name__}")
-    if optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        optimizer = getattr(optimizer, "optimizer")  # noqa: B009 (accelerate wraps an optimizer in a subclass without state)
     for norm in norms_with_statistics(model, "follow_optimizer").values():
         _start(norm)
-    reference = weakref.ref(model)  # a hook on all optimizers must not keep the model alive
+    # a hook on all optimizers must keep neither alive; it is on all because a wrapper such as SAM steps another one
+    reference, followed = weakref.ref(model), weakref.ref(model if optimizer is None else optimizer)
 
     def after_step(stepped: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        live = reference()
-        if live is None or (optimizer is None and not _holds_parameter(stepped, live)):
+        live, owner = reference(), followed()
+        if live is None or owner is None or _parameters(owner).isdisjoint(_parameters(stepped)):
             return
         for norm in _norms(live):
             if norm.follows_optimizer:
@@ -80,10 +79,8 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
             else:  # it came later, as by `settle`
                 _start(norm)
 
-    register: Callable = register_optimizer_step_post_hook if optimizer is None else optimizer.register_step_post_hook
-    handle = register(after_step)
-    if optimizer is None:
-        weakref.finalize(model, handle.remove)
+    handle = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(model, handle.remove)
     return OptimizerLink(reference, handle)
 
 
@@ -91,9 +88,9 @@ def _norms(model: nn.Module | None) -> Iterator[StatNorm]:
     return (module for module in (() if model is None else model.modules()) if isinstance(module, StatNorm))
 
 
-def _holds_parameter(optimizer: Optimizer, model: nn.Module) -> bool:
-    mine = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+def _parameters(owner: nn.Module | Optimizer) -> set[int]:
+    groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 @torch.no_grad()

@@ -33,12 +33,12 @@ class Appender:
 
 
 def truncate_file(path: Path, size: int | None) -> None:
-    """Cut a file of rows to `size` bytes; to an empty one if it is missing or for None."""
+    """Cut a file of rows to whole lines within `size` bytes; None or no file: an empty one."""
     if size is None or not path.is_file():
         write(path, [])
     else:
         with path.open("r+b") as file:
-            file.truncate(size)
+            file.truncate(file.read(size).rfind(b"\n") + 1)  # after a power cut it may be shorter
 
 
 def to_csv(rows: Iterable[Row], header: bool = True) -> str:

@@ -37,9 +37,9 @@ class Watched:
         self._made: tuple[str, bytes] = ("", b"")
 
     def folders(self) -> list[Path]:
-        """The folders of the first runs."""
+        """The folders of all runs that may be shown, those that changed last first."""
         found = sorted({file.parent for name in (results.SETTINGS, results.FILE) for file in self.path.rglob(name)})
-        return [folder for folder in found if self._is_readable(folder)][:MOST]
+        return sorted((folder for folder in found if self._is_readable(folder)), key=_changed, reverse=True)
 
     def _is_readable(self, folder: Path) -> bool:
         """Return True if the files of a run are regular ones, and no links to files elsewhere."""
@@ -56,7 +56,7 @@ class Watched:
     def version(self) -> str:
         """A text that changes whenever a file does."""
         stats = []
-        for folder in self.folders():
+        for folder in sorted(self.folders()[:MOST]):
             for file in (folder / name for name in WATCHED):
                 if file.is_file():
                     status = file.stat()
@@ -77,15 +77,17 @@ class Watched:
                 raise ValueError("the page is being made")
             return self._made
         try:
-            found, notes = {}, []
-            for folder in self.folders():
+            found, folders = {}, self.folders()
+            few = f"The page shows the {MOST} of {len(folders)} runs that changed last; name a folder with fewer."
+            notes = [few] if len(folders) > MOST else []
+            for folder in sorted(folders[:MOST]):
                 try:
                     self.reader.read(folder)
                     found[folder] = results.live(folder)
                 except ValueError as error:  # one damaged run hides no other
                     notes.append(f"A run is left out: {error}.")
             if not found:
-                raise ValueError(notes[0] if notes else f"no run in {self.path} yet")
+                raise ValueError(notes[-1] if notes else f"no run in {self.path} yet")
             sections = self.sections(found, self.reader)
             title = f"{self.path.name} (live)"
             made = page.page(found, title, sections=sections, live=True, reader=self.reader, notes=notes)
@@ -93,6 +95,11 @@ class Watched:
         finally:
             self._lock.release()
         return self._made
+
+
+def _changed(folder: Path) -> int:
+    """The time of a run's latest change."""
+    return max((file.stat().st_mtime_ns for name in WATCHED if (file := folder / name).is_file()), default=0)
 
 
 def server(path: Path, port: int = 0, sections: Sections | None = None) -> ThreadingHTTPServer:

@@ -88,7 +88,7 @@ def entries(
             device="cpu",
         )
         title = f"{spec} + FixNorm" if model.fixnorm else spec
-        if title in [entry.title for entry in found]:
+        if out / slug(spec) in [entry.folder for entry in found]:  # also 'un' and 'un()'
             raise ValueError(f"{spec!r} is given twice; give each norm once")
         found.append(Entry(title=title, run=run, folder=out / slug(spec)))
     if not found:

@@ -174,8 +174,7 @@ def study_job(title: str, run: Run, folder: Path, command: str, kinds: Sequence[
     if not result["status"].startswith("interrupted"):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if lacking := _lacking(result, kinds):
-        run, model, _ = load(folder)
-        task = open_task(run, model)
+        task = open_task(load(folder))
         result["scores"] |= {kind: task.score_donors(kind) for kind in lacking}
         results.write(folder, result)
     return result

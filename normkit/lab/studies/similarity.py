@@ -25,7 +25,7 @@ def add_similarity(study: Study, scale: str, out: Path) -> None:
         for seed, folder in seeds(out / cell.folder).items():
             if seed in references and _done(folder) and "cka" not in read_run(folder).quantities:
                 reference, other = load(references[seed]), load(folder)
-                images = open_task(other.run, other.model).test_images(IMAGES, BATCH)
+                images = open_task(other).test_images(IMAGES, BATCH)
                 found = cka(reference.model, images, other.model, LAYERS)
                 Appender(folder / FILE)(found.rows(other.run.steps))
 

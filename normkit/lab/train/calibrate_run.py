@@ -49,7 +49,7 @@ def calibrate_run(loaded: Loaded, batches: int | None = None) -> tuple[Loaded, C
         raise ValueError(f"run {run.name} has no norm with batch statistics, so there is nothing to calibrate")
     if batches is not None and batches < 1:
         raise ValueError(f"batches must be at least 1; got {batches}")
-    task = open_task(run, model)
+    task = open_task(loaded)
     number: int = batches or task.calibration_batches
     before = task.validate()["loss"]
     with task.calibrated(itertools.islice(task.batches(0), number)):

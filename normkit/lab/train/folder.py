@@ -133,14 +133,13 @@ def check_resumable(folder: Path, run: Run) -> None:
         raise ValueError(f"{folder} holds a run with another {', '.join(values)}; resume with its own settings")
 
 
-def check_vocabularies(folder: Path, vocabularies: Vocabularies) -> None:
-    """Raise a ValueError if the data has other words than the run in the folder."""
-    before = read_vocabularies(folder)
+def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularies) -> None:
+    """Raise a ValueError if the data has other words or classes than a run had."""
     for name, vocab in vocabularies.items():
         old, new = before[name].symbols if name in before else [], vocab.symbols
         if old != new:
             raise ValueError(
-                f"the run in {folder} has {len(old):,} {name} words, the data now {len(new):,} or others; resume with "
+                f"the run {run} has {len(old):,} {name} words, the data now {len(new):,} or others; it needs "
                 "the data and the vocabulary that it was trained with"
             )
 

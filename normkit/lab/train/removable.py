@@ -43,7 +43,7 @@ class RemovableRun:
         run, self.model, _ = self.loaded
         if TASKS[run.task].part:
             raise ValueError(f"{folder} is a run of task {run.task}; its norms cannot be removed by this command")
-        self.task = open_task(run, self.model)
+        self.task = open_task(self.loaded)
         self.lr = run.lr / 3
         self.has_padding = "source" in self.loaded.vocabularies
 

@@ -21,7 +21,15 @@ from normkit.lab.train.checkpoints import AtomicCheckpoints, checkpoints, model_
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.environment import environment
-from normkit.lab.train.folder import OUTPUTS, check_resumable, check_vocabularies, foreign_files, locked, write_run
+from normkit.lab.train.folder import (
+    OUTPUTS,
+    check_resumable,
+    check_vocabularies,
+    foreign_files,
+    locked,
+    read_vocabularies,
+    write_run,
+)
 from normkit.lab.train.lightning import lightning
 from normkit.lab.train.nt_asgd import use_average
 from normkit.lab.train.parallel import check_devices, cluster_plugins, make_strategy, unshard
@@ -100,7 +108,7 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
     run = task.settings
     checkpoint = next(reversed(checkpoints(callback.folder)), None) if resume else None
     if checkpoint is not None:
-        check_vocabularies(callback.folder, task.data.vocabularies)
+        check_vocabularies(f"in {callback.folder}", read_vocabularies(callback.folder), task.data.vocabularies)
         saved = read_checkpoint(checkpoint)
         check_fit(model_state(saved), task.model.state_dict(), checkpoint)
         task.start = saved["global_step"] * run.accumulate

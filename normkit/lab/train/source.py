@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.data.embedded import SOURCES
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
@@ -16,6 +14,7 @@ from normkit.lab.data.text import reader
 from normkit.lab.fields import require
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
+from normkit.lab.train.folder import Loaded, check_vocabularies
 from normkit.names import pick
 
 OnStage = Callable[[str], object]
@@ -38,9 +37,16 @@ def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
     return spec.load("data")(run, on_stage)
 
 
-def open_task(run: Run, model: nn.Module) -> Any:
-    """Return the task of a trained model, with its data."""
-    return TASKS[run.task].load("module")(run, model, source(run)())
+def open_task(loaded: Loaded) -> Any:
+    """Return the task of a trained model, with its data.
+
+    Raises:
+        ValueError: If the data is missing, or has other words or classes than the model was trained with.
+    """
+    run, model, vocabularies = loaded
+    data = source(run)()
+    check_vocabularies(run.name, vocabularies, data.vocabularies)
+    return TASKS[run.task].load("module")(run, model, data)
 
 
 def sequences(run: Run, on_stage: OnStage) -> Reader:

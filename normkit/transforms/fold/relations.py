@@ -111,11 +111,11 @@ class Relations:
         self._biases()
         idle, tables, beside = unused_weights(trace, model)
         for source in trace.sources.values():  # an expert, another head, a branch may use it in a later call
-            owner = source.name.rpartition(".")[0]
-            own = {length: why for (place, length), why in beside.items() if place == owner}
+            own = {n: why for (place, n), why in beside.items() if place == source.name.rpartition(".")[0]}
             vectors = own if source.kind == "norm" else tables
-            for length, why in [*idle.items(), *vectors.items()] if source.size > 1 else ():
-                if length % source.size == 0:
+            sizes = {source.size, *(by.view.inputs for by in source.reads if isinstance(by, Product))} - {1}
+            for length, why in [*idle.items(), *vectors.items()]:
+                if any(length % size == 0 for size in sizes):  # also a part, or parts together, as other layers read
                     self.pin(source.codes, why)
 
     def pin(self, nodes: Tensor, why: str, scale: bool = True) -> None:
@@ -331,12 +331,13 @@ def unused_weights(trace: Trace, model: nn.Module) -> list[dict[Any, str]]:
     known = {*trace.weight_consumers, *(bias.parameter for bias in trace.biases.values())}
     own = tuple(f"{norm}." for norm in trace.norms)
     names: list[dict[Any, list[str]]] = [defaultdict(list), defaultdict(list), defaultdict(list)]
-    for key, p in [*model.named_parameters(), *model.named_buffers()]:
+    idle = [(norm, torch.ones(each.dim)) for norm, each in trace.norms.items() if ("norm", norm) not in trace.sources]
+    for key, p in [*model.named_parameters(), *model.named_buffers(), *idle]:
         if p.is_floating_point() and not key.startswith(own) and key not in known and not _all_used(p, used[key]):
-            long = {length for length in p.shape if length > 1}
-            for length in long:
-                names[sum(length > 1 for length in p.shape) == 1][length].append(key)
-            owner = key.rpartition(".")[0]
+            owner, layers = key.rpartition(".")[0], nn.Linear | nn.modules.conv._ConvNd
+            one = p.dim() > 1 == p.shape[0] and isinstance(model.get_submodule(owner), layers)  # one output, that reads
+            for length in {length for length in p.shape if length > 1}:
+                names[sum(length > 1 for length in p.shape) == 1 and not one][length].append(key)
             for place in {owner, owner if any(model.get_submodule(owner).children()) else owner.rpartition(".")[0]}:
                 names[2][place, p.numel()].append(key)
     found = []

@@ -22,8 +22,8 @@ def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     if packet is aten.linear:
         bias, weight = args[2] if len(args) > 2 else None, weight.t()
     parameter = tracer._parameter(weight)
-    factors = kwargs.get("alpha", 1), kwargs.get("beta", 1)
-    if parameter is None or tracer._parameter(x) is not None or weight.dim() != 2 or factors != (1, 1):
+    plain = weight.dim() == 2 and 0 not in weight.stride() and kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
+    if parameter is None or tracer._parameter(x) is not None or not plain:
         return False
     stride = (0, weight.stride(0), 0, weight.stride(1))
     view = View(parameter, (1, weight.shape[0], 1, weight.shape[1]), stride, weight.storage_offset())

@@ -127,13 +127,13 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.inside_norm:
             return out
-        packet, name, dtype = func.overloadpacket, f"aten.{func.overloadpacket.__name__}", kwargs.get("dtype")
+        packet, name, dtype = func.overloadpacket, str(func.overloadpacket), kwargs.get("dtype") or torch.float
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if packet in ZEROS and out.dim() > 1 and out.dtype.is_floating_point:
             self.shadows[out] = everywhere(ZERO, out.shape)
         if packet in SHAPES_ONLY:
             return out
-        if packet in MOVES and func is not aten.view.dtype and (dtype is None or dtype.is_floating_point):
+        if packet in MOVES and "out" not in kwargs and func is not aten.view.dtype and dtype.is_floating_point:
             if any(self._followed(t) for t in given) and not (packet in PICKS and picked(self, packet, args, out)):
                 self._move(func, args, kwargs, out)
             storages = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, Tensor)}
