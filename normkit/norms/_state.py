@@ -11,7 +11,7 @@ from normkit.norms._base import Norm
 from normkit.norms._options import Count
 from normkit.norms._recompute import Records
 
-OPTIONAL = ("pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end")  # by options
+OPTIONAL = ("pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end")  # of options
 CALLS = 4  # a norm asks twice a step whether its warm-up has ended: on a GPU every second step copies or reads
 
 

@@ -91,7 +91,7 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
         raise ValueError(f"{blends[0]} is still a blend; call settle(model) before saving")
     if other := sorted(file.name for file in _safetensors(folder) if (_variant(file) is None) == bool(changes)):
         raise ValueError(f"{folder} holds other weights ({', '.join(other[:3])}); name another folder")
-    if (old := folder / "load.py").is_file() and old.read_text(encoding="utf8") == LOAD:
+    if (old := folder / "load.py").is_file() and old.read_text(encoding="utf8").startswith(LOAD.splitlines()[0]):
         old.unlink()  # of the model that was here; it would put nothing in the place of all norms of this one
     with _quiet(_transformers()):
         model.save_pretrained(folder, variant=VARIANT if changes else None)

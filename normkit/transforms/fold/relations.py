@@ -335,7 +335,7 @@ def unused_weights(trace: Trace, model: nn.Module) -> list[dict[Any, str]]:
     for key, p in [*model.named_parameters(), *model.named_buffers(), *idle]:
         if p.is_floating_point() and not key.startswith(own) and key not in known and not _all_used(p, used[key]):
             owner, layers = key.rpartition(".")[0], nn.Linear | nn.modules.conv._ConvNd
-            one = p.dim() > 1 == p.shape[0] and isinstance(model.get_submodule(owner), layers)  # one output, that reads
+            one = p.dim() > 1 and p.shape[0] == 1 and isinstance(model.get_submodule(owner), layers)  # one output
             for length in {length for length in p.shape if length > 1}:
                 names[sum(length > 1 for length in p.shape) == 1 and not one][length].append(key)
             for place in {owner, owner if any(model.get_submodule(owner).children()) else owner.rpartition(".")[0]}:
