@@ -37,6 +37,7 @@ void column_forward(const ColumnForward& given, int threads) {
     const float eps = given.eps;
     const int center = given.center;
     const Chunks chunks(n, channels * sizeof(T));
+    const int64_t ahead = 1 + AHEAD / (channels * sizeof(T));  // rows
     const int64_t size = stat ? (1 + center) * channels : 0;
     Floats parts(chunks.number * size);
     std::vector<double> counts(chunks.number);
@@ -54,9 +55,9 @@ void column_forward(const ColumnForward& given, int threads) {
             Moments block = moments(sums.data(), 0);
             for (int64_t i = first; i < last; ++i) {
                 const bool counted = stat && (!mask || mask[i]);
-                // prefetching makes moments about an origin faster, and no other pass
-                for (int64_t c = 0; center && i + 2 < n && c < channels; c += LINE<T>)
-                    __builtin_prefetch(x + (i + 2) * channels + c);
+                // prefetching makes moments without a result faster, and no other pass
+                for (int64_t c = 0; !y && i + ahead < n && c < channels; c += LINE<T>)
+                    __builtin_prefetch(x + (i + ahead) * channels + c);
                 const float* row = rows[i];
                 block.count += counted;
                 if (center && counted && block.count == 1)  // squares about a row of the block lose few digits

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <type_traits>
 #include <vector>
 #ifdef __SSE2__
@@ -21,7 +22,17 @@
 namespace {
 
 using std::int64_t;
-using Floats = std::vector<float>;
+
+// Memory that begins at a line of the caches: otherwise each load of 64 bytes reads two lines.
+template <class T>
+struct Aligned {
+    using value_type = T;
+    T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
+    void deallocate(T* memory, std::size_t) { ::operator delete(memory, std::align_val_t(64)); }
+    bool operator==(const Aligned&) const { return true; }
+};
+
+using Floats = std::vector<float, Aligned<float>>;
 
 struct bf16 {
     std::uint16_t bits;
@@ -97,6 +108,7 @@ constexpr int64_t BLOCK = 32;       // rows, a unit of sums
 constexpr int64_t CHUNKS = 128;     // at most, so as many threads at most
 constexpr int64_t SMALL = 1 << 15;  // elements: fewer are not worth a second thread
 constexpr int64_t TILE = 64;        // elements that bypass the caches together
+constexpr int64_t AHEAD = 8 << 10;  // bytes to prefetch before they are read
 constexpr int64_t LARGE = 4 << 20;  // bytes of results: more would leave the second-level cache before they are read
 
 template <class T>
