@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from normkit.transforms.fold.plan import make_plan
+from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.report import Audit
 from normkit.transforms.fold.survey import Survey
 
@@ -42,5 +42,5 @@ def audit(
         '1 of 1'
     """
     survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "audit")
-    plan = make_plan(survey.trace, survey.model)
+    plan = FoldPlan(survey.trace, survey.model)
     return Audit(tuple(plan.outcomes.values()), tuple(survey.calls), survey.absent, survey.prepared)

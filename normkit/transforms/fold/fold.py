@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normkit.transforms.fold.plan import FoldPlan, make_plan
+from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.progress import steps
 from normkit.transforms.fold.report import Report
 from normkit.transforms.fold.rewrite import largest_factor, rewrite
@@ -87,9 +87,9 @@ def fold(
         survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "fold", step)
         if balance is not None:
             survey.measure(balance)
-        conditions = {"spread": spread, "balance": balance is not None}
+        conditions = {"limit": spread, "balance": balance is not None}
         step("solve")
-        plan = make_plan(survey.trace, survey.model, **conditions)
+        plan = FoldPlan(survey.trace, survey.model, **conditions)
         step("verify")
         survey.add_longer_call()
         worst = survey.worst(rewrite(survey.model, plan))
@@ -122,7 +122,7 @@ def _one_by_one(survey: Survey, plan: FoldPlan, conditions: dict[str, Any]) -> t
     exact: list[str] = []
 
     def tried(only: list[str]) -> tuple[FoldPlan, float]:
-        plan = make_plan(survey.trace, survey.model, reasons, only, **conditions)
+        plan = FoldPlan(survey.trace, survey.model, reasons, only, **conditions)
         return plan, survey.worst(rewrite(copy.deepcopy(survey.model), plan))
 
     for name in [name for name, outcome in plan.outcomes.items() if outcome.action != "kept"]:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,76 +11,53 @@ from normkit.transforms.fold.conditioning import Conditioning
 from normkit.transforms.fold.position import position
 from normkit.transforms.fold.relations import NormNode, Relations, listed, listed_once, new_bias
 from normkit.transforms.fold.report import Outcome
-from normkit.transforms.fold.solve import Coordinates, Solver, smallest_clash
+from normkit.transforms.fold.solve import Solver, smallest_clash
 from normkit.transforms.fold.trace import Product, Trace, View
 
 ONLINE = "statistics of each token are computed at inference"
 
 
-@dataclass
 class FoldPlan:
-    """Coordinates of all nodes, the outcome of every norm, and the biases to be made."""
+    """Coordinates of all nodes, the outcome of every norm, and the biases to be made.
 
-    relations: Relations
-    at: Coordinates
-    spread: float = 1.0  # the largest range of a channel of a stream over that of the median channel
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    new_biases: dict[Product, tuple[View, int]] = field(default_factory=dict)
+    Args:
+        trace: The trace of the model.
+        model: The traced model, in float64.
+        reasons: Norms that stay as they are, with the reason.
+        only: Of the other norms those that may vanish; all by default.
+        limit: The limit of the spread of a stream's channels.
+        balance: Make the ranges of a stream's channels equal where their scales are free.
+    """
+
+    def __init__(
+        self, trace: Trace, model: nn.Module, reasons: dict[str, str] | None = None,
+        only: Collection[str] | None = None, limit: float | None = None, balance: bool = False,
+    ):  # fmt: skip
+        self.trace, self.model, self.limit = trace, model, limit
+        self.relations = Relations(trace, model, reasons or {})
+        self.solver = Solver(self.relations)
+        conditioning = Conditioning(self.solver, limit, balance)
+        self.chosen = self.solver.choose(lambda name: only is None or name in only, conditioning.within)
+        self.additions = self.solver.additions(self.chosen, conditioning.fits) if only is None else set()
+        self.at = conditioning.coordinates(self.chosen, self.additions)
+        self.spread = conditioning.spread(self.at)  # the largest range of a channel of a stream over the median one's
+        self.new_biases: dict[Product, tuple[View, int]] = {}
+        for product, inputs in self.relations.inputs.items():
+            moved = bool(self.at.shift[inputs].any()) or bool(self.at.shift[self.relations.outputs[product]].any())
+            missing = moved and product.takes_bias and product not in trace.biases
+            if missing and (made := new_bias(model, trace, product)):
+                self.new_biases[product] = made
+        self._consumers: dict[int, list[str]] = defaultdict(list)  # by stream the layers that read other coordinates
+        self._producers: dict[int, list[str]] = defaultdict(list)
+        self._note_layers()
+        self.outcomes = {name: self._outcome(node) for name, node in self.relations.norms.items()}
+        self._charge()
 
     def affine(self, node: NormNode) -> tuple[Tensor, Tensor]:
         """The gain and bias that a norm has in the new coordinates."""
         s, t = self.at.scale, self.at.shift
         gain = node.scale * s[node.inputs] / s[node.outputs]
         return gain, (node.scale * t[node.inputs] + node.shift - t[node.outputs]) / s[node.outputs]
-
-
-def make_plan(
-    trace: Trace,
-    model: nn.Module,
-    reasons: dict[str, str] | None = None,
-    only: Collection[str] | None = None,
-    spread: float | None = None,
-    balance: bool = False,
-) -> FoldPlan:
-    """Plan the fold of a traced model.
-
-    Args:
-        trace: The trace.
-        model: The traced model, in float64.
-        reasons: Norms that stay as they are, with the reason.
-        only: Of the other norms those that may vanish; all by default.
-        spread: The limit of the spread of a stream's channels.
-        balance: Make the ranges of a stream's channels equal where their scales are free.
-    """
-    return _Planner(trace, model, reasons or {}, only, spread, balance).plan
-
-
-class _Planner:
-    """Chooses the norms, solves, and describes the result in `plan`."""
-
-    def __init__(
-        self, trace: Trace, model: nn.Module, reasons: dict[str, str], only: Collection[str] | None,
-        spread: float | None, balance: bool,
-    ):  # fmt: skip
-        self.trace, self.model, self.limit = trace, model, spread
-        self.relations = Relations(trace, model, reasons)
-        self.solver = Solver(self.relations)
-        conditioning = Conditioning(self.solver, spread, balance)
-        self.chosen = self.solver.choose(lambda name: only is None or name in only, conditioning.within)
-        self.additions = self.solver.additions(self.chosen, conditioning.fits) if only is None else set()
-        self.at = conditioning.coordinates(self.chosen, self.additions)
-        self.plan = FoldPlan(self.relations, self.at, conditioning.spread(self.at))
-        for product, inputs in self.relations.inputs.items():
-            moved = bool(self.at.shift[inputs].any()) or bool(self.at.shift[self.relations.outputs[product]].any())
-            missing = moved and product.takes_bias and product not in trace.biases
-            if missing and (made := new_bias(model, trace, product)):
-                self.plan.new_biases[product] = made
-        self.consumers: dict[int, list[str]] = defaultdict(list)  # by stream the layers that read other coordinates
-        self.producers: dict[int, list[str]] = defaultdict(list)
-        self._note_layers()
-        for name, node in self.relations.norms.items():
-            self.plan.outcomes[name] = self._outcome(node)
-        self._charge()
 
     def _note_layers(self) -> None:
         """Note the layers that read or write a stream in coordinates other than the original ones."""
@@ -90,12 +67,12 @@ class _Planner:
             outputs = self.relations.outputs[product]
             if product.kind == "gain" and torch.equal(at.scale[inputs], at.scale[outputs]):
                 continue  # it stays as it is
-            for nodes, layers in ((inputs, self.consumers), (outputs, self.producers)):
+            for nodes, layers in ((inputs, self._consumers), (outputs, self._producers)):
                 for stream in streams_of(nodes[other[nodes]]):
                     layers[stream].append(product.layer)
         for name, node in self.relations.norms.items():
             for stream in streams_of(node.outputs[other[node.outputs]]) if node.takes_scale else ():
-                self.producers[stream].append(name)
+                self._producers[stream].append(name)
 
     def _outcome(self, node: NormNode) -> Outcome:
         name, streams_of = node.name, self.relations.streams_of
@@ -106,8 +83,8 @@ class _Planner:
         own -= sum(p.numel() for p in node.rest.parameters())
         if not node.offline and node.trivial:
             return replace(outcome, why=f"{ONLINE}; no gain or bias to fold")
-        after = listed_once(each for stream in streams_of(node.outputs) for each in self.consumers[stream])
-        before = listed_once(each for stream in streams_of(node.inputs) for each in self.producers[stream])
+        after = listed_once(each for stream in streams_of(node.outputs) for each in self._consumers[stream])
+        before = listed_once(each for stream in streams_of(node.inputs) for each in self._producers[stream])
         into = listed_once([*after, *before])
         if name in self.chosen and not node.offline:
             return replace(outcome, action="gain folded", into=after, why=ONLINE, saved=own)
@@ -119,7 +96,7 @@ class _Planner:
         if not node.offline:
             moved = bool((self.at.scale[node.outputs] != 1).any() | (self.at.shift[node.outputs] != 0).any())
             return replace(outcome, action="gain changed" if moved else "kept", why=why)
-        _, shift = self.plan.affine(node)
+        _, shift = self.affine(node)
         saved = own - len(shift) * (int(bool((shift != 0).any())) + int(name not in self.additions))
         if name in self.additions:
             why = why.split("; nor into")[0] + ": the gain is folded, one addition stays"
@@ -128,10 +105,10 @@ class _Planner:
 
     def _charge(self) -> None:
         """Count every bias that has to be made against a norm that it is made for."""
-        outcomes = self.plan.outcomes
+        outcomes = self.outcomes
         gone = [name for name, outcome in outcomes.items() if outcome.into]
         made: set[str] = set()
-        for product, (bias, length) in self.plan.new_biases.items():
+        for product, (bias, length) in self.new_biases.items():
             if bias.parameter in made:
                 continue
             made.add(bias.parameter)
