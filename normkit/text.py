@@ -1,6 +1,6 @@
 """Text output: aligned tables, norm specs, short lists, escaped control characters."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # several scripts cannot be written without them
 
@@ -57,6 +57,21 @@ def truncate(names: Sequence[str], most: int = 6) -> list[str]:
     ['a', '3 more']
     """
     return list(names) if len(names) <= most + 1 else [*names[:most], f"{len(names) - most} more"]
+
+
+def unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, in order."""
+    return tuple(dict.fromkeys(names))
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """List the first few names in a model, each once, and the number of the others.
+
+    >>> listed(["a", "b", "a", "c"], most=2)
+    'a, b and 1 more'
+    """
+    names = unique(name or "(the model itself)" for name in names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def format_spec(name: str, options: Mapping[str, object]) -> str:

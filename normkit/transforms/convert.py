@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
+from normkit.text import listed
 from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.layout import channels_first
@@ -165,7 +166,7 @@ def chosen_sites(
     readable = [name for name, module in every.items() if isinstance(_try_read(module), Found)]
     for pattern in rules:
         if readable and not any(fnmatch.fnmatchcase(name, pattern) for name in readable):
-            raise ValueError(f"the pattern {pattern!r} matches no norm; the norms are {_listed(readable)}")
+            raise ValueError(f"the pattern {pattern!r} matches no norm; the norms are {listed(readable, 12)}")
     meant, chosen = {}, {}
     for name, module in every.items():
         spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
@@ -176,7 +177,7 @@ def chosen_sites(
         raise ValueError(_nothing_found(model, readable, verb))
     if meant:
         why = unreadable(model)
-        left = _listed([f"{name} ({why[name]})" for name in meant if name in why], most=4)
+        left = listed([f"{name} ({why[name]})" for name in meant if name in why], most=4)
         warnings.warn(f"{verb}() leaves norms as they are that it cannot read: {left}", stacklevel=3)
     return chosen
 
@@ -286,15 +287,10 @@ def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
 
 def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
     if readable:
-        return f"{verb}() found norms, but its rules select none: {_listed(readable)}. Change the rules or where="
+        return f"{verb}() found norms, but its rules select none: {listed(readable, 12)}. Change the rules or where="
     seen = unreadable(model)
     if seen:
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
         return f"{verb}() found no norm that it can read: {named}. Mend it or add a reader to transforms/third_party.py"
     kinds = sorted({type(module).__name__ for module in model.modules()})
-    return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {_listed(kinds)}"
-
-
-def _listed(names: list[str], most: int = 12) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(name or "(the model itself)" for name in names[:most]) + more
+    return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {listed(kinds, 12)}"

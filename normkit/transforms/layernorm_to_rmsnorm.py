@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from normkit.text import unique
 from normkit.transforms.convert import put_everywhere, replacement
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.fold import TOLERANCE
 from normkit.transforms.fold.position import position
-from normkit.transforms.fold.relations import Relations, listed_once
+from normkit.transforms.fold.relations import Relations
 from normkit.transforms.fold.report import Outcome, Report
 from normkit.transforms.fold.rewrite import change
 from normkit.transforms.fold.survey import Survey
@@ -86,7 +87,7 @@ def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
             why = _obstacle(relations, name, found.dim, sources)
             own = [] if why else [source.product for source in sources if source.product]
             producers |= dict.fromkeys(own, found.dim)
-            into = listed_once(product.layer for product in own)
+            into = unique(product.layer for product in own)
             outcome = replace(outcome, action="kept" if why else "rms", into=into, why=why)
         outcomes[name] = outcome
     return outcomes, producers

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from normkit.text import listed, unique
 from normkit.transforms.fold.conditioning import Conditioning
 from normkit.transforms.fold.position import position
-from normkit.transforms.fold.relations import NormNode, Relations, listed, listed_once, new_bias
+from normkit.transforms.fold.relations import NormNode, Relations, new_bias
 from normkit.transforms.fold.report import Outcome
 from normkit.transforms.fold.solve import Solver, smallest_clash
 from normkit.transforms.fold.trace import Product, Trace, View
@@ -83,9 +84,9 @@ class FoldPlan:
         own -= sum(p.numel() for p in node.rest.parameters())
         if not node.offline and node.trivial:
             return replace(outcome, why=f"{ONLINE}; no gain or bias to fold")
-        after = listed_once(each for stream in streams_of(node.outputs) for each in self._consumers[stream])
-        before = listed_once(each for stream in streams_of(node.inputs) for each in self._producers[stream])
-        into = listed_once([*after, *before])
+        after = unique(each for stream in streams_of(node.outputs) for each in self._consumers[stream])
+        before = unique(each for stream in streams_of(node.inputs) for each in self._producers[stream])
+        into = unique([*after, *before])
         if name in self.chosen and not node.offline:
             return replace(outcome, action="gain folded", into=after, why=ONLINE, saved=own)
         if name in self.chosen:

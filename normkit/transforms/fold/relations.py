@@ -5,7 +5,6 @@ Node `c` is the channel with code `c`; node 0 is everything that is not followed
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm
+from normkit.text import listed, unique
 from normkit.transforms.fold.forest import Forest, unite
 from normkit.transforms.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View
 from normkit.transforms.layout import is_layout_hook
@@ -309,7 +309,7 @@ class Relations:
         for link in self.links:
             if link.why and streams & self.streams_of(torch.cat([link.a, link.b])):
                 (ties if bool((link.a * link.b > 0).any()) else pins).append(link.why)
-        whys = listed_once(pins or ties)
+        whys = unique(pins or ties)
         reads = [why.removeprefix("read by ") for why in whys if why.startswith("read by ")]
         others = [why for why in whys if not why.startswith("read by ")]
         return ", ".join([f"read by {listed(reads)}"] * bool(reads) + others[:3])
@@ -397,14 +397,3 @@ def own_hooks(module: nn.Module) -> bool:
     """True if a norm has hooks that the user registered."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return not all(is_layout_hook(hook) or isinstance(hook, GiveMask) for hook in hooks)
-
-
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first few names, and the number of the others."""
-    names = listed_once(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def listed_once(names: Iterable[str]) -> tuple[str, ...]:
-    """Each name once, in order."""
-    return tuple(dict.fromkeys(names))
