@@ -85,6 +85,7 @@ class HasOptions(nn.Module):
     """
 
     declared: ClassVar[dict[str, Option]] = {}
+    __signature__: ClassVar[inspect.Signature | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -102,8 +103,7 @@ class HasOptions(nn.Module):
                 default, argument = value[:2] if isinstance(value, Option) else (value, "")
                 declared[argument or attribute] = Option(default, argument or attribute, attribute, kind)
         cls.declared = {key: each for key, each in declared.items() if each.default is not inspect.Parameter.empty}
-        if "__init__" not in vars(cls):
-            cls.__init__ = _constructor(cls)
+        cls.__signature__ = None if "__init__" in vars(cls) else _signature(cls.declared)
 
     def __init__(self, dim: int, **options: Any):
         super().__init__()
@@ -125,29 +125,22 @@ def option_defaults(kind: type[nn.Module]) -> dict[str, Any]:
     """Return the options of a norm class and their defaults."""
     found: dict[str, Any] = {}
     for cls in reversed(kind.__mro__):
-        if "__init__" in vars(cls) and issubclass(cls, HasOptions):
+        if "__init__" in vars(cls) and issubclass(cls, HasOptions):  # a written constructor may pass other options on
             parameters = inspect.signature(cls.__init__).parameters.values()
-            own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-            written = not hasattr(cls.__init__, "__signature__")  # such a constructor may pass other options on
-            found = found | own if written else own
+            found |= {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        elif issubclass(cls, HasOptions):
+            found = {name: each.default for name, each in cls.declared.items()}
     return found
 
 
-def _constructor(cls: type[HasOptions]) -> Callable[..., None]:
-    """Return a constructor whose signature has `dim`, then the options by name."""
-
-    def __init__(self: Any, dim: int, **options: Any) -> None:
-        super(cls, self).__init__(dim, **options)  # type: ignore[call-arg]
-
+def _signature(declared: dict[str, Option]) -> inspect.Signature:
+    """Return the signature of a constructor: `dim`, then the options by name."""
     place = inspect.Parameter
-    first = [place("self", place.POSITIONAL_OR_KEYWORD), place("dim", place.POSITIONAL_OR_KEYWORD, annotation=int)]
     named = [
         place(name, place.KEYWORD_ONLY, default=each.default, annotation=_without_rules(each.kind))
-        for name, each in cls.declared.items()
+        for name, each in declared.items()
     ]
-    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
-    __init__.__signature__ = inspect.Signature([*first, *named])  # type: ignore[attr-defined]
-    return __init__
+    return inspect.Signature([place("dim", place.POSITIONAL_OR_KEYWORD, annotation=int), *named])
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
