@@ -133,7 +133,7 @@ def possible(relations: Relations, norms) -> bool:
             if link.shift:
                 shifts.append(unit(size, a) - unit(size, b))
                 shift_of.append(0.0)
-    for row in relations.rows:
+    for row in relations.equations:
         for nodes, factors in zip(row.nodes.tolist(), row.factors.tolist(), strict=True):
             shifts.append(sum(f * unit(size, n) for n, f in zip(nodes, factors, strict=True)))
             shift_of.append(0.0)

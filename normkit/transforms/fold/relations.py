@@ -72,7 +72,7 @@ class Link:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class Equation:
     """`sum over k of factors[:, k] * t[nodes[:, k]] = constant`, if that norm is folded."""
 
     nodes: Tensor
@@ -80,19 +80,22 @@ class Row:
     constant: Tensor
     norm: str = ""
 
-    @staticmethod
-    def fixed(nodes: Tensor, norm: str) -> "Row":
-        """The row `t[nodes] = 0`."""
-        return Row(nodes[:, None], torch.ones(len(nodes), 1).double(), torch.zeros(len(nodes)).double(), norm)
+
+def equation(*terms: tuple[Tensor, Tensor | float], constant: Tensor | float = 0.0, norm: str = "") -> Equation:
+    """The equation `sum of factor * t[nodes] = constant`, from its terms (nodes, factor)."""
+    nodes = torch.stack([nodes for nodes, _ in terms], 1)
+    numbers = (torch.as_tensor(n, dtype=torch.float64) for n in (*(factor for _, factor in terms), constant))
+    *factors, constant = (n.expand(len(nodes)) for n in numbers)
+    return Equation(nodes, torch.stack(factors, 1), constant, norm)
 
 
 class Relations:
-    """All links and rows of a trace, and the nodes that products and norms read and write."""
+    """All links and equations of a trace, and the nodes of its products and norms."""
 
     def __init__(self, trace: Trace, model: nn.Module, reasons: dict[str, str]):
         self.trace, self.model = trace, model
         self.links: list[Link] = []
-        self.rows: list[Row] = []
+        self.equations: list[Equation] = []
         self.norms: dict[str, NormNode] = {}
         self.unshifted: list[Tensor] = []  # what tied output layers without a bias read
         self.kept: dict[str, str] = {}  # norms that stay as they are, with the reason
@@ -181,24 +184,20 @@ class Relations:
         for by, codes in source.reads.items():
             if isinstance(by, str) and not by.startswith("norm "):
                 self.pin(codes.long(), f"read by {by}")
-        where, nodes, factors = source.name or "the model", [source.codes], [-1.0]
+        where, terms = source.name or "the model", [(source.codes, -1.0)]
         for pairs, factor in source.terms:
             read = self.slots(pairs, source.size, f"a sum in {where}")
-            nodes.append(read)
-            factors.append(factor)
+            terms.append((read, factor))
             self._equal(source.codes[read > 0], read[read > 0])
             foreign = pairs[pairs[:, 0] == FOREIGN][:, 1].long().unique()
             foreign = source.codes[foreign[read[foreign] == 0]]
             why = f"added to something that is no layer's output in {where}"
             self._equal(foreign, torch.zeros_like(foreign), why=why)
         if source.terms:
-            self._row(nodes, [torch.full((source.size,), factor, dtype=torch.float64) for factor in factors])
+            self.equations.append(equation(*terms))
 
     def _equal(self, a: Tensor, b: Tensor, exponent: int = 1, shift: bool = False, why: str = "") -> None:
         self.links.append(Link(a, b, exponent, shift=shift, why=why))
-
-    def _row(self, nodes: list[Tensor], factors: list[Tensor]) -> None:
-        self.rows.append(Row(torch.stack(nodes, 1), torch.stack(factors, 1), torch.zeros(len(nodes[0])).double()))
 
     # -- weights and biases -------------------------------------------------------------------------------------------
 
@@ -280,7 +279,7 @@ class Relations:
             bias = self.trace.biases.get(product)
             if product.kind == "gain":
                 gain = product.view.of(parameter(self.model, product.view.parameter)).flatten()
-                self._row([nodes, self.inputs[product]], [torch.full_like(gain, -1.0), gain])
+                self.equations.append(equation((nodes, -1.0), (self.inputs[product], gain)))
             elif bias is None and product.takes_bias and new_bias(self.model, self.trace, product) is None:
                 left = "peft would drop one" if ".lora_" in product.owner else "is used outside its own layer's forward"
                 why = f"{product.view.parameter} has no bias to take the shift, and {left}"

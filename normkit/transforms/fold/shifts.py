@@ -1,7 +1,8 @@
-"""The shifts of the coordinates: `t` that satisfy the rows of all norms that are folded.
+"""The shifts of the coordinates: `t` that satisfy the equations of all folded norms.
 
-Channels that are connected by rows form a system of their own. Most systems of a model have the same structure (one for
-each channel of its stream). They are solved together: a coefficient is a tensor with one entry, a *lane*, per system.
+Channels that are connected by equations form a system of their own. Most systems of a model have the same structure
+(one for each channel of its stream). They are solved together: a coefficient is a tensor with one entry, a *lane*, per
+system.
 """
 
 from collections import defaultdict
@@ -12,12 +13,12 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from normkit.transforms.fold.relations import Link, Relations, Row, united
+from normkit.transforms.fold.relations import Equation, Link, Relations, equation, united
 from normkit.transforms.fold.trace import Source
 
 Expression = dict[int, Tensor]  # variable: its factor in every lane; the key CONSTANT: the constant
 CONSTANT = -1
-OPTIONAL = "optional"  # in place of a norm: a row that is met if that takes no new bias
+OPTIONAL = "optional"  # in place of a norm: an equation that is met if that takes no new bias
 ROUNDING = 1e-14  # a shift below this part of the largest is a rounding error
 PIVOT = 1e-6  # a factor below this part of the largest is no pivot
 
@@ -26,22 +27,22 @@ PIVOT = 1e-6  # a factor below this part of the largest is no pivot
 class System:
     """Systems of equal structure, a lane each.
 
-    `nodes` are the variables, `[lanes, variables]`; `rank` is the cost of moving each. A row is a norm, variables,
-    their factors `[variables, lanes]` and the constant `[lanes]`.
+    `nodes` are the variables, `[lanes, variables]`; `rank` is the cost of moving each. An equation is a norm,
+    variables, their factors `[variables, lanes]` and the constant `[lanes]`.
     """
 
     nodes: Tensor
     rank: tuple[int, ...]
-    rows: list[tuple[str, list[int], Tensor, Tensor]] = field(default_factory=list)
+    equations: list[tuple[str, list[int], Tensor, Tensor]] = field(default_factory=list)
     solved: dict[frozenset[str], dict[int, Expression] | None] = field(default_factory=dict)
 
     @property
     def norms(self) -> set[str]:
-        """The norms that have rows here."""
-        return {row[0] for row in self.rows} - {"", OPTIONAL}
+        """The norms that have equations here."""
+        return {norm for norm, *_ in self.equations} - {"", OPTIONAL}
 
     def solve(self, norms: frozenset[str]) -> dict[int, Expression] | None:
-        """The variables in terms of the free ones; None if the rows contradict each other."""
+        """The variables in terms of the free ones; None if the equations contradict each other."""
         norms = norms & self.norms
         if norms not in self.solved:
             self.solved[norms] = self._eliminate(norms)
@@ -49,7 +50,7 @@ class System:
 
     def _eliminate(self, norms: frozenset[str]) -> dict[int, Expression] | None:
         solved: dict[int, Expression] = {}
-        for norm, variables, factors, constant in self.rows:
+        for norm, variables, factors, constant in self.equations:
             if norm not in norms and norm not in ("", OPTIONAL):
                 continue
             row: Expression = {CONSTANT: -constant}
@@ -89,14 +90,14 @@ def _add(to: Expression, terms: Expression, factor: Tensor) -> None:
 class Shifts:
     """All systems of a trace."""
 
-    def __init__(self, relations: Relations, rows: list[Row]):
+    def __init__(self, relations: Relations, equations: list[Equation]):
         size = relations.trace.codes
         self.forest = united(size, [Link(link.a, link.b) for link in relations.links if link.shift])
-        rows = sorted((row for row in rows if len(row.nodes)), key=lambda row: int(row.nodes[0, 0]))
-        rows += [Row.fixed(nodes, OPTIONAL) for nodes in relations.unshifted]
-        fixed = [(row.norm, (self.forest.root[row.nodes] == 0).all(1) & (row.constant != 0)) for row in rows]
+        equations = sorted((each for each in equations if len(each.nodes)), key=lambda each: int(each.nodes[0, 0]))
+        equations += [equation((nodes, 1.0), norm=OPTIONAL) for nodes in relations.unshifted]
+        fixed = [(each.norm, (self.forest.root[each.nodes] == 0).all(1) & (each.constant != 0)) for each in equations]
         self.never = {norm for norm, at in fixed if bool(at.any())}  # a shift where both ends have none
-        self.systems = self._systems(rows, self._ranks(relations))
+        self.systems = self._systems(equations, self._ranks(relations))
 
     def consistent(self, norms: frozenset[str]) -> bool:
         """True if there are shifts with which all these norms can be folded."""
@@ -119,28 +120,28 @@ class Shifts:
             ranks[source.codes] = _rank(source, relations)
         return torch.zeros_like(ranks).scatter_reduce_(0, self.forest.root, ranks, "amax")
 
-    def _systems(self, rows: list[Row], ranks: Tensor) -> list[System]:
-        """All systems that have to move, because a row of theirs has a constant."""
-        roots = [self.forest.root[row.nodes] for row in rows]
+    def _systems(self, equations: list[Equation], ranks: Tensor) -> list[System]:
+        """All systems that have to move, because an equation of theirs has a constant."""
+        roots = [self.forest.root[each.nodes] for each in equations]
         links = [Link(a, b).followed for nodes in roots for a, b in combinations(nodes.unbind(1), 2)]
         whole = united(len(self.forest.root), links).root
-        of_row = [whole[nodes.amax(1)] for nodes in roots]
+        system_of = [whole[nodes.amax(1)] for nodes in roots]
         moved = torch.zeros(len(whole), dtype=torch.bool)
-        for row, system in zip(rows, of_row, strict=True):
-            moved[system[row.constant != 0]] = True
+        for each, system in zip(equations, system_of, strict=True):
+            moved[system[each.constant != 0]] = True
         moved[0] = False
         lines: dict[int, list[Line]] = defaultdict(list)
-        for k, (system, nodes) in enumerate(zip(of_row, roots, strict=True)):
+        for k, (system, nodes) in enumerate(zip(system_of, roots, strict=True)):
             at = moved[system].nonzero().flatten()
             for place, of, read in zip(at.tolist(), system[at].tolist(), nodes[at].tolist(), strict=True):
                 lines[of].append((k, place, read))
-        return _lanes(lines.values(), rows, ranks)
+        return _lanes(lines.values(), equations, ranks)
 
 
-Line = tuple[int, int, list[int]]  # of a system: the index of a Row, the place in its tensors, the nodes there
+Line = tuple[int, int, list[int]]  # of a system: the index of an Equation, the place in its tensors, the nodes there
 
 
-def _lanes(systems: Iterable[list[Line]], rows: list[Row], ranks: Tensor) -> list[System]:
+def _lanes(systems: Iterable[list[Line]], equations: list[Equation], ranks: Tensor) -> list[System]:
     """Make systems of the same structure the lanes of one."""
     alike: dict[tuple, list[tuple[list[int], list[int]]]] = defaultdict(list)  # by structure: nodes, places of lines
     for lines in systems:
@@ -154,8 +155,8 @@ def _lanes(systems: Iterable[list[Line]], rows: list[Row], ranks: Tensor) -> lis
         system = System(torch.tensor([nodes for nodes, _ in lanes]), rank)
         for (k, variables), at in zip(structure, torch.tensor([places for _, places in lanes]).T, strict=True):
             used = [column for column, v in enumerate(variables) if v >= 0]  # node 0 has no shift
-            factors = rows[k].factors[at].T[used]
-            system.rows.append((rows[k].norm, [variables[column] for column in used], factors, rows[k].constant[at]))
+            factors, constant = equations[k].factors[at].T[used], equations[k].constant[at]
+            system.equations.append((equations[k].norm, [variables[column] for column in used], factors, constant))
         result.append(system)
     return result
 

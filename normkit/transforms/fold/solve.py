@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normkit.transforms.fold.forest import Forest, components, unite
 from normkit.transforms.fold.gains import mark_small_gains
-from normkit.transforms.fold.relations import Link, NormNode, Relations, Row, united
+from normkit.transforms.fold.relations import Equation, Link, NormNode, Relations, equation, united
 from normkit.transforms.fold.shifts import ROUNDING, Shifts
 
 MOST_TRIALS = 300  # sets of norms that are tried for each connected part of a model, before it takes them one by one
@@ -51,9 +51,9 @@ class Solver:
         if len(given):
             self.hard = united(relations.trace.codes, [*links, Link(given, torch.zeros_like(given))])
         self.online = {name: node for name, node in self.nodes.items() if not node.offline}
-        unchanged = [Row.fixed(node.outputs, _unchanged(name)) for name, node in self.online.items()
+        unchanged = [equation((node.outputs, 1.0), norm=_unchanged(name)) for name, node in self.online.items()
                      if not node.takes_shift]  # fmt: skip
-        self.shifts = Shifts(relations, [*relations.rows, *map(_row, self.nodes.values()), *unchanged])
+        self.shifts = Shifts(relations, [*relations.equations, *map(_identity, self.nodes.values()), *unchanged])
         self._agree: dict[frozenset[str], bool] = {}
 
     # -- consistency --------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class Solver:
         """True if these norms can be folded together."""
         chosen = frozenset(norms)
         return (not self.stuck.keys() & chosen and self.scales_agree(chosen)
-                and self.shifts.consistent(self._rows(chosen)))  # fmt: skip
+                and self.shifts.consistent(self._conditions(chosen)))  # fmt: skip
 
     def scales_agree(self, norms: frozenset[str]) -> bool:
         """True if the scales of these norms do not contradict each other."""
@@ -70,8 +70,8 @@ class Solver:
             self._agree[norms] = not bool(self._forest(norms)[1].broken.any())
         return self._agree[norms]
 
-    def _rows(self, norms: Iterable[str]) -> frozenset[str]:
-        """The names of the rows of shifts that hold if these norms are folded."""
+    def _conditions(self, norms: Iterable[str]) -> frozenset[str]:
+        """The names of the equations of shifts that hold if these norms are folded."""
         norms = frozenset(norms)
         return norms | {_unchanged(name) for name in self.online if name not in norms}
 
@@ -119,7 +119,7 @@ class Solver:
             for dead, at, mask in ((node.dead_reads, node.outputs, scale), (node.dead_writes, node.inputs, written)):
                 if bool(dead.any()):
                     mask[torch.isin(self.hard.root, self.hard.root[at[dead]])] = 0.0
-        return Coordinates(scale, self.shifts.values(self._rows(norms)), written)
+        return Coordinates(scale, self.shifts.values(self._conditions(norms)), written)
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
@@ -213,12 +213,11 @@ def smallest_clash(names: list[str], consistent: Callable[[Iterable[str]], bool]
 
 
 def _unchanged(name: str) -> str:
-    """The name of the row of an online norm that is not folded."""
+    """The name of the equation of an online norm that is not folded."""
     return f"{name}, unchanged"
 
 
-def _row(node: NormNode) -> Row:
-    """The row `t_y - a * t_x = b`; where nothing writes x any more, x is 0: `t_y - t_x = b`."""
+def _identity(node: NormNode) -> Equation:
+    """`t_y - a * t_x = b`; where nothing writes x any more, x is 0: `t_y - t_x = b`."""
     gain = torch.where(node.dead_writes, 1.0, node.scale)
-    nodes = torch.stack([node.outputs, node.inputs], 1)
-    return Row(nodes, torch.stack([torch.ones_like(gain), -gain], 1), node.shift, node.name)
+    return equation((node.outputs, 1.0), (node.inputs, -gain), constant=node.shift, norm=node.name)
