@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from normkit.kernels.cpu import entry as native
+from normkit.kernels.cpu import build
 
 ROOT = Path(__file__).parents[1]
 FOUR = 4  # launches that a norm may have, forward and backward together
@@ -31,7 +31,7 @@ def total(rows, column, mask=""):
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="counted with torch 2.13")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton's interpreter counts launches")
-@pytest.mark.skipif(bool(native.obstacle()), reason=f"the kernels for CPUs are counted: {native.obstacle()}")
+@pytest.mark.skipif(bool(build.obstacle()), reason=f"the kernels for CPUs are counted: {build.obstacle()}")
 def test_the_file_holds_what_is_counted():
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "COV_"))}
     ended = subprocess.run(

@@ -19,7 +19,7 @@ from normkit.kernels import ops
 from normkit.kernels.cpu import arguments, build
 from normkit.kernels.cpu import entry as native
 
-needs_kernels = pytest.mark.skipif(bool(native.obstacle()), reason=f"no kernels here: {native.obstacle()}")
+needs_kernels = pytest.mark.skipif(bool(build.obstacle()), reason=f"no kernels here: {build.obstacle()}")
 KINDS = (torch.float32, torch.bfloat16)
 NODE = "torch::autograd::CppNode<(anonymous namespace)::Step>"
 SHAPES = ((1, 1), (7, 3), (33, 40), (300, 65), (4100, 560))  # the last bypass the caches

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from normkit.kernels.cpu import build
 from normkit.kernels.cpu import entry as cpu
 
 CHOICES = ("auto", "triton", "native", "fused", "reference")
@@ -24,15 +26,14 @@ SMALL = 1 << 22  # numbers; at 4096 x 512 Triton saves an H200 at most 0.007 ms 
 PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]  # of torch.fx's make_fx
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """One `with kernels(...)` block: choice, counts, the block around it, and its thread."""
+    """One `with kernels(...)` block: choice, the block around it, counts, and its thread."""
 
-    __slots__ = ("choice", "outer", "ran", "thread")
-
-    def __init__(self, choice: str, outer: "Block | None"):
-        self.choice, self.outer = choice, outer
-        self.ran: collections.Counter[str] = collections.Counter()
-        self.thread = threading.get_ident()
+    choice: str
+    outer: "Block | None"
+    ran: collections.Counter[str] = field(default_factory=collections.Counter)
+    thread: int = field(default_factory=threading.get_ident)
 
 
 _block: ContextVar[Block | None] = ContextVar("normkit_kernels", default=None)
@@ -75,7 +76,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     """
     if choice not in CHOICES:
         raise ValueError(f"kernels must be one of {', '.join(CHOICES)}; got {choice!r}")
-    if choice == "native" and (why := cpu.obstacle()):
+    if choice == "native" and (why := build.obstacle()):
         raise RuntimeError(f'kernels("native") cannot run: {why}; use kernels("auto")')
     block = Block(choice, _block.get())
     token = _block.set(block)
@@ -210,7 +211,7 @@ def can_use_native(x: Tensor, choice: str = "") -> bool:
         and choice in ("auto", "native")
         and can_use_torch_kernels(x, choice)
         and not is_traced()
-        and cpu.library() is not None
+        and build.library() is not None
     )
 
 

@@ -32,7 +32,6 @@ class BatchRenorm(StatNorm):
 
     center = True
     exact_grad = False  # r and d are held constant
-    pad_grad = "exact"
 
     alpha: OldShare = 0.99
     r_max: Bound = 3.0

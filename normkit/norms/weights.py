@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -44,13 +45,9 @@ def weight_norm(model: nn.Module, initialize: Callable[[], Any] | None = None, l
         return layer.forward(*args)
 
     if initialize is not None:
-        handles |= {layer: layer.register_forward_hook(start) for layer in found}
-        try:
-            with torch.no_grad():
-                initialize()
-        finally:
-            for handle in handles.values():
-                handle.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            handles |= {layer: hooks.enter_context(layer.register_forward_hook(start)) for layer in found}
+            initialize()
     return model
 
 

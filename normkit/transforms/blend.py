@@ -15,7 +15,7 @@ from normkit.kernels import autograd
 from normkit.norms import Norm, Split
 from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward, is_recomputed
-from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
+from normkit.transforms.checks import check_not_wrapped, copy_model
 from normkit.transforms.convert import chosen_sites, find, replace_all, replacement, take_hooks
 from normkit.transforms.invoke import input_and_mask
 from normkit.transforms.masks import MaskFrom
@@ -193,8 +193,6 @@ def blend(
         >>> model[0].share()
         tensor(1.)
     """
-    check_not_wrapped(model, "blend")
-    check_not_quantized(model, "blend")
     for name, value, least in (("steps", steps, 1), ("gap", gap, 0)):
         if not is_int(value) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")

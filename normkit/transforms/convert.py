@@ -121,8 +121,6 @@ def convert(
         >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un")[1]
         UN(4, un)
     """
-    check_not_wrapped(model, "convert")
-    check_not_quantized(model, "convert")
     chosen = chosen_sites(model, to, where, "convert")
     model = model if inplace else copy_model(model)
     like = next(model.parameters(), None)
@@ -152,7 +150,10 @@ def chosen_sites(
 
     Raises:
         ValueError: If there are none.
+        TypeError: If the model is wrapped, compiled or quantized, or an argument has another type.
     """
+    check_not_wrapped(model, verb)
+    check_not_quantized(model, verb)
     if not isinstance(to, str | Mapping):
         raise TypeError(f"{verb}() takes a spec such as 'un', or rules pattern -> spec; got {type(to).__name__}")
     rules = {"*": to} if isinstance(to, str) else dict(to)

@@ -28,9 +28,7 @@ def leave_fast_path(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and not _has_layer_norms(module):
             module.activation_relu_or_gelu = 0
-    for module in model.modules():
-        layers = getattr(module, "layers", ())
-        if isinstance(module, nn.TransformerEncoder) and not all(_has_layer_norms(layer) for layer in layers):
+        elif isinstance(module, nn.TransformerEncoder) and not all(map(_has_layer_norms, module.layers)):
             module.use_nested_tensor = False
 
 

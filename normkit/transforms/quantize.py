@@ -132,7 +132,7 @@ def _masking(graph: Any) -> list[str]:
     found: dict[str, None] = {}
     while waiting:
         node = producers.get(waiting.pop())
-        if node is not None and node.op_type not in ("MatMul", "Gemm", "Conv") and node.name not in found:
+        if node is not None and node.op_type not in PRODUCTS and node.name not in found:
             found[node.name] = None
             waiting += node.input
     return list(found)

@@ -36,7 +36,7 @@ class Series(NamedTuple):
     def late(self) -> list[float]:
         """Finite values of the second half of the steps."""
         middle = (self.steps[0] + self.steps[-1]) / 2
-        return [v for s, v in zip(self.steps, self.values, strict=True) if s >= middle and math.isfinite(v)]
+        return [value for step, value in self.points() if step >= middle]
 
     def middle(self) -> float:
         """Median of the late values; nan without one."""

@@ -7,11 +7,6 @@ from torch import Tensor
 
 from normkit.kernels import reference
 from normkit.kernels.cpu.arguments import call
-from normkit.kernels.cpu.build import library, obstacle
-
-__all__ = [
-    "DTYPES", "divide", "gradient", "infer", "library", "moments", "obstacle", "standardize", "standardize_grad",
-]  # fmt: skip
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -88,7 +83,7 @@ class Divide(torch.autograd.Function):
     """As `fused.Divide`, in one pass each way. Differentiated twice, it uses plain operations."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, length, center):
+    def forward(ctx, x, weight, bias, eps, length, center):  # noqa: D102
         ctx.save_for_backward(x, weight, bias)  # not a copy, which has no graph to differentiate twice
         ctx.eps, ctx.length, ctx.center = eps, length, center
         (n, channels), x = _sizes(x), _contiguous(x)
@@ -101,7 +96,7 @@ class Divide(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled() or not torch._C._has_storage(dy):  # vmap passes gradients without memory
             op = reference.scale if ctx.length else reference.layer if ctx.center else reference.rms
