@@ -30,18 +30,6 @@ def _any(norm: str) -> bool:
     return True
 
 
-def _centred(norm: str) -> bool:
-    return keeps_batch_statistics(norm) and not freezes_quadratic_means(norm)
-
-
-def _power(norm: str) -> bool:
-    return norm_class(norm)[0] is PowerNorm
-
-
-def _filters(norm: str) -> bool:
-    return norm_class(norm)[1].get("outlier_filtration") is True
-
-
 CHECKS = (
     Check("nan", faults.bad_batches, "nonfinite", _any),
     Check("warm-up", by_site(
@@ -60,16 +48,17 @@ CHECKS = (
         " of the tokens, and the norm makes the others small",
         "add nk.scale_loss to the loss (normkit train --scale-loss 0.1), or use a per-token norm there", below=True),
         "token_share", keeps_batch_statistics),
-    Check("evaluation", faults.evaluation, "gap_batch", _centred, steps=LIMITS["steps"]),
+    Check("evaluation", faults.evaluation, "gap_batch",
+          lambda norm: keeps_batch_statistics(norm) and not freezes_quadratic_means(norm), steps=LIMITS["steps"]),
     Check("evaluation", faults.evaluation_quadratic, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
     Check("batch length", faults.batch_length, "length_share length_share_quadratic", relies_on_batch, 6,
           LIMITS["steps"]),
     Check("train-to-eval gap", faults.train_eval, "loss_train_mode loss_eval_mode", None, how=TWO_LOSSES),
-    Check("nu", faults.nu, "nu Gamma Gamma_bound", _power, 2),
+    Check("nu", faults.nu, "nu Gamma Gamma_bound", lambda norm: norm_class(norm)[0] is PowerNorm, 2),
     Check("filtered", by_site(
         LIMITS["filtered_rate"], "UN filters {percent:.0f} % of steps: it is PN-V now",
         'threshold="scalar", a longer window, or outlier_filtration=False', number=faults.last),
-        "filtered_rate", _filters),
+        "filtered_rate", lambda norm: norm_class(norm)[1].get("outlier_filtration") is True),
     Check("exploding depth", faults.exploding_depth, "rms", _any),
     Check("exploding", by_site(
         LIMITS["growth"], "the input grew {0:.3g}x during the run", "lower the learning rate", number=faults.growth),
