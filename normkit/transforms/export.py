@@ -170,7 +170,7 @@ class TensorModel(nn.Module):
 
 def picked(output: Any, outputs: Callable[[Any], Any] | None) -> tuple[Tensor, ...]:
     """Return the tensors of an output that are exported; a ValueError if there are none."""
-    found = tuple(tensors(outputs(output) if outputs else output).values())
+    found = tuple(tensors(output, outputs).values())
     if not found:
         raise ValueError(f"export() found no tensor in the model output ({type(output).__name__}); pass outputs=")
     return found

@@ -140,13 +140,16 @@ def arguments_left(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> 
     return {name: parameter for name, parameter in takes.items() if name not in passed}
 
 
-def tensors(output: Any, depth: int = 6) -> dict[str, Tensor]:
+def tensors(output: Any, outputs: Callable[[Any], Any] | None = None, depth: int = 6) -> dict[str, Tensor]:
     """Find all tensors in tuples, mappings, dataclasses and plain objects, by their path.
+
+    Only those in `outputs(output)`, if it is given.
 
     Example:
         >>> list(tensors({"logits": torch.zeros(1), "past": (torch.zeros(2), None)}))
         ['logits', 'past.0']
     """
+    output = outputs(output) if outputs else output
     if isinstance(output, Tensor):
         return {"": output}
     if depth == 0 or output is None or isinstance(output, str | bytes | int | float | bool | torch.dtype | type):
@@ -162,6 +165,6 @@ def tensors(output: Any, depth: int = 6) -> dict[str, Tensor]:
         parts = getattr(output, "__dict__", {})
     found = {}
     for key, part in parts.items():
-        for path, tensor in tensors(part, depth - 1).items():
+        for path, tensor in tensors(part, depth=depth - 1).items():
             found[f"{key}.{path}" if path else str(key)] = tensor
     return found

@@ -277,7 +277,5 @@ READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the
     "RmsNorm*": (RMS, RMS_2D),  # timm
     **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "BatchNormAct2d"), (_batch,)),
     "*FrozenBatchNorm2d": (_batch,),  # torchvision, DETR; gain and bias are buffers, and stay frozen
-    "*GroupNorm": (_group,),  # torch, PoolFormer of transformers
-    "GroupNorm1*": (_group,),  # timm
-    "GroupNormAct": (_group,),
+    **dict.fromkeys(("*GroupNorm", "GroupNorm1*", "GroupNormAct"), (_group,)),  # torch, PoolFormer, timm
 }

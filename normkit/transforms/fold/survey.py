@@ -134,7 +134,7 @@ class Survey:
                     tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
             out = example_call(self.model, args, kwargs, self.verb, shown, "a float64 copy of the model")
             try:
-                given = self._picked(out)
+                given = tensors(out, self.outputs)
             except Exception as problem:
                 raise ValueError(
                     f"{self.verb}() could not apply outputs= to what the model returned: {problem}"
@@ -166,9 +166,6 @@ class Survey:
                     self.trace.weight_consumers[name].add("its module, which makes it again for longer inputs")
                 module._buffers[key] = table
 
-    def _picked(self, out: Any) -> Outputs:
-        return tensors(self.outputs(out) if self.outputs else out)
-
     def _require_numbers(self, out: Any, picked: Outputs) -> None:
         """Raise a ValueError for NaN and for outputs without finite numbers; masks are infinite."""
         if not picked:
@@ -193,7 +190,7 @@ class Survey:
             if self.other and (found := longer(*widened(self.given))):
                 label, (args, kwargs) = found
                 out = self.model(*args, **kwargs)  # not changed yet
-                self._require_numbers(out, answer := self._picked(out))
+                self._require_numbers(out, answer := tensors(out, self.outputs))
                 self.calls[label], self.expected[label] = (args, kwargs), answer
 
     def worst(self, model: nn.Module) -> float:
@@ -202,7 +199,7 @@ class Survey:
         with in_float64():
             for label, (args, kwargs) in self.calls.items():
                 try:
-                    out = self._picked(model(*args, **kwargs))
+                    out = tensors(model(*args, **kwargs), self.outputs)
                 except Exception as problem:
                     self.failure = f"{type(problem).__name__}: {problem}"
                     return float("inf")

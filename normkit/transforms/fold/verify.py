@@ -29,7 +29,7 @@ def error(mine: Any, theirs: Any, outputs: Callable[[Any], Any] | None = None) -
         >>> error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0]))
         1.0
     """
-    mine, theirs = (tensors(outputs(out) if outputs else out) for out in (mine, theirs))
+    mine, theirs = (tensors(out, outputs) for out in (mine, theirs))
     if mine.keys() != theirs.keys() or not mine:
         return float("inf")
     return max(_difference(mine[path], theirs[path]) for path in mine)
@@ -37,7 +37,7 @@ def error(mine: Any, theirs: Any, outputs: Callable[[Any], Any] | None = None) -
 
 def count_infinite(out: Any, outputs: Callable[[Any], Any] | None = None) -> int:
     """Count the numbers in an output that are NaN or infinite."""
-    return sum(int((~t.isfinite()).sum()) for t in tensors(outputs(out) if outputs else out).values())
+    return sum(int((~t.isfinite()).sum()) for t in tensors(out, outputs).values())
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
