@@ -37,23 +37,16 @@ def check_not_wrapped(model: nn.Module, verb: str) -> None:
             raise TypeError(f"{verb}() cannot transform this model: {name} is sharded; transform it before sharding")
 
 
-def quantized(model: nn.Module) -> str | None:
-    """Name the first part of a model that is quantized; None where nothing is."""
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(QUANTIZED) or hasattr(module, "_packed_params"):
-            return f"{name or 'the model'} is a quantized {type(module).__name__}"
-    for name, parameter in model.named_parameters():
-        if type(parameter).__module__.startswith(QUANTIZED):
-            return f"{name} is a quantized {type(parameter).__name__}"
-        if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
-            return f"{name} is stored as {parameter.dtype}"
-    return None
-
-
 def check_not_quantized(model: nn.Module, verb: str) -> None:
     """Raise a TypeError for a model with quantized weights."""
-    if what := quantized(model):
-        raise TypeError(f"{verb}() cannot change this model: {what}. Transform the model first, then quantize it")
+    found = []
+    for name, part in [*model.named_modules(), *model.named_parameters()]:
+        if type(part).__module__.startswith(QUANTIZED) or hasattr(part, "_packed_params"):
+            found.append(f"{name or 'the model'} is a quantized {type(part).__name__}")
+        elif isinstance(part, Tensor) and not (part.dtype.is_floating_point or part.dtype.is_complex):
+            found.append(f"{name} is stored as {part.dtype}")
+    if found:
+        raise TypeError(f"{verb}() cannot change this model: {found[0]}. Transform the model first, then quantize it")
 
 
 def check_not_meta(model: nn.Module, verb: str) -> None:

@@ -63,8 +63,12 @@ class Audit:
         return self.prepared + sum(row.saved for row in self.rows)
 
     def __str__(self) -> str:
+        lines = [("norm", "is", "stands", "becomes", "into, or why not", "saved")]
+        for row in self.rows:
+            text = "; ".join(part for part in (", ".join(row.into), row.why) if part)
+            lines.append((row.name or "(the model)", row.norm, row.position, row.action, text, f"{row.saved:,}"))
         absent = f"\nnot in the example, so taken as never given: {', '.join(self.absent)}" if self.absent else ""
-        return f"{table(self.rows)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved{absent}"
+        return f"{align(lines)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved{absent}"
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,3 @@ class Report(Audit):
             f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type\n"
             f"largest factor of a weight {self.largest_factor:.3g}, spread of a stream's channels {self.spread:.3g}"
         )
-
-
-def table(rows: tuple[Outcome, ...]) -> str:
-    """Format the rows as aligned columns."""
-    lines = [("norm", "is", "stands", "becomes", "into, or why not", "saved")]
-    for row in rows:
-        text = "; ".join(part for part in (", ".join(row.into), row.why) if part)
-        lines.append((row.name or "(the model)", row.norm, row.position, row.action, text, f"{row.saved:,}"))
-    return align(lines)
