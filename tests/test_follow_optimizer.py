@@ -205,6 +205,15 @@ def test_a_copy_moves_its_state_by_itself_until_it_follows_too():
     assert_close(average.module[0].running, model[0].running)
 
 
+def test_a_copy_of_a_parametrized_norm_moves_its_state_by_itself():
+    model = tiny("batch")
+    nn.utils.parametrizations.spectral_norm(model[0], "weight")
+    nk.follow_optimizer(model)
+    twin = copy.deepcopy(model)
+    twin(torch.randn(8, 4))
+    assert (model[0].step, twin[0].step) == (0, 1)
+
+
 def test_norms_that_come_later_follow_from_the_next_step_on():
     model = nk.blend(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)), "pnv", steps=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -176,6 +176,36 @@ def test_a_recomputed_forward_finds_its_own_batch_among_several(spec, reentrant)
     assert int(rerun.step) == int(plain.step) == 7
 
 
+@pytest.mark.parametrize(
+    "spec", ["un(window=2, warmup=2)", "power(warmup=2)", "mabn", "taper(warmup=2, until=4)", "batch", "layer"]
+)
+def test_recomputation_in_a_compiled_graph_agrees_or_raises(spec):
+    """Activation checkpointing under torch.compile needs the statistics of the first forward."""
+
+    def compiled(norm, **options):
+        torch._dynamo.reset()
+        return torch.compile(lambda x: checkpoint(norm, x, use_reentrant=False, **options), backend="aot_eager")
+
+    def step(norm, call, i):
+        norm.zero_grad()
+        x = batch(i, 2, 4, DIM, dtype=torch.float32, scale=1 + i).requires_grad_()
+        y = call(x)
+        (y * batch(9, 2, 4, DIM, dtype=torch.float32)).sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in norm.parameters()), *(b.clone() for b in norm.buffers())]
+
+    eager = random_norm(spec, dtype=torch.float32)
+    twin = copy.deepcopy(eager)
+    call = compiled(twin, context_fn=normkit.keep_statistics)
+    for i in range(5):
+        assert_close(step(twin, call, i), step(eager, eager, i), rtol=2e-4, atol=2e-5)
+    if not eager.batch_free:
+        with pytest.raises(RuntimeError, match=r"normkit\.keep_statistics"):
+            step(twin, compiled(twin), 5)
+        inner = torch.compile(twin, backend="aot_eager")  # recomputed in eager mode: its state would move twice
+        with pytest.raises(RuntimeError, match="compile what calls"):
+            step(twin, lambda x: checkpoint(inner, x, use_reentrant=False, context_fn=normkit.keep_statistics), 6)
+
+
 @every
 def test_one_module_twice_in_one_graph(spec):
     x, dy = batch(0, 6, DIM), batch(1, 6, DIM)

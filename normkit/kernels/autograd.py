@@ -130,8 +130,8 @@ def snapshot(tensors: list[Tensor]) -> list[Tensor]:
     """
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "torch.compile recomputes a norm with batch statistics in the backward pass, and these have moved on by "
-            "then; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=normkit.keep_statistics)"
+            "a compiled norm is recomputed in the backward pass, and its statistics have moved on; compile what calls "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=normkit.keep_statistics)"
         )
     return [t.clone() for t in tensors]
 
@@ -144,8 +144,8 @@ def _(tensors: list[Tensor]) -> list[Tensor]:
 def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Keep the decisions of norms when `torch.compile` recomputes activations.
 
-    They are a few numbers for each norm. Pass it as `context_fn`. Without it, compiled norms with batch statistics
-    raise a RuntimeError in the backward pass. Eager norms do not need it.
+    They are a few numbers for each norm. Pass it as `context_fn`, and compile the function that calls `checkpoint`:
+    otherwise compiled norms with batch statistics raise a RuntimeError. Eager norms do not need it.
 
     Returns:
         The two context managers that `torch.utils.checkpoint.checkpoint` expects.
@@ -157,4 +157,10 @@ def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManag
         >>> block(torch.zeros(1))  # or torch.compile(block)
         tensor([0.])
     """
-    return create_selective_checkpoint_contexts([torch.ops.normkit.snapshot.default])
+
+    def policy(context: object, op: object, *args: Any, **kwargs: Any) -> bool:
+        if (kept := op is torch.ops.normkit.snapshot.default) and type(args[0][0]) is Tensor:  # runs, is not traced
+            raise RuntimeError("an eager checkpoint would move compiled norms twice; compile what calls checkpoint()")
+        return kept
+
+    return create_selective_checkpoint_contexts(policy)

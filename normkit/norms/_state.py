@@ -1,5 +1,6 @@
 """State of norms with batch statistics: its buffers, and when it changes."""
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -131,6 +132,12 @@ class StatefulNorm(Norm):
         """Leave out records of the original's forwards, and the optimizer that it follows."""
         kept = {**super().__getstate__(), "follows_optimizer": False, "next_state": {}}
         return {**kept, "_records": Records(), "_steps": AsyncCounter(), "_ended": AsyncCounter(CALLS)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StatefulNorm":
+        """Copy by `__getstate__` also where PyTorch's parametrizations replace it."""
+        twin = memo[id(self)] = self.__new__(type(self))
+        twin.__setstate__(copy.deepcopy(StatefulNorm.__getstate__(self), memo))
+        return twin
 
 
 def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:
