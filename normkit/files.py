@@ -8,8 +8,15 @@ from typing import BinaryIO
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: `NORMKIT_CACHE`, or `~/.cache/normkit`."""
-    return Path(os.environ.get("NORMKIT_CACHE") or Path.home() / ".cache" / "normkit")
+    """Return the cache folder: `NORMKIT_CACHE`, or `~/.cache/normkit`.
+
+    Raises:
+        OSError: If there is neither, as for a user without a home.
+    """
+    try:
+        return Path(os.environ.get("NORMKIT_CACHE") or Path.home() / ".cache" / "normkit")
+    except RuntimeError:  # HOME is not set and the system does not know the user, as in some containers
+        raise OSError("there is no home folder for the cache; set HOME, or NORMKIT_CACHE to a folder") from None
 
 
 def write_whole(path: Path, data: bytes) -> Path:

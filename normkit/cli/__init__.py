@@ -78,6 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         return complain(str(error) or type(error).__name__)
     except Exception as error:
+        if "InvalidCxxCompiler" in str(error):  # torch.compile
+            return complain("torch.compile needs a C++ compiler: install g++, name one in CXX, or do not compile")
         if type(error).__name__ != "SafetensorError":  # weights that cannot be read or written, as on a full disk
             raise
         return complain(str(error))

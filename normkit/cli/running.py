@@ -167,6 +167,8 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
                 board.end(run.name, found[folder]["status"])
     found = {folder: found[folder] for folder in runs if folder in found}
     show(found, out, command)
+    if signals:
+        complain("interrupted; the same command with --resume continues")
     diverged = [f"{folder} {result['status']}" for folder, result in found.items() if "diverged" in result["status"]]
     for line in diverged:
         complain(f"{line}; a lower --lr or a longer --warmup may help, and `normkit doctor` shows what failed first")

@@ -1,5 +1,6 @@
 """Compilation of the C++ code for this machine, on first use, into the cache folder."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -110,15 +111,14 @@ def _key(compiler: list[str], arguments: list[str]) -> str:
 
 
 def _private(folder: Path) -> Path:
-    """The folder, created if missing; a new temporary one if others can write to it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        ours = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if ours and os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
+    """The folder, or a temporary one that stays; a new one if others can write to both."""
+    for path in (folder, Path(tempfile.gettempdir()) / f"normkit-{os.getuid()}"):
+        with contextlib.suppress(OSError):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = (path := path.resolve()).stat()  # others could exchange a link
+            ours = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if ours and os.access(path, os.W_OK):
+                return path
     return Path(tempfile.mkdtemp(prefix="normkit-"))
 
 

@@ -1,0 +1,26 @@
+"""The folder into which C++ kernels are compiled."""
+
+import pytest
+
+from normkit.kernels.cpu import build
+
+
+def test_a_user_without_a_home_gets_a_warning_and_slower_code(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("NORMKIT_CACHE", raising=False)
+    monkeypatch.setattr(build.Path, "home", home)
+    with pytest.warns(RuntimeWarning, match="set HOME, or NORMKIT_CACHE"):
+        found, why = build._built("kernels", ["g++"], [], str)
+    assert found is None
+    assert "no home folder" in why
+
+
+def test_without_a_cache_all_processes_use_one_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "file").touch()
+    kept = tmp_path.resolve() / f"normkit-{build.os.getuid()}"
+    assert [build._private(tmp_path / "file" / "native") for _ in range(2)] == [kept, kept]
+    kept.chmod(0o777)
+    assert build._private(tmp_path / "file" / "native") != kept
