@@ -1,5 +1,7 @@
 """Later inputs that take other paths than the example: the folded model is right there."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,31 @@ def test_a_mask_that_fills_in_a_tensor(value):
 
     x, mask = torch.randn(2, 5, DIM), torch.arange(10).view(2, 5) % 3 == 0
     both_agree(Two(masked), (x, mask), (x, ~mask), "multiply-add")
+
+
+@pytest.mark.parametrize("masked", [0, 5])
+def test_a_mask_of_single_elements(masked):
+    layer = nn.Linear(DIM, DIM)
+    model = Two(lambda y, a, b, mask: torch.tanh(a(y.masked_fill(mask, 0.0))))
+    model.norm, model.b = nn.Sequential(layer, model.norm), nn.Identity()
+    x, mask = torch.randn(2, 5, DIM), torch.arange(60).view(2, 5, DIM) % 7 * 10 >= 70 - masked
+    both_agree_on(model, (x, mask), (x, torch.rand(2, 5, DIM) > 0.5))
+
+
+def test_a_mask_that_has_masked_one_of_two_inputs():
+    class Modalities(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms, self.reads = (nn.ModuleList(make() for _ in "ab") for make in (make_norm, make_layer))
+
+        def forward(self, x, mask):
+            y = torch.cat([norm(torch.tanh(part)) for norm, part in zip(self.norms, x.split(3, 1), strict=True)], 1)
+            parts = y.masked_fill(mask[..., None], 0.0).split(3, 1)
+            return sum(torch.tanh(read(part)) for read, part in zip(self.reads, parts, strict=True))
+
+    make_norm, make_layer = partial(make, "batch", DIM), partial(nn.Linear, DIM, 4)
+    x, mask = torch.randn(2, 6, DIM), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    both_agree_on(Modalities(), (x, mask), (x, mask.flip(1)))
 
 
 def test_a_mask_that_fills_in_a_number_computed_from_the_norm():
@@ -175,6 +202,15 @@ def test_a_norm_that_is_the_whole_model():
     folded, report = fold(make("un", 4).eval(), torch.randn(3, 4))
     assert isinstance(folded, Affine)
     assert [row.action for row in report] == ["multiply-add"]
+
+
+@pytest.mark.parametrize("masked", [3, 17])
+def test_masked_numbers_do_not_hide_an_error(masked):
+    outputs = torch.randn(4, 20).double()
+    outputs[:, :masked] = torch.finfo(torch.float32).min
+    wrong = outputs.clone()
+    wrong[:, -1] += 0.5
+    assert error(wrong, outputs) > 0.01
 
 
 def test_huge_numbers_do_not_hide_an_error():

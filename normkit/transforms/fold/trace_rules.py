@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from normkit.transforms.fold.trace import ZERO, View, channel_pairs, channel_rows, joined
+from normkit.transforms.fold.trace import FOREIGN, ZERO, View, channel_pairs, channel_rows, everywhere, joined, varying
 
 if TYPE_CHECKING:
     from normkit.transforms.fold.tracer import Tracer
@@ -146,6 +146,27 @@ def picked(tracer: "Tracer", packet: Any, args: tuple, out: Tensor) -> bool:
     return False
 
 
+def _masked(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """`where` and `masked_fill`: another call may replace any element that this one keeps."""
+    one, other = args[1:] if packet is aten.where else args[::2]
+    if not any(isinstance(t, Tensor) and tracer.shadow(t) is not None for t in (one, other)):
+        return False
+    by = tracer.origins(other) if isinstance(other, Tensor) else everywhere(FOREIGN if other else ZERO, out.shape)
+    a, b = (varying(t.expand(out.shape)) for t in (tracer.origins(one), by))
+    high, low = torch.maximum(a, b), torch.minimum(a, b)
+    shadow = torch.where(high > ZERO, high, low)
+    for source, _ in tracer.trace.by_code(high):
+        here = (high >= source.base) & (high < source.base + source.size)
+        masked = tracer.trace.source(("masked", tracer.module, source.base), "sum", tracer.module, source.size)
+        pairs = torch.stack([torch.cat([high[here], low[here]]), (high[here] - source.base).repeat(2)], 1)
+        masked.terms = [(joined(masked.terms[0][0] if masked.terms else None, pairs.unique(dim=0)), 1.0)]
+        for part, codes in tracer.trace.by_code(pairs[:, 0]):
+            part.note_reader(masked, codes)
+        shadow[here] += masked.base - source.base
+    tracer.shadows[out] = shadow.expand(out.shape)
+    return True
+
+
 def _or_zero(pairs: Tensor) -> Tensor:
     """Pairs (code, channel), and zeros at the same channels, which allow no shift."""
     return torch.cat([torch.stack([torch.zeros(len(pairs)).double(), pairs[:, 1]], 1), pairs])
@@ -178,8 +199,7 @@ def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any],
 def _counts_padding(args: tuple) -> bool:
     """True if a pooling counts the zeros of its padding, or divides by another number."""
     padding, _, include, divisor = (*args[3:7], *(0, False, True, None)[len(args[3:7]) :])
-    padded = any(padding) if isinstance(padding, list | tuple) else bool(padding)
-    return bool(padded and include) or divisor is not None
+    return divisor is not None or bool(include and (any(padding) if isinstance(padding, list | tuple) else padding))
 
 
 def _restride(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -238,16 +258,11 @@ def _channel_axis(shadow: Tensor | None, of: Tensor) -> int | None:
 
 def is_channel_axis(shadow: Tensor, dim: int) -> bool:
     """True if every channel that is followed is at one index of an axis."""
-    if _only_along(shadow, dim):
-        return True
-    pairs = channel_pairs(shadow, dim)
-    pairs = pairs[pairs[:, 0] > ZERO]
-    return 0 < len(pairs) == len(pairs[:, 0].unique())
-
-
-def _only_along(shadow: Tensor, dim: int) -> bool:
     rows = channel_rows(shadow, dim)
-    return shadow.dim() > 1 and bool((rows == rows[:1]).all()) and bool((rows[0] > ZERO).all())
+    if shadow.dim() > 1 and bool((rows == rows[:1]).all()) and bool((rows[0] > ZERO).all()):
+        return True
+    codes, counts = channel_pairs(shadow, dim)[:, 0].unique(return_counts=True)
+    return bool((codes > ZERO).any()) and bool((counts[codes > ZERO] == 1).all())
 
 
 PICKS = (aten.index, aten.index_select, aten.gather)
@@ -268,5 +283,6 @@ RULES: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys((aten.mean, aten.sum, aten._adaptive_avg_pool2d, *POOLS, *RESIZES), _average),
     **dict.fromkeys((aten.index_add, aten.index_add_), _index_add),
     **dict.fromkeys((aten.index_put, aten.index_put_), _index_put),
+    **dict.fromkeys((aten.where, aten.masked_fill), _masked),
     aten.as_strided_: _restride,
 }

@@ -30,9 +30,9 @@ MOVES = {  # operations that put elements elsewhere and compute nothing
     aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand, aten.permute, aten.transpose, aten.t,
     aten.unsqueeze, aten.squeeze, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind, aten.cat,
     aten.stack, aten.roll, aten.flip, aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten.repeat, aten.index,
-    aten.index_select, aten.gather, aten.unfold, aten.im2col, aten.pixel_unshuffle, aten.pixel_shuffle, aten.where,
-    aten.constant_pad_nd, aten.masked_fill, aten._to_copy, aten.reflection_pad1d, aten.reflection_pad2d,
-    aten.replication_pad1d, aten.replication_pad2d,
+    aten.index_select, aten.gather, aten.unfold, aten.im2col, aten.pixel_unshuffle, aten.pixel_shuffle,
+    aten.constant_pad_nd, aten._to_copy, aten.reflection_pad1d, aten.reflection_pad2d, aten.replication_pad1d,
+    aten.replication_pad2d,
 }  # fmt: skip
 SAME_ELEMENTS = {aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten._to_copy}
 SHAPES_ONLY = {  # operations that read a tensor's shape and type, not its numbers
@@ -165,11 +165,7 @@ class Tracer(TorchDispatchMode):
                 return t
             return self.origins(t) if t.dtype.is_floating_point else t.cpu()
 
-        if (packet := func.overloadpacket) is aten.masked_fill and isinstance(args[2], Tensor):
-            self.note_reader(args[2], "aten.masked_fill")
-        args, kwargs = tree_map(stand_in, args), tree_map(stand_in, kwargs)
-        if packet in (aten.masked_fill, aten.where):
-            args = tuple(_both_ways(a) if isinstance(a, Tensor) and a.dtype is torch.bool else a for a in args)
+        packet, args, kwargs = func.overloadpacket, tree_map(stand_in, args), tree_map(stand_in, kwargs)
         if packet in SAME_ELEMENTS:
             moved: Any = args[0]
         elif packet in (aten.view, aten._unsafe_view, aten._reshape_alias):
@@ -179,15 +175,11 @@ class Tracer(TorchDispatchMode):
         else:
             if packet is aten.constant_pad_nd and len(args) > 2 and args[2] != 0:
                 args = (*args[:2], FOREIGN)
-            if packet is aten.masked_fill:
-                value, func = args[2], packet  # the overload for a number, also where the model fills in a tensor
-                args = (*args[:2], ZERO if not isinstance(value, Tensor) and value == 0 else FOREIGN)
             moved = func(*args, **kwargs)
             if packet is aten.constant_pad_nd and self.trace.resizable and not any(args[1]):
                 moved = _padded_somewhere(moved, len(args[1]) // 2, *args[2:])
         outs, moveds = ([out], [moved]) if isinstance(out, Tensor) else (list(out), list(moved))
-        for tensor, shadow in zip(outs, moveds, strict=True):
-            self.shadows[tensor] = shadow
+        self.shadows.update(zip(outs, moveds, strict=True))
 
     def _forget(self, written: Tensor) -> None:
         storage = written.untyped_storage().data_ptr()
@@ -251,14 +243,6 @@ def _padded_somewhere(shadow: Tensor, axes: int, code: float | None = ZERO) -> T
     shadow = shadow.clone()
     shadow[tuple(slice(None) if axis == channels else -1 for axis in range(shadow.dim()))] = code or ZERO
     return shadow
-
-
-def _both_ways(mask: Tensor) -> Tensor:
-    """A mask with both values in it: another call may replace what this one keeps."""
-    mask = mask.clone(memory_format=torch.contiguous_format)
-    if bool(mask.all()) or not bool(mask.any()):
-        mask.view(-1)[-1:].logical_not_()
-    return mask
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normkit.transforms.invoke import tensors
 
-OUTLIER = 1e4  # times the median, from which on a number is compared by itself
+OUTLIER = 1e4  # times the median of distinct numbers, from which on a number is compared by itself
 
 
 @torch.no_grad()
@@ -58,5 +58,5 @@ def _difference(a: Tensor, b: Tensor) -> float:
         return 0.0
     a, b = a.double(), b.double()
     size = b.abs()
-    usual = size[size <= OUTLIER * size.median()].max() if size.median() else size.max()
+    usual = size[size <= OUTLIER * middle].max() if (middle := size.unique().median()) else size.max()
     return float(((a - b).abs() / size.clamp(min=float(usual.clamp(min=1e-30)))).max())
