@@ -204,6 +204,20 @@ def test_a_norm_that_is_the_whole_model():
     assert [row.action for row in report] == ["multiply-add"]
 
 
+def test_a_layer_that_ignores_its_bias_gets_none():
+    class Weights(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    layer = Weights(DIM, DIM, bias=False)
+    model = nn.Sequential(make("batch", DIM), layer)
+    model[0].running.copy_(torch.rand(2, DIM) + 0.5)
+    folded, report = fold(model.double().eval(), torch.randn(4, DIM).double(), outputs=lambda y: y.argmax(-1))
+    x = torch.randn(99, DIM).double()
+    assert [row.action for row in report] == ["add"]
+    assert (folded(x).argmax(-1) == model(x).argmax(-1)).all()
+
+
 @pytest.mark.parametrize("masked", [3, 17])
 def test_masked_numbers_do_not_hide_an_error(masked):
     outputs = torch.randn(4, 20).double()

@@ -4,6 +4,7 @@ Every channel has a coordinate `(s, t)`: the folded model computes `v` where the
 Node `c` is the channel with code `c`; node 0 is everything that is not followed, with `s = 1` and `t = 0`.
 """
 
+import inspect
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import combinations
@@ -382,6 +383,9 @@ def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, in
             if row is not None:
                 return View.row(f"{prefix}in_proj_bias", view.outputs, row), 3 * width
         elif key == "weight" and "bias" in module._parameters and module.bias is None and ".lora_" not in owner:
+            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            if code and not {"bias", "forward"} & {*code.co_names}:  # a subclass that ignores its bias
+                return None
             return View.row(f"{prefix}bias", view.outputs), view.outputs
     return None
 
