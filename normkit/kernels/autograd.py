@@ -159,8 +159,10 @@ def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManag
     """
 
     def policy(context: object, op: object, *args: Any, **kwargs: Any) -> bool:
-        if (kept := op is torch.ops.normkit.snapshot.default) and type(args[0][0]) is Tensor:  # runs, is not traced
+        if op is not torch.ops.normkit.snapshot.default:
+            return False
+        if type(args[0][0]) is Tensor:  # nothing traces it: the checkpoint is eager
             raise RuntimeError("an eager checkpoint would move compiled norms twice; compile what calls checkpoint()")
-        return kept
+        return True
 
     return create_selective_checkpoint_contexts(policy)

@@ -111,14 +111,15 @@ def _key(compiler: list[str], arguments: list[str]) -> str:
 
 
 def _private(folder: Path) -> Path:
-    """The folder, or a temporary one that stays; a new one if others can write to both."""
+    """The folder, or the user's temporary one, or a new one: writable by the user alone."""
     for path in (folder, Path(tempfile.gettempdir()) / f"normkit-{os.getuid()}"):
         with contextlib.suppress(OSError):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = (path := path.resolve()).stat()  # others could exchange a link
+            target = path.resolve()  # others could exchange a link
+            status = target.stat()
             ours = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if ours and os.access(path, os.W_OK):
-                return path
+            if ours and os.access(target, os.W_OK):
+                return target
     return Path(tempfile.mkdtemp(prefix="normkit-"))
 
 

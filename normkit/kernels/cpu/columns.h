@@ -55,7 +55,7 @@ void column_forward(const ColumnForward& given, int threads) {
             Moments block = moments(sums.data(), 0);
             for (int64_t i = first; i < last; ++i) {
                 const bool counted = stat && (!mask || mask[i]);
-                // prefetching makes moments without a result faster, and no other pass
+                // prefetching makes a pass faster that only computes moments, and no other
                 for (int64_t c = 0; !y && i + ahead < n && c < channels; c += LINE<T>)
                     __builtin_prefetch(x + (i + ahead) * channels + c);
                 const float* row = rows[i];

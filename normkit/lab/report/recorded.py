@@ -19,7 +19,7 @@ LETTERS = 16  # of a title, to an inch
 POINTS = 200  # of a line at most
 BATCH_NORMS = ("batch", "BatchNorm", "renorm", "SyncBatchNorm")
 HOW = (
-    "only some norms have some of them (docs/figures.md lists the runs that a figure needs); "
+    "some quantities exist for some norms only (docs/figures.md lists the runs that each figure needs); "
     "record with `normkit train RECIPE --record-every 5`, or the expensive quantities (pnac_...) with "
     "`normkit.record(model, quantities='all')`; cka and singular values are measured at the end, see normkit.watch; "
     "rows.csv must lie beside result.json or run.json"

@@ -330,16 +330,17 @@ def unused_weights(trace: Trace, model: nn.Module) -> list[dict[Any, str]]:
             used[source.product.view.parameter].append(source.product)
     known = {*trace.weight_consumers, *(bias.parameter for bias in trace.biases.values())}
     own = tuple(f"{norm}." for norm in trace.norms)
-    names: list[dict[Any, list[str]]] = [defaultdict(list), defaultdict(list), defaultdict(list)]
-    idle = [(norm, torch.ones(each.dim)) for norm, each in trace.norms.items() if ("norm", norm) not in trace.sources]
-    for key, p in [*model.named_parameters(), *model.named_buffers(), *idle]:
+    readers, vectors, gains = names = [defaultdict[Any, list[str]](list) for _ in range(3)]
+    norms = [(norm, torch.ones(each.dim)) for norm, each in trace.norms.items() if ("norm", norm) not in trace.sources]
+    for key, p in [*model.named_parameters(), *model.named_buffers(), *norms]:
         if p.is_floating_point() and not key.startswith(own) and key not in known and not _all_used(p, used[key]):
             owner, layers = key.rpartition(".")[0], nn.Linear | nn.modules.conv._ConvNd
-            one = p.dim() > 1 and p.shape[0] == 1 and isinstance(model.get_submodule(owner), layers)  # one output
-            for length in {length for length in p.shape if length > 1}:
-                names[sum(length > 1 for length in p.shape) == 1 and not one][length].append(key)
+            has_one_output = p.dim() > 1 and p.shape[0] == 1 and isinstance(model.get_submodule(owner), layers)
+            lengths = [length for length in p.shape if length > 1]
+            for length in {*lengths}:
+                (vectors if len(lengths) == 1 and not has_one_output else readers)[length].append(key)
             for place in {owner, owner if any(model.get_submodule(owner).children()) else owner.rpartition(".")[0]}:
-                names[2][place, p.numel()].append(key)
+                gains[place, p.numel()].append(key)
     found = []
     for of, does in zip(names, ("read it", "be added to it", "change it"), strict=True):
         parts = {n: listed(f"all of {key}" if used[key] else key for key in keys) for n, keys in of.items()}
