@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from normkit.lab.data.cifar import BATCHES, _decompress, read_cifar
-from normkit.lab.data.image_folder import Broken, Files, Memory, decode, image_batches
+from normkit.lab.data.image_folder import Broken, ClassFolders, Memory, decode, image_batches
 from normkit.lab.data.image_sets import find_images
 from normkit.lab.data.images import read_images
 from normkit.lab.data.shards import Rows, Tars
@@ -107,7 +107,7 @@ def test_all_forms_hold_the_same_pictures(tmp_path):
     made.write_parquet(rows / "data" / "train-01.parquet", train[13:])
     made.write_parquet(rows / "data" / "validation-00.parquet", val)
     albums = [read_images(str(path)) for path in (folder, tars, rows)]
-    assert [type(album.train) for album in albums] == [Files, Tars, Rows]
+    assert [type(album.train) for album in albums] == [ClassFolders, Tars, Rows]
     wanted = sorted((content, label) for _, content, label in train)
     assert [contents(album.train) == wanted for album in albums] == [True] * 3
     assert [contents(album.test) == contents(albums[0].test) for album in albums] == [True] * 3

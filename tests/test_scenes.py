@@ -10,7 +10,7 @@ import torch
 from conftest import SHARED
 
 from normkit.lab.data.coco import read_scenes
-from normkit.lab.data.image_files import Files, read_image
+from normkit.lab.data.image_files import ImageFiles, read_image
 from normkit.lab.data.scenes import SCENE_SETS, find_scenes
 from normkit.lab.data.segmentation import decode_counts, drawable, filled, run_lengths
 from normkit.lab.train.average_precision import average_precision
@@ -26,7 +26,7 @@ def given():
 
 def read(folder, given, files, broken="skip", **more):
     scene_files.write(folder, given, files, "train")
-    return read_scenes(folder / "train.json", Files(folder / "images"), broken, **more)
+    return read_scenes(folder / "train.json", ImageFiles(folder / "images"), broken, **more)
 
 
 def test_valid_annotations_are_read_unchanged(tmp_path, given):
@@ -51,7 +51,7 @@ def test_packed_files_are_the_same(tmp_path, given):
     labels, files = given
     plain = read(tmp_path / "plain", labels, files)
     scene_files.write(tmp_path / "packed", labels, files, "train", packed=True)
-    packed = read_scenes(tmp_path / "packed" / "train.json.xz", Files(tmp_path / "packed" / "images.tar"))
+    packed = read_scenes(tmp_path / "packed" / "train.json.xz", ImageFiles(tmp_path / "packed" / "images.tar"))
     assert packed.counts == plain.counts
     assert all(torch.equal(packed.image(n), plain.image(n)) for n in range(4))
 
@@ -186,10 +186,10 @@ def test_a_truncated_file_and_an_empty_one(tmp_path, given):
     scene_files.write(tmp_path, labels, files, "train")
     (tmp_path / "train.json").write_bytes((tmp_path / "train.json").read_bytes()[:-40])
     with pytest.raises(ValueError, match="cannot be read as JSON"):
-        read_scenes(tmp_path / "train.json", Files(tmp_path / "images"))
+        read_scenes(tmp_path / "train.json", ImageFiles(tmp_path / "images"))
     (tmp_path / "damaged.json.xz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"damaged.json.xz cannot be read as JSON"):
-        read_scenes(tmp_path / "damaged.json.xz", Files(tmp_path / "images"))
+        read_scenes(tmp_path / "damaged.json.xz", ImageFiles(tmp_path / "images"))
     with pytest.raises(ValueError, match="has no usable image; left out: 4 missing images"):
         read(tmp_path / "none", labels, {})
 
@@ -199,16 +199,16 @@ def test_grey_images_become_rgb_and_other_files_raise(tmp_path):
 
     Image.new("L", (5, 4), 9).save(tmp_path / "grey.png")
     (tmp_path / "text.png").write_text("no picture")
-    files = Files(tmp_path)
+    files = ImageFiles(tmp_path)
     assert read_image(files, "grey.png").tolist() == torch.full((3, 4, 5), 9).tolist()
     with pytest.raises(ValueError, match=r"text.png cannot be read: it is not an image of a known format"):
         read_image(files, "text.png")
     with pytest.raises(ValueError, match="it is missing"):
         read_image(files, "other.png")
     with pytest.raises(ValueError, match="no folder and no tar archive"):
-        Files(tmp_path / "nowhere")
+        ImageFiles(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="not a tar archive"):
-        Files(tmp_path / "text.png")
+        ImageFiles(tmp_path / "text.png")
 
 
 def test_data_sets_are_found_or_missing_files_are_named(tmp_path, monkeypatch):

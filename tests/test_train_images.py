@@ -14,7 +14,7 @@ from torch import nn
 
 import normkit
 from normkit.cli import main
-from normkit.lab.data.image_folder import Files, decode
+from normkit.lab.data.image_folder import ClassFolders, decode
 from normkit.lab.data.images import ImageData, read_images
 from normkit.lab.data.vocab import Vocab
 from normkit.lab.models.classifiers import classifier
@@ -76,7 +76,7 @@ def test_large_jpegs_are_decoded_at_reduced_size(tmp_path):
     for name, kind in (("a.jpg", "JPEG"), ("b.png", "PNG")):
         (tmp_path / "one").mkdir(exist_ok=True)
         Image.fromarray(picture).save(tmp_path / "one" / name, kind)
-    split = Files(tmp_path, ["one"])
+    split = ClassFolders(tmp_path, ["one"])
     assert [decode(split, 0, least).size for least in (0, 128, 301, 2000)] == [
         (1024, 600), (256, 150), (1024, 600), (1024, 600)
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.lab.data.image_files import Files, image_size, read_image
+from normkit.lab.data.image_files import ImageFiles, image_size, read_image
 from normkit.lab.data.lines import open_bytes
 from normkit.lab.data.segmentation import drawable, filled, finite
 
@@ -51,7 +51,7 @@ class Scenes:
     """The scenes of a split; `truth` is their annotation in COCO's JSON, for pycocotools."""
 
     scenes: tuple[Scene, ...]
-    files: Files
+    files: ImageFiles
     categories: dict[int, str]
     """COCO's numbers of the categories and their names; labels number these from 1."""
     counts: dict[str, int]
@@ -83,7 +83,7 @@ class _Box(NamedTuple):
     outline: Any
 
 
-def read_scenes(path: str | Path, files: Files, broken: Broken = "skip", empty: bool = True) -> Scenes:
+def read_scenes(path: str | Path, files: ImageFiles, broken: Broken = "skip", empty: bool = True) -> Scenes:
     """Read COCO's JSON, and check everything except pixel data.
 
     Crowds (`iscrowd`) are in `truth` only: COCO's scores ignore boxes there.
@@ -178,7 +178,7 @@ def _parse(path: Path) -> dict[str, Any]:
     return given
 
 
-def _unusable(image: dict[str, Any], files: Files) -> tuple[str, str] | None:
+def _unusable(image: dict[str, Any], files: ImageFiles) -> tuple[str, str] | None:
     """Return the problem of an image and where it is, or None."""
     name = image["file_name"]
     if name not in files:

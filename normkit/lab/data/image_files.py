@@ -12,7 +12,7 @@ ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 TAIL = 64  # bytes at the end of a file that contain its end marker
 
 
-class Files:
+class ImageFiles:
     """The files of a folder or of a tar archive, by name; ValueError if there is neither."""
 
     def __init__(self, path: str | Path):
@@ -48,7 +48,7 @@ class Files:
             return io.BytesIO(archive.read(size))
 
 
-def image_size(files: Files, name: str) -> tuple[int, int]:
+def image_size(files: ImageFiles, name: str) -> tuple[int, int]:
     """Return width and height of an image from its header; ValueError if it cannot be read.
 
     Pixels are decoded only if the file does not end with the marker of its format.
@@ -68,7 +68,7 @@ def image_size(files: Files, name: str) -> tuple[int, int]:
     return size
 
 
-def read_image(files: Files, name: str) -> Tensor:
+def read_image(files: ImageFiles, name: str) -> Tensor:
     """Read an image as uint8 RGB `[3, height, width]`; ValueError if missing or damaged."""
     import numpy as np
     from PIL import Image

@@ -61,7 +61,7 @@ class Memory:
         return self.pixels[item]
 
 
-class Files:
+class ClassFolders:
     """One file per image, in `folder/CLASS/`; classes are numbered in the order of names."""
 
     groups = None
@@ -84,7 +84,7 @@ class Files:
         return Path(self.name(item)).read_bytes()
 
 
-class Part:
+class Subset:
     """Some of the images of a split."""
 
     def __init__(self, whole: Split, items: np.ndarray):

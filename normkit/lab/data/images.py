@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from normkit.lab.data.cifar import read_cifar
-from normkit.lab.data.image_folder import Files, Part, Split
+from normkit.lab.data.image_folder import ClassFolders, Split, Subset
 from normkit.lab.data.image_sets import IMAGENET_MEAN, IMAGENET_STD, find_images
 from normkit.lab.data.vocab import Vocab
 
@@ -79,7 +79,7 @@ def read_images(
         if held_out >= count:
             raise ValueError(f"images.held_out must be below the {count:,} training images; got {held_out}")
         order = np.random.default_rng(0).permutation(count)
-        valid, train = Part(train, np.sort(order[:held_out])), Part(train, np.sort(order[held_out:]))
+        valid, train = Subset(train, np.sort(order[:held_out])), Subset(train, np.sort(order[held_out:]))
     for split, part in (("training", train), ("test", splits["test"])):
         if not len(part.labels):
             raise ValueError(f"the {split} split of {folder} has no images")
@@ -110,7 +110,7 @@ def _read_folder(folder: Path, on_stage: OnStage) -> tuple[Splits, list[str], li
                     raise ValueError(f"{folder / name} has a class {unknown[0]!r} that the training split has not")
                 classes = classes or found
                 on_stage(f"listing {folder / name}")
-                splits[split] = Files(folder / name, classes)
+                splits[split] = ClassFolders(folder / name, classes)
             if split in splits:
                 break
     if "test" in splits and "valid" in splits and (splits["test"].labels < 0).all():

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from normkit.lab.data.coco import Broken, Scenes, read_scenes
 from normkit.lab.data.corpora import data_roots, not_here
-from normkit.lab.data.image_files import Files
+from normkit.lab.data.image_files import ImageFiles
 from normkit.lab.data.lines import find_file
 from normkit.lab.data.vocab import Vocab
 from normkit.names import unknown
 
 
-class Part(NamedTuple):
+class SplitPaths(NamedTuple):
     """A split: its JSON, its images (a folder or a tar archive) and their number."""
 
     annotations: str
@@ -28,8 +28,8 @@ class SceneSet:
 
     name: str
     folder: str
-    train: Part
-    test: Part
+    train: SplitPaths
+    test: SplitPaths
     remark: str = ""
     """Remark on its scores, part of the name in results."""
     origin: str
@@ -48,14 +48,14 @@ class SceneData:
 
 
 _PEDESTRIANS = "cis.upenn.edu/~jshi/ped_html, longer side 320 pixels, masks as COCO's run lengths"
-_SMALL = Part("instances.json", "images.tar", 128)
+_SMALL = SplitPaths("instances.json", "images.tar", 128)
 
 SCENE_SETS: dict[str, SceneSet] = {
     "coco": SceneSet(
         name="coco",
         folder="coco",
-        train=Part("annotations/instances_train2017.json", "train2017", 118_287),
-        test=Part("annotations/instances_val2017.json", "val2017", 5_000),
+        train=SplitPaths("annotations/instances_train2017.json", "train2017", 118_287),
+        test=SplitPaths("annotations/instances_val2017.json", "val2017", 5_000),
         origin="cocodataset.org: train2017, val2017 and annotations of 2017, unpacked",
     ),
     "coco128_320": SceneSet(
@@ -69,8 +69,8 @@ SCENE_SETS: dict[str, SceneSet] = {
     "pennfudan_320": SceneSet(
         name="pennfudan_320",
         folder="pennfudan_320",
-        train=Part("train.json", "images.tar", 120),
-        test=Part("val.json", "images.tar", 50),
+        train=SplitPaths("train.json", "images.tar", 120),
+        test=SplitPaths("val.json", "images.tar", 50),
         origin=_PEDESTRIANS,
     ),
 }
@@ -97,8 +97,8 @@ def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
         each = SceneSet(
             name=Path(name).name,
             folder=name,
-            train=Part("train.json", images),
-            test=Part("valid.json", images),
+            train=SplitPaths("train.json", images),
+            test=SplitPaths("valid.json", images),
             origin="its owner",
         )
     else:
@@ -123,7 +123,7 @@ def _read(each: SceneSet, folder: Path, broken: Broken) -> SceneData:
     for part, what in ((each.train, "training"), (each.test, "test")):
         annotations = find_file(folder / part.annotations)
         assert annotations is not None, "checked by find_scenes"
-        scenes = read_scenes(annotations, Files(folder / part.images), broken, empty=what == "test")
+        scenes = read_scenes(annotations, ImageFiles(folder / part.images), broken, empty=what == "test")
         found = scenes.counts["images"] + scenes.counts.get("images without boxes", 0)
         if part.count is not None and found != part.count:
             if broken == "refuse":

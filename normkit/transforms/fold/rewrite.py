@@ -21,7 +21,7 @@ from normkit.transforms.layout import channels_first
 from normkit.transforms.masks import remove_routes
 from normkit.transforms.model_changes import save_buffer
 
-Part = tuple[View, Tensor, Tensor, Tensor]  # of a weight, its factors by input and by output, and what is subtracted
+Scaling = tuple[View, Tensor, Tensor, Tensor]  # a view, its factors by input and by output, what is subtracted
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def _factors(plan: FoldPlan, product: Product) -> tuple[Tensor, Tensor]:
 
 def _weights(model: nn.Module, plan: FoldPlan) -> None:
     """`W <- diag(1 / s_out) W diag(s_in)`; a table `E <- (E - t) / s`."""
-    changed: dict[str, list[Part]] = defaultdict(list)
+    changed: dict[str, list[Scaling]] = defaultdict(list)
     for product in plan.relations.inputs:
         read, written = _factors(plan, product)
         shift = torch.zeros_like(written)
@@ -101,7 +101,7 @@ def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> lis
     return [change.reshape(changes[0].shape) for change in result]
 
 
-def _multiply(weight: Tensor, parts: list[Part]) -> None:
+def _multiply(weight: Tensor, parts: list[Scaling]) -> None:
     """Multiply parts of a weight and subtract from them, each element once."""
     whole = [part for part in parts if prod(part[0].size) == weight.numel()]
     if whole or len(parts) == 1:
