@@ -255,3 +255,20 @@ def test_folding_does_not_depend_on_identity_affines():
         assert t.std() > 0.05
     assert isinstance(model[0], StatNorm)
     assert copy.deepcopy(model)[0].spec == "batch"
+
+
+def test_a_shift_alone_folds_through_a_layer_scale_into_a_new_bias():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = make("nonorm(affine=True)", 4), nn.Linear(4, 3, bias=False)
+            self.gamma = nn.Parameter(torch.rand(4) + 0.5)
+            nn.init.normal_(self.norm.bias)
+
+        def forward(self, x):
+            return self.layer(self.gamma * self.norm(torch.tanh(x)))
+
+    model = Scaled().eval()
+    folded, report = fold(model, torch.randn(3, 4))
+    assert report.foldable == "1 of 1"
+    assert report.saved == sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in folded.parameters())

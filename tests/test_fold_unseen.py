@@ -318,3 +318,32 @@ def test_a_weight_whose_rows_are_one_row():
         (torch.randn(2, 7, DIM),), (torch.randn(2, 5, DIM),), "multiply-add",
     )  # fmt: skip
     assert why.startswith("read by aten.mm")
+
+
+def test_rows_of_a_table_that_only_larger_pictures_read():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patches, self.norm, self.head = nn.Conv2d(3, DIM, 1), make("un", DIM), nn.Linear(DIM, 3)
+            self.positions = nn.Parameter(torch.randn(2, 64, DIM))
+
+        def forward(self, x):
+            y = self.patches(x).permute(0, 2, 3, 1)
+            y = y + self.positions[0, : y.shape[1], None] + self.positions[1, None, : y.shape[2]]
+            return self.head(F.gelu(self.norm(y)))
+
+    model = Rows().double().eval()
+    model.norm.running.copy_(torch.rand(1, DIM) + 0.5)
+    folded, report = fold(model, torch.randn(2, 3, 8, 12).double())
+    x = torch.randn(2, 3, 60, 64).double()
+    assert [row.action for row in report] == ["folded back"]
+    assert error(folded(x), model(x)) < 1e-12
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy])
+def test_numbers_that_leave_the_model_as_lists_or_arrays_are_read(read):
+    def limited(y, a, b):
+        large = max(read(y.detach().flatten())) > 50
+        return a(y.clamp(-5, 5) if large else y) + b(y)
+
+    both_agree(Two(limited), (torch.randn(2, 5, DIM),), (1e3 * torch.randn(2, 5, DIM),), "multiply-add")

@@ -226,3 +226,19 @@ def test_a_table_of_positions_that_a_longer_input_makes_again_is_left_alone(axis
     folded, report = fold(model, torch.arange(10).view(2, 5) % 9)
     later = torch.arange(40).view(2, 20) % 9
     assert (report.rows[0].action, error(folded(later), model(later)) < 1e-5) == ("multiply-add", True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_eps_of_rmsnorm_stays_that_of_the_models_type(dtype):
+    model = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 3)).to(dtype).eval()
+    nn.init.uniform_(model[0].weight, 0.5, 1.5)
+    folded, report = fold(model, torch.randn(4, 8).to(dtype))
+    x = 1e-4 * torch.randn(4, 8).to(dtype)
+    assert [row.action for row in report] == ["gain folded"]
+    assert error(folded(x), model(x)) < 10 * torch.finfo(dtype).eps
+    assert error(convert(model, "rms")(x), model(x)) < 10 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("factor", [2.0, torch.tensor(2.0)])
+def test_an_output_of_one_number_may_be_multiplied(factor):
+    check(Read(nn.Linear(DIM, 1), lambda self, y: self.reader(y) * factor), torch.randn(1, 1, DIM))

@@ -254,3 +254,9 @@ def test_a_blend_has_to_be_settled_before_it_is_converted():
     model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=2)
     with pytest.raises(ValueError, match=r"settle\(\) a blend first"):
         convert(model, "rms")
+
+
+def test_a_norm_without_weights_is_read_by_its_size():
+    diffusers = pytest.importorskip("diffusers.models.normalization")
+    found = find(nn.Sequential(diffusers.RMSNorm(8, eps=1e-6, elementwise_affine=False)))
+    assert (found["0"].kind, found["0"].dim, found["0"].eps, found["0"].weight) == ("rms", 8, 1e-6, None)

@@ -188,7 +188,7 @@ def _check(module: nn.Module, found: Found) -> float:
 def _agrees(theirs: Any, found: Found) -> bool:
     """Compare module and reading on inputs of ordinary and tiny size, where eps matters."""
     mine = equivalent(found).float()
-    if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes the smallest number of its input's type
+    if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes that of the type it computes in
         theirs.eps = found.eps
     special = {"BatchNorm1d": 3, "BatchNorm3d": 5, "SqueezeBertLayerNorm": 3}
     usual = 3 if found.channel_dim == -1 else 4
@@ -203,10 +203,10 @@ def _agrees(theirs: Any, found: Found) -> bool:
 
 
 def _takes_any_size(theirs: Any, found: Found) -> bool:
-    """True where a module ignores its own size, so that its weights are not used."""
+    """True where a module with weights ignores its own size, so that they are not used."""
     x = torch.ones(2, 2, found.dim + 1, dtype=torch.float32, device=_device(theirs)).movedim(-1, found.channel_dim)
     try:
-        return found.dim > 1 and theirs.forward(x).shape == x.shape
+        return found.dim > 1 and found.weight is not None and theirs.forward(x).shape == x.shape
     except Exception:
         return False
 
@@ -218,24 +218,24 @@ def _device(module: nn.Module) -> torch.device:
 # -- one function per formula and place of its numbers ---------------------------------------------------------------
 
 
-def _eps(module: Any) -> float:
-    for name in ("eps", "variance_epsilon", "epsilon"):
-        if hasattr(module, name):
-            eps = getattr(module, name)
-            weight = getattr(module, "weight", None)
-            return torch.finfo(torch.float32 if weight is None else weight.dtype).eps if eps is None else float(eps)
-    return math.nan  # a constant in its forward
+def read_eps(module: Any) -> float:
+    """Read the eps of a norm; NaN if its forward has a constant."""
+    names = (name for name in ("eps", "variance_epsilon", "epsilon") if hasattr(module, name))
+    eps = getattr(module, next(names, ""), math.nan)
+    wide = torch.float64 if any(p.dtype is torch.float64 for p in module.parameters()) else torch.float32
+    return torch.finfo(wide).eps if eps is None else float(eps)  # nn.RMSNorm computes in float32 at least
 
 
 def _dim(module: Any) -> int:
-    shape = getattr(module, "normalized_shape", None)
+    shape, weight = getattr(module, "normalized_shape", None), getattr(module, "weight", None)
+    if shape is None and weight is None and isinstance(getattr(module, "dim", None), tuple):  # diffusers' RMSNorm
+        shape = module.dim
     if shape is not None and not isinstance(shape, int):
         if len(shape) != 1:
             raise CannotRead(
                 f"it normalizes over {len(shape)} axes at once, {tuple(shape)}; only the last can be converted"
             )
         return int(shape[0])
-    weight: Any = getattr(module, "weight", None)
     if weight is None:
         raise CannotRead("it has no weight, and no other attribute has its number of channels")
     if not isinstance(weight, Tensor) or weight.dim() != 1:
@@ -248,7 +248,7 @@ def _affine(module: Any, kind: str, channel_dim: int = -1, unit_offset: bool = F
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if unit_offset:
         weight = nn.Parameter(1 + module.weight.detach(), module.weight.requires_grad)
-    return Found(_dim(module), _eps(module), weight, bias, kind, channel_dim)
+    return Found(_dim(module), read_eps(module), weight, bias, kind, channel_dim)
 
 
 def _batch(module: Any) -> Found:
@@ -259,7 +259,7 @@ def _batch(module: Any) -> Found:
     given: dict[str, object] = {"sync": type(module).__name__ == "SyncBatchNorm"}
     if momentum:  # None, an average over all: alpha=0.9
         given["alpha"] = round(1 - momentum, 12)
-    return Found(running.shape[1], _eps(module), module.weight, module.bias, write("batch", given), 1, running)
+    return Found(running.shape[1], read_eps(module), module.weight, module.bias, write("batch", given), 1, running)
 
 
 def _group(module: Any) -> Found:

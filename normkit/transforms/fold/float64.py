@@ -13,6 +13,7 @@ from normkit.transforms.fastpath import no_fast_path
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
+HIDDEN_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)  # no operation that a trace sees
 
 
 @contextlib.contextmanager
@@ -63,6 +64,8 @@ class Double(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in NARROWING:
             return args[0].double()
+        if func in HIDDEN_READS:
+            args[0].isfinite()  # one that it sees
         if getattr(func, "__name__", "") in GROUPED and args[0].dtype == torch.float64:
             return grouped_mm(*args, **kwargs)
         return func(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})

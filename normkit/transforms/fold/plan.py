@@ -107,7 +107,7 @@ class FoldPlan:
     def _charge(self) -> None:
         """Count every bias that has to be made against a norm that it is made for."""
         outcomes = self.outcomes
-        gone = [name for name, outcome in outcomes.items() if outcome.into]
+        gone = [name for name, outcome in outcomes.items() if outcome.into or name in self.chosen]
         made: set[str] = set()
         for product, (bias, length) in self.new_biases.items():
             if bias.parameter in made:

@@ -89,15 +89,13 @@ def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> lis
         read[(codes - table.base).long()] = True
     read = read.view(shape)
     lines = [read.movedim(axis, 0).flatten(1).any(1) for axis in range(read.dim())]
-    box = torch.ones((), dtype=torch.bool)
-    for line in lines:
-        box = box[..., None] & line
-    if not torch.equal(box, read) or not any(bool(line.all()) for line in lines) or not bool(read.any()):
+    if not any(bool(line.all()) for line in lines) or not bool(read.any()):
         return list(changes)
     result = [change.view(shape) for change in changes]
-    for axis, line in enumerate(lines):
-        last = torch.where(line, torch.arange(len(line)), line.byte().argmax()).cummax(0).values
-        result = [change.index_select(axis, last) for change in result]
+    for axis in (axis for axis, line in enumerate(lines) if not bool(line.all())):
+        place = torch.arange(shape[axis]).view(-1, *[1] * (len(shape) - 1 - axis))
+        last = torch.where(read, place, read.byte().argmax(axis, keepdim=True)).cummax(axis).values
+        *result, read = (each.gather(axis, last) for each in (*result, read))
     return [change.reshape(changes[0].shape) for change in result]
 
 

@@ -24,6 +24,7 @@ from normkit.transforms.fold.trace import Product, Trace
 from normkit.transforms.fold.tracer import tracing
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import advice, arguments, arguments_left, example_call, tensors
+from normkit.transforms.third_party import read_eps
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
@@ -88,11 +89,13 @@ class Survey:
 
     def double(self) -> nn.Module:
         """A copy in float64, with experts of Hugging Face models one by one."""
-        model = self.copy().double()
+        model = self.copy()
         for module in model.modules():
+            if isinstance(module, nn.RMSNorm) and module.eps is None:
+                module.eps = read_eps(module)  # of the model's own type, not of float64
             if callable(choose := getattr(module, "set_experts_implementation", None)):
                 choose("eager")
-        return model
+        return model.double()
 
     # -- tracing ------------------------------------------------------------------------------------------------------
 
