@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import architectures
+import diffusers_models
 from compatibility_page import page
 from third_party_models import CASES, Case, missing, padding, pixels, randomize, tokens
 
@@ -56,6 +57,7 @@ OWN = {
     "own_vit": lambda: Case(randomize(TinyViT(_config(), 8, 4, 1, 5)).eval(), (pixels(3, 1, 8, 8),), {}),
 }
 ZOO = {**CASES, **OWN}
+FURTHER = {**architectures.CASES, **diffusers_models.CASES}
 
 
 def folded(case: Case, spec: str, untie: bool = False) -> dict[str, object]:
@@ -95,7 +97,7 @@ def further(name: str) -> dict[str, object]:
     """One further architecture, converted to `un`."""
     row: dict[str, object] = {}
     try:
-        case = architectures.CASES[name]()
+        case = FURTHER[name]()
         row["found"] = len(find(case.model))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -111,7 +113,7 @@ REASONS = {  # part of a reason: how the page puts it
     "a sum in": "feeds a residual sum",
     "output of the model": "its output is the model's",
     "model output": "its output is the model's",
-    "zero padding": "zero padding or a mask before its reader",
+    "zero padding": "zero padding, a mask or a factor before its reader",
     "another norm": "feeds another norm",
     "read by norm": "feeds another norm",
     "also read by": "something else reads the stream",
@@ -142,7 +144,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true")
     given = parser.parse_args()
     rows = json.loads(given.rows.read_text()) if given.rows.exists() else {"zoo": {}, "further": {}}
-    for kind, cases, run in (("zoo", ZOO, zoo), ("further", architectures.CASES, further)):
+    for kind, cases, run in (("zoo", ZOO, zoo), ("further", FURTHER, further)):
         for name in cases:
             if given.page or (name not in given.only if given.only else name in rows[kind]):
                 continue
@@ -160,7 +162,7 @@ def _versions() -> dict[str, str]:
     commit = subprocess.run(
         ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     )
-    packages = ("normkit", "torch", "transformers", "timm", "torchvision")
+    packages = ("normkit", "torch", "transformers", "timm", "torchvision", "diffusers")
     return {"commit": commit.stdout.strip(), **{package: version(package) for package in packages}}
 
 

@@ -63,7 +63,12 @@ A model without a number could not be folded, and the last column has the error.
 
 `fold` keeps norms that a weight may read which the example does not use: one of five in DINOv2, for its mask token.
 With an example that uses the weight they fold. Models with experts get 16 rows here, which reach all experts of all
-models but LongCat-Flash."""
+models but LongCat-Flash.
+
+In diffusion Transformers a norm's output is multiplied by `1 + scale`, and a shift is added, both computed from the
+time step. The gain of a frozen norm folds into what reads the sum and into the layer that computes the shift. One
+multiply-add stays where all blocks share that layer (PixArt, Sana, Wan, LTX-Video), one addition where the norm has a
+bias (CogVideoX)."""
 
 RMS = """## LayerNorm to RMSNorm, exactly
 
@@ -149,7 +154,7 @@ def _further(rows: dict) -> list[list]:
 
 def _summary(rows: dict) -> str:
     lines = []
-    for library in ("transformers", "timm", "torchvision"):
+    for library in ("transformers", "timm", "torchvision", "diffusers"):
         tried = [row for name, row in rows.items() if name.startswith(library)]
         done = [row for row in tried if "failed" not in row]
         gone, norms = sum(row["gone"] for row in done), sum(row["norms"] for row in done)

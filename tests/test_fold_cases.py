@@ -398,7 +398,7 @@ def test_a_mask_that_multiplies_or_selects_passes_gains_and_no_shift(masked):
 
     example = torch.randn(2, 5, DIM), (torch.arange(10).view(2, 5) % 3 > 0).float()
     _, report = check(Masked("batch"), *example, actions="add")
-    assert "a mask between the norm and its reader" in report.rows[0].why
+    assert "a mask or a factor between the norm" in report.rows[0].why
     check(Masked("un(bias=False)"), *example, actions="folded")
 
 

@@ -18,7 +18,8 @@ from normkit.transforms.fold.solve import Solver
 from normkit.transforms.fold.survey import Survey
 
 WIDTH = 3
-OPERATIONS = ("linear", "norm", "norm", "sum", "sum", "scaled", "flipped", "tanh", "layer scale", "again", "tied")
+OPERATIONS = ("linear", "norm", "norm", "gain", "sum", "sum", "scaled", "flipped", "tanh", "gated", "times", "again",
+              "layer scale", "tied")  # fmt: skip
 
 
 class Graph(nn.Module):
@@ -37,8 +38,8 @@ class Graph(nn.Module):
     def _layer(self, kind: str) -> nn.Module:
         if kind == "linear":
             return nn.Linear(WIDTH, WIDTH)
-        if kind == "norm":
-            return make("batch", WIDTH)
+        if kind in ("norm", "gain"):
+            return make("batch" if kind == "norm" else "un(bias=False)", WIDTH)
         if kind == "tied":
             return nn.Linear(WIDTH, 7, bias=False)
         return Gain() if kind == "layer scale" else nn.Identity()
@@ -55,6 +56,7 @@ class Graph(nn.Module):
                 fits = isinstance(earlier, nn.Linear) and earlier.out_features == WIDTH
                 layer = earlier if fits else nn.Identity()  # noqa: PLW2901
             operations = {"sum": lambda: x + y, "scaled": lambda: x * 0.5, "flipped": lambda: x.flip(-1),
+                          "gated": lambda: x * torch.sigmoid(y), "times": lambda: x * y,
                           "tanh": lambda: torch.tanh(x)}  # fmt: skip
             values.append(operations.get(kind, lambda: layer(x))())
         return [*given, *(self.head(torch.tanh(values[k % len(values)])) for k in self.outputs), self.head(values[-1])]
@@ -88,7 +90,7 @@ def built(steps, outputs, negative: bool) -> Graph:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(steps, st.lists(st.integers(0, 20), max_size=2), st.booleans())
 def test_random_graphs_fold_exactly(steps, outputs, negative):
-    if not any(kind == "norm" for kind, _, _ in steps):
+    if not any(kind in ("norm", "gain") for kind, _, _ in steps):
         return
     model = built(steps, outputs, negative)
     ids = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -106,7 +108,7 @@ def test_random_graphs_fold_exactly(steps, outputs, negative):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(steps, st.lists(st.integers(0, 20), max_size=2))
 def test_no_larger_set_of_norms_could_vanish(steps, outputs):
-    if not 1 <= sum(kind == "norm" for kind, _, _ in steps) <= 5:
+    if not 1 <= sum(kind in ("norm", "gain") for kind, _, _ in steps) <= 5:
         return
     model = built(steps, outputs, False)
     ids = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))

@@ -143,7 +143,7 @@ class Relations:
         self.links.append(Link(codes[more], read[more], why=f"read by {by} for different inputs"))
         self.pin(read[(codes == FOREIGN) & (read > 0)], f"read by {by} over rows of different origin")
         padded = read[(codes == ZERO) & (read > 0)]
-        self.pin(padded, "zero padding or a mask between the norm and its reader", scale=False)
+        self.pin(padded, "zero padding, a mask or a factor between the norm and its reader", scale=False)
         return nodes
 
     # -- norms and sums -----------------------------------------------------------------------------------------------

@@ -167,10 +167,11 @@ class Trace:
             codes = codes[count:]
 
     def streams(self) -> dict[int, int]:
-        """The stream of each source, by first codes: sources that are added are one stream."""
+        """The stream of each source, by first codes: those added to each other are one stream."""
         sources = self.sources.values()
         added = [(source.base, part.base) for source in sources for pairs, _ in source.terms
-                 for part, _ in self.by_code(pairs[:, 0])]  # fmt: skip
+                 for part, own in self.by_code(pairs[:, 0])
+                 if part.kind != "product" or len(own) == part.size]  # fmt: skip  # parts go to several streams
         first = components(self.codes, added)
         return {source.base: int(first[source.base]) for source in sources}
 

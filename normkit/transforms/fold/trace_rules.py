@@ -74,11 +74,11 @@ def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out
 
 
 def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """A followed tensor times a number, a parameter per channel, or a number per position."""
-    a, b = args[1::-1] if packet is aten.mul and args[0].numel() == 1 else args[:2]  # `alpha * x` as `x * alpha`
+    """A followed tensor times a number, a parameter per channel, or a tensor of the call."""
+    a, b = args[1::-1] if packet is aten.mul and tracer.shadow(args[0]) is None else args[:2]  # also `alpha * x`
     if isinstance(b, Tensor) and (b.numel() != 1 or tracer._parameter(b) is None):  # a number of this call, perhaps
         sides = ((a, b), (b, a)) if packet is aten.mul else ((a, b),)
-        rules = (_layer_scale, _each_position) if packet is aten.mul else (_each_position,)
+        rules = (_layer_scale, _modulated) if packet is aten.mul else (_modulated,)
         return any(rule(tracer, x, by, out) for rule in rules for x, by in sides)
     dim = _channel_axis(tracer.shadow(a), out) if isinstance(a, Tensor) else None
     if dim is None or not isinstance(b, Tensor | int | float) or float(b) == 0 or kwargs.get("rounding_mode"):
@@ -98,13 +98,15 @@ def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool
     return tracer.product("gain", view, None, channel_rows(tracer.origins(x), dim), out, dim)
 
 
-def _each_position(tracer: "Tracer", x: Tensor, factor: Tensor, out: Tensor) -> bool:
-    """`x` times a number for each position, such as a mask: it passes gains, no shift."""
+def _modulated(tracer: "Tracer", x: Tensor, factor: Tensor, out: Tensor) -> bool:
+    """`x` times a tensor of the call (a mask, a gate, a modulation): it passes gains only."""
     dim = _channel_axis(tracer.shadow(x), out)
-    if dim is None or tracer.shadow(factor) is not None or tracer._parameter(factor) is not None:
+    if dim is None or tracer._parameter(factor) is not None:
         return False
-    if (*(1,) * (out.dim() - factor.dim()), *factor.shape)[dim] != 1:
+    sources = [{source.kind for source, _ in tracer.trace.by_code(tracer.origins(t))} for t in (x, factor)]
+    if sources[1] and ["norm" in kinds for kinds in sources] != [True, False]:  # of two, that of a norm passes its gain
         return False
+    tracer.note_reader(factor, "aten.mul")
     return _combine(tracer, [x], [(_or_zero(channel_pairs(tracer.origins(x), dim)), 1.0)], out, dim)
 
 
