@@ -14,10 +14,10 @@ all its seeds. The threshold is the geometric middle of two neighbouring shares 
 two of it the rule predicts nothing (`normkit.watch.advise.fails`): some runs fail there and others hold.
 """
 
+import argparse
 import itertools
 import json
 import math
-import sys
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -168,7 +168,9 @@ def span(runs: list[dict], key: str) -> str:
 
 
 if __name__ == "__main__":
-    if "--show" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", action="store_true")
+    if not parser.parse_args().show:
         tables: dict[tuple, PairTable] = {}
         found = [measure(path.parent, tables) for path in sorted(KEPT.rglob(results.FILE))]
         FILE.write_text(json.dumps([run for run in found if run], indent=1) + "\n", encoding="utf8")

@@ -11,6 +11,7 @@ reads and writes if no cache helps; `flops` are per element of x. `launches` are
 under Triton's interpreter, and the operations around them, at least one launch each.
 """
 
+import argparse
 import csv
 import difflib
 import io
@@ -100,8 +101,10 @@ def text() -> str:
 
 def main() -> int:
     """Write the file, or compare."""
-    made = text()
-    if "--check" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    given, made = parser.parse_args(), text()
+    if not given.check:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(made)
         return print(made, end="") or 0

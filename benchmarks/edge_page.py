@@ -5,6 +5,7 @@ They come from benchmarks/results/edge-*.json.
 python benchmarks/edge_page.py
 """
 
+import argparse
 import json
 import re
 import statistics
@@ -97,4 +98,5 @@ def fill(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(fill(PAGE.read_text(encoding="utf8")), encoding="utf8")

@@ -39,6 +39,12 @@ def test_norms_of_queries_and_keys_and_of_patches():
     assert positions("torch_encoder_pre")["layers.0.norm1"] == "pre"
 
 
+@pytest.mark.parametrize("shape", [(2, 8), (2, 5, 8)])
+def test_a_norm_of_the_model_s_input_is_no_norm_of_an_embedding(shape):
+    model = nn.Sequential(make("un", 8), nn.Linear(8, 2)).eval()
+    assert [row.position for row in audit(model, torch.randn(shape))] == ["inner"]
+
+
 @pytest.mark.parametrize("name", ["llama", "marian", "torchvision_swin"])
 def test_audit_predicts_fold_and_changes_nothing(name):
     case = case_of(name)

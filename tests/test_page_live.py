@@ -127,6 +127,16 @@ def test_named_pipe_in_a_run_folder_is_skipped(serve, tmp_path, name):
         (RunReader().read if name == "rows.csv" else results.live)(tmp_path / "b")
 
 
+def test_a_folded_model_is_no_run_in_progress(serve, tmp_path):
+    running(tmp_path / "run")
+    (tmp_path / "run" / "folded").mkdir()
+    for name in ("run.json", "model.safetensors"):
+        (tmp_path / "run" / "folded" / name).write_bytes((tmp_path / "run" / "run.json").read_bytes())
+    assert list(results.find([tmp_path], unfinished=True)) == [tmp_path / "run"]
+    status, _, body = request(serve(tmp_path))
+    assert (status, body.count(b"starting")) == (200, 0)
+
+
 @pytest.mark.parametrize("name", ["rows.csv", "progress.json", "run.json"])
 def test_a_damaged_file_hides_its_own_run_alone(serve, tmp_path, name):
     for run in ("a", "b"):

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import normkit
+from normkit.kernels import ops
 from normkit.norms import NORMS, make, parse
 
 every = pytest.mark.parametrize("spec", SPECS)
@@ -92,6 +93,26 @@ def test_a_batch_that_passes_twice_is_recomputed_each_time_as_it_was(spec, reent
             grads.append(leaf.grad)
         assert_close(grads[0], grads[1])
         assert_close(plain.state_dict(), rerun.state_dict())
+
+
+def test_a_recomputed_forward_compares_its_batch_with_few_others(monkeypatch):
+    calls, moments = [], ops.moments
+    monkeypatch.setattr(ops, "moments", lambda *args: calls.append(1) or moments(*args))
+    norm, counts = random_norm("un"), []
+    with normkit.kernels("reference"):
+        for i in range(20):
+            calls.clear()
+            x, mask = batch(i, 6, DIM).requires_grad_(), torch.ones(6, dtype=torch.bool)
+            checkpoint(norm, x, mask, use_reentrant=True).square().mean().backward()
+            counts.append(len(calls))
+    assert counts[-1] == counts[3] <= 4
+
+
+def test_statistics_in_half_precision_are_refused():
+    norm = normkit.make("un", DIM)
+    norm.running.data = norm.running.data.bfloat16()  # as FSDP1 does
+    with pytest.raises(TypeError, match="buffer_dtype=None"):
+        norm(torch.randn(6, DIM))
 
 
 def test_a_state_without_this_norm_leaves_it_alone():

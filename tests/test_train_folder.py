@@ -222,3 +222,13 @@ def test_a_signal_ends_training_with_its_status(signals, status, tmp_path):
         assert checkpoints(tmp_path) == [checkpoint_path(tmp_path, int(result["status"].split()[-1]))]
     else:
         assert err == "normkit: interrupted\n"
+
+
+@pytest.mark.parametrize(("count", "end"), [(6, "c, d, e, f"), (9, "e, f, 3 more")])
+def test_the_error_for_a_folder_of_runs_hides_none(tmp_path, monkeypatch, count, end):
+    monkeypatch.chdir(tmp_path)
+    for name in "abcdefghi"[:count]:
+        Path(name).mkdir()
+        (Path(name) / "run.json").touch()
+    with pytest.raises(ValueError, match=f"runs in it are a, .*{end}$"):
+        load(".")

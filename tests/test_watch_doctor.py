@@ -82,7 +82,7 @@ def test_batches_unlike_each_other_in_their_means():
 
 def test_batches_unlike_each_other_in_size():
     batches = [sample(step, 64, 16) * (30.0 if step % 2 else 1.0) for step in range(60)]
-    for norm, words in (("batch", "keep a per-token norm"), ("pnv", "quadratic mean is")):
+    for norm, words in (("batch", "use a per-token norm"), ("pnv", "quadratic mean is")):
         found = [f for f in diagnose(fit(nn.Sequential(normkit.make(norm, 16)), batches)) if f.kind == "evaluation"]
         assert len(found) == 1
         assert words in str(found[0])

@@ -135,11 +135,11 @@ def option_defaults(kind: type[nn.Module]) -> dict[str, Any]:
 
 def _signature(declared: dict[str, Option]) -> inspect.Signature:
     """Return the signature of a constructor: `dim`, then the options by name."""
-    place = inspect.Parameter
-    named = [
-        place(name, place.KEYWORD_ONLY, default=each.default, annotation=_without_rules(each.kind))
-        for name, each in declared.items()
-    ]
+    place, named = inspect.Parameter, []
+    for name, each in declared.items():
+        plain = (kind.__origin__ if get_origin(kind) is Annotated else kind for kind in _members(each.kind))
+        kind = functools.reduce(operator.or_, plain)
+        named.append(place(name, place.KEYWORD_ONLY, default=each.default, annotation=kind))
     return inspect.Signature([place("dim", place.POSITIONAL_OR_KEYWORD, annotation=int), *named])
 
 
@@ -154,8 +154,3 @@ def _rule(kind: Any) -> Allowed:
         *others, last = (f'"{each}"' for each in get_args(kind))
         return Allowed(" or ".join([*filter(None, [", ".join(others)]), last]), lambda v: v in get_args(kind))
     return PLAIN.get(kind, Allowed("anything", lambda _: True))
-
-
-def _without_rules(kind: Any) -> Any:
-    plain = (each.__origin__ if get_origin(each) is Annotated else each for each in _members(kind))
-    return functools.reduce(operator.or_, plain)

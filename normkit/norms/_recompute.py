@@ -32,6 +32,7 @@ class Records:
     def __init__(self) -> None:
         self._of_graphs: weakref.WeakValueDictionary[int, StepStatistics] = weakref.WeakValueDictionary()
         self._without_graph: collections.deque[StepStatistics] = collections.deque(maxlen=64)  # uses in one step
+        self._before, self._waiting = self._without_graph, 0  # of the step before; uses not recomputed yet
         self._last: StepStatistics | None = None  # its graph may be gone already, as after detach()
         self._uses: weakref.WeakKeyDictionary[StepStatistics, Tensor] = weakref.WeakKeyDictionary()
 
@@ -44,6 +45,9 @@ class Records:
             return
         self._last = statistics
         if y.grad_fn is None:  # frozen, or the first forward of reentrant checkpointing
+            if self._waiting <= 0:  # a new step; the graph of the one before may be retained
+                self._before, self._without_graph, self._waiting = self._without_graph, collections.deque(maxlen=64), 0
+            self._waiting += 1
             self._without_graph.append(statistics)
         else:
             y.grad_fn.metadata["statistics"] = self._of_graphs[id(statistics)] = statistics  # type: ignore[index]
@@ -57,7 +61,8 @@ class Records:
         """
         if not is_recomputed():
             return None
-        kept = [*self._without_graph, *self._of_graphs.values(), *filter(None, [self._last])]
+        self._waiting -= 1
+        kept = [*self._before, *self._without_graph, *self._of_graphs.values(), *filter(None, [self._last])]
         fit = (each for each in kept if each.mask is None or each.mask.shape == x.shape[:-1])
         candidates = [each for each in dict.fromkeys(fit) if each.batch.device == x.device][::-1]
         if len(candidates) < 2:

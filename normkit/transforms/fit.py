@@ -105,10 +105,8 @@ def _rows(
         x, mask = input_and_mask(args, kwargs)
         read.append((norm.rest(x), norm.check(x, mask)))
 
-    def keep_output(old: nn.Module, args: tuple, y: Tensor) -> None:
-        wanted.append(y.movedim(norm.channel_dim, -1))
-
-    with norm.register_forward_hook(keep_input, with_kwargs=True), old.register_forward_hook(keep_output):
+    inputs = norm.register_forward_hook(keep_input, with_kwargs=True)
+    with inputs, old.register_forward_hook(lambda _, args, y: wanted.append(y.movedim(norm.channel_dim, -1))):
         call(model, batch, forward)
         with no_fast_path():
             call(like, batch, forward)

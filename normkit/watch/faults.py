@@ -167,11 +167,11 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
 
 def evaluation(check: Check, recording: Recording) -> list[Finding]:
     """Find running means and variances that do not represent the batches."""
-    unknown, keep = "what a quadratic mean would do was not recorded (gap_quadratic)", "keep a per-token norm"
+    unknown, other = "what a quadratic mean would do was not recorded (gap_quadratic)", "use a per-token norm"
     groups: dict[str, dict[str, float]] = {}  # advice -> gaps
     for site, gap in _above(LIMITS["gap"], check.series(recording)).items():
         quadratic = recording.middle("gap_quadratic", site)
-        advice = "PN-V or UN will hold" if quadratic <= LIMITS["gap_holds"] else keep
+        advice = "PN-V or UN will hold" if quadratic <= LIMITS["gap_holds"] else other
         groups.setdefault(unknown if math.isnan(quadratic) else advice, {})[site] = gap
     found = []
     for advice, hit in groups.items():
@@ -182,7 +182,7 @@ def evaluation(check: Check, recording: Recording) -> list[Finding]:
         )
         if advice != unknown:
             message += f"; quadratic mean is {_worst(recording, 'drift_quadratic', hit, 'x')} from its own"
-        found += check.findings(hit, message + (", too" if advice == keep else ""), advice)
+        found += check.findings(hit, message + (", too" if advice == other else ""), advice)
     return found
 
 

@@ -39,7 +39,8 @@ class Watched:
     def folders(self) -> list[Path]:
         """The folders of all runs that may be shown, those that changed last first."""
         found = sorted({file.parent for name in (results.SETTINGS, results.FILE) for file in self.path.rglob(name)})
-        return sorted((folder for folder in found if self._is_readable(folder)), key=_changed, reverse=True)
+        runs = (folder for folder in found if (folder / results.FILE).exists() or results.is_unfinished(folder))
+        return sorted(filter(self._is_readable, runs), key=_changed, reverse=True)
 
     def _is_readable(self, folder: Path) -> bool:
         """Return True if the files of a run are regular ones, and no links to files elsewhere."""

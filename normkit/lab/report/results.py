@@ -116,6 +116,12 @@ def live(folder: str | Path) -> dict[str, Any]:
     return result
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Return True if a folder of a run has no result; a model that was folded or calibrated is no run in progress."""
+    there = [name for name in (FILE, PROGRESS, "model.safetensors") if (folder / name).exists()]
+    return FILE not in there and there != ["model.safetensors"]
+
+
 def find(paths: Iterable[str | Path], unfinished: bool = False) -> dict[Path, dict[str, Any]]:
     """Read all results in files and folders, at any depth, by the folder of each.
 
@@ -133,7 +139,7 @@ def find(paths: Iterable[str | Path], unfinished: bool = False) -> dict[Path, di
             raise ValueError(f"there is no file or folder {path}")
         files += sorted(path.rglob(FILE)) if path.is_dir() else [path]
         if unfinished:
-            files += [file for file in sorted(path.rglob(SETTINGS)) if not file.with_name(FILE).exists()]
+            files += [file for file in sorted(path.rglob(SETTINGS)) if is_unfinished(file.parent)]
     if not files:
         raise ValueError(f"no {FILE} in {', '.join(map(str, paths))}; `normkit train` and `normkit demo` write them")
     return {file.parent: live(file.parent) if file.name == SETTINGS else read(file) for file in dict.fromkeys(files)}

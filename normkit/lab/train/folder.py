@@ -17,6 +17,7 @@ from normkit.lab.data.vocab import Vocab
 from normkit.lab.train.build import Vocabularies, build_model
 from normkit.lab.train.config import Run
 from normkit.lab.train.weights import load_weights, save_weights
+from normkit.text import truncate
 
 OUTPUTS = (
     "checkpoints/*.ckpt", "checkpoints/.step-*.ckpt.*", "outputs/*.txt", "model.safetensors", "result.json",
@@ -80,8 +81,8 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         problem = "it is a file" if folder.is_file() else "there is no such folder"
         problem = "it has no run.json" if folder.is_dir() else problem
-        runs = sorted(str(path.parent) for path in folder.glob("*/run.json"))
-        advice = f"runs in it are {', '.join(runs[:5])}" if runs else "`normkit train` and `normkit demo` write them"
+        runs = truncate(sorted(str(path.parent) for path in folder.glob("*/run.json")))
+        advice = f"runs in it are {', '.join(runs)}" if runs else "`normkit train` and `normkit demo` write them"
         raise ValueError(f"{folder} is not a run folder: {problem}; {advice}")
     try:
         return Run.from_json(path.read_text(encoding="utf8"))

@@ -21,12 +21,11 @@ from normkit.lab.train.distributed_env import is_rank_zero
 def check_devices(run: Run) -> None:
     """Raise a ValueError if a run is for too many GPUs, or processes, for this machine."""
     there, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    gpus = run.device == "cuda" or (run.device == "auto" and there > 0)
-    if gpus and run.devices > there:
-        raise ValueError(
-            f"the run is for {run.devices} GPUs, PyTorch finds {there} here; lower --devices or --device cpu"
-        )
-    if run.devices > 4 * cores and not gpus:
+    on_gpus = run.device == "cuda" or (run.device == "auto" and there > 0)
+    if on_gpus and run.devices > there:
+        gpus, advice = ("1 GPU", "") if run.devices == 1 else (f"{run.devices} GPUs", "a smaller --devices, or ")
+        raise ValueError(f"the run is for {gpus}, PyTorch finds {there} here; give {advice}--device cpu")
+    if run.devices > 4 * cores and not on_gpus:
         raise ValueError(
             f"the run is for {run.devices} processes, and this machine has {cores} cores; --devices {cores} or fewer"
         )

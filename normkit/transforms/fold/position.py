@@ -17,7 +17,7 @@ def position(trace: Trace, name: str) -> str:
     leaves = _leaves(trace, before, set())
     given = {by for s in trace.sources.values() if s.kind == "input" for by in s.reads}
     deep = leaves == {"convolution"} and not any(s.product in given for s in before)  # no patches, a CNN's layer
-    if leaves <= {"embedding", "table", "convolution"} and not deep:
+    if leaves and leaves <= {"embedding", "table", "convolution"} and not deep:
         return "embedding"
     summed = [s for s in before if s.adds]
     terms = [part for s in summed for pairs, _ in s.terms for part, _ in trace.by_code(pairs[:, 0])]

@@ -305,11 +305,11 @@ class Relations:
 
     def fixed_by(self, streams: set[int]) -> str:
         """The reasons why the coordinates of some streams are given."""
-        pins, ties = [], []
+        pins, unshifted, ties = kinds = [], [], []
         for link in self.links:
             if link.why and streams & self.streams_of(torch.cat([link.a, link.b])):
-                (ties if bool((link.a * link.b > 0).any()) else pins).append(link.why)
-        whys = unique(pins or ties)
+                (ties if bool((link.a * link.b > 0).any()) else pins if link.scale else unshifted).append(link.why)
+        whys = unique(next(filter(None, kinds), ()))
         reads = [why.removeprefix("read by ") for why in whys if why.startswith("read by ")]
         others = [why for why in whys if not why.startswith("read by ")]
         return ", ".join([f"read by {listed(reads)}"] * bool(reads) + others[:3])
