@@ -1,4 +1,4 @@
-"""Tiny diffusion Transformers of diffusers for the compatibility page, with random weights.
+"""Tiny, random diffusion Transformers of diffusers, for the compatibility page.
 
 `CASES` maps a name to a function that builds the case.
 """

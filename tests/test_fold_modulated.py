@@ -1,4 +1,4 @@
-"""Norms whose output is multiplied by a tensor of the call: modulated (adaLN), conditional and gated norms."""
+"""Norms whose output is multiplied by a tensor of the call: adaLN, conditional, gated norms."""
 
 import pytest
 import torch

@@ -117,7 +117,7 @@ def live(folder: str | Path) -> dict[str, Any]:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return True if a folder of a run has no result; a model that was folded or calibrated is no run in progress."""
+    """Return True for a run in progress; a folder of weights alone was folded or calibrated."""
     there = [name for name in (FILE, PROGRESS, "model.safetensors") if (folder / name).exists()]
     return FILE not in there and there != ["model.safetensors"]
 
