@@ -1,4 +1,4 @@
-"""Norms whose output is multiplied by a tensor of the call: adaLN, conditional, gated norms."""
+"""Norms times a tensor of the call: adaLN, conditional and gated norms."""
 
 import pytest
 import torch
