@@ -81,7 +81,7 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
         ValueError: If a blend is not settled, normkit cannot rebuild a module, or the folder holds other weights.
     """
     folder = Path(folder)
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         raise TypeError(
             f"save_pretrained() takes a model of transformers; got {type(model).__name__}. For others, save "
             "model.state_dict() and the specs"
