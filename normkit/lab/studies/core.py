@@ -118,7 +118,10 @@ GALICIAN_CORE = Study(
 GALICIAN_LONG = Study(
     id="core.ted-gl-long",
     title="norms in translation with little data, 10,000 steps, TED gl-en",
-    rows=tuple(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
+    rows=(
+        *(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
+        Row("pnv + FixNorm + scale loss", {"model.norm": "pnv", "model.fixnorm": True, "scale_loss": 0.1}),
+    ),
     columns=columns(TED_LONG, BLEU | CALIBRATED | VALID),
 )
 
