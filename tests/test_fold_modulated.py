@@ -1,4 +1,4 @@
-"""Norms times a tensor of the call: adaLN, conditional and gated norms."""
+"""Norms times a computed tensor: adaLN, conditional and gated norms."""
 
 import pytest
 import torch

@@ -120,7 +120,7 @@ class StatNorm(StatefulNorm):
         if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
             raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
         if self.running.dtype in dispatch.HALVES:
-            raise TypeError(f"statistics are {self.running.dtype}; keep them float32, in FSDP by buffer_dtype=None")
+            raise TypeError(f"the statistics are {self.running.dtype}; keep buffers float32 (FSDP: buffer_dtype=None)")
         wide = torch.promote_types(x.dtype, self.running.dtype)
         kernels = dispatch.custom_kernels(x, wide)
         groups = self.groups if kernels is cpu and type(self).rest is StatNorm.rest else 0

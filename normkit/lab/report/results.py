@@ -118,8 +118,8 @@ def live(folder: str | Path) -> dict[str, Any]:
 
 def is_unfinished(folder: Path) -> bool:
     """Return True for a run in progress; a folder of weights alone was folded or calibrated."""
-    there = [name for name in (FILE, PROGRESS, "model.safetensors") if (folder / name).exists()]
-    return FILE not in there and there != ["model.safetensors"]
+    result, progress, weights = ((folder / name).exists() for name in (FILE, PROGRESS, "model.safetensors"))
+    return not result and (progress or not weights)
 
 
 def find(paths: Iterable[str | Path], unfinished: bool = False) -> dict[Path, dict[str, Any]]:

@@ -171,7 +171,7 @@ class Trace:
         sources = self.sources.values()
         added = [(source.base, part.base) for source in sources for pairs, _ in source.terms
                  for part, own in self.by_code(pairs[:, 0])
-                 if part.kind != "product" or len(own) == part.size]  # fmt: skip  # parts go to several streams
+                 if part.kind != "product" or len(own) == part.size]  # fmt: skip  # chunks go to several streams
         first = components(self.codes, added)
         return {source.base: int(first[source.base]) for source in sources}
 

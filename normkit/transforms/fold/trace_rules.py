@@ -74,7 +74,7 @@ def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out
 
 
 def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """A followed tensor times a number, a parameter per channel, or a tensor of the call."""
+    """A followed tensor times a number, a parameter per channel, or a computed tensor."""
     a, b = args[1::-1] if packet is aten.mul and tracer.shadow(args[0]) is None else args[:2]  # also `alpha * x`
     if isinstance(b, Tensor) and (b.numel() != 1 or tracer._parameter(b) is None):  # a number of this call, perhaps
         sides = ((a, b), (b, a)) if packet is aten.mul else ((a, b),)
@@ -99,7 +99,7 @@ def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool
 
 
 def _modulated(tracer: "Tracer", x: Tensor, factor: Tensor, out: Tensor) -> bool:
-    """`x` times a tensor of the call (a mask, a gate, a modulation): it passes gains only."""
+    """`x` times a computed tensor (a mask, a gate, a modulation): it passes gains only."""
     dim = _channel_axis(tracer.shadow(x), out)
     if dim is None or tracer._parameter(factor) is not None:
         return False
