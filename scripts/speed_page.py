@@ -141,7 +141,7 @@ def filled(page: str) -> str:
         made |= {
             "train": times(ops, "train"),
             "inference": times(ops, "inference"),
-            "machine": "{device}, threads: {threads}, PyTorch {torch}, {rounds} rounds".format(**ops[0]),
+            "machine": "{device}, threads: {threads}, PyTorch {torch}".format(**ops[0]),
         }
     if norms := read("h200/norms"):
         made |= {"gpu train": times(norms, "train"), "gpu inference": times(norms, "inference")}
