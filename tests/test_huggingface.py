@@ -168,13 +168,17 @@ def test_bad_folders_are_refused_with_the_reason(tmp_path):
         load_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     path.write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
-    with pytest.raises(ValueError, match="has no class NoSuchModel"):
+    with pytest.raises(ValueError, match=r"transformers [\d.]+\S* has no NoSuchModel"):
         load_pretrained(tmp_path)
     with pytest.raises(ValueError, match="name another folder"):
         fold_dir(tmp_path, tmp_path)
     path.write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
-    with pytest.raises(ValueError, match="deserializing header"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is cut short or damaged: .*deserializing header"):
         load_pretrained(tmp_path)
+    for text in ('{"architectures": ["Bert', "[]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json (is cut short or not JSON|names no architecture)"):
+            load_pretrained(tmp_path)
 
 
 # -- folders whose parts do not fit ----------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     changes = write_changes(model)
     if blends := [name for name, change in changes.get("norms", {}).items() if change["is"].startswith("blend(")]:
         raise ValueError(f"{blends[0]} is still a blend; call settle(model) before saving")
-    if other := sorted(file.name for file in _safetensors(folder) if (_variant(file) is None) == bool(changes)):
+    if other := [file.name for file, variant in _weights(folder).items() if (variant is None) == bool(changes)]:
         raise ValueError(f"{folder} holds other weights ({', '.join(other[:3])}); name another folder")
     if (old := folder / "load.py").is_file() and old.read_text(encoding="utf8").startswith(LOAD.splitlines()[0]):
         old.unlink()  # of the model that was here; it would put nothing in the place of all norms of this one
@@ -123,10 +123,15 @@ def load_pretrained(folder: Path | str) -> Any:
     architecture = config["architectures"][0]
     try:
         kind = getattr(transformers, architecture)
-    except AttributeError:
-        raise ValueError(f"{path}: transformers {transformers.__version__} has no class {architecture}") from None
-    except ImportError as problem:
-        raise ValueError(f"{path}: transformers cannot import {architecture}: {problem}") from problem
+    except (AttributeError, ImportError) as error:
+        raise ValueError(f"{path}: transformers {transformers.__version__} has no {architecture}: {error}") from error
+    from safetensors import SafetensorError, safe_open  # transformers needs it
+
+    for file in _weights(path):
+        try:
+            safe_open(file, "pt")
+        except SafetensorError as problem:  # it does not name the file
+            raise ValueError(f"{file} is cut short or damaged: {problem}") from problem
     changes = config.get(KEY)
 
     def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -156,8 +161,11 @@ def _config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no folder")
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a model of Hugging Face is a folder with config and weights")
-    config = json.loads((path / "config.json").read_text(encoding="utf8"))
-    if not config.get("architectures"):
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"{path}/config.json is cut short or not JSON: {error}") from None
+    if not isinstance(config, dict) or not config.get("architectures"):
         raise ValueError(f"{path}/config.json names no architecture")
     if config.get("auto_map"):
         raise ValueError(f"{path} brings its own code ({', '.join(config['auto_map'].values())}), which is not run")
@@ -166,22 +174,19 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _safetensors(path: Path) -> list[Path]:
-    return sorted(path.glob("model*.safetensors"))
-
-
-def _variant(file: Path) -> str | None:
-    return VARIANT if VARIANT in file.name.split(".") else None
+def _weights(path: Path) -> dict[Path, str | None]:
+    """Return the weight files of a folder, each with its variant in the sense of transformers."""
+    return {f: VARIANT if VARIANT in f.name.split(".") else None for f in sorted(path.glob("model*.safetensors"))}
 
 
 def _only_variant(path: Path) -> str | None:
-    """Return the variant, in the sense of transformers, of the weight files of a folder."""
-    variants = {_variant(file) for file in _safetensors(path)}
-    if len(variants) > 1:
-        names = ", ".join(file.name for file in _safetensors(path))
+    """Return the variant of the weight files of a folder."""
+    weights = _weights(path)
+    if len({*weights.values()}) > 1:
+        names = ", ".join(file.name for file in weights)
         raise ValueError(f"{path} holds weights of two models ({names}); remove those that are out of date")
-    if variants:
-        return variants.pop()
+    if weights:
+        return next(iter(weights.values()))
     pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
     if pickles:
         raise ValueError(

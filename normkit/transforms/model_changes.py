@@ -65,22 +65,17 @@ def find_changes(model: Any) -> dict[str, Any]:
             continue
         here = modules[name]
         replaced = type_before_parametrizations(here) is not type_before_parametrizations(there)
-        if replaced or (isinstance(here, nn.LayerNorm | nn.RMSNorm) and _lacks(here, there)):
+        lost = [key for key, p in there._parameters.items() if p is not None and here._parameters.get(key, p) is None]
+        if replaced or (isinstance(here, nn.LayerNorm | nn.RMSNorm) and lost):
             norms[name] = _describe(name, here) | ({"mask": masks[name]} if name in masks else {})
             continue
         if is_parametrized(there) and not is_parametrized(here):
             plain.append(name)
-        saved = there._non_persistent_buffers_set - here._non_persistent_buffers_set
-        buffers += [f"{name}.{key}" for key in sorted(saved)]
+        buffers += [f"{name}.{k}" for k in sorted(there._non_persistent_buffers_set - here._non_persistent_buffers_set)]
         for key, value in here._parameters.items():
             if value is not None and there._parameters.get(key) is None and name not in plain:
                 biases[f"{name}.{key}"] = value.numel()
     return {"norms": norms, "biases": biases, "buffers": buffers, "plain": plain, "untied": _untied(model, fresh)}
-
-
-def _lacks(here: nn.Module, there: nn.Module) -> bool:
-    """True if a module has not all parameters that another one of its kind has."""
-    return any(there._parameters[key] is not None and value is None for key, value in here._parameters.items())
 
 
 def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
