@@ -187,7 +187,7 @@ def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any],
             return False
         axes = [d for d in (x.dim() - 1, 1) if d not in reduced]
     else:
-        axes = [x.dim() - 1 - POSITIONS.get(packet, 2)]
+        axes = [x.dim() - 1 - POSITIONS[packet]]
     channel = next((d for d in axes if is_channel_axis(shadow, d)), None)
     if channel is None:
         return False
@@ -269,12 +269,12 @@ def is_channel_axis(shadow: Tensor, dim: int) -> bool:
 
 PICKS = (aten.index, aten.index_select, aten.gather)
 POOLS = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
-RESIZES = (
-    aten.upsample_nearest1d, aten.upsample_nearest2d, aten._upsample_nearest_exact2d, aten.upsample_linear1d,
-    aten.upsample_bilinear2d, aten._upsample_bilinear2d_aa, aten.upsample_bicubic2d, aten._upsample_bicubic2d_aa,
-)  # fmt: skip
-POSITIONS = {  # axes after the channels; two in the others
-    aten.avg_pool1d: 1, aten.upsample_nearest1d: 1, aten.upsample_linear1d: 1, aten.avg_pool3d: 3,
+POSITIONS = {  # pooling and resizing: axes after the channels
+    aten.avg_pool1d: 1, aten.upsample_nearest1d: 1, aten._upsample_nearest_exact1d: 1, aten.upsample_linear1d: 1,
+    aten.avg_pool2d: 2, aten._adaptive_avg_pool2d: 2, aten.upsample_nearest2d: 2, aten._upsample_nearest_exact2d: 2,
+    aten.upsample_bilinear2d: 2, aten._upsample_bilinear2d_aa: 2, aten.upsample_bicubic2d: 2,
+    aten._upsample_bicubic2d_aa: 2, aten.avg_pool3d: 3, aten._adaptive_avg_pool3d: 3, aten.upsample_nearest3d: 3,
+    aten._upsample_nearest_exact3d: 3, aten.upsample_trilinear3d: 3,
 }  # fmt: skip
 RULES: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys((aten.mm, aten.addmm, aten.linear), _matmul),
@@ -282,7 +282,7 @@ RULES: dict[Any, Callable[..., bool]] = {
     aten.embedding: _embedding,
     **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_), _sum),
     **dict.fromkeys((aten.mul, aten.mul_, aten.div, aten.div_), _scaled),
-    **dict.fromkeys((aten.mean, aten.sum, aten._adaptive_avg_pool2d, *POOLS, *RESIZES), _average),
+    **dict.fromkeys((aten.mean, aten.sum, *POSITIONS), _average),
     **dict.fromkeys((aten.index_add, aten.index_add_), _index_add),
     **dict.fromkeys((aten.index_put, aten.index_put_), _index_put),
     **dict.fromkeys((aten.where, aten.masked_fill), _masked),

@@ -32,7 +32,7 @@ MOVES = {  # operations that put elements elsewhere and compute nothing
     aten.stack, aten.roll, aten.flip, aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten.repeat, aten.index,
     aten.index_select, aten.gather, aten.unfold, aten.im2col, aten.pixel_unshuffle, aten.pixel_shuffle,
     aten.constant_pad_nd, aten._to_copy, aten.reflection_pad1d, aten.reflection_pad2d, aten.replication_pad1d,
-    aten.replication_pad2d,
+    aten.replication_pad2d, aten.reflection_pad3d, aten.replication_pad3d, aten.channel_shuffle,
 }  # fmt: skip
 SAME_ELEMENTS = {aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten._to_copy}
 SHAPES_ONLY = {  # operations that read a tensor's shape and type, not its numbers
