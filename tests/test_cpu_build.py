@@ -1,5 +1,7 @@
 """The folder into which C++ kernels are compiled."""
 
+import shutil
+
 import pytest
 
 from normkit.kernels.cpu import build
@@ -24,3 +26,15 @@ def test_without_a_cache_all_processes_use_one_temporary_folder(tmp_path, monkey
     assert [build._private(tmp_path / "file" / "native") for _ in range(2)] == [kept, kept]
     kept.chmod(0o777)
     assert build._private(tmp_path / "file" / "native") != kept
+
+
+def test_copies_of_the_sources_share_what_was_compiled(tmp_path, monkeypatch):
+    def key():
+        return build._key(["g++"], ["-O3", str(build.SOURCES / "kernels.cpp")])
+
+    original = key()
+    shutil.copytree(build.SOURCES, tmp_path / "cpu")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "cpu")
+    assert key() == original
+    (tmp_path / "cpu" / "rows.h").write_text("// changed")
+    assert key() != original

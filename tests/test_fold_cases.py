@@ -253,30 +253,6 @@ def test_resizing_and_sums_over_positions_are_followed():
     check(Summed(), torch.randn(2, 5, DIM), actions="add")  # a sum of n shifts, and n is the length
 
 
-VOLUMES = {
-    "trilinear": lambda y: nn.functional.interpolate(y, scale_factor=2, mode="trilinear"),
-    "nearest": lambda y: nn.functional.interpolate(y, scale_factor=2),
-    "nearest-exact": lambda y: nn.functional.interpolate(y, scale_factor=2, mode="nearest-exact"),
-    "adaptive": lambda y: nn.functional.adaptive_avg_pool3d(y, 2),
-    "reflect": lambda y: nn.functional.pad(y, (1, 1, 0, 1, 1, 0), mode="reflect"),
-    "replicate": lambda y: nn.functional.pad(y, (1, 1, 0, 1, 1, 0), mode="replicate"),
-    "shuffle": lambda y: nn.functional.channel_shuffle(y, 2),
-}
-
-
-@pytest.mark.parametrize("how", VOLUMES)
-def test_volumes_are_resized_and_padded_like_pictures(how):
-    class Volume(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.BatchNorm3d(DIM), nn.Conv3d(DIM, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(VOLUMES[how](self.norm(torch.tanh(x))))
-
-    check(Volume(), torch.randn(2, DIM, 4, 4, 4), actions="folded")
-
-
 def test_a_convolution_with_padding_in_a_post_norm_stream_takes_no_shift():
     class Convolutions(nn.Module):
         def __init__(self):

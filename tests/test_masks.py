@@ -193,7 +193,7 @@ def test_wrong_sources_of_masks_are_named():
         convert(case.model, "un", mask_from="attention_mask")
     with pytest.raises(ValueError, match="no norm takes its mask"):
         convert(case.model, "un", mask_from={"encoder.*": "src_key_padding_mask"})
-    with pytest.raises(TypeError, match="mask_from is the name"):
+    with pytest.raises(TypeError, match="mask_from names an argument"):
         convert(case.model, "un", mask_from=3)
     with pytest.raises(ValueError, match="must be \\[batch, tokens\\]"):
         real_tokens(torch.ones(3))

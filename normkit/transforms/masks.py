@@ -42,9 +42,7 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     rules = _rules(mask_from, names)
     for argument in rules.values():
         if argument not in names and not loose:
-            raise ValueError(
-                f"the model's forward has no argument {argument!r} to take masks from; it has {', '.join(names)}"
-            )
+            raise ValueError(f"the forward has no argument {argument!r} to take masks from; it has {', '.join(names)}")
     remove_routes(model)
     route, time_first = Route({a: names.index(a) if a in names else None for a in rules.values()}), is_time_first(model)
     for name, norm in model.named_modules():
@@ -161,8 +159,7 @@ def _rules(mask_from: MaskFrom, names: list[str]) -> dict[str, str]:
     if isinstance(mask_from, Mapping):
         return dict(mask_from)
     if not isinstance(mask_from, str):
-        given = type(mask_from).__name__
-        raise TypeError(f"mask_from is the name of an argument, or rules pattern -> name; got {given}")
+        raise TypeError(f"mask_from names an argument or is rules pattern -> name; got {type(mask_from).__name__}")
     if f"decoder_{mask_from}" in names:
         return {"decoder.*": f"decoder_{mask_from}", "*.decoder.*": f"decoder_{mask_from}", "*": mask_from}
     return {"*": mask_from}

@@ -106,6 +106,7 @@ def _key(compiler: list[str], arguments: list[str]) -> str:
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
     processor = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
     sources = [path.read_text(encoding="utf8") for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
+    arguments = [argument.removeprefix(str(SOURCES)) for argument in arguments]  # the same wherever the sources are
     parts = [*sources, *compiler, *arguments, torch.__version__, platform.machine(), *processor]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 

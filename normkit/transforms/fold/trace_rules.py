@@ -33,13 +33,15 @@ def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
 def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
     x, weight, bias, _, padding, _, transposed, _, groups = args[:9]
     parameter = tracer._parameter(weight)
-    if parameter is None or transposed or not weight.is_contiguous():
+    if parameter is None or not weight.is_contiguous():
         return False
-    outputs, inputs, positions = weight.shape[0] // groups, weight.shape[1], weight[0, 0].numel()
-    stride = (outputs * weight.stride(0), weight.stride(1), 1, weight.stride(0))
-    view = View(parameter, (groups, inputs, positions, outputs), stride, weight.storage_offset())
+    first, second, positions = weight.shape[0] // groups, weight.shape[1], weight[0, 0].numel()
+    size, stride = (groups, second, positions, first), (first * weight.stride(0), weight.stride(1), 1, weight.stride(0))
+    if transposed:
+        size, stride = (groups, first, positions, second), (stride[0], stride[3], 1, stride[1])
+    view = View(parameter, size, stride, weight.storage_offset())
     rows = channel_rows(tracer.origins(x), 1)
-    if any(padding):
+    if transposed or any(padding):  # outputs read different parts of the kernel
         rows = torch.cat([rows, torch.zeros_like(rows[:1])])
     return tracer.product("convolution", view, bias, rows, out, 1)
 
