@@ -68,7 +68,7 @@ def bench(
         check_writable(out)
     try:  # reserves pages and touches none
         torch.empty(HELD, rows, dim, dtype=DTYPES[dtype], device=device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError: more than an int64 can count
         raise ValueError(f"--shape {shape}: {HELD} such activations do not fit into memory; name fewer rows") from error
     if explain:
         write(_explained([row for spec in norms for row in operations(spec, rows, dim, dtype, device)]))

@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import os
+import re
 import shlex
 import signal
 import sys
@@ -81,8 +82,25 @@ def _one_line(box: str) -> str:
     if "╭" not in box:  # without a frame the title is a line like any other
         sections = sections[1:]
     message = " ".join(sections[0] if sections else lines).rstrip(".")
+    message = _plain(message)
     near = [line.split()[0].rstrip(",") for part in sections for line in part if line.startswith("--")]
     return f"{message} (did you mean {near[0]!r}?)" if near and "Perhaps you meant:" in lines else message
+
+
+def _plain(message: str) -> str:
+    """Replace Python's and tyro's words for a value that cannot be read.
+
+    >>> _plain("Error parsing --steps: invalid literal for int() with base 10: 'abc'")
+    "--steps must be a whole number; got 'abc'"
+    >>> _plain("Error parsing run.model: width must be at least 1; got 0")
+    '--model.width must be at least 1; got 0'
+    """
+    message = re.sub(r"^Error parsing run\.(\w+): (?:\1\.)?", r"--\1.", message)
+    kinds = "|".join((r"invalid literal for int\(\) with base 10:", "could not convert string to float:"))
+    if found := re.fullmatch(rf"Error parsing (--\S+): .*?({kinds}) (.*)", message):
+        option, reason, value = found.groups()
+        return f"{option} must be a {'whole number' if 'int' in reason else 'number'}; got {value}"
+    return message
 
 
 def typed(*words: str) -> str:

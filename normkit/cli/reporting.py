@@ -23,6 +23,8 @@ def report(paths: tuple[Path, ...], /, out: Path | None = None) -> int:
         raise ValueError("no results given; try `normkit report runs/demo`")
     from normkit.lab.report import results
 
+    if out is not None and out.suffix in (".html", ".txt") and not out.is_dir():
+        raise ValueError(f"--out {out} would be a folder, for report.html, table.txt and figures; name {out.stem}")
     first = paths[0] if paths[0].is_dir() else paths[0].parent
     check_writable(out or first)
     found = results.find(paths)

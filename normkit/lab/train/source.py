@@ -1,11 +1,13 @@
 """Find the data of a run by its name and its task, and return a function that reads it."""
 
 import functools
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from normkit.lab.data.corpora import CORPORA, locate
-from normkit.lab.data.embedded import SOURCES
+from normkit.lab.data.embedded import SOURCES, Digits, Pairs, Text
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
 from normkit.lab.data.images import read_images
 from normkit.lab.data.prepare import prepare
@@ -19,6 +21,9 @@ from normkit.names import pick
 
 OnStage = Callable[[str], object]
 Reader = Callable[[], Any]
+
+KINDS = {"g2p": Pairs, "mt": Pairs, "lm": Text, "digits": Digits}
+"""Kind of embedded data that a task can train on."""
 
 
 def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
@@ -34,6 +39,13 @@ def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
     spec = pick(TASKS, run.task, "task")
     if run.data in IMAGE_SETS and run.task != "images":
         raise ValueError(f"{run.data} has images; task {run.task} cannot train on them")
+    kind = inspect.get_annotations(SOURCES[run.data]).get("return") if run.data in SOURCES else None
+    tasks = [task for task, needed in KINDS.items() if needed is kind]
+    if tasks and run.task in KINDS and run.task not in tasks:
+        raise ValueError(
+            f"task {run.task} cannot train on {run.data}, which is data of task {' and '.join(tasks)}; "
+            "leave data out to use the recipe's own, or name other data"
+        )
     return spec.load("data")(run, on_stage)
 
 
@@ -53,6 +65,11 @@ def sequences(run: Run, on_stage: OnStage) -> Reader:
     """Find an embedded data set, or a folder of sequences."""
     if run.data in CORPORA:
         raise ValueError(f"{run.data} is a corpus of kind {CORPORA[run.data].kind}; task {run.task} cannot train on it")
+    if run.task == "digits" and run.data not in SOURCES and Path(run.data).is_dir():
+        raise ValueError(
+            f"task digits trains on the data set digits alone; got the folder {run.data}; a recipe of task images, "
+            "such as cifar10_tiny_vit, takes a folder of images"
+        )
     return reader(run.data)
 
 
