@@ -423,7 +423,7 @@ def test_forwards_without_a_backward_leave_no_gap_in_the_gradient_window(spec):
     assert norm.window_g.count_nonzero() == norm.window_g.numel()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore::torch.jit.TracerWarning")
 @every_stat
 def test_training_graphs_without_a_backward_pass_are_refused(spec):
     norm, x = random_norm(spec), batch(0, 6, DIM)

@@ -377,7 +377,7 @@ def test_row_norms_can_be_differentiated_twice(name):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
 def test_traced_operations_are_those_of_torch():
     norm, x = normkit.make("scale", 8).to(DEVICE), draw(3, 8)
     with normkit.kernels("auto") as ran:

@@ -134,7 +134,7 @@ class Norm(HasOptions):
     def __prepare_scriptable__(self) -> None:
         raise TypeError(
             f"torch.jit.script cannot compile {type(self).__name__}, nor any normkit norm. Use torch.compile, "
-            "normkit.export, or, for a model in evaluation mode, torch.jit.trace"
+            "normkit.export, or, for a model in evaluation mode, torch.export.export"
         )
 
     def check(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
