@@ -176,7 +176,7 @@ def test_resuming_a_finished_run_changes_nothing(every, tmp_path):
 
 
 def test_a_run_that_ended_early_trains_no_further(tmp_path):
-    still = dataclasses.replace(RUN.model, norm="layer")  # statistics would change with a learning rate of nothing, too
+    still = dataclasses.replace(RUN.model, norm="layer")  # running statistics would change at any rate
     run = dataclasses.replace(RUN, checkpoint_every=8, patience=1, lr=1e-12, schedule="constant", model=still)
     train(run, tmp_path / "whole")
     stopped = train(run, tmp_path / "stopped", on_progress=lambda progress: progress.stage == "scoring")

@@ -81,18 +81,17 @@ def _one_line(box: str) -> str:
             sections.append([])
     if "╭" not in box:  # without a frame the title is a line like any other
         sections = sections[1:]
-    message = " ".join(sections[0] if sections else lines).rstrip(".")
-    message = _plain(message)
+    message = _reword_value_error(" ".join(sections[0] if sections else lines).rstrip("."))
     near = [line.split()[0].rstrip(",") for part in sections for line in part if line.startswith("--")]
     return f"{message} (did you mean {near[0]!r}?)" if near and "Perhaps you meant:" in lines else message
 
 
-def _plain(message: str) -> str:
-    """Replace Python's and tyro's words for a value that cannot be read.
+def _reword_value_error(message: str) -> str:
+    """Name the option and what it takes, where tyro quotes a message of Python.
 
-    >>> _plain("Error parsing --steps: invalid literal for int() with base 10: 'abc'")
+    >>> _reword_value_error("Error parsing --steps: invalid literal for int() with base 10: 'abc'")
     "--steps must be a whole number; got 'abc'"
-    >>> _plain("Error parsing run.model: width must be at least 1; got 0")
+    >>> _reword_value_error("Error parsing run.model: width must be at least 1; got 0")
     '--model.width must be at least 1; got 0'
     """
     message = re.sub(r"^Error parsing run\.(\w+): (?:\1\.)?", r"--\1.", message)
