@@ -20,6 +20,7 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
     assert "ImageNet TPUT" in shown
     assert "Not yet run at scale gpu: all columns." in shown
     assert "It can be run at scale: pocket" in shown
+    assert f"No folder {tmp_path / 'gpu'}: name the folder of the runs with --out." in shown
 
 
 @pytest.mark.parametrize(

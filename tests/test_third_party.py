@@ -148,29 +148,93 @@ def test_frozen_batch_norms_are_read_and_stay_frozen():
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """As in timm: a norm with parts of its own."""
+    """As in timm: a norm with an activation."""
 
     def __init__(self, dim):
         super().__init__(dim)
-        self.act = nn.ReLU()
+        self.drop, self.act = nn.Identity(), nn.PReLU()
 
     def forward(self, x):
-        return self.act(super().forward(x))
+        return self.act(self.drop(super().forward(x)))
+
+
+class GatedBatchNorm2d(BatchNormAct2d):
+    def forward(self, x):
+        return self.act(x) * nn.BatchNorm2d.forward(self, x)
 
 
 def test_norms_that_cannot_be_read_are_named_and_stay():
-    model = nn.Sequential(nn.BatchNorm2d(4), BatchNormAct2d(4), nn.InstanceNorm2d(4))
+    model = nn.Sequential(nn.BatchNorm2d(4), GatedBatchNorm2d(4), nn.InstanceNorm2d(4))
     with pytest.warns(
-        UserWarning, match=r"cannot read: 1 \(BatchNormAct2d contains .*ReLU.*\), 2 \(.*InstanceNorm2d\)"
+        UserWarning, match=r"cannot read: 1 \(GatedBatchNorm2d contains .*PReLU.*\), 2 \(.*InstanceNorm2d\)"
     ) as seen:
         converted = convert(model, "un")
     assert seen[0].filename == __file__
-    assert [type(m).__name__ for m in converted] == ["UN", "BatchNormAct2d", "InstanceNorm2d"]
+    assert [type(m).__name__ for m in converted] == ["UN", "GatedBatchNorm2d", "InstanceNorm2d"]
     assert set(unreadable(model)) == {"1", "2"}
     convert(model, {"0": "un"})  # no warning about norms that no pattern selects
     convert(model, "un", where=lambda name, module: name == "0")
-    with pytest.raises(ValueError, match="BatchNormAct2d"):
+    with pytest.raises(ValueError, match="GatedBatchNorm2d"):
         convert(model[1:], "un")
+
+
+def test_a_norm_with_an_activation_is_converted_alone():
+    model, seen = randomize(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4))).eval(), []
+    model.append(model[1])  # shared
+    model[1].register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    assert list(find(model)) == ["1"]
+    assert not unreadable(model)
+    converted, x = convert(model, {"1": "batch", "2": "batch"}), torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(converted(x), model(x))
+    assert seen == [(2, 4, 5, 5)] * 4
+    assert converted[1] is converted[2]
+    assert [type(m).__name__ for m in converted[1]] == ["BatchNorm", "PReLU"]
+    assert list(find(converted)) == ["1.norm"]
+    assert {*converted.state_dict()} >= {"1.norm.weight", "1.act.weight"}
+    with torch.device("meta"):
+        empty = nn.Sequential(BatchNormAct2d(4))
+    assert list(find(convert(empty, "un"))) == ["0.norm"]
+    blended = blend(model, "un", steps=1)
+    torch.testing.assert_close(blended(x), model(x))
+
+
+def test_modules_around_a_norm_stay():
+    class ScaledNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.scale = nn.LayerNorm(4), nn.Parameter(torch.full((4,), 2.0))
+
+        def forward(self, x):
+            return self.norm(x) * self.scale
+
+    model, x = nn.Sequential(ScaledNorm()), torch.randn(3, 4)
+    with pytest.warns(UserWarning, match=r"cannot read: 0 \(no reader for the class name ScaledNorm\)"):
+        converted = convert(model, "layer(eps=1e-4)")
+    assert list(find(converted)) == ["0.norm"]
+    torch.testing.assert_close(converted(x), model(x), rtol=1e-3, atol=1e-3)
+
+
+def test_a_norm_with_an_activation_is_folded_alone():
+    model = randomize(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4))).eval()
+    folded, report = fold(model, torch.randn(2, 3, 5, 5))
+    assert [(row.name, row.action) for row in report.rows] == [("1.norm", "folded back")]
+    assert [type(m) for m in folded[1]] == [nn.Identity, nn.PReLU]
+
+
+NORMS_WITH_ACTIVATIONS = (
+    "BatchNormAct2d", "FrozenBatchNormAct2d", "GroupNormAct", "GroupNorm1Act", "LayerNormAct",
+    "LayerNormAct2d", "LayerNormActFp32", "LayerNormAct2dFp32", "RmsNormAct", "RmsNormAct2d",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS_WITH_ACTIVATIONS)
+def test_norms_with_activations_of_timm_are_read(name):
+    load_torchvision()
+    model = randomize(nn.Sequential(getattr(pytest.importorskip("timm.layers.norm_act"), name)(64)))
+    assert list(find(model)) == ["0"]
+    converted = convert(model, "un")
+    assert list(find(converted)) == ["0.norm"]
+    assert type(converted[0].act) is nn.ReLU
 
 
 @pytest.mark.parametrize(

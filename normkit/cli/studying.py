@@ -72,6 +72,8 @@ def _study(given: dict[str, Any], command: str) -> int:
         write(table.text(table.collect(study, scale, out)))
         if scale not in study.scales:
             write(f"It can be run at scale: {', '.join(study.scales) or 'none yet'}.")
+        if not (out / scale).is_dir():
+            write(f"No folder {out / scale}: name the folder of the runs with --out.")
         return 0
     plan = runner.plan(study, scale, out, seeds=given["seeds"], only=given["only"])
     check_writable(out)

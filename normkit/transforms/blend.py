@@ -16,7 +16,8 @@ from normkit.norms import Norm, Split
 from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward, is_recomputed
 from normkit.transforms.checks import check_not_wrapped, copy_model
-from normkit.transforms.convert import chosen_sites, find, replace_all, replacement, take_hooks
+from normkit.transforms.convert import chosen_sites, find, replace_all, replacement
+from normkit.transforms.hooks import take_hooks
 from normkit.transforms.invoke import input_and_mask
 from normkit.transforms.masks import MaskFrom
 from normkit.transforms.third_party import equivalent, read_norm

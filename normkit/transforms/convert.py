@@ -12,9 +12,10 @@ from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
 from normkit.text import listed
 from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
 from normkit.transforms.fastpath import leave_fast_path
-from normkit.transforms.layout import channels_first
+from normkit.transforms.hooks import channels_first, take_hooks
 from normkit.transforms.masks import MaskFrom, route_mask
 from normkit.transforms.model_changes import record_changes
+from normkit.transforms.norm_act import take_apart
 from normkit.transforms.third_party import (
     CannotRead,
     Found,
@@ -24,11 +25,6 @@ from normkit.transforms.third_party import (
     statistics,
     write,
 )
-
-HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
-)  # fmt: skip
 
 
 def find(model: nn.Module) -> dict[str, Found]:
@@ -75,9 +71,9 @@ def unreadable(model: nn.Module) -> dict[str, str]:
 
 
 def _try_read(module: nn.Module) -> Found | CannotRead:
-    """Return what a module computes, or the reason why it cannot be read."""
+    """Return what the norm of a module computes, or the reason why it cannot be read."""
     try:
-        return read_norm(module)
+        return read_norm(take_apart(module)[0])
     except CannotRead as reason:
         return reason
 
@@ -97,8 +93,9 @@ def convert(
     spec names another form of the same norm ("dyt(bias=False)" for "dyt"), the other options, all parameters and the
     state stay.
 
-    A norm that stores `weight - 1` (Gemma's) becomes one that stores `weight`: load its checkpoints before it is
-    converted, not after. The specs of a model of transformers are recorded in `model.config`, see `save_pretrained`.
+    A norm that stores `weight - 1` (Gemma's) becomes one that stores `weight`, and a module of norm and activation
+    (timm's `BatchNormAct2d`) an `nn.Sequential` with the new norm as `norm`: load checkpoints of such models before
+    they are converted. The specs of a model of transformers are recorded in `model.config`, see `save_pretrained`.
 
     Args:
         model: Any PyTorch model that is not wrapped, compiled or quantized.
@@ -130,11 +127,13 @@ def convert(
 def replace_all(
     model: nn.Module, names: Iterable[str], build: Callable[[str, Any], nn.Module], mask_from: MaskFrom = None
 ) -> nn.Module:
-    """Put `build(name, module)` in the place of each named module; a shared one stays shared."""
+    """Put `build(name, norm)` in the place of each named norm; a shared one stays shared."""
     new: dict[nn.Module, nn.Module] = {}
     for name, old in [(name, model.get_submodule(name)) for name in names]:
         if old not in new:
-            new[old] = build(name, old)
+            norm, whole = take_apart(old)
+            built = build(name, norm)
+            new[old] = built if whole is None else put(whole, "norm", built)
         model = put(model, name, new[old])
     leave_fast_path(model)
     if mask_from is not None:
@@ -214,12 +213,6 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
         channels_first(new)
     new.channel_dim = found.channel_dim
     return new.train(old.training)
-
-
-def take_hooks(new: nn.Module, old: nn.Module) -> None:
-    """Give a module the hooks of another; both have the same dictionaries then."""
-    for hooks in HOOKS:
-        setattr(new, hooks, getattr(old, hooks))
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:

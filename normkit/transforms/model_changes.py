@@ -16,7 +16,7 @@ from normkit.norms import Norm, make
 from normkit.norms.power import GroupRMS
 from normkit.transforms.affine import Affine
 from normkit.transforms.fastpath import leave_fast_path
-from normkit.transforms.layout import channels_first
+from normkit.transforms.hooks import channels_first
 from normkit.transforms.masks import mask_arguments, route_mask
 
 KEY = "normkit"  # in config.json

@@ -146,7 +146,7 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
     if broken := [name for name, t in tensors if not t.is_meta and t.isnan().any()]:
         raise CannotRead(f"its {broken[0]} has NaN; load or compute it again")
     with torch.device("cpu"):  # also where models are built on meta
-        probe = _runnable(module)
+        probe = runnable(module)
         for reader in readers:
             try:
                 return replace(reader(module), eps=_check(probe, reader(probe)))
@@ -160,7 +160,7 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
 
 
 @torch.no_grad()
-def _runnable(module: nn.Module) -> nn.Module:
+def runnable(module: nn.Module) -> nn.Module:
     """Return the module, or for one on meta a copy on the CPU with random positive values."""
     if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
         return module
@@ -190,16 +190,21 @@ def _agrees(theirs: Any, found: Found) -> bool:
     mine = equivalent(found).float()
     if getattr(theirs, "eps", 0) is None:  # nn.RMSNorm then takes that of the type it computes in
         theirs.eps = found.eps
-    special = {"BatchNorm1d": 3, "BatchNorm3d": 5, "SqueezeBertLayerNorm": 3}
-    usual = 3 if found.channel_dim == -1 else 4
-    axes = next((special[name] for name in _names(theirs) if name in special), usual)
-    shape = (2, *(2, 3, 2)[: axes - 2], found.dim)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(_device(theirs))
+    x = example_of(theirs, found)
     for size in (1.0, 1e-2, 1e-4):
         y = theirs.forward((x * size).movedim(-1, found.channel_dim)).movedim(found.channel_dim, -1)
         if not torch.allclose(y.float(), mine(x * size), rtol=1e-4, atol=1e-5 * float(y.abs().max())):
             return False
     return True
+
+
+def example_of(theirs: nn.Module, found: Found) -> Tensor:
+    """Return a random input of a norm, with the channels last."""
+    special = {"BatchNorm1d": 3, "BatchNorm3d": 5, "SqueezeBertLayerNorm": 3}
+    usual = 3 if found.channel_dim == -1 else 4
+    axes = next((special[name] for name in _names(theirs) if name in special), usual)
+    shape = (2, *(2, 3, 2)[: axes - 2], found.dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(_device(theirs))
 
 
 def _takes_any_size(theirs: Any, found: Found) -> bool:
@@ -276,6 +281,6 @@ READERS: dict[str, tuple[Callable[[Any], Found], ...]] = {  # by class name; the
     "*RMSNorm": (RMS, partial(RMS, unit_offset=True)),  # torch, Llama, Mistral, Qwen; Gemma keeps weight - 1
     "RmsNorm*": (RMS, RMS_2D),  # timm
     **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "BatchNormAct2d"), (_batch,)),
-    "*FrozenBatchNorm2d": (_batch,),  # torchvision, DETR; gain and bias are buffers, and stay frozen
+    "*FrozenBatchNorm*2d": (_batch,),  # torchvision, timm, DETR; gain and bias are buffers, and stay frozen
     **dict.fromkeys(("*GroupNorm", "GroupNorm1*", "GroupNormAct"), (_group,)),  # torch, PoolFormer, timm
 }

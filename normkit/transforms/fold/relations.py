@@ -18,7 +18,7 @@ from normkit.norms import Norm
 from normkit.text import listed, unique
 from normkit.transforms.fold.forest import Forest, unite
 from normkit.transforms.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View
-from normkit.transforms.layout import is_layout_hook
+from normkit.transforms.hooks import is_layout_hook
 from normkit.transforms.masks import GiveMask
 from normkit.transforms.third_party import equivalent
 

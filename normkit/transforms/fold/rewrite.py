@@ -17,7 +17,7 @@ from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.relations import NormNode, parameter
 from normkit.transforms.fold.report import GONE
 from normkit.transforms.fold.trace import Product, Source, View
-from normkit.transforms.layout import channels_first
+from normkit.transforms.hooks import channels_first
 from normkit.transforms.masks import remove_routes
 from normkit.transforms.model_changes import save_buffer
 

@@ -17,13 +17,14 @@ from normkit.transforms.checks import (
     check_not_wrapped,
     copy_model,
 )
-from normkit.transforms.convert import find, unreadable
+from normkit.transforms.convert import find, put_everywhere, unreadable
 from normkit.transforms.fold.float64 import in_float64, widened
 from normkit.transforms.fold.inputs import Call, longer, variants
 from normkit.transforms.fold.trace import Product, Trace
 from normkit.transforms.fold.tracer import tracing
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import advice, arguments, arguments_left, example_call, tensors
+from normkit.transforms.norm_act import take_apart
 from normkit.transforms.third_party import read_eps
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
@@ -83,6 +84,9 @@ class Survey:
     def copy(self) -> nn.Module:
         """A copy of the original in its own type, its output layer untied if requested."""
         model = fold_weights(copy_model(self.original))
+        for name, module in [*model.named_modules()]:
+            if (whole := take_apart(module)[1]) is not None:
+                model = put_everywhere(model, name, whole)
         if self.untie:
             untie_embeddings(model)
         return model

@@ -1,10 +1,21 @@
-"""Hooks that let a channels-last norm take the place of one whose channels come first."""
+"""Hooks of norms: move channels to the last axis and back, take over those of another."""
 
 from typing import Any, TypeVar
 
 from torch import nn
 
 T = TypeVar("T", bound=nn.Module)
+
+HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+
+
+def take_hooks(new: nn.Module, old: nn.Module) -> None:
+    """Give a module the hooks of another; both have the same dictionaries then."""
+    for hooks in HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
 
 
 def channels_first(norm: T) -> T:

@@ -1,0 +1,39 @@
+"""Take apart modules that apply an activation to the output of a norm, such as timm's `BatchNormAct2d`."""
+
+import copy
+from collections import OrderedDict
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from normkit.norms import Norm
+from normkit.transforms.hooks import take_hooks
+from normkit.transforms.third_party import example_of, is_named_norm, read_norm, runnable
+
+
+@torch.no_grad()
+def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | None]:
+    """Return the norm of a module, and a sequence of norm and activation that computes what the module does.
+
+    The sequence has the norm as `norm`, then the module's own children under their names. Any other module is returned
+    as it is, with None.
+    """
+    rest = {name: child for name, child in module.named_children() if type(child) is not nn.Identity}
+    if not rest or "norm" in rest or isinstance(module, Norm) or is_parametrized(module) or not is_named_norm(module):
+        return module, None
+    norm = copy.copy(module)
+    norm._modules = {name: nn.Identity() for name in module._modules}
+    take_hooks(norm, nn.Identity())
+    whole = nn.Sequential(OrderedDict(norm=norm, **rest))
+    try:
+        found = read_norm(norm)
+        theirs, mine = (copy.deepcopy(runnable(each)).float().eval() for each in (module, whole))
+        x = example_of(theirs, found).movedim(-1, found.channel_dim)
+        if not torch.equal(theirs.forward(x.clone()), mine(x)):
+            return module, None
+    except Exception:  # no norm that can be read, or one that takes other inputs
+        return module, None
+    take_hooks(whole, module)
+    whole.training = module.training
+    return norm, whole
