@@ -1,4 +1,4 @@
-"""Take apart modules that apply an activation to the output of a norm, such as timm's `BatchNormAct2d`."""
+"""Take apart modules of norm and activation, such as timm's `BatchNormAct2d`."""
 
 import copy
 from collections import OrderedDict
@@ -14,10 +14,10 @@ from normkit.transforms.third_party import example_of, is_named_norm, read_norm,
 
 @torch.no_grad()
 def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | None]:
-    """Return the norm of a module, and a sequence of norm and activation that computes what the module does.
+    """Return the norm of a module, and a sequence of norm and activation.
 
-    The sequence has the norm as `norm`, then the module's own children under their names. Any other module is returned
-    as it is, with None.
+    The sequence computes what the module does. It has the norm as `norm`, then the module's own children under their
+    names. Any other module is returned as it is, with None.
     """
     rest = {name: child for name, child in module.named_children() if type(child) is not nn.Identity}
     if not rest or "norm" in rest or isinstance(module, Norm) or is_parametrized(module) or not is_named_norm(module):
