@@ -1,5 +1,6 @@
 """The demo: its plan, parallel processes, Ctrl-C, and folding at the end."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from normkit.lab.report import results
+from normkit.lab.studies import evaluate
 from normkit.lab.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.workers import Workers, send
@@ -63,8 +65,9 @@ def test_a_warmup_that_is_given_stays():
     assert slug(entry.title) == "un-warmup=7-window=2"
 
 
-def test_three_norms_side_by_side_then_folded_and_timed(tmp_path):
+def test_three_norms_side_by_side_then_folded_and_timed(tmp_path, monkeypatch):
     """A diverged norm is a row; the others are compared, and `un` is folded."""
+    monkeypatch.setattr(evaluate, "measure", functools.partial(evaluate.measure, rounds=5))
     plan = entries(("layer", "un", "batch"), steps=8, out=tmp_path, test_items=20)
     broken = plan[2].run.model
     plan[2] = type(plan[2])(
