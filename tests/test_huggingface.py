@@ -17,7 +17,7 @@ from third_party_models import case_of, randomize
 from normkit.cli import COMMANDS, main
 from normkit.lab.pretrained import audit_dir, example_for, fold_dir, is_pretrained_dir
 from normkit.norms import Norm
-from normkit.transforms import blend, convert, fold, load_pretrained, save_pretrained, settle, to_rms
+from normkit.transforms import blend, convert, find, fold, load_pretrained, save_pretrained, settle, to_rms
 
 pytest.importorskip("transformers")
 FOLDED = {
@@ -298,6 +298,26 @@ def test_a_part_that_was_converted_by_itself_is_found(tmp_path):
     convert(model.bert, "un", inplace=True)
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(call(case, load_pretrained(tmp_path)), call(case, model), rtol=0, atol=0)
+
+
+def test_norms_with_activations_come_back_converted(tmp_path):
+    import transformers
+
+    config = transformers.BitConfig(embedding_size=32, hidden_sizes=[128, 128], depths=[1, 1])
+    original, x = randomize(transformers.BitForImageClassification(config)).eval(), torch.randn(2, 3, 64, 64)
+    for name, converted in {"whole": convert(original, "batch"), "part": original}.items():
+        if name == "part":
+            converted.bit = convert(original.bit, "batch")
+        save_pretrained(converted, tmp_path / name)
+        again = load_pretrained(tmp_path / name)
+        assert [*find(again)] == [*find(converted)]
+        assert len(find(again)) == 7
+        torch.testing.assert_close(again(x).logits, converted(x).logits)
+    folded, report = fold(load_pretrained(tmp_path / "whole"), x, outputs=lambda out: out.logits)
+    save_pretrained(folded, tmp_path / "folded")
+    again = load_pretrained(tmp_path / "folded")
+    torch.testing.assert_close(again(x).logits, converted(x).logits, rtol=1e-5, atol=1e-5)
+    assert all(row.action == "multiply-add" for row in report.rows), "weights are standardized in each forward"
 
 
 def test_every_transform_keeps_the_record(tmp_path):

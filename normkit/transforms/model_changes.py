@@ -18,6 +18,7 @@ from normkit.transforms.affine import Affine
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.hooks import channels_first
 from normkit.transforms.masks import mask_arguments, route_mask
+from normkit.transforms.norm_act import take_norms_apart
 
 KEY = "normkit"  # in config.json
 IDENTITY = {"is": "identity"}
@@ -60,11 +61,12 @@ def find_changes(model: Any) -> dict[str, Any]:
     buffers: list[str] = []  # that the architecture computes, such as positions, and that folding changed
     plain: list[str] = []
     masks, modules = mask_arguments(model), dict(model.named_modules(remove_duplicate=False))
+    apart = take_norms_apart(fresh, modules)
     for name, there in fresh.named_modules():
         if name not in modules or any(name.startswith(f"{norm}.") for norm in norms):
             continue
         here = modules[name]
-        replaced = type_before_parametrizations(here) is not type_before_parametrizations(there)
+        replaced = name in apart or type_before_parametrizations(here) is not type_before_parametrizations(there)
         lost = [key for key, p in there._parameters.items() if p is not None and here._parameters.get(key, p) is None]
         if replaced or (isinstance(here, nn.LayerNorm | nn.RMSNorm) and lost):
             norms[name] = _describe(name, here) | ({"mask": masks[name]} if name in masks else {})
@@ -85,7 +87,8 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
         ValueError: If the record is damaged, or names a module that the architecture does not have.
     """
     try:
-        masks = {}
+        masks, prefix = {}, getattr(model, "base_model_prefix", "")
+        take_norms_apart(model, {each for name in changes["norms"] for each in (name, f"{prefix}.{name}")})
         for name, change in changes["norms"].items():
             full = _full_name(model, name)
             model.set_submodule(full, _build(change))

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -27,13 +28,24 @@ def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | None]:
     take_hooks(norm, nn.Identity())
     whole = nn.Sequential(OrderedDict(norm=norm, **rest))
     try:
-        found = read_norm(norm)
-        theirs, mine = (copy.deepcopy(runnable(each)).float().eval() for each in (module, whole))
-        x = example_of(theirs, found).movedim(-1, found.channel_dim)
-        if not torch.equal(theirs.forward(x.clone()), mine(x)):
-            return module, None
+        with torch.device("cpu"):  # also where models are built on meta
+            found = read_norm(norm)
+            theirs, mine = (copy.deepcopy(runnable(each)).float().eval() for each in (module, whole))
+            x = example_of(theirs, found).movedim(-1, found.channel_dim)
+            if not torch.equal(theirs.forward(x.clone()), mine(x)):
+                return module, None
     except Exception:  # no norm that can be read, or one that takes other inputs
         return module, None
     take_hooks(whole, module)
     whole.training = module.training
     return norm, whole
+
+
+def take_norms_apart(model: nn.Module, norms: Collection[str]) -> set[str]:
+    """Take apart, in place, modules whose norm is among these names; return the norms found."""
+    found = set()
+    for name, module in [*model.named_modules()]:
+        if f"{name}.norm" in norms and (whole := take_apart(module)[1]) is not None:
+            model.set_submodule(name, whole)
+            found.add(f"{name}.norm")
+    return found
