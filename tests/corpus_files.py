@@ -5,6 +5,9 @@ It is a folder of text files.
 
 import random
 
+from normkit.files import cache_folder
+from normkit.kernels.cpu import build
+
 WORDS = {"ka": "one", "lo": "two", "mi": "three", "ne": "four", "pu": "five", "so": "six", "tä": "seven", "wu": "eight"}
 
 
@@ -22,6 +25,14 @@ def write_corpus(folder, train=300, valid=20, test=30):
         for side, at in (("source", 0), ("target", 1)):
             text = "".join(f"{pair[at]}\n" for pair in pairs)
             (folder / f"{split}.{side}").write_text(text, encoding="utf8")
+    return folder
+
+
+def cache_with_kernels(folder):
+    """A cache folder without data, with the compiled kernels of the usual one."""
+    folder.mkdir(parents=True)
+    if build.step_op():
+        (folder / "native").symlink_to(cache_folder() / "native")
     return folder
 
 

@@ -1,6 +1,8 @@
 """The folder into which C++ kernels are compiled."""
 
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -38,3 +40,18 @@ def test_copies_of_the_sources_share_what_was_compiled(tmp_path, monkeypatch):
     assert key() == original
     (tmp_path / "cpu" / "rows.h").write_text("// changed")
     assert key() != original
+
+
+def test_processes_that_start_together_compile_once(tmp_path, monkeypatch):
+    compiled = []
+
+    def slowly(command, path):
+        time.sleep(0.2)
+        compiled.append(path)
+        path.touch()
+
+    monkeypatch.setattr(build, "_compile", slowly)
+    with ThreadPoolExecutor(4) as pool:  # locks of threads that open a file each are as those of processes
+        found = list(pool.map(lambda _: build._built("kernels", ["g++"], [], str, tmp_path), range(4)))
+    assert found == [(str(compiled[0]), "")] * 4
+    assert len(compiled) == 1

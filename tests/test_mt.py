@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from corpus_files import sentences, write_corpus, write_text
+from corpus_files import cache_with_kernels, sentences, write_corpus, write_text
 
 import normkit
 from normkit.cli import main
@@ -47,7 +47,7 @@ PARALLEL = dataclasses.replace(CORPORA["wmt14.en-de"], compounds=False)
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("made")
-    patch.setenv("NORMKIT_CACHE", str(folder / "cache"))
+    patch.setenv("NORMKIT_CACHE", str(cache_with_kernels(folder / "cache")))
     yield write_corpus(folder / "corpus")
     patch.undo()
 

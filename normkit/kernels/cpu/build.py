@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib
 import os
 import platform
 import shlex
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def _built(
     try:
         path = (folder or _private(cache_folder() / "native")) / f"{name}-{_key(compiler, arguments)}.so"
         if not path.exists():
-            _compile([*compiler, *arguments], path)
+            with _alone(path):
+                if not path.exists():
+                    _compile([*compiler, *arguments], path)
         return load(str(path)), ""
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", "") or str(error)
@@ -122,6 +125,15 @@ def _private(folder: Path) -> Path:
             if ours and os.access(target, os.W_OK):
                 return target
     return Path(tempfile.mkdtemp(prefix="normkit-"))
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process compile, while others, such as the ranks of a training, wait."""
+    with path.with_suffix(".lock").open("w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            importlib.import_module("fcntl").flock(file, 2)  # LOCK_EX; there is no fcntl on Windows
+        yield
 
 
 def _compile(command: list[str], path: Path) -> None:
