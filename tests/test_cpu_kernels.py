@@ -376,7 +376,7 @@ def test_a_compiler_that_fails_is_quoted(bare, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", f"'{broken}' -v")
     with pytest.warns(RuntimeWarning, match="no such flag: -O3"):
         assert build.library() is None
-    assert list(bare.iterdir()) == []
+    assert {path.suffix for path in bare.iterdir()} == {".lock"}
     assert normkit.make("rms", 4)(torch.randn(2, 4)).shape == (2, 4)
 
 
