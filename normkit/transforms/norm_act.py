@@ -15,10 +15,9 @@ from normkit.transforms.third_party import example_of, is_named_norm, read_norm,
 
 @torch.no_grad()
 def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | None]:
-    """Return the norm of a module, and a sequence of norm and activation.
+    """Return the norm of a module, and the module as a sequence of norm and activation.
 
-    The sequence computes what the module does. It has the norm as `norm`, then the module's own children under their
-    names. Any other module is returned as it is, with None.
+    The sequence has the norm as `norm`, then the module's own children. Any other module is returned with None.
     """
     rest = {name: child for name, child in module.named_children() if type(child) is not nn.Identity}
     if not rest or "norm" in rest or isinstance(module, Norm) or is_parametrized(module) or not is_named_norm(module):
@@ -42,7 +41,7 @@ def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | None]:
 
 
 def take_norms_apart(model: nn.Module, norms: Collection[str]) -> set[str]:
-    """Take apart, in place, modules whose norm is among these names; return the norms found."""
+    """Take apart, in place, modules whose norm is named, as in "bn1.norm"; return those found."""
     found = set()
     for name, module in [*model.named_modules()]:
         if f"{name}.norm" in norms and (whole := take_apart(module)[1]) is not None:

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib
 import os
 import platform
 import shlex
@@ -130,9 +129,11 @@ def _private(folder: Path) -> Path:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Let one process compile, while others, such as the ranks of a training, wait."""
+    import fcntl  # not on Windows, where nothing is compiled
+
     with path.with_suffix(".lock").open("w") as file:
         with contextlib.suppress(OSError):  # a file system without locks
-            importlib.import_module("fcntl").flock(file, 2)  # LOCK_EX; there is no fcntl on Windows
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
