@@ -367,6 +367,7 @@ CONVOLUTIONS: dict = {"conv_dim": (8, 8), "conv_kernel": (4, 3), "conv_stride": 
 ARCHITECTURES = {  # class, configuration, spec, input
     "initialized by the name of a norm's class": ("GemmaForCausalLM", GROUPED, "rms", IDS),
     "weights renamed for the class of the model": ("GPTNeoXForCausalLM", SMALL, "un", IDS),
+    "types of the norms' weights are read": ("MambaForCausalLM", {**SMALL, "state_size": 4}, "un", IDS),
     "layer-scale stays": ("LlamaForCausalLM", SMALL, "power(groups=2)", IDS),
     "weight norm": ("Wav2Vec2Model", {**SMALL, **CONVOLUTIONS, "num_conv_pos_embedding_groups": 2}, "un", SOUND),
 }
@@ -387,8 +388,8 @@ def test_converted_and_folded_models_come_back_from_their_folders(name, tmp_path
         torch.testing.assert_close(again(x)[0], model(x)[0], rtol=0, atol=0)
     if (tmp_path / "folded/load.py").exists():
         monkeypatch.syspath_prepend(str(tmp_path / "folded"))
+        monkeypatch.delitem(sys.modules, "load", raising=False)  # of another folder
         load = importlib.import_module("load")
-        monkeypatch.delitem(sys.modules, "load")
         torch.testing.assert_close(load.model()(x)[0], folded(x)[0], rtol=0, atol=0)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from normkit.transforms.model_changes import IDENTITY, KEY, apply_changes, write_changes
+from normkit.transforms.model_changes import KEY, apply_changes, write_changes
 
 VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -33,8 +33,10 @@ def model():
     class Folded(kind):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            for name in changes["norms"]:
+            for name, change in changes["norms"].items():
                 self.set_submodule(name, nn.Identity())
+                if "weight" in change:  # of which the model reads the type
+                    self.get_submodule(name).register_buffer("weight", torch.empty(0), persistent=False)
             for name, length in changes["biases"].items():
                 owner, key = name.rsplit(".", 1)
                 setattr(self.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
@@ -95,7 +97,7 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
         old.unlink()  # of the model that was here; it would put nothing in the place of all norms of this one
     with _quiet(_transformers()):
         model.save_pretrained(folder, variant=VARIANT if changes else None)
-    if changes and all(change == IDENTITY for change in changes["norms"].values()):
+    if changes and all(change["is"] == "identity" for change in changes["norms"].values()):
         (folder / "load.py").write_text(LOAD, encoding="utf8")
 
 

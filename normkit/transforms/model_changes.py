@@ -21,7 +21,6 @@ from normkit.transforms.masks import mask_arguments, route_mask
 from normkit.transforms.norm_act import take_norms_apart
 
 KEY = "normkit"  # in config.json
-IDENTITY = {"is": "identity"}
 
 
 def record_changes(model: nn.Module) -> None:
@@ -134,7 +133,7 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     affine = {"weight": weight is not None, "bias": bias is not None}
     if isinstance(module, nn.Identity):
-        return IDENTITY
+        return {"is": "identity"} | ({"weight": True} if weight is not None else {})
     if isinstance(module, Affine):
         width = next(p.numel() for p in module.parameters())
         return {"is": "affine", **affine, "dim": width, "channel_dim": module.channel_dim}
@@ -152,8 +151,11 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
 
 def _build(change: Mapping[str, Any]) -> nn.Module:
     kind = change["is"]
-    if change == IDENTITY:
-        return nn.Identity()
+    if kind == "identity":
+        identity = nn.Identity()
+        if "weight" in change:
+            identity.register_buffer("weight", torch.empty(0), persistent=False)
+        return identity
     if kind == "layer-scale":
         return GroupRMS(change["groups"], change["eps"])
     dim = change["dim"]

@@ -93,6 +93,9 @@ def fold(
         step("verify")
         survey.add_longer_call()
         worst = survey.worst(rewrite(survey.model, plan))
+        if "no attribute 'weight'" in survey.failure:
+            survey.trace.keep_weights, survey.model = True, survey.double()
+            worst = survey.worst(rewrite(survey.model, plan))
         if not worst <= TOLERANCE:
             survey.require_repeatable()
             plan, worst = _one_by_one(survey, plan, conditions)

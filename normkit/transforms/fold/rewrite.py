@@ -161,6 +161,8 @@ def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.M
     like = next(t for t in tensors if t.dtype.is_floating_point)
     if action in GONE:
         new: nn.Module = Identity() if node.name in plan.relations.trace.masked else nn.Identity()
+        if plan.relations.trace.keep_weights:
+            new.register_buffer("weight", like.new_empty(0), persistent=False)
     elif action == "gain folded":
         new = _without_parameters(copy.deepcopy(node.rest), channel_dim).to(like)
     else:

@@ -121,12 +121,13 @@ class Trace:
     """Record of one or several forwards.
 
     `norms` is what `find` found. `resizable`: the model takes inputs of other sizes, so that padding of width zero may
-    become wider.
+    become wider. `keep_weights`: it reads the types of its norms' weights (Mamba); folded norms keep empty ones.
     """
 
     def __init__(self, model: nn.Module, norms: dict[str, Found]):
         self.norms = norms
         self.resizable = False
+        self.keep_weights = False
         self.sources: dict[Any, Source] = {}
         self.inputs: dict[str, Tensor] = {}  # norm: pairs (code, channel)
         self.masked: set[str] = set()  # norms that are called with a mask, or by keyword

@@ -18,16 +18,23 @@ aten = torch.ops.aten
 
 
 def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """A product with a matrix on either side, or with one a group (experts, heads)."""
     bias, x, weight = args[:3] if packet is aten.addmm else (None, *args[:2])
     if packet is aten.linear:
         bias, weight = args[2] if len(args) > 2 else None, weight.t()
+    shadow, places = tracer.origins(x), [-1]
+    if packet in (aten.mm, aten.bmm) and tracer._parameter(weight) is None:
+        x, weight, shadow, places = weight, x.mT, tracer.origins(weight).mT, [-2]
     parameter = tracer._parameter(weight)
-    plain = weight.dim() == 2 and 0 not in weight.stride() and kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
+    plain = weight.dim() > 1 and 0 not in weight.stride() and kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
     if parameter is None or tracer._parameter(x) is not None or not plain:
         return False
-    stride = (0, weight.stride(0), 0, weight.stride(1))
-    view = View(parameter, (1, weight.shape[0], 1, weight.shape[1]), stride, weight.storage_offset())
-    return tracer.product("matmul", view, bias, channel_rows(tracer.origins(x), -1), out, -1)
+    groups, inputs, outputs, *stride = [1, *weight.shape][-3:] + [0, *weight.stride()][-3:]
+    view = View(parameter, (groups, inputs, 1, outputs), (*stride[:2], 0, stride[2]), weight.storage_offset())
+    rows = channel_rows(shadow, -1)
+    if packet is aten.bmm:
+        rows, places = shadow.movedim(1, 0).flatten(1), [0, *places]
+    return tracer.product("matmul", view, bias, rows, out, *places)
 
 
 def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -279,7 +286,7 @@ POSITIONS = {  # pooling and resizing: axes after the channels
     aten._upsample_nearest_exact3d: 3, aten.upsample_trilinear3d: 3,
 }  # fmt: skip
 RULES: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys((aten.mm, aten.addmm, aten.linear), _matmul),
+    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.linear), _matmul),
     aten.convolution: _convolution,
     aten.embedding: _embedding,
     **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_), _sum),

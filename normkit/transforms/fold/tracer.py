@@ -72,10 +72,11 @@ class Tracer(TorchDispatchMode):
         shadow = self.shadow(tensor)
         return everywhere(FOREIGN, tensor.shape) if shadow is None else shadow
 
-    def mark(self, tensor: Tensor, source: Source, dim: int) -> None:
-        """Let axis `dim` of a tensor hold the channels of a source."""
+    def mark(self, tensor: Tensor, source: Source, *dims: int) -> None:
+        """Let an axis of a tensor hold the channels of a source, or several axes together."""
         shape = [1] * tensor.dim()
-        shape[dim] = source.size
+        for dim in dims:
+            shape[dim] = tensor.shape[dim]
         self.shadows[tensor] = source.codes.double().view(shape).expand(tensor.shape)
 
     def note_reader(self, tensor: Tensor, by: Product | Source | str) -> None:
@@ -203,10 +204,10 @@ class Tracer(TorchDispatchMode):
             return None
         return View.row(parameter, length, tensor.storage_offset())
 
-    def product(self, kind: str, view: View, bias: Any, x: Tensor | None, out: Tensor, dim: int) -> bool:
+    def product(self, kind: str, view: View, bias: Any, x: Tensor | None, out: Tensor, *dims: int) -> bool:
         """Note a product with a weight.
 
-        `x` is the shadow of the channels that it reads, `[rows, in]`; `out` has its channels at `dim`.
+        `x` is the shadow of the channels that it reads, `[rows, in]`; `out` has its channels at `dims`.
         """
         added = None if bias is None else self.bias(bias, view.outputs)
         if bias is not None and added is None:
@@ -219,7 +220,7 @@ class Tracer(TorchDispatchMode):
             for source, own in self.trace.by_code(pairs[:, 0]):
                 source.note_reader(product, own)
             self.trace.slots[product] = joined(self.trace.slots.get(product), pairs)
-        self.mark(out, self.trace.source(product, "product", view.parameter, view.outputs, product), dim)
+        self.mark(out, self.trace.source(product, "product", view.parameter, view.outputs, product), *dims)
         return True
 
     def _tables(self, model: nn.Module) -> set[int]:
