@@ -150,7 +150,8 @@ class Survey:
         answer = {path: t.clone() for path, t in given.items()}
         for path in given:
             tracer.note_reader(given[path], f"the model output ({path})" if path else "the model output")
-        known = {id(t) for t in [*passed.values(), *([] if self.outputs else given.values())]} | tracer.tables
+        held = [*passed.values(), *([] if self.outputs else given.values())]
+        known = {id(each) for t in held for each in (t, t._base)} | tracer.tables  # of a view, what it is a view of
         if self.outputs:  # else the output may hold more than `tensors` finds
             del out, given  # the last references to them but those of the model and of cycles
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
