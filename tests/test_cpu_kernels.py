@@ -338,8 +338,9 @@ def test_invalid_arguments_of_c_kernels_raise():
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """Nothing compiled yet, and a cache folder of its own."""
+    """Nothing compiled yet, and a cache folder of its own; without optimization, which takes most of the time."""
     monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     monkeypatch.delenv("CXX", raising=False)
     build._load.cache_clear()
     yield tmp_path / "cache" / "native"

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from worker_jobs import answer, fail, wait_to_be_stopped
 
 from normkit.lab.report import results
 from normkit.lab.studies import evaluate
 from normkit.lab.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
 from normkit.lab.studies.progress import Board
-from normkit.lab.studies.workers import Workers, send
+from normkit.lab.studies.workers import Workers
 from normkit.lab.train.folder import load
 from normkit.lab.train.progress import Progress
 from normkit.norms import make
@@ -65,7 +66,7 @@ def test_a_warmup_that_is_given_stays():
     assert slug(entry.title) == "un-warmup=7-window=2"
 
 
-def test_three_norms_side_by_side_then_folded_and_timed(tmp_path, monkeypatch):
+def test_three_norms_side_by_side_then_folded_and_timed(tmp_path, monkeypatch, forked_workers):
     """A diverged norm is a row; the others are compared, and `un` is folded."""
     monkeypatch.setattr(evaluate, "measure", functools.partial(evaluate.measure, rounds=5))
     plan = entries(("layer", "un", "batch"), steps=8, out=tmp_path, test_items=20)
@@ -110,7 +111,7 @@ def test_three_norms_side_by_side_then_folded_and_timed(tmp_path, monkeypatch):
     assert multiprocessing.active_children() == []
 
 
-def test_minutes_choose_the_steps(tmp_path, monkeypatch):
+def test_minutes_choose_the_steps(tmp_path, monkeypatch, forked_workers):
     plan = entries(("layer", "pnv"), steps=400, out=tmp_path)
     steps = steps_for(60, plan, board())
     assert steps > 200
@@ -124,21 +125,6 @@ def test_minutes_choose_the_steps(tmp_path, monkeypatch):
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
-
-
-def answer(title, what):
-    send(title, Progress(what, 1, 1))
-    return what.upper()
-
-
-def fail(title):
-    raise ValueError(f"{title} cannot be")
-
-
-def wait_to_be_stopped(title):
-    while not send(title, Progress("waiting", 0, 1)):
-        time.sleep(0.01)
-    return "stopped"
 
 
 def test_workers_tell_return_and_fail():
@@ -169,12 +155,12 @@ def test_stopped_workers_end_and_the_rest_never_starts():
 
 @pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="Ctrl-C is ignored by what runs behind")
 def test_ctrl_c_ends_the_children_and_keeps_what_is_there(tmp_path):
-    command = [sys.executable, "-m", "normkit.cli", "demo", "--steps", "100000", "--norms", "layer", "un", "pnv"]
+    command = [sys.executable, "-m", "normkit.cli", "demo", "--steps", "10000", "--norms", "layer", "un", "pnv"]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     for line in process.stdout:
-        if "step 1 of 100,000" in line:
+        if "step 1 of 10,000" in line:
             break
     children = _children(process.pid)
     assert len(children) >= 2

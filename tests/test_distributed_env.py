@@ -3,10 +3,9 @@
 import dataclasses
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
+from forked import Program
 
 from normkit.lab.report import results
 from normkit.lab.studies import runner
@@ -92,20 +91,17 @@ def test_a_run_on_one_device_is_not_one_of_several(monkeypatch, tmp_path):
 
 
 def start(run, folder, variables, *more):
-    """A process that trains into `folder`, and its output."""
+    """A program that trains into `folder`."""
     script = (
         "import sys; from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume='resume' in sys.argv)\n"
         "print('this one wrote')\n"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-c", script, *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return Program(script, *more, **variables)
 
 
-def ended(processes):
-    outputs = [process.communicate(timeout=300) for process in processes]
-    return [(process.returncode, *each) for process, each in zip(processes, outputs, strict=True)]
+def ended(programs):
+    return [program.ended() for program in programs]
 
 
 def free_port():
@@ -148,7 +144,7 @@ def test_hosts_train_one_model_and_the_first_writes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_study_may_have_several_devices(tmp_path):
+def test_a_run_of_a_study_may_have_several_devices(tmp_path, forked_workers):
     base = {"pocket": Base("tiny", RECIPES["vit_digits"], {**TINY, "devices": 2})}
     column = Column(title="accuracy", metric="accuracy", base=base)
     wild = {"lr": 1e30, "clip": 0.0, "warmup": 0, "model.norm": "layer"}

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from corpus_files import cache_with_kernels, sentences, write_corpus, write_text
+from forked import two_ranks
 
 import normkit
 from normkit.cli import main
@@ -410,19 +410,18 @@ def test_beam_search_splits_batches_that_exceed_memory(corpus, tmp_path, monkeyp
         train(changed(corpus, steps=5), tmp_path / "full")
 
 
-def by_torchrun(run, folder):
-    """Train the rest of a run in two processes; return its result and weights."""
+def in_two_processes(run, folder, by_torchrun):
+    """Train the rest of a run; return its result and weights."""
     program = (
         "from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    if by_torchrun:
+        command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable, "-c"]
+        done = subprocess.run([sys.executable, "-m", *command, program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        two_ranks(program)
     return results.read(folder), (folder / "model.safetensors").read_bytes()
 
 
@@ -435,14 +434,14 @@ def test_two_processes_train_one_model(corpus, tmp_path):
         model = dataclasses.replace(TINY, norm="un(sync=True, warmup=4)", word_dropout=0.2)  # draws a number a word
         run = changed(corpus, model=model, devices=2, strategy=strategy, device="cpu", steps=6, valid_every=3,
                       checkpoint_every=3, record_every=2 * (strategy == "ddp"), test_items=5)  # fmt: skip
-        result, weights = by_torchrun(run, folder)
+        result, weights = in_two_processes(run, folder, by_torchrun=strategy == "ddp")
         assert result["status"] == "done"
         assert result["scores"]["beam"]["n"] == 5
         assert int(load(folder).model.encoder.final_norm.step) == 6
         losses[strategy] = [(each["step"], each["loss"]) for each in result["valid"]]
         losses[strategy].append((0, result["scores"]["running"]["loss"]))
         checkpoint_path(folder, 6).unlink()
-        again, same = by_torchrun(run, folder)
+        again, same = in_two_processes(run, folder, by_torchrun=False)
         assert again["curve"] == result["curve"], "each process goes on with its own chance"
         assert same == weights
     assert [step for step, _ in losses["ddp"]] == [3, 6, 0]

@@ -4,14 +4,11 @@ import dataclasses
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from forked import Program
 
 from normkit.lab.models.config import Model
 from normkit.lab.report import results
@@ -152,17 +149,17 @@ def test_a_process_that_is_killed(whole, tmp_path):
     settings = tmp_path / "settings.json"
     settings.write_text(RUN.to_json())
     folder = tmp_path / "run"
-    command = [sys.executable, "-c", code, str(folder), str(settings)]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+    process = Program(code, str(folder), str(settings)).process
     deadline = time.monotonic() + 300
     while not checkpoint_path(folder, 14).exists():
-        assert process.poll() is None, "ended before it could be killed"
+        assert process.is_alive(), "ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (folder / "result.json").exists()
-    subprocess.run(command, cwd=Path(__file__).parents[1], check=True, timeout=300)
+    code, _, errors = Program(code, str(folder), str(settings)).ended()
+    assert code == 0, errors
     same(everything(folder), everything(whole))
 
 

@@ -3,10 +3,10 @@
 import dataclasses
 import threading
 
-import killing
 import pytest
-from killing import kill_one, noted_job
+import worker_jobs
 from rich.console import Console
+from worker_jobs import kill_one, noted_job
 
 from normkit.lab.report import results
 from normkit.lab.studies import runner
@@ -31,7 +31,7 @@ STUDY = Study(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_lost_workers_run_resumes_elsewhere(tmp_path, monkeypatch):
-    ray.cloudpickle.register_pickle_by_value(killing)  # workers need not find this file
+    ray.cloudpickle.register_pickle_by_value(worker_jobs)  # workers need not find this file
     monkeypatch.setattr(runner, "study_job", noted_job)
     plan = runner.plan(STUDY, "pocket", tmp_path)
     layer, un = plan.todo

@@ -5,15 +5,12 @@ Lost runs start again, and fail if they kill each time.
 
 import functools
 import multiprocessing
-import os
-import signal
 import threading
-import time
 
 import pytest
-from killing import kill_one, noted_job
 from rich.console import Console
 from test_study import ONE, put
+from worker_jobs import die, kill_one, noted_job
 
 from normkit.cli import main
 from normkit.lab.report import results
@@ -31,11 +28,6 @@ STUDY = Study(
     rows=(Row(label="LN", settings={}), Row(label="UN", settings={"model.norm": "un"})),
     columns=(Column(title="accuracy", metric="accuracy", base={"pocket": Base("tiny", RECIPES["vit_digits"], TINY)}),),
 )
-
-
-def die(title, *_):
-    time.sleep(0.5)  # until its parent has received the start
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_several_seeds_train_into_separate_folders(tmp_path, capsys):
     [([signal.SIGTERM], 143), ([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130)],
 )
 def test_a_signal_ends_training_with_its_status(signals, status, tmp_path):
-    command = [sys.executable, "-m", "normkit.cli", *SHORT, "--steps", "200000", "--checkpoint-every", "100000"]
+    command = [sys.executable, "-m", "normkit.cli", *SHORT, "--steps", "20000", "--checkpoint-every", "20000"]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path)], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,

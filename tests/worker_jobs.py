@@ -1,10 +1,17 @@
-"""Jobs that the tests of lost workers kill in the middle."""
+"""Jobs of the tests of workers, in a file that imports next to nothing: every worker imports it."""
 
 import os
 import signal
 import time
 
-from normkit.lab.train.run import train
+from normkit.lab.studies.workers import send
+from normkit.lab.train.progress import Progress
+
+
+def die(title, *_):
+    """Kill the worker, once its parent has received the start."""
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def noted_job(title, run, folder, command, kinds):
@@ -12,6 +19,8 @@ def noted_job(title, run, folder, command, kinds):
 
     It runs slowly enough to be killed in the middle.
     """
+    from normkit.lab.train.run import train
+
     with (folder / "pids").open("a", encoding="utf8") as file:
         file.write(f"{os.getpid()}\n")
     return train(run, folder, resume=True, on_progress=lambda tick: time.sleep(0.05), command=command)
@@ -25,3 +34,21 @@ def kill_one(folder, killed, over):
             os.kill(int((folder / "pids").read_text(encoding="utf8").split()[0]), signal.SIGKILL)
             killed.append(found[-1].name)
             return
+
+
+def answer(title, what):
+    """Send a message, return another."""
+    send(title, Progress(what, 1, 1))
+    return what.upper()
+
+
+def fail(title):
+    """Raise an error."""
+    raise ValueError(f"{title} cannot be")
+
+
+def wait_to_be_stopped(title):
+    """Send messages until the parent requests an end."""
+    while not send(title, Progress("waiting", 0, 1)):
+        time.sleep(0.01)
+    return "stopped"

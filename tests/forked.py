@@ -1,0 +1,58 @@
+"""Programs forked from a process that has imported Lightning, for which a new Python takes ten seconds."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+FORKS = multiprocessing.get_context("forkserver" if sys.platform != "win32" else "spawn")
+FORKS.set_forkserver_preload(["normkit.lab.train.run"])
+
+
+class Program:
+    """A program that runs in the background, as `python -c CODE ARGUMENTS` would with these variables."""
+
+    def __init__(self, code: str, *arguments: str, cwd: Path | None = None, **variables: str):
+        self.output = Path(tempfile.mkdtemp())
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        self.process = FORKS.Process(target=_run, args=(code, arguments, environment, cwd, self.output))
+        self.process.start()
+
+    def ended(self, timeout: float = 300) -> tuple[int, str, str]:
+        """Wait for its end; the exit code, the output and the messages."""
+        self.process.join(timeout)
+        assert not self.process.is_alive(), f"still runs after {timeout} seconds"
+        out, err = ((self.output / name).read_text(encoding="utf8") for name in ("out", "err"))
+        return self.process.exitcode or 0, out, err
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Workers of studies are forked, too; other tests start them as users do."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: FORKS)
+
+
+def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], cwd: Path | None, output: Path) -> None:
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd or ".")
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "program", "exec"), {"__name__": "__main__"})
+
+
+def two_ranks(code: str) -> None:
+    """Run a program in two processes with the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    variables = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+    ranks = [Program(code, **variables, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    ended = [rank.ended() for rank in ranks]
+    assert [exit_code for exit_code, _, _ in ended] == [0, 0], ended
