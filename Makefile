@@ -12,11 +12,12 @@ export OMP_WAIT_POLICY = PASSIVE
 export MALLOC_MMAP_THRESHOLD_ = 2147483647
 export MALLOC_TRIM_THRESHOLD_ = 17179869184
 
-.PHONY: help demo test coverage lint docs laws clean
+.PHONY: help demo test tests coverage lint docs laws clean
 
 help:
 	@echo "make demo   set up, train one Transformer with each of six norms, compare, fold: about six minutes"
 	@echo "make test   set up, then everything that CI runs: lint, types, docs, tests, doctests, examples"
+	@echo "make tests  the tests, doctests and examples alone"
 	@echo "make coverage  the tests alone, with the lines of normkit that they run; a third slower"
 	@echo "make lint   ruff and pyright alone"
 	@echo "make docs   the documentation as a site, in site/"
@@ -28,7 +29,9 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/normkit demo $(DEMO_ARGS)
 
-test: lint docs
+test: lint docs tests
+
+tests: $(VENV)/.dev
 	$(PYTEST) $(PYTEST_ARGS)
 
 coverage: $(VENV)/.dev

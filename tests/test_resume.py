@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import time
 
@@ -12,6 +13,7 @@ from forked import Program
 
 from normkit.lab.models.config import Model
 from normkit.lab.report import results
+from normkit.lab.train import callbacks
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import train
@@ -96,6 +98,18 @@ def test_killed_twice_with_accumulation(tmp_path):
             train(run, tmp_path / "killed", resume=True, on_progress=die)
     train(run, tmp_path / "killed", resume=True)
     same(everything(tmp_path / "killed"), everything(tmp_path / "whole"))
+
+
+def test_asked_to_stop_between_two_points_of_the_curve(tmp_path, monkeypatch):
+    monkeypatch.setattr(callbacks, "REPORT_EVERY", 0.0)
+    run = dataclasses.replace(RUN, steps=400, valid_every=200, checkpoint_every=200, record_every=100)
+    train(run, tmp_path / "whole")
+    result = train(run, tmp_path / "stopped", on_progress=lambda progress: progress.step >= 17)
+    assert result["status"] == "interrupted at step 17"
+    shown = []
+    train(run, tmp_path / "stopped", resume=True, on_progress=shown.append)
+    same(everything(tmp_path / "stopped"), everything(tmp_path / "whole"))
+    assert not any(math.isnan(progress.loss) for progress in shown if progress.stage == "training")
 
 
 def test_asked_to_stop_and_resumed(whole, tmp_path):

@@ -28,6 +28,7 @@ from normkit.norms import StatNorm
 from normkit.watch import Recorder, Row
 from normkit.watch.row_files import Appender, truncate_file
 
+REPORT_EVERY = 1.0  # seconds
 STATE = ("step", "curve", "valid", "words", "tokens", "seconds")  # of a callback, kept as it is in checkpoints
 
 
@@ -37,7 +38,7 @@ class RunCallback(lightning.Callback):
     A run ends early if it diverges, stagnates (`patience`, `stop_lr`) or is interrupted.
 
     Losses are copied from the device every `log_every` steps only, all of them, so that a divergence gets its exact
-    step. `on_progress` is called at the same time; the run stops if it returns True.
+    step. `on_progress` is called at the same time, and each second of slower steps; the run stops if it returns True.
     """
 
     def __init__(self, run: Run, folder: Path, on_progress: Callable[[Progress], object] | None = None):
@@ -51,6 +52,8 @@ class RunCallback(lightning.Callback):
         self.seconds = 0.0  # of training steps only
         self.step = 0
         self._losses: list[Tensor] = []
+        self._mean = math.nan  # of the losses that were copied last
+        self._reported = 0.0
         self._batches = 0
         self._lr = 0.0
         self._rng: list[dict[str, Any]] = []  # of each process
@@ -94,6 +97,8 @@ class RunCallback(lightning.Callback):
         self.step += 1
         if self.step % self.log_every == 0 or self.step in (1, self.run.steps):
             self._log(trainer)
+        elif trainer.world_size == 1 and time.perf_counter() - self._reported > REPORT_EVERY:
+            self._report(trainer)
         if _due(self.step, self.run.valid_every) and not self.status.startswith("diverged"):
             self._pause()
             optimizer = trainer.optimizers[0]
@@ -137,6 +142,7 @@ class RunCallback(lightning.Callback):
         """Restore what `state_dict` returned."""
         for name in STATE:
             setattr(self, name, state_dict[name])
+        self._mean = self.curve[-1]["train_loss"] if self.curve else math.nan
         self._recorded = state_dict.get("recorded") or {}
         self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in state_dict["losses"]]
         self._rng = state_dict["rng"]
@@ -174,23 +180,28 @@ class RunCallback(lightning.Callback):
         if trainer.world_size > 1:  # all processes must stop at once
             losses = [max(each, key=lambda x: not math.isfinite(x)) for each in zip(*all_gather(losses), strict=True)]
         bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-        mean = sum(losses) / len(losses)
+        self._mean = sum(losses) / len(losses)
         if self._recorder is not None:
             self._recorder.rows.flush()
         if bad:
             self.status = f"diverged at step {first + bad[0] // self.run.accumulate}"
             trainer.should_stop = True
         else:
-            self.curve.append({"step": self.step, "train_loss": mean, "lr": self._lr})
+            self.curve.append({"step": self.step, "train_loss": self._mean, "lr": self._lr})
         if trainer.is_global_zero:
             parameters = sum(parameter.numel() for parameter in trainer.lightning_module.model.parameters())
             results.note(self.folder, parameters, self.curve, self.valid)
-        stop = any(all_gather(bool(self.on_progress(self._progress(mean, trainer.world_size)))))  # all stop at once
+        self._report(trainer)
+
+    def _report(self, trainer: Any) -> None:
+        """Report progress, and stop if the answer says so."""
+        self._reported = time.perf_counter()
+        stop = any(all_gather(bool(self.on_progress(self._progress(trainer.world_size)))))  # all processes at once
         if stop and self.status == "done" and self.step < self.run.steps:
             self.status = f"interrupted at step {self.step}"
             trainer.should_stop = True
 
-    def _progress(self, loss: float, processes: int) -> Progress:
+    def _progress(self, processes: int) -> Progress:
         """Return the progress.
 
         Speed and remaining time are unknown after the first step, which includes compilation.
@@ -202,7 +213,7 @@ class RunCallback(lightning.Callback):
             rate = (self.tokens - self._measured[1]) / max(seconds - self._measured[0], 1e-9)
             left = (self.run.steps - self.step) * self.tokens / self.step / rate
         unit = TASKS[self.run.task].unit
-        return Progress("training", self.step, self.run.steps, loss, rate * processes, left, unit)
+        return Progress("training", self.step, self.run.steps, self._mean, rate * processes, left, unit)
 
     def _pause(self) -> None:
         self.seconds += time.perf_counter() - self._started
