@@ -1,7 +1,11 @@
-"""Programs forked from a process that has imported Lightning, for which a new Python takes ten seconds."""
+"""Programs forked from a process that has imported Lightning.
+
+A new Python takes ten seconds for that.
+"""
 
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -14,7 +18,7 @@ FORKS.set_forkserver_preload(["normkit.lab.train.run"])
 
 
 class Program:
-    """A program that runs in the background, as `python -c CODE ARGUMENTS` would with these variables."""
+    """A program in the background: `python -c CODE ARGUMENTS` with these variables."""
 
     def __init__(self, code: str, *arguments: str, cwd: Path | None = None, **variables: str):
         self.output = Path(tempfile.mkdtemp())
@@ -27,6 +31,7 @@ class Program:
         self.process.join(timeout)
         assert not self.process.is_alive(), f"still runs after {timeout} seconds"
         out, err = ((self.output / name).read_text(encoding="utf8") for name in ("out", "err"))
+        shutil.rmtree(self.output)
         return self.process.exitcode or 0, out, err
 
 

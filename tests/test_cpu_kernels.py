@@ -338,7 +338,7 @@ def test_invalid_arguments_of_c_kernels_raise():
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """Nothing compiled yet, and a cache folder of its own; without optimization, which takes most of the time."""
+    """Nothing compiled yet, a cache folder of its own, no optimization, which takes long."""
     monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     monkeypatch.delenv("CXX", raising=False)

@@ -1,4 +1,4 @@
-"""Products other than a Linear's: einsum, a matrix on the left, experts and heads in batches; types of weights."""
+"""Products other than a Linear's: einsum, matrices on the left, experts in a batch."""
 
 import pytest
 import torch

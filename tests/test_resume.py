@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import signal
 import time
 
 import pytest
@@ -163,14 +164,14 @@ def test_a_process_that_is_killed(whole, tmp_path):
     settings = tmp_path / "settings.json"
     settings.write_text(RUN.to_json())
     folder = tmp_path / "run"
-    process = Program(code, str(folder), str(settings)).process
+    program = Program(code, str(folder), str(settings))
     deadline = time.monotonic() + 300
     while not checkpoint_path(folder, 14).exists():
-        assert process.is_alive(), "ended before it could be killed"
+        assert program.process.is_alive(), "ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.kill()
-    process.join()
+    program.process.kill()
+    assert program.ended()[0] == -signal.SIGKILL
     assert not (folder / "result.json").exists()
     code, _, errors = Program(code, str(folder), str(settings)).ended()
     assert code == 0, errors

@@ -1,4 +1,7 @@
-"""Jobs of the tests of workers, in a file that imports next to nothing: every worker imports it."""
+"""Jobs of the tests of workers.
+
+Every worker imports this file, which therefore imports next to nothing.
+"""
 
 import os
 import signal

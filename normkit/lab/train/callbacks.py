@@ -194,7 +194,7 @@ class RunCallback(lightning.Callback):
         self._report(trainer)
 
     def _report(self, trainer: Any) -> None:
-        """Report progress, and stop if the answer says so."""
+        """Report progress, and stop if the answer is True."""
         self._reported = time.perf_counter()
         stop = any(all_gather(bool(self.on_progress(self._progress(trainer.world_size)))))  # all processes at once
         if stop and self.status == "done" and self.step < self.run.steps:
