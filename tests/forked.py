@@ -29,7 +29,9 @@ class Program:
     def ended(self, timeout: float = 300) -> tuple[int, str, str]:
         """Wait for its end; the exit code, the output and the messages."""
         self.process.join(timeout)
-        assert not self.process.is_alive(), f"still runs after {timeout} seconds"
+        if self.process.is_alive():
+            self.process.kill()  # else pytest would wait for it at its own end
+            pytest.fail(f"a program still ran after {timeout} seconds")
         out, err = ((self.output / name).read_text(encoding="utf8") for name in ("out", "err"))
         shutil.rmtree(self.output)
         return self.process.exitcode or 0, out, err
@@ -51,13 +53,17 @@ def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], cwd
     exec(compile(code, "program", "exec"), {"__name__": "__main__"})
 
 
+def free_port() -> str:
+    """A port that no program uses."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
 def two_ranks(code: str) -> None:
     """Run a program in two processes with the variables that torchrun sets."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     variables = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}  # fmt: skip
     ranks = [Program(code, **variables, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     ended = [rank.ended() for rank in ranks]
     assert [exit_code for exit_code, _, _ in ended] == [0, 0], ended

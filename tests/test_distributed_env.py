@@ -2,10 +2,9 @@
 
 import dataclasses
 import os
-import socket
 
 import pytest
-from forked import Program
+from forked import Program, free_port
 
 from normkit.lab.report import results
 from normkit.lab.studies import runner
@@ -102,12 +101,6 @@ def start(run, folder, variables, *more):
 
 def ended(programs):
     return [program.ended() for program in programs]
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 def hosts(launcher):

@@ -411,14 +411,15 @@ def test_beam_search_splits_batches_that_exceed_memory(corpus, tmp_path, monkeyp
 
 
 def in_two_processes(run, folder, by_torchrun):
-    """Train the rest of a run; return its result and weights."""
+    """Train the rest of a run, started by torchrun or as it does; its result and weights."""
     program = (
         "from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
     )
     if by_torchrun:
         command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable, "-c"]
-        done = subprocess.run([sys.executable, "-m", *command, program], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", *command, program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
     else:
         two_ranks(program)

@@ -38,7 +38,7 @@ class RunCallback(lightning.Callback):
     A run ends early if it diverges, stagnates (`patience`, `stop_lr`) or is interrupted.
 
     Losses are copied from the device every `log_every` steps only, all of them, so that a divergence gets its exact
-    step. `on_progress` is called at the same time, and each second of slower steps; the run stops if it returns True.
+    step. `on_progress` is called at the same time, on one device also each second; the run stops if it returns True.
     """
 
     def __init__(self, run: Run, folder: Path, on_progress: Callable[[Progress], object] | None = None):

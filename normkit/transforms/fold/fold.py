@@ -93,7 +93,7 @@ def fold(
         step("verify")
         survey.add_longer_call()
         worst = survey.worst(rewrite(survey.model, plan))
-        if "no attribute 'weight'" in survey.failure:
+        if "no attribute 'weight'" in survey.failure:  # the model reads that of a norm that is gone
             survey.trace.keep_weights, survey.model = True, survey.double()
             worst = survey.worst(rewrite(survey.model, plan))
         if not worst <= TOLERANCE:
