@@ -6,9 +6,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import autograd, dispatch, ops, sync
+from normkit.kernels import autograd, dispatch, ops, step, sync
 from normkit.kernels.cpu import entry as cpu
-from normkit.kernels.cpu import step
 from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.norms._base import Split
@@ -132,8 +131,8 @@ class StatNorm(StatefulNorm):
                 data, lambda mask: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
             )
             mask = mask if statistics is None else statistics.mask
-        if kernel_rule and kernels is cpu and step.can_run(self):
-            y, statistics = step.run(self, kernel_rule, x, mask, groups, statistics)
+        if kernel_rule and kernels and step.can_run(self, x, kernels):
+            y, statistics = step.run(self, kernel_rule, x, mask, groups, statistics, kernels)
         else:
             with torch.no_grad():
                 y, one_pass = None, False

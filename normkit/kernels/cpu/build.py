@@ -48,6 +48,14 @@ def step_op() -> Callable[..., Any] | None:
 
 
 @functools.cache
+def pass_addresses(dtype: torch.dtype) -> tuple[int, ...]:
+    """Addresses of the two passes of a training step on activations of this type."""
+    kernels, kind = library(), str(dtype).removeprefix("torch.")
+    assert kernels is not None
+    return tuple(ctypes.c_void_p.in_dll(kernels, f"{name}_{kind}").value or 0 for name in ("train", "differentiate"))
+
+
+@functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     if sys.platform != "linux":
         return None, f"the C++ kernels need Linux; this is {sys.platform}"
@@ -61,14 +69,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 @functools.cache
 def _load_step() -> Callable[..., Any] | None:
-    kernels, _ = _load()
-    if kernels is None:
+    compiler = _compiler()
+    if sys.platform != "linux" or not compiler:
         return None
-    path = Path(kernels._name)
     include = [f"-I{TORCH / folder}" for folder in ("include", "include/torch/csrc/api/include")]
-    linked = [f"-L{path.parent}", f"-l:{path.name}", "-Wl,-rpath,$ORIGIN", f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
-    arguments = [*STEP_FLAGS, *include, str(SOURCES / "step.cpp"), *linked]
-    return _built("step", _compiler(), arguments, _operation, path.parent)[0]
+    linked = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+    arguments = [*STEP_FLAGS, *include, str(SOURCES.parent / "step.cpp"), *linked]
+    return _built("step", compiler, arguments, _operation)[0]
 
 
 def _operation(path: str) -> Callable[..., Any]:
@@ -77,13 +84,13 @@ def _operation(path: str) -> Callable[..., Any]:
 
 
 def _built(
-    name: str, compiler: list[str], arguments: list[str], load: Callable[[str], Any], folder: Path | None = None
+    name: str, compiler: list[str], arguments: list[str], load: Callable[[str], Any]
 ) -> tuple[Any | None, str]:
     """Compile, unless that is done, and load; None and the reason if it fails."""
     from normkit.files import cache_folder
 
     try:
-        path = (folder or _private(cache_folder() / "native")) / f"{name}-{_key(compiler, arguments)}.so"
+        path = _private(cache_folder() / "native") / f"{name}-{_key(compiler, arguments)}.so"
         if not path.exists():
             with _alone(path):
                 if not path.exists():
@@ -107,8 +114,8 @@ def _key(compiler: list[str], arguments: list[str]) -> str:
     """Hash of all that matters to the result: machines may share a home folder."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
     processor = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
-    sources = [path.read_text(encoding="utf8") for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
-    arguments = [argument.removeprefix(str(SOURCES)) for argument in arguments]  # the same wherever the sources are
+    sources = [path.read_text(encoding="utf8") for path in sorted(SOURCES.parent.rglob("*.[hc]*")) if path.suffix in (".h", ".cpp")]
+    arguments = [argument.removeprefix(str(SOURCES.parent)) for argument in arguments]  # the same wherever the sources are
     parts = [*sources, *compiler, *arguments, torch.__version__, platform.machine(), *processor]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "columns.h"
-#include "training_step.h"
+#include "../training_step.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // The training step of a norm with batch statistics as one function of autograd, without Python in either direction:
-// `Standardize` (autograd.py) with the kernels of this folder.
+// `Standardize` (autograd.py) with the kernels in C++ (cpu/) or Triton (triton/).
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -8,22 +8,19 @@
 #include <torch/library.h>
 
 #include "training_step.h"
+#include "triton/launches.h"
 
 using at::Tensor;
 using std::int64_t;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Optional = std::optional<Tensor>;
-using Kernel = void (*)(const TrainingStep&, int);
-
-extern "C" {  // of kernels.cpp
-extern Kernel train_float32, train_bfloat16, differentiate_float32, differentiate_bfloat16;
-}
+using Kernel = void (*)(const TrainingStep&, int);  // of cpu/kernels.cpp
 
 namespace {
 
 // Lists of tensors, in the order of step.py.
-enum Buffer { RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD, AVERAGES, LAG, WARMUP_END };
+enum Buffer { RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD, AVERAGES, LAG, WARMUP_END, END };
 enum Decision { BATCH, VALUE, COUNT, NEXT_STEP, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, DECISIONS };
 
 // Lists of numbers, in the order of step.py.
@@ -38,33 +35,39 @@ Options options_of(at::IntArrayRef numbers, at::ArrayRef<double> factors) {
     };
 }
 
-// What a kernel reads or writes of a tensor, which may be missing.
-template <class T = float>
-T* address(const Tensor& tensor, const char* name) {
-    constexpr at::ScalarType kind = c10::CppTypeToScalarType<T>::value;
-    if (!tensor.defined()) return nullptr;
-    TORCH_CHECK(tensor.scalar_type() == kind && tensor.is_contiguous() && tensor.is_cpu(), name, " is ",
-                tensor.scalar_type(), " on ", tensor.device(), "; it must be ", kind, ", contiguous, on a CPU");
-    return static_cast<T*>(tensor.data_ptr());
-}
+// What kernels read or write of tensors, which may be missing.
+struct Addresses {
+    at::Device device;
 
-State addresses_of_state(const variable_list& state) {
+    template <class T = float>
+    T* operator()(const Tensor& tensor, const char* name) const {
+        constexpr at::ScalarType kind = c10::CppTypeToScalarType<T>::value;
+        if (!tensor.defined()) return nullptr;
+        TORCH_CHECK(tensor.scalar_type() == kind && tensor.is_contiguous() && tensor.device() == device, name, " is ",
+                    tensor.scalar_type(), " on ", tensor.device(), "; it must be ", kind, ", contiguous, on ", device);
+        return static_cast<T*>(tensor.data_ptr());
+    }
+    int64_t* counter(const Tensor& tensor, const char* name) const { return operator()<int64_t>(tensor, name); }
+};
+
+State addresses_of_state(const Addresses& address, const variable_list& state) {
     const auto slots = [](const Tensor& window) { return window.defined() ? window.size(0) : 0; };
     return {
-        .running = address(state[RUNNING], "running"), .step = address<int64_t>(state[STEP], "step"),
-        .skipped = address<int64_t>(state[SKIPPED], "skipped"),
-        .skipped_grad = address<int64_t>(state[SKIPPED_GRAD], "skipped_grad"),
+        .running = address(state[RUNNING], "running"), .step = address.counter(state[STEP], "step"),
+        .skipped = address.counter(state[SKIPPED], "skipped"),
+        .skipped_grad = address.counter(state[SKIPPED_GRAD], "skipped_grad"),
         .window = address(state[WINDOW], "window"), .window_grad = address(state[WINDOW_GRAD], "window_grad"),
         .slots = slots(state[WINDOW]), .slots_grad = slots(state[WINDOW_GRAD]),
         .smooth_grad = address(state[SMOOTH_GRAD], "smooth_grad"), .averages = address(state[AVERAGES], "averages"),
-        .lag = address(state[LAG], "lag"), .warmup_end = address<int64_t>(state[WARMUP_END], "warmup_end"),
+        .lag = address(state[LAG], "lag"), .warmup_end = address.counter(state[WARMUP_END], "warmup_end"),
+        .end = address.counter(state[END], "warmup_end"),
     };
 }
 
-Decisions addresses_of_decisions(const variable_list& made) {
+Decisions addresses_of_decisions(const Addresses& address, const variable_list& made) {
     return {
         .batch = address(made[BATCH], "batch"), .value = address(made[VALUE], "value"),
-        .count = address(made[COUNT], "count"), .step = address<int64_t>(made[NEXT_STEP], "step"),
+        .count = address(made[COUNT], "count"), .step = address.counter(made[NEXT_STEP], "step"),
         .output_scale = address(made[OUTPUT_SCALE], "output_scale"),
         .output_shift = address(made[OUTPUT_SHIFT], "output_shift"),
         .saved_grad = address(made[SAVED_GRAD], "saved_grad"), .saved_gamma = address(made[SAVED_GAMMA], "saved_gamma"),
@@ -93,7 +96,11 @@ void mark_written(const variable_list& state, std::initializer_list<Buffer> buff
         if (state[i].defined()) state[i].unsafeGetTensorImpl()->bump_version();
 }
 
-Tensor plain(const Tensor& x) { return x.resolve_neg().contiguous(); }
+// Contiguous and, as Triton's kernels take for granted, aligned.
+Tensor plain(const Tensor& input) {
+    const Tensor x = input.resolve_neg().contiguous();
+    return reinterpret_cast<std::uintptr_t>(x.data_ptr()) % 16 ? x.clone() : x;
+}
 
 // What has no gradient. Buffers are not saved as variables: other steps write to them before the backward pass.
 struct Given : torch::CustomClassHolder {
@@ -101,18 +108,28 @@ struct Given : torch::CustomClassHolder {
     bool has_bias;
     Tensor mask;
     variable_list state;
+    std::vector<int64_t> kernels;  // addresses of both passes in C++, or a plan of launches
 
-    Given(const Options& options, bool has_bias, const Tensor& mask, const variable_list& state)
-        : options(options), has_bias(has_bias), mask(mask), state(state) {}
+    Given(const Options& options, bool has_bias, const Tensor& mask, const variable_list& state,
+          at::IntArrayRef kernels)
+        : options(options), has_bias(has_bias), mask(mask), state(state), kernels(kernels.vec()) {}
+
+    bool in_cpp() const { return kernels.size() == 2; }
+    void run(const TrainingStep& step, bool backward, const Tensor& x) const {
+        if (in_cpp())
+            reinterpret_cast<Kernel>(kernels[backward])(step, at::get_num_threads());
+        else
+            (backward ? differentiate_on_gpu : train_on_gpu)(step, plan_of(kernels), x.options());
+    }
 };
 
 TrainingStep common_arguments(const Tensor& x, const Tensor& mask, const Tensor& weight, const Given& given,
                               const variable_list& decisions) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "no kernel for ", x.scalar_type());
+    const Addresses address{x.device()};
     return {
-        .x = x.data_ptr(), .mask = address<bool>(mask, "mask"), .weight = address(weight, "weight"),
+        .x = x.data_ptr(), .mask = address.operator()<bool>(mask, "mask"), .weight = address(weight, "weight"),
         .n = x.numel() / x.size(-1), .channels = x.size(-1), .options = given.options,
-        .state = addresses_of_state(given.state), .decisions = addresses_of_decisions(decisions),
+        .state = addresses_of_state(address, given.state), .decisions = addresses_of_decisions(address, decisions),
     };
 }
 
@@ -125,10 +142,10 @@ struct Step : torch::autograd::Function<Step> {
         const bool decided = !decisions.empty();
         if (!decided) decisions = new_decisions(x, given->options);
         TrainingStep step = common_arguments(x, given->mask, weight, *given, decisions);
-        step.bias = address(bias, "bias");
+        step.bias = Addresses{x.device()}(bias, "bias");
         step.decided = decided;
         step.y = y.data_ptr();
-        (x.scalar_type() == at::kFloat ? train_float32 : train_bfloat16)(step, at::get_num_threads());
+        given->run(step, false, x);
         if (!decided) mark_written(given->state, {RUNNING, STEP, SKIPPED, WINDOW, AVERAGES, LAG, WARMUP_END});
         variable_list saved = decisions;
         saved[BATCH] = Tensor();  // unused in the backward pass
@@ -148,14 +165,17 @@ struct Step : torch::autograd::Function<Step> {
         const Tensor dy = plain(gradients[0]), dx = at::empty_like(x);
         TORCH_CHECK(dy.has_storage(), "vmap of this norm's gradients needs `with normkit.kernels(\"reference\")`");
         TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(), ", x ", x.scalar_type());
-        const Tensor dweight = at::empty({x.size(-1)}, x.options().dtype(at::kFloat)), dbias = at::empty_like(dweight);
+        const auto gradient = [&](bool wanted) {  // the kernels in C++ compute both
+            return wanted || given->in_cpp() ? at::empty({x.size(-1)}, x.options().dtype(at::kFloat)) : Tensor();
+        };
+        const Tensor dweight = gradient(weight.defined()), dbias = gradient(given->has_bias);
         TrainingStep step = common_arguments(x, mask, weight, *given, saved);
         step.options.real &= mask.defined();
         step.dy = dy.data_ptr();
         step.dx = dx.data_ptr();
-        step.dweight = address(dweight, "dweight");
-        step.dbias = address(dbias, "dbias");
-        (x.scalar_type() == at::kFloat ? differentiate_float32 : differentiate_bfloat16)(step, at::get_num_threads());
+        step.dweight = Addresses{x.device()}(dweight, "dweight");
+        step.dbias = Addresses{x.device()}(dbias, "dbias");
+        given->run(step, true, x);
         mark_written(given->state, {SKIPPED_GRAD, WINDOW_GRAD, SMOOTH_GRAD});
         // of x, weight, bias, given, decisions
         return {dx, weight.defined() ? dweight : weight, given->has_bias ? dbias : Tensor(), Tensor(), Tensor()};
@@ -171,11 +191,11 @@ variable_list defined(const c10::List<Optional>& tensors) {
 std::tuple<Tensor, c10::List<Optional>> step(const Tensor& x, const Optional& weight, const Optional& bias,
                                              const Optional& mask, const c10::List<Optional>& state,
                                              const c10::List<Optional>& decisions, at::IntArrayRef numbers,
-                                             at::ArrayRef<double> factors) {
+                                             at::ArrayRef<double> factors, at::IntArrayRef kernels) {
     variable_list made = defined(decisions);
     const Tensor rows = mask ? mask->contiguous() : Tensor();
     const auto given =
-        c10::make_intrusive<Given>(options_of(numbers, factors), bias.has_value(), rows, defined(state));
+        c10::make_intrusive<Given>(options_of(numbers, factors), bias.has_value(), rows, defined(state), kernels);
     const Tensor y = Step::apply(x, weight, bias, given, made);
     c10::List<Optional> found;
     for (const Tensor& each : made) found.push_back(each.defined() ? Optional(each) : std::nullopt);
@@ -187,6 +207,6 @@ std::tuple<Tensor, c10::List<Optional>> step(const Tensor& x, const Optional& we
 TORCH_LIBRARY_FRAGMENT(normkit, library) {
     library.def(
         "step(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor?[] state, Tensor?[] decisions, "
-        "int[] numbers, float[] factors) -> (Tensor, Tensor?[])");
+        "int[] numbers, float[] factors, int[] kernels) -> (Tensor, Tensor?[])");
     library.impl("step", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(step));
 }

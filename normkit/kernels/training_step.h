@@ -28,6 +28,7 @@ struct State {       // buffers of the norm, updated
     float* smooth_grad;
     float *averages, *lag;  // of an automatic warm-up: [3, channels] and a number
     std::int64_t* warmup_end;
+    const std::int64_t* end;  // of the warm-up, if not `warmup`; 0 until it is known
 };
 
 struct Decisions {         // of the forward pass: fields of StepStatistics
