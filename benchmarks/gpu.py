@@ -13,7 +13,6 @@ in the folder OUT.
 
 # ruff: noqa: E402
 import argparse
-import contextlib
 import csv
 import functools
 import json
@@ -27,7 +26,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 DRY, SMALL = "--dry" in sys.argv, "--small" in sys.argv
 if DRY:
@@ -36,23 +34,21 @@ if DRY:
 import torch
 import torch.nn.functional as F
 from peers import providers, versions
+from swin import swin_t
 from torch import Tensor
 
 import normkit
 from normkit.kernels import ops
-from normkit.kernels import step as one_call
 from normkit.kernels.triton import entry as kernels
 from normkit.kernels.triton import rows as row_ops
 from normkit.kernels.triton.launch import Launch, cdiv, column_launch, row_launch
 from normkit.lab.models.config import Model
 from normkit.lab.models.mt import Seq2Seq
-from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.lab.norm_speed import skip_warmup
 from normkit.lab.timing import ROUNDS, Timings, measure
 
 DEVICE = "cpu" if DRY else "cuda"
 EPS = 1e-5
-quiet = contextlib.nullcontext()
 SHAPES = [
     (4096, 512),
     (8192, 768),
@@ -276,7 +272,6 @@ def launches() -> Iterator[dict]:
 
 EARLY = " in its warm-up"
 STEPS = ("layer", "rms", "batch", "power", "power(groups=0)", "un", "un" + EARLY)
-BY_PYTHON = "launched by Python"
 SIZES = {
     "tiny": ({"width": 16, "hidden": 32, "depth": 1, "heads": 2}, (2, 5)),
     "iwslt14": ({"width": 512, "hidden": 1024, "depth": 6, "heads": 4}, (128, 32)),
@@ -285,13 +280,12 @@ SIZES = {
 
 
 def steps() -> Iterator[dict]:
-    """Time training steps of the models of IWSLT14 and Multi30k, and of Swin-T; norms are past their warm-up."""
+    """Time training steps of three models; norms are past their warm-up."""
     sizes = [("tiny", "bf16")] if DRY else [("iwslt14", "bf16"), ("multi30k", "fp32"), ("swin_t", "bf16")]
     for size, precision in sizes:
         of_one = functools.partial(training_step, size, precision)
         runs = {spec: of_one(spec, "auto") for spec in STEPS}
         runs |= {f"{spec}, reference": of_one(spec, "reference") for spec in ("layer", "un")}
-        runs[f"un, {BY_PYTHON}"] = of_one("un", BY_PYTHON)
         timings = clock(runs)
         for name in runs:
             yield {"model": size, "precision": precision, "norm": name, **compared(timings, name, "layer")}
@@ -302,7 +296,9 @@ def training_step(size: str, precision: str, spec: str, choice: str) -> Run:
     plain = spec.removesuffix(EARLY)
     torch.manual_seed(0)
     if size == "swin_t":
-        model, inputs, target = swin(plain)
+        model = normkit.convert(swin_t(128, dry=False).model, plain).to(memory_format=torch.channels_last)
+        pictures = torch.randn(128, 3, 224, 224, device=DEVICE).to(memory_format=torch.channels_last)
+        inputs, target = (pictures,), torch.randint(10, (128,), device=DEVICE)
     else:
         sizes, batch = SIZES[size]
         source, target = (torch.randint(4, 10_000, batch, device=DEVICE) for _ in range(2))
@@ -317,8 +313,7 @@ def training_step(size: str, precision: str, spec: str, choice: str) -> Run:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not DRY)
 
     def step() -> None:
-        by_python = mock.patch.object(one_call, "can_run", lambda *_: False)
-        with normkit.kernels("auto" if choice == BY_PYTHON else choice), by_python if choice == BY_PYTHON else quiet:
+        with normkit.kernels(choice):
             with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
                 logits = model(*inputs)
                 loss = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
@@ -327,16 +322,6 @@ def training_step(size: str, precision: str, spec: str, choice: str) -> Run:
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def swin(spec: str) -> tuple[torch.nn.Module, tuple[Tensor], Tensor]:
-    """torchvision's Swin-T with a norm, 128 pictures of 224 x 224 and their classes."""
-    load_torchvision()
-    from torchvision.models import swin_t
-
-    model = normkit.convert(swin_t(num_classes=10), spec)
-    pictures = torch.randn(128, 3, 224, 224, device=DEVICE).to(memory_format=torch.channels_last)
-    return model.to(memory_format=torch.channels_last), (pictures,), torch.randint(10, (128,), device=DEVICE)
 
 
 def tuning() -> Iterator[dict]:

@@ -416,7 +416,7 @@ def test_a_step_in_one_call_leaves_other_parameters_to_others():
 def test_a_step_in_one_call_names_state_that_it_cannot_read():
     norm = normkit.make("un", 6)
     norm.window_x = norm.window_x.double()
-    with pytest.raises(RuntimeError, match="window is Double on cpu; it must be Float, contiguous, on a CPU"):
+    with pytest.raises(RuntimeError, match="window is Double on cpu; it must be Float, contiguous, on cpu"):
         norm(torch.randn(4, 6))
     assert norm.step == 0
 

@@ -20,6 +20,7 @@ import normkit
 from normkit.kernels import dispatch
 
 HERE = pathlib.Path(__file__).parent
+FILES = "tests/triton_interpreted.py", "tests/triton_launched.py"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -53,8 +54,7 @@ def child(arguments, **variables):
 @needs_triton
 @needs_interpreter
 def test_kernels_match_the_reference_under_the_interpreter():
-    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"],
-                TRITON_INTERPRET="1")  # fmt: skip
+    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES], TRITON_INTERPRET="1")
     assert " passed" in out
     assert "skipped" not in out
 
@@ -91,7 +91,7 @@ def test_the_script_for_gpus_runs_dry(tmp_path):
 @needs_triton
 @pytest.mark.gpu
 def test_kernels_match_the_reference_on_the_device():
-    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"])
+    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES])
     assert " passed" in out
 
 

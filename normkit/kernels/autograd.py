@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from normkit.kernels import dispatch, fused, ops, reference
-from normkit.kernels.kernel_rule import find_kernel_rule
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.kernels.sync import all_reduce
 
@@ -82,11 +81,6 @@ def _backward(
     output_scale, grad_scale = statistics.output_scale, statistics.grad_scale
     kind = ops.select_grad(dy, x, value.dtype, ctx.groups)
     known_in_advance = norm.grad_known_in_advance(saved) if ctx.one_pass else None
-    has_rule = kind == "triton" and grad_scale is None and statistics.dx_scale is None and x.numel() > 0
-    if has_rule and not torch.compiler.is_compiling() and (kernel_rule := find_kernel_rule(norm)):
-        return dispatch.load_triton().differentiate(
-            norm, kernel_rule, dy, x, weight, mask, statistics, known_in_advance, ctx.has_bias
-        )
     op = functools.partial(
         ops.standardize_grad, dy, x, value, norm.eps, norm.center, mask=mask, groups=ctx.groups, kind=kind
     )

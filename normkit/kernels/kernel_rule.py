@@ -3,7 +3,6 @@
 import functools
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 # of automatic warm-ups; rules.h has them, too
@@ -74,8 +73,3 @@ def has_kernel_rule(kind: type) -> bool:
     """True if the class that defines the rules of `kind` also defines `kernel_rule`."""
     rules = {"train_stat", "grad_stat", "average", "kernel_rule"}
     return "kernel_rule" in vars(next(cls for cls in kind.__mro__ if rules & vars(cls).keys()))
-
-
-def mark_written(*buffers: Tensor | None) -> None:
-    """Record for autograd that kernels wrote to these buffers."""
-    torch.autograd.graph.increment_version([b for b in buffers if b is not None])

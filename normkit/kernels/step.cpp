@@ -38,6 +38,7 @@ Options options_of(at::IntArrayRef numbers, at::ArrayRef<double> factors) {
 // What kernels read or write of tensors, which may be missing.
 struct Addresses {
     at::Device device;
+    bool in_cpp;  // the kernels, whose parameters are float32; plans of launches know the types of theirs
 
     template <class T = float>
     T* operator()(const Tensor& tensor, const char* name) const {
@@ -46,6 +47,11 @@ struct Addresses {
         TORCH_CHECK(tensor.scalar_type() == kind && tensor.is_contiguous() && tensor.device() == device, name, " is ",
                     tensor.scalar_type(), " on ", tensor.device(), "; it must be ", kind, ", contiguous, on ", device);
         return static_cast<T*>(tensor.data_ptr());
+    }
+    const float* parameter(const Tensor& tensor, const char* name) const {
+        if (!tensor.defined() || in_cpp) return operator()(tensor, name);
+        TORCH_CHECK(tensor.device() == device, name, " is on ", tensor.device(), "; it must be on ", device);
+        return static_cast<const float*>(tensor.data_ptr());
     }
     int64_t* counter(const Tensor& tensor, const char* name) const { return operator()<int64_t>(tensor, name); }
 };
@@ -115,6 +121,7 @@ struct Given : torch::CustomClassHolder {
         : options(options), has_bias(has_bias), mask(mask), state(state), kernels(kernels.vec()) {}
 
     bool in_cpp() const { return kernels.size() == 2; }
+    Addresses addresses(const Tensor& x) const { return {x.device(), in_cpp()}; }
     void run(const TrainingStep& step, bool backward, const Tensor& x) const {
         if (in_cpp())
             reinterpret_cast<Kernel>(kernels[backward])(step, at::get_num_threads());
@@ -125,9 +132,9 @@ struct Given : torch::CustomClassHolder {
 
 TrainingStep common_arguments(const Tensor& x, const Tensor& mask, const Tensor& weight, const Given& given,
                               const variable_list& decisions) {
-    const Addresses address{x.device()};
+    const Addresses address = given.addresses(x);
     return {
-        .x = x.data_ptr(), .mask = address.operator()<bool>(mask, "mask"), .weight = address(weight, "weight"),
+        .x = x.data_ptr(), .mask = address.operator()<bool>(mask, "mask"), .weight = address.parameter(weight, "weight"),
         .n = x.numel() / x.size(-1), .channels = x.size(-1), .options = given.options,
         .state = addresses_of_state(address, given.state), .decisions = addresses_of_decisions(address, decisions),
     };
@@ -142,7 +149,7 @@ struct Step : torch::autograd::Function<Step> {
         const bool decided = !decisions.empty();
         if (!decided) decisions = new_decisions(x, given->options);
         TrainingStep step = common_arguments(x, given->mask, weight, *given, decisions);
-        step.bias = Addresses{x.device()}(bias, "bias");
+        step.bias = given->addresses(x).parameter(bias, "bias");
         step.decided = decided;
         step.y = y.data_ptr();
         given->run(step, false, x);
@@ -165,16 +172,17 @@ struct Step : torch::autograd::Function<Step> {
         const Tensor dy = plain(gradients[0]), dx = at::empty_like(x);
         TORCH_CHECK(dy.has_storage(), "vmap of this norm's gradients needs `with normkit.kernels(\"reference\")`");
         TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(), ", x ", x.scalar_type());
+        const auto kind = weight.defined() ? weight.scalar_type() : at::kFloat;
         const auto gradient = [&](bool wanted) {  // the kernels in C++ compute both
-            return wanted || given->in_cpp() ? at::empty({x.size(-1)}, x.options().dtype(at::kFloat)) : Tensor();
+            return wanted || given->in_cpp() ? at::empty({x.size(-1)}, x.options().dtype(kind)) : Tensor();
         };
         const Tensor dweight = gradient(weight.defined()), dbias = gradient(given->has_bias);
         TrainingStep step = common_arguments(x, mask, weight, *given, saved);
         step.options.real &= mask.defined();
         step.dy = dy.data_ptr();
         step.dx = dx.data_ptr();
-        step.dweight = Addresses{x.device()}(dweight, "dweight");
-        step.dbias = Addresses{x.device()}(dbias, "dbias");
+        step.dweight = const_cast<float*>(given->addresses(x).parameter(dweight, "dweight"));
+        step.dbias = const_cast<float*>(given->addresses(x).parameter(dbias, "dbias"));
         given->run(step, true, x);
         mark_written(given->state, {SKIPPED_GRAD, WINDOW_GRAD, SMOOTH_GRAD});
         // of x, weight, bias, given, decisions

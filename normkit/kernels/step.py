@@ -20,20 +20,19 @@ BACKWARD = ("exact", "running", "windowed")
 
 
 def can_run(norm: Any, x: Tensor, kernels: ModuleType) -> bool:
-    """True if the parameters are plain float32 tensors, and the step can be compiled."""
-    return (
-        all(
-            p is None or (type(p) in (Tensor, nn.Parameter) and p.dtype is torch.float32 and p.is_contiguous())
-            for p in (norm.weight, norm.bias)
-        )
-        and (kernels is entry or _can_launch(x))
-        and bool(step_op())
+    """True if the parameters are plain tensors, on a CPU of float32, and the step can be compiled."""
+    weight, bias = norm.weight, norm.bias
+    kind = torch.float32 if kernels is entry or weight is None else weight.dtype
+    plain = all(
+        p is None or (type(p) in (Tensor, nn.Parameter) and p.dtype is kind and p.is_contiguous())
+        for p in (weight, bias)
     )
+    return plain and kind in dispatch.TRITON_DTYPES and (kernels is entry or _can_launch(x)) and bool(step_op())
 
 
 def _can_launch(x: Tensor) -> bool:
-    """True if plans take `x`, whose rows they read one after the other; Python's launches take any distance."""
-    return x.is_cuda and x.is_contiguous() and x.numel() // x.shape[-1] < 2**31 and not dispatch.is_traced()
+    """True if C++ may launch kernels on `x`: on a GPU, where no operation is traced."""
+    return x.is_cuda and x.numel() // x.shape[-1] < 2**31 and not dispatch.is_traced()
 
 
 def run(

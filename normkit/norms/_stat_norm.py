@@ -137,7 +137,7 @@ class StatNorm(StatefulNorm):
             with torch.no_grad():
                 y, one_pass = None, False
                 if statistics is None:
-                    statistics, y, one_pass = self._decide(data, mask, wide, groups, kernels, kernel_rule)
+                    statistics, y, one_pass = self._decide(data, mask, wide, groups, kernels)
                 statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
             options = autograd.StandardizeOptions(self, groups, one_pass, y)
             y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, options)
@@ -155,18 +155,13 @@ class StatNorm(StatefulNorm):
         return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])
 
     def _decide(
-        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None,
-        kernel_rule: KernelRule | None,
-    ) -> tuple[StepStatistics, Tensor | None, bool]:  # fmt: skip
+        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None
+    ) -> tuple[StepStatistics, Tensor | None, bool]:
         """Measure the batch, apply the method's rule and update the state.
 
         Returns the statistics, the output if kernels computed it, and True if the statistics were known in advance.
         """
         known_in_advance, y = self.known_in_advance() if kernels else None, None
-        if kernels and kernel_rule and kernels is not cpu:  # those in C++ run in one call only
-            dispatch.count("triton", "moments" if known_in_advance is None else "standardize_and_moments")
-            y, statistics = kernels.train(self, kernel_rule, x, mask, known_in_advance)
-            return statistics, y, known_in_advance is not None
         if known_in_advance is None:
             local, count = ops.moments(x, mask, self.center, wide, groups, self.eps)
         else:

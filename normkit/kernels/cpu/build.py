@@ -83,9 +83,7 @@ def _operation(path: str) -> Callable[..., Any]:
     return torch.ops.normkit.step.default
 
 
-def _built(
-    name: str, compiler: list[str], arguments: list[str], load: Callable[[str], Any]
-) -> tuple[Any | None, str]:
+def _built(name: str, compiler: list[str], arguments: list[str], load: Callable[[str], Any]) -> tuple[Any | None, str]:
     """Compile, unless that is done, and load; None and the reason if it fails."""
     from normkit.files import cache_folder
 
@@ -114,8 +112,9 @@ def _key(compiler: list[str], arguments: list[str]) -> str:
     """Hash of all that matters to the result: machines may share a home folder."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
     processor = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
-    sources = [path.read_text(encoding="utf8") for path in sorted(SOURCES.parent.rglob("*.[hc]*")) if path.suffix in (".h", ".cpp")]
-    arguments = [argument.removeprefix(str(SOURCES.parent)) for argument in arguments]  # the same wherever the sources are
+    folder = SOURCES.parent
+    sources = [path.read_text(encoding="utf8") for path in sorted([*folder.rglob("*.h"), *folder.rglob("*.cpp")])]
+    arguments = [argument.removeprefix(str(folder)) for argument in arguments]  # the same wherever the sources are
     parts = [*sources, *compiler, *arguments, torch.__version__, platform.machine(), *processor]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 

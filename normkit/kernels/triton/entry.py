@@ -3,9 +3,7 @@
 from normkit.kernels.triton.columns import infer, moments, standardize, standardize_grad
 from normkit.kernels.triton.plan import plan
 from normkit.kernels.triton.rows import group, group_rms, layer, rms, scale
-from normkit.kernels.triton.steps import differentiate, train
 
 __all__ = [
-    "differentiate", "group", "group_rms", "infer", "layer", "moments", "plan", "rms", "scale", "standardize",
-    "standardize_grad", "train",
+    "group", "group_rms", "infer", "layer", "moments", "plan", "rms", "scale", "standardize", "standardize_grad",
 ]  # fmt: skip

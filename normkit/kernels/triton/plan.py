@@ -1,4 +1,9 @@
-"""Plans of training steps: kernels that Triton compiles once, for `launches.h` to launch without Python."""
+"""Plans of training steps: kernels that Triton compiles once, and `launches.h` launches without Python.
+
+A plan lists numbers: addresses of the driver's functions, the device's context and stream, grids, and the kernels. The
+code of a kernel depends on which of its addresses are given, so both sides must agree on that: here by names, in
+`launches.h` by addresses that are null.
+"""
 
 import ctypes
 import functools
@@ -13,21 +18,19 @@ from normkit.kernels.triton import rule_kernels as rules
 from normkit.kernels.triton.launch import cdiv, column_launch, power_of_2, sum_grid, sum_launch
 
 ACTIVATIONS = {"X", "Y", "DY", "DX"}
-TYPES = {
+PARAMETERS = {"W", "B", "FACTOR", "DW", "DB"}
+ADDRESSES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+TYPES = {  # by name; activations and parameters have those of the model, other addresses are of float32
     **dict.fromkeys(("STEP", "NEXT", "SKIPPED", "END"), "*i64"), "MASK": "*u8",
     **dict.fromkeys(("warmup", "until_r", "until_d"), "i64"),
     **dict.fromkeys(("rows", "channels", "x_stride", "dy_stride", "programs", "shares", "size"), "i32"),
     **dict.fromkeys(("eps", "rate", "bound_r", "bound_d", "floor"), "fp32"),
 }  # fmt: skip
-"""Types of parameters by name; activations have their own, the other addresses are of float32."""
-
 CONSTANTS = {"arithmetic": {"OUTPUT_SCALE"}, "renorm": {"OUTPUT_SCALE", "OUTPUT_SHIFT"}}  # of rules
-
-OPTIONAL = ("W", "B", "MASK", "WINDOW", "WINDOW_GRAD", "SMOOTH", "END", "DRIFT")  # depend on the norm
 
 
 class Form(NamedTuple):
-    """What decides the code of a plan's kernels."""
+    """All that the code of a plan's kernels depends on."""
 
     forward: str
     backward: str
@@ -35,27 +38,37 @@ class Form(NamedTuple):
     exact_early: bool
     clamp: bool
     center: bool
-    real: bool
     known: bool  # the statistics, in advance
-    given: tuple[bool, ...]  # which of `OPTIONAL` there are
-    dtype: torch.dtype
+    weight: bool
+    bias: bool
+    mask: bool
+    real: bool  # gradient statistics sum over real rows
+    window: bool
+    window_grad: bool
+    smooth_grad: bool
+    end: bool  # of the warm-up, on the device
+    drift: bool
+    dtypes: tuple[torch.dtype, torch.dtype]  # of activations, of parameters
     channels: int
     tile: int  # rows
     sum_tile: int  # shares
     device: int | None
 
+    def given(self, **names: str) -> set[str]:
+        """Names of what is given, by field."""
+        return {name for field, name in names.items() if getattr(self, field)}
+
 
 def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool) -> list[int]:
     """Return the plan of a step: the fields of `Plan` in `launches.h`."""
-    channels, device = x.shape[-1], x.device.index
+    channels, device, weight = x.shape[-1], x.device.index, norm.weight
     tile, sum_tile, *grids = _grids(x.numel() // channels, channels)
-    given = (
-        norm.weight is not None, norm.bias is not None, mask is not None, rule.window is not None,
-        rule.window_grad is not None, rule.smooth_grad is not None, isinstance(rule.warmup, Tensor), bool(rule.drift),
-    )  # fmt: skip
+    masked, dtypes = mask is not None, (x.dtype, torch.float32 if weight is None else weight.dtype)
     form = Form(
-        rule.forward, rule.backward, rule.unbiased, rule.exact_early, rule.clamp, norm.center,
-        mask is not None and norm.pad_grad == "real", known, given, x.dtype, channels, tile, sum_tile, device,
+        rule.forward, rule.backward, rule.unbiased, rule.exact_early, rule.clamp, norm.center, known,
+        weight is not None, norm.bias is not None, masked, masked and norm.pad_grad == "real",
+        rule.window is not None, rule.window_grad is not None, rule.smooth_grad is not None,
+        isinstance(rule.warmup, Tensor), bool(rule.drift), dtypes, channels, tile, sum_tile, device,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device) if x.is_cuda else 0
     return [*driver(device), stream, *grids, *kernels(form)]
@@ -72,10 +85,9 @@ def _grids(rows: int, channels: int) -> tuple[int, int, int, int, int]:
 @functools.cache
 def driver(device: int | None) -> tuple[int, ...]:
     """Addresses of the driver's functions, and its context of a device."""
-    functions = ctypes.CDLL("libcuda.so.1")
+    functions, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     names = "cuLaunchKernel", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
     addresses = (ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0 for name in names)
-    context = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # creates the context
         error = functions.cuCtxGetCurrent(ctypes.byref(context))
@@ -86,76 +98,81 @@ def driver(device: int | None) -> tuple[int, ...]:
 
 @functools.cache
 def kernels(form: Form) -> tuple[int, ...]:
-    """Function, warps and bytes of shared memory of each kernel in `KernelIndex`, zeros where it is not launched."""
-    center, channels = form.center, form.channels
-    given = {name for name, present in zip(OPTIONAL, form.given, strict=True) if present}
-    block = column_launch(1, channels).block
-    down = {"TILE": form.tile, "BLOCK": block, "CENTER": center}
-    across = {"TILE": form.sum_tile, "BLOCK": sum_launch(1, channels)["BLOCK"], "CENTER": center}
-    affine, mean = given & {"W", "B"}, {"MEAN"} if center else set()
-    shares = {"SQUARE", "COUNT", "FINITE", "STEP", "NEXT", "MASK"} | ({"SUM"} if center else set())
+    """Return function, warps and shared memory of each kernel in `KernelIndex`.
+
+    Zeros stand for a kernel that is not launched.
+    """
+    center, known, absent = form.center, form.known, (0, 0, 0)
     constants = CONSTANTS.get(form.forward, set())
+    mean, end, mask = form.given(center="MEAN"), form.given(end="END"), form.given(mask="MASK")
+    affine, sum_ = form.given(weight="W", bias="B"), form.given(center="SUM")
     saved = {"SAVED_GRAD", "SAVED_GAMMA"} if form.forward == "running" else set()
-    end = given & {"END"}
-
-    def made(kernel: Any, names: set[str], fixed: dict[str, Any], warps: int = 4) -> tuple[int, ...]:
-        present = {name for name in names if name != "MASK" or "MASK" in given}
-        return compiled(kernel, frozenset(present), tuple(fixed.items()), warps, form.dtype, channels, form.device)
-
-    absent = (0, 0, 0)
-    sums = made(columns.column_forward, {"X", *shares, *({"Y", "VAR", *mean, *affine} if form.known else ())}, down)
-    rule = made(
-        rules.train_rule,
-        {"SQUARE", "COUNT", "FINITE", "NEXT", "RUNNING", "STEP", "SKIPPED", "BATCH", "VALUE", "TOTAL", *constants,
-         *saved, *({"SUM"} if center else ()), *(given & {"WINDOW"}), *({"SMOOTH_GRAD"} if saved else ()), *end},
-        {**across, "RULE": form.forward, "UNBIASED": form.unbiased},
-    )  # fmt: skip
-    drift = absent if "DRIFT" not in given else made(
-        rules.measure_drift, {"BATCH", "STEP", "NEXT", "AVERAGES", "LAG", "END"},
-        {"FAST": FAST, "SLOW": SLOW, "LARGEST": LARGEST_LAG, "UNSEEN": UNSEEN, "NOTICE": NOTICE,
-         "BLOCK": min(power_of_2(channels), 1024)},
-    )  # fmt: skip
-    output = made(columns.column_forward, {"X", "Y", "VAR", *mean, *affine, *constants}, down)
-    back = {**down, "REAL": form.real}
-    factors = {"DY", "X", "MASK", "VAR", *mean, *({"FACTOR"} if "W" in given else ()), *(constants - {"OUTPUT_SHIFT"})}
     finite = set() if form.backward == "exact" else {"FINITE"}
-    grad_sums = made(
-        columns.column_backward, {*factors, "SUMS", *finite, *({"DX", "REMOVED"} if form.known else ())}, back
-    )
-    grad_rule = made(
-        rules.grad_rule,
-        {"SUMS", *finite, "COUNT", "STEP", *constants, *saved, "SKIPPED", *(given & {"W", "SMOOTH"}), *end,
-         *({"WINDOW"} if "WINDOW_GRAD" in given else ()), *(() if form.known else {"REMOVED"}),
-         *({"DW"} if "W" in given else ()), *({"DB"} if "B" in given else ())},
-        {**across, "REAL": form.real, "RULE": form.backward, "EXACT": form.exact_early, "CLAMP": form.clamp},
+    shares = {"SQUARE", "COUNT", "FINITE", "NEXT"} | sum_
+    factors = {"DY", "X", "VAR"} | mask | mean | form.given(weight="FACTOR") | (constants - {"OUTPUT_SHIFT"})
+    down = {"TILE": form.tile, "BLOCK": column_launch(1, form.channels).block, "CENTER": center}
+    across = {"TILE": form.sum_tile, "BLOCK": sum_launch(1, form.channels)["BLOCK"], "CENTER": center}
+
+    def made(kernel: Any, names: set[str], **fixed: Any) -> tuple[int, ...]:
+        return compiled(kernel, frozenset(names), tuple(fixed.items()), form.dtypes, form.channels, form.device)
+
+    return (
+        *made(
+            columns.column_forward,
+            {"X", "STEP"} | shares | mask | ({"Y", "VAR"} | mean | affine if known else set()), **down,
+        ),
+        *made(
+            rules.train_rule,
+            {"RUNNING", "STEP", "SKIPPED", "BATCH", "VALUE", "TOTAL"} | shares | constants | saved | end
+            | form.given(window="WINDOW") | ({"SMOOTH_GRAD"} if saved else set()),
+            **across, RULE=form.forward, UNBIASED=form.unbiased,
+        ),
+        *(made(
+            rules.measure_drift, {"BATCH", "STEP", "NEXT", "AVERAGES", "LAG", "END"}, FAST=FAST, SLOW=SLOW,
+            LARGEST=LARGEST_LAG, UNSEEN=UNSEEN, NOTICE=NOTICE, BLOCK=min(power_of_2(form.channels), 1024),
+        ) if form.drift else absent),
+        *made(columns.column_forward, {"X", "Y", "VAR"} | mean | affine | constants, **down),
+        *made(
+            columns.column_backward, {"SUMS"} | factors | finite | ({"DX", "REMOVED"} if known else set()),
+            **down, REAL=form.real,
+        ),
+        *made(
+            rules.grad_rule,
+            {"SUMS", "COUNT", "STEP", "SKIPPED"} | finite | constants | saved | end | (set() if known else {"REMOVED"})
+            | form.given(weight="W", window_grad="WINDOW", smooth_grad="SMOOTH") | form.given(weight="DW", bias="DB"),
+            **across, REAL=form.real, RULE=form.backward, EXACT=form.exact_early, CLAMP=form.clamp,
+        ),
+        *(absent if known else made(
+            columns.column_backward, {"DX", "REMOVED"} | factors, **down, REAL=form.real,
+        )),
     )  # fmt: skip
-    grad_output = absent if form.known else made(columns.column_backward, {*factors, "DX", "REMOVED"}, back)
-    return *sums, *rule, *drift, *output, *grad_sums, *grad_rule, *grad_output
 
 
 @functools.cache
 def compiled(
-    kernel: Any, given: frozenset[str], constants: tuple[tuple[str, Any], ...], warps: int, dtype: torch.dtype,
+    kernel: Any, given: frozenset[str], constants: tuple[tuple[str, Any], ...], dtypes: tuple[torch.dtype, torch.dtype],
     channels: int, device: int | None,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Compile a kernel for the addresses that are given: its function, warps and bytes of shared memory."""
+    """Compile a kernel for the addresses given; return function, warps and shared memory."""
     import triton
     from triton.compiler import ASTSource
     from triton.runtime import driver as triton_driver
 
     names, fixed = kernel.arg_names, dict(constants)
-    activation = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    types = TYPES | dict.fromkeys(ACTIVATIONS, ADDRESSES[dtypes[0]]) | dict.fromkeys(PARAMETERS, ADDRESSES[dtypes[1]])
     signature = {
-        name: "constexpr" if name in fixed or (name.isupper() and name not in given)
-        else activation if name in ACTIVATIONS else TYPES.get(name, "*fp32")
+        name: "constexpr" if name in fixed or (name.isupper() and name not in given) else types.get(name, "*fp32")
         for name in names
-    }  # fmt: skip
+    }
     values = {(i,): fixed.get(name) for i, name in enumerate(names) if signature[name] == "constexpr"}
     whole = {"channels", "x_stride", "dy_stride"} if channels % 16 == 0 else set()
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if signature[name] != "constexpr" and name in ACTIVATIONS | whole}  # fmt: skip
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name] != "constexpr" and name in ACTIVATIONS | whole
+    }
     with torch.cuda.device(device):
         target = triton_driver.active.get_current_target()
-        made = triton.compile(ASTSource(kernel, signature, values, aligned), target, {"num_warps": warps})
+        made = triton.compile(ASTSource(kernel, signature, values, aligned), target, {"num_warps": 4})
         made._init_handles()
     return made.function, made.metadata.num_warps, made.metadata.shared

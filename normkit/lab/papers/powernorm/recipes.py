@@ -39,7 +39,7 @@ def mt_iwslt14() -> Run:
 
 
 def mt_iwslt14_gpu() -> Run:
-    """German to English on IWSLT'14, the PowerNorm paper's model trained briefly, in large batches.
+    """German to English on IWSLT'14, the PowerNorm paper's model in large batches.
 
     NORMKIT_DATA=FOLDER normkit train mt_iwslt14_gpu
 
