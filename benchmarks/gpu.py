@@ -38,6 +38,7 @@ from swin import swin_t
 from torch import Tensor
 
 import normkit
+from normkit.files import write_whole
 from normkit.kernels import ops
 from normkit.kernels.triton import entry as kernels
 from normkit.kernels.triton import rows as row_ops
@@ -385,11 +386,6 @@ def tune(op: Callable[[Launch], object], guess: Launch, rows: int, *, wide: bool
 # -- the whole --------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, text: str) -> None:
-    path.with_suffix(".part").write_text(text, encoding="utf8")
-    path.with_suffix(".part").replace(path)
-
-
 def table(path: Path, found: list[dict]) -> None:
     part = path.with_suffix(".part")
     with part.open("w", encoding="utf8", newline="") as file:
@@ -441,8 +437,8 @@ def main() -> int:
         "triton": triton.__version__, "python": sys.version.split()[0], "copy_bytes_per_s": ceiling(),
         "seconds": round(time.monotonic() - begun), "dry": DRY, "peers": versions(),
     }  # fmt: skip
-    write(given.out / "machine.json", json.dumps(machine, indent=1) + "\n")
-    write(given.out / "failures.json", json.dumps(failures, indent=1) + "\n")
+    for name, content in (("machine", machine), ("failures", failures)):
+        write_whole(given.out / f"{name}.json", f"{json.dumps(content, indent=1)}\n".encode())
     print(json.dumps(machine), *(f"\nFAILED {name}: {text}" for name, text in failures.items()))
     return 1 if failures else 0
 

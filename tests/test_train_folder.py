@@ -25,6 +25,9 @@ RUN = Run(
     name="folder", task="digits", data="digits", model=Model(width=8, hidden=8, depth=1, heads=1), steps=6,
     batch_tokens=16, checkpoint_every=3, record_every=0, threads=1,
 )  # fmt: skip
+WORDS = dataclasses.replace(
+    RUN, task="g2p", data="cmudict", steps=2, batch_tokens=200, valid_items=4, test_items=4, checkpoint_every=0
+)
 FLAGS = [
     "--model.width",
     "8",
@@ -232,3 +235,18 @@ def test_the_error_for_a_folder_of_runs_hides_none(tmp_path, monkeypatch, count,
         (Path(name) / "run.json").touch()
     with pytest.raises(ValueError, match=f"runs in it are a, .*{end}$"):
         load(".")
+
+
+# -- attention on a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run", "allowed"), [(WORDS, False), (dataclasses.replace(WORDS, static=True), True), (RUN, True)]
+)
+def test_batches_of_many_shapes_do_without_the_attention_that_plans_for_each(run, allowed, tmp_path):
+    seen = {}
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    train(run, tmp_path, on_progress=lambda p: seen.update({p.stage: torch.backends.cuda.cudnn_sdp_enabled()}))
+    assert before is torch.backends.cuda.cudnn_sdp_enabled() is True
+    assert seen["training"] == allowed
+    assert seen.get("decoding", allowed) == allowed

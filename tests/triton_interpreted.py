@@ -7,7 +7,6 @@ more without the interpreter, at real sizes.
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from fake_driver import driver  # noqa: F401
 from norm_cases import WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, several_steps
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint

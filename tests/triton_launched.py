@@ -1,17 +1,16 @@
 """Training steps that C++ launches: types, layouts, checkpoints and failures.
 
 `triton_interpreted.py` compares their results with the reference. `test_triton.py` runs both files, in the interpreter
-(`fake_driver.py`) and on a CUDA device.
+and on a CUDA device.
 """
 
 import pytest
 import torch
-from fake_driver import driver  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.kernels import dispatch
-from normkit.kernels.triton import plan
+from normkit.kernels.triton import interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # triton 3.6's own
 REAL = not dispatch.is_interpreted()
@@ -97,10 +96,11 @@ def test_a_norm_on_another_device_raises():
 
 
 @pytest.mark.skipif(REAL, reason="a device whose driver fails cannot go on")
-def test_a_failing_launch_raises(driver, monkeypatch):  # noqa: F811
-    driver.kernels = [None] * 9
-    monkeypatch.setattr(plan, "kernels", lambda form: (1, 4, 0) * 7)
-    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="cuLaunchKernel failed with error 1"):
-        normkit.make("batch", 8)(draw(4, 8))
-    assert isinstance(driver.failure, TypeError)
-    driver.failure = None
+def test_a_failing_launch_raises(monkeypatch, capfd):
+    norm = normkit.make("batch", 8)
+    with normkit.kernels("triton"):
+        norm(draw(4, 8))
+        monkeypatch.setattr(interpreted, "kernels", [])
+        with pytest.raises(RuntimeError, match="cuLaunchKernel failed with error 1 for kernel 0"):
+            norm(draw(4, 8))
+    assert "IndexError" in capfd.readouterr().err

@@ -20,7 +20,7 @@ BACKWARD = ("exact", "running", "windowed")
 
 
 def can_run(norm: Any, x: Tensor, kernels: ModuleType) -> bool:
-    """True if the parameters are plain tensors, on a CPU of float32, and the step can be compiled."""
+    """True if the step can be compiled, and reads the norm's parameters."""
     weight, bias = norm.weight, norm.bias
     kind = torch.float32 if kernels is entry or weight is None else weight.dtype
     plain = all(
@@ -31,8 +31,8 @@ def can_run(norm: Any, x: Tensor, kernels: ModuleType) -> bool:
 
 
 def _can_launch(x: Tensor) -> bool:
-    """True if C++ may launch kernels on `x`: on a GPU, where no operation is traced."""
-    return x.is_cuda and x.numel() // x.shape[-1] < 2**31 and not dispatch.is_traced()
+    """True if C++ may launch kernels on `x`: where no operation is traced."""
+    return x.numel() // x.shape[-1] < 2**31 and not dispatch.is_traced()
 
 
 def run(

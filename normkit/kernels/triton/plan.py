@@ -1,4 +1,4 @@
-"""Plans of training steps: kernels that Triton compiles once, and `launches.h` launches without Python.
+"""Plans of training steps: kernels for `launches.h` to launch, compiled once.
 
 A plan lists numbers: addresses of the driver's functions, the device's context and stream, grids, and the kernels. The
 code of a kernel depends on which of its addresses are given, so both sides must agree on that: here by names, in
@@ -14,18 +14,20 @@ from torch import Tensor
 
 from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN, KernelRule
 from normkit.kernels.triton import column_kernels as columns
+from normkit.kernels.triton import interpreted
 from normkit.kernels.triton import rule_kernels as rules
 from normkit.kernels.triton.launch import cdiv, column_launch, power_of_2, sum_grid, sum_launch
 
 ACTIVATIONS = {"X", "Y", "DY", "DX"}
 PARAMETERS = {"W", "B", "FACTOR", "DW", "DB"}
-ADDRESSES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+ADDRESSES = {dtype: name for name, dtype in interpreted.ADDRESSES.items()}
 TYPES = {  # by name; activations and parameters have those of the model, other addresses are of float32
     **dict.fromkeys(("STEP", "NEXT", "SKIPPED", "END"), "*i64"), "MASK": "*u8",
     **dict.fromkeys(("warmup", "until_r", "until_d"), "i64"),
     **dict.fromkeys(("rows", "channels", "x_stride", "dy_stride", "programs", "shares", "size"), "i32"),
     **dict.fromkeys(("eps", "rate", "bound_r", "bound_d", "floor"), "fp32"),
 }  # fmt: skip
+WARPS = 4
 CONSTANTS = {"arithmetic": {"OUTPUT_SCALE"}, "renorm": {"OUTPUT_SCALE", "OUTPUT_SHIFT"}}  # of rules
 
 
@@ -76,7 +78,7 @@ def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: boo
 
 @functools.lru_cache(4096)
 def _grids(rows: int, channels: int) -> tuple[int, int, int, int, int]:
-    """Tiles of rows and of shares, programs along rows, blocks of channels, and programs of a rule."""
+    """Tiles of rows and of shares; programs along rows and channels, and of a rule."""
     launch = column_launch(rows, channels)
     sum_tile = sum_launch(launch.programs, channels)["TILE"]
     return launch.tile, sum_tile, launch.programs, cdiv(channels, launch.block), *sum_grid(channels)
@@ -84,7 +86,9 @@ def _grids(rows: int, channels: int) -> tuple[int, int, int, int, int]:
 
 @functools.cache
 def driver(device: int | None) -> tuple[int, ...]:
-    """Addresses of the driver's functions, and its context of a device."""
+    """Addresses of the driver's functions, and its context of a device; None for the interpreter."""
+    if device is None:
+        return interpreted.driver
     functions, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     names = "cuLaunchKernel", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
     addresses = (ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0 for name in names)
@@ -154,16 +158,18 @@ def compiled(
     channels: int, device: int | None,
 ) -> tuple[int, int, int]:  # fmt: skip
     """Compile a kernel for the addresses given; return function, warps and shared memory."""
-    import triton
-    from triton.compiler import ASTSource
-    from triton.runtime import driver as triton_driver
-
     names, fixed = kernel.arg_names, dict(constants)
     types = TYPES | dict.fromkeys(ACTIVATIONS, ADDRESSES[dtypes[0]]) | dict.fromkeys(PARAMETERS, ADDRESSES[dtypes[1]])
     signature = {
         name: "constexpr" if name in fixed or (name.isupper() and name not in given) else types.get(name, "*fp32")
         for name in names
     }
+    if device is None:
+        return interpreted.handle(kernel, signature, fixed), WARPS, 0
+    import triton
+    from triton.compiler import ASTSource
+    from triton.runtime import driver as triton_driver
+
     values = {(i,): fixed.get(name) for i, name in enumerate(names) if signature[name] == "constexpr"}
     whole = {"channels", "x_stride", "dy_stride"} if channels % 16 == 0 else set()
     aligned = {
@@ -173,6 +179,6 @@ def compiled(
     }
     with torch.cuda.device(device):
         target = triton_driver.active.get_current_target()
-        made = triton.compile(ASTSource(kernel, signature, values, aligned), target, {"num_warps": 4})
+        made = triton.compile(ASTSource(kernel, signature, values, aligned), target, {"num_warps": WARPS})
         made._init_handles()
     return made.function, made.metadata.num_warps, made.metadata.shared

@@ -95,12 +95,25 @@ def train(
         torch.manual_seed(run.seed)
         model = build_model(run.task, run.model, data.vocabularies)
         task = TASKS[run.task].load("module")(run, model, data)
-        _fit(task, callback, resume)
-        if is_distributed():
-            torch.distributed.destroy_process_group()  # metrics and norms would wait for processes that have ended
-        if not is_rank_zero():
-            raise SystemExit(0)
-        return _finish(task, callback, on_stage, command)
+        varied = TASKS[run.task].bucketed and not run.static
+        with _without_plans() if varied else contextlib.nullcontext():
+            _fit(task, callback, resume)
+            if is_distributed():
+                torch.distributed.destroy_process_group()  # metrics and norms would wait for processes that have ended
+            if not is_rank_zero():
+                raise SystemExit(0)
+            return _finish(task, callback, on_stage, command)
+
+
+@contextlib.contextmanager
+def _without_plans() -> Iterator[None]:
+    """Do without cuDNN's attention, which plans for up to a second at each new shape."""
+    chosen = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(chosen)
 
 
 def _fit(task: Task, callback: RunCallback, resume: bool) -> None:

@@ -1,0 +1,56 @@
+"""The driver of no device: kernels that C++ launches run in Triton's interpreter, on CPU tensors."""
+
+import ctypes
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+ADDRESSES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*fp16": torch.float16, "*i64": torch.int64,
+             "*u8": torch.uint8}  # fmt: skip
+NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)  # fmt: skip
+SWITCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+kernels: list[tuple[Any, dict[str, str], dict[str, Any]]] = []  # kernel, signature, constants; places are handles
+
+
+def handle(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> int:
+    """Return the handle of a kernel for parameters of these types."""
+    kernels.append((kernel, signature, constants))
+    return len(kernels)
+
+
+def launch(function: int, x: int, y: int, *others: Any) -> int:
+    """Run a kernel as the driver's `cuLaunchKernel` would; return 1 if it fails."""
+    try:
+        kernel, signature, constants = kernels[function - 1]
+        kernel[(x, y)](*_arguments(signature, constants, others[-2]), **constants)
+    except Exception:
+        traceback.print_exc()  # C++ stands between it and who called
+        return 1
+    return 0
+
+
+def _arguments(signature: dict[str, str], constants: dict[str, Any], parameters: Any) -> Iterator[Any]:
+    """Read the parameters, among which addresses that are not given are missing."""
+    index = 0
+    for name, kind in signature.items():
+        if kind == "constexpr":
+            if name not in constants:
+                yield None
+            continue
+        here, index = parameters[index], index + 1
+        if kind in NUMBERS:
+            yield NUMBERS[kind].from_address(here).value
+        else:
+            first = (ctypes.c_char * 8).from_address(ctypes.c_uint64.from_address(here).value)
+            yield torch.frombuffer(first, dtype=ADDRESSES[kind])[:1]
+
+
+_callbacks = LAUNCH(launch), SWITCH(lambda context: 0), SWITCH(lambda context: 0)
+driver = *(ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in _callbacks), 0
