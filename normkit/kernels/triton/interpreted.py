@@ -1,4 +1,4 @@
-"""The driver of no device: kernels that C++ launches run in Triton's interpreter, on CPU tensors."""
+"""A driver that runs what C++ launches in Triton's interpreter, on CPU tensors."""
 
 import ctypes
 import traceback

@@ -86,7 +86,7 @@ def _grids(rows: int, channels: int) -> tuple[int, int, int, int, int]:
 
 @functools.cache
 def driver(device: int | None) -> tuple[int, ...]:
-    """Addresses of the driver's functions, and its context of a device; None for the interpreter."""
+    """Addresses of the driver's functions and its context; those of the interpreter for None."""
     if device is None:
         return interpreted.driver
     functions, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
