@@ -3,18 +3,25 @@
 `python tests/triton_compile.py 80 90 100` prints a JSON list of rows. TRITON_INTERPRET must not be set.
 """
 
+import contextlib
 import json
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import normkit
+from normkit.kernels.kernel_rule import find_kernel_rule
 from normkit.kernels.triton import column_kernels as channels
+from normkit.kernels.triton import plan
 from normkit.kernels.triton import row_kernels as rows
 from normkit.kernels.triton import rule_kernels as rules
 from normkit.kernels.triton.launch import column_launch, row_launch
@@ -141,12 +148,36 @@ def compile_one(kernel, none, constants, launch, dtype, capability):
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
     source = ASTSource(kernel, signature, keys, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.warps})
-    atomics = made.asm["ptx"].count("atom.") + made.asm["ptx"].count("red.global")
-    return {"kernel": kernel.__name__, "sm": capability, "dtype": dtype, "atomics": atomics, **usage(made)}
+    return {"sm": capability, "dtype": dtype, **usage(made)}
+
+
+def compile_plans(capability):
+    """Yield all kernels of some plans, as `plan.compiled` has them made for a device."""
+    found = []
+
+    def keep(made):
+        made.function = 1
+        found.append({"sm": capability, "dtype": "of a plan", **usage(made)})
+
+    target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", capability, 32)))
+    with (
+        mock.patch("triton.runtime.driver", target),
+        mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()),
+        mock.patch("triton.compiler.CompiledKernel._init_handles", keep),
+    ):
+        for spec, dtype, masked in (
+            ("un", torch.bfloat16, True), ("renorm", torch.float32, False), ("power(groups=0)", torch.float16, False)
+        ):  # fmt: skip
+            norm, x = normkit.make(spec, 512), torch.empty(4096, 512, dtype=dtype)
+            mask = torch.ones(4096, dtype=torch.bool) if masked else None
+            form = plan.form(norm, find_kernel_rule(norm), x, mask, "power" in spec, 16, 64)._replace(device=0)
+            assert len(plan.kernels(form)) == 3 * 7
+    return found
 
 
 def usage(made):
-    """Registers and bytes of local memory (spills) per thread, by triton's disassembler."""
+    """Name, atomic operations, registers and bytes of local memory (spills) per thread, by triton's disassembler."""
+    atomics = made.asm["ptx"].count("atom.") + made.asm["ptx"].count("red.global")
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -155,7 +186,8 @@ def usage(made):
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     found = {name: re.search(rf"{name}:(\d+)", text) for name in ("REG", "STACK", "LOCAL")}
-    return {name.lower(): int(match[1]) if match else None for name, match in found.items()}
+    counts = {name.lower(): int(match[1]) if match else None for name, match in found.items()}
+    return {"kernel": made.name, "atomics": atomics, **counts}
 
 
 if __name__ == "__main__":
@@ -167,4 +199,4 @@ if __name__ == "__main__":
         for capability in targets
         for number, case in (every if capability == 90 else last.values())
     ]
-    print(json.dumps(out))
+    print(json.dumps(out + compile_plans(90)))

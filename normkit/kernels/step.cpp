@@ -102,12 +102,6 @@ void mark_written(const variable_list& state, std::initializer_list<Buffer> buff
         if (state[i].defined()) state[i].unsafeGetTensorImpl()->bump_version();
 }
 
-// Contiguous and, as Triton's kernels take for granted, aligned.
-Tensor plain(const Tensor& input) {
-    const Tensor x = input.resolve_neg().contiguous();
-    return reinterpret_cast<std::uintptr_t>(x.data_ptr()) % 16 ? x.clone() : x;
-}
-
 // What has no gradient. Buffers are not saved as variables: other steps write to them before the backward pass.
 struct Given : torch::CustomClassHolder {
     Options options;
@@ -122,6 +116,11 @@ struct Given : torch::CustomClassHolder {
 
     bool in_cpp() const { return kernels.size() == 2; }
     Addresses addresses(const Tensor& x) const { return {x.device(), in_cpp()}; }
+    Tensor plain(const Tensor& input) const {  // contiguous and, as Triton's kernels take for granted, aligned
+        const Tensor x = input.resolve_neg().contiguous();
+        const bool any_address = in_cpp() || !x.has_storage();
+        return any_address || reinterpret_cast<std::uintptr_t>(x.data_ptr()) % 16 == 0 ? x : x.clone();
+    }
     void run(const TrainingStep& step, bool backward, const Tensor& x) const {
         if (in_cpp())
             reinterpret_cast<Kernel>(kernels[backward])(step, at::get_num_threads());
@@ -145,7 +144,7 @@ struct Step : torch::autograd::Function<Step> {
                           const Optional& given_bias, const c10::intrusive_ptr<Given>& given,
                           variable_list& decisions) {
         const Tensor weight = given_weight.value_or(Tensor()), bias = given_bias.value_or(Tensor());
-        const Tensor x = plain(input), y = at::empty_like(x);
+        const Tensor x = given->plain(input), y = at::empty_like(x);
         const bool decided = !decisions.empty();
         if (!decided) decisions = new_decisions(x, given->options);
         TrainingStep step = common_arguments(x, given->mask, weight, *given, decisions);
@@ -168,8 +167,8 @@ struct Step : torch::autograd::Function<Step> {
                     "put them into evaluation mode, or take a per-token norm");
         const auto given = c10::static_intrusive_pointer_cast<Given>(context->saved_data["given"].toCapsule());
         const variable_list saved = context->get_saved_variables();
-        const Tensor x = plain(saved[DECISIONS]), weight = saved[DECISIONS + 1], mask = saved[DECISIONS + 2];
-        const Tensor dy = plain(gradients[0]), dx = at::empty_like(x);
+        const Tensor x = given->plain(saved[DECISIONS]), weight = saved[DECISIONS + 1], mask = saved[DECISIONS + 2];
+        const Tensor dy = given->plain(gradients[0]), dx = at::empty_like(x);
         TORCH_CHECK(dy.has_storage(), "vmap of this norm's gradients needs `with normkit.kernels(\"reference\")`");
         TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(), ", x ", x.scalar_type());
         const auto kind = weight.defined() ? weight.scalar_type() : at::kFloat;

@@ -31,8 +31,8 @@ def can_run(norm: Any, x: Tensor, kernels: ModuleType) -> bool:
 
 
 def _can_launch(x: Tensor) -> bool:
-    """True if C++ may launch kernels on `x`: where no operation is traced."""
-    return x.numel() // x.shape[-1] < 2**31 and not dispatch.is_traced()
+    """True if C++ may launch kernels on `x`: by NVIDIA's driver, where no operation is traced."""
+    return not torch.version.hip and x.numel() // x.shape[-1] < 2**31 and not dispatch.is_traced()
 
 
 def run(

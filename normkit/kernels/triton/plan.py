@@ -63,17 +63,24 @@ class Form(NamedTuple):
 
 def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool) -> list[int]:
     """Return the plan of a step: the fields of `Plan` in `launches.h`."""
-    channels, device, weight = x.shape[-1], x.device.index, norm.weight
-    tile, sum_tile, *grids = _grids(x.numel() // channels, channels)
-    masked, dtypes = mask is not None, (x.dtype, torch.float32 if weight is None else weight.dtype)
-    form = Form(
+    device = x.device.index
+    tile, sum_tile, *grids = _grids(x.numel() // x.shape[-1], x.shape[-1])
+    stream = torch._C._cuda_getCurrentRawStream(device) if x.is_cuda else 0
+    return [*driver(device), stream, *grids, *kernels(form(norm, rule, x, mask, known, tile, sum_tile))]
+
+
+def form(
+    norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, tile: int, sum_tile: int
+) -> Form:  # fmt: skip
+    """Return what the kernels of a step depend on."""
+    weight, masked = norm.weight, mask is not None
+    return Form(
         rule.forward, rule.backward, rule.unbiased, rule.exact_early, rule.clamp, norm.center, known,
         weight is not None, norm.bias is not None, masked, masked and norm.pad_grad == "real",
         rule.window is not None, rule.window_grad is not None, rule.smooth_grad is not None,
-        isinstance(rule.warmup, Tensor), bool(rule.drift), dtypes, channels, tile, sum_tile, device,
+        isinstance(rule.warmup, Tensor), bool(rule.drift),
+        (x.dtype, torch.float32 if weight is None else weight.dtype), x.shape[-1], tile, sum_tile, x.device.index,
     )  # fmt: skip
-    stream = torch._C._cuda_getCurrentRawStream(device) if x.is_cuda else 0
-    return [*driver(device), stream, *grids, *kernels(form)]
 
 
 @functools.lru_cache(4096)

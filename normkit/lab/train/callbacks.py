@@ -78,7 +78,7 @@ class RunCallback(lightning.Callback):
         if self._rng:
             _set_rng(self._rng[trainer.global_rank])
             trainer.should_stop = self._ends_early(trainer.optimizers[0].param_groups[0]["lr"])  # ended unscored
-        if pl_module.device.type == "cpu" and any(isinstance(module, StatNorm) for module in pl_module.modules()):
+        if any(isinstance(module, StatNorm) for module in pl_module.modules()):
             step_op()  # compiles on the first run of a machine, which is no part of the training time
         self._started = time.perf_counter()
 
