@@ -35,10 +35,10 @@ def test_copies_of_the_sources_share_what_was_compiled(tmp_path, monkeypatch):
         return build._key(["g++"], ["-O3", str(build.SOURCES / "kernels.cpp")])
 
     original = key()
-    shutil.copytree(build.SOURCES, tmp_path / "cpu")
-    monkeypatch.setattr(build, "SOURCES", tmp_path / "cpu")
+    shutil.copytree(build.SOURCES.parent, tmp_path / "kernels")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "kernels" / "cpu")
     assert key() == original
-    (tmp_path / "cpu" / "rows.h").write_text("// changed")
+    (tmp_path / "kernels" / "triton" / "launches.h").write_text("// changed")
     assert key() != original
 
 
@@ -51,7 +51,8 @@ def test_processes_that_start_together_compile_once(tmp_path, monkeypatch):
         path.touch()
 
     monkeypatch.setattr(build, "_compile", slowly)
+    monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path))
     with ThreadPoolExecutor(4) as pool:  # locks of threads that open a file each are as those of processes
-        found = list(pool.map(lambda _: build._built("kernels", ["g++"], [], str, tmp_path), range(4)))
+        found = list(pool.map(lambda _: build._built("kernels", ["g++"], [], str), range(4)))
     assert found == [(str(compiled[0]), "")] * 4
     assert len(compiled) == 1
