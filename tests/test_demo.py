@@ -1,6 +1,5 @@
 """The demo: its plan, parallel processes, Ctrl-C, and folding at the end."""
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -14,7 +13,6 @@ from rich.console import Console
 from worker_jobs import answer, fail, wait_to_be_stopped
 
 from normkit.lab.report import results
-from normkit.lab.studies import evaluate
 from normkit.lab.studies.demo import COMPARED, FINISH, compare, entries, slug, steps_for
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.workers import Workers
@@ -66,9 +64,8 @@ def test_a_warmup_that_is_given_stays():
     assert slug(entry.title) == "un-warmup=7-window=2"
 
 
-def test_three_norms_side_by_side_then_folded_and_timed(tmp_path, monkeypatch, forked_workers):
+def test_three_norms_side_by_side_then_folded_and_timed(tmp_path, forked_workers):
     """A diverged norm is a row; the others are compared, and `un` is folded."""
-    monkeypatch.setattr(evaluate, "measure", functools.partial(evaluate.measure, rounds=5))
     plan = entries(("layer", "un", "batch"), steps=8, out=tmp_path, test_items=20)
     broken = plan[2].run.model
     plan[2] = type(plan[2])(
@@ -84,7 +81,7 @@ def test_three_norms_side_by_side_then_folded_and_timed(tmp_path, monkeypatch, f
         def end(self, title, outcome):
             reports.append((title, outcome))
 
-    outcome = compare(plan, Ears(Console(quiet=True), [], 8), "as typed")
+    outcome = compare(plan, Ears(Console(quiet=True), [], 8), "as typed", rounds=5)
     assert not outcome.failed
     assert not outcome.interrupted
     assert [folder.name for folder in outcome.found] == ["layer", "un", "batch"]

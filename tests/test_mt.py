@@ -283,7 +283,7 @@ def test_bfloat16_in_compiled_graphs_trains_the_same_model(corpus, tmp_path, mon
     graphs = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")  # Inductor needs a C++ compiler
     monkeypatch.setattr(torch.nn.Module, "compile", graphs)
     model = dataclasses.replace(TINY, norm="un(warmup=2)", dropout=0.0)
-    run = changed(corpus, model=model, static=True, steps=5, valid_every=5, checkpoint_every=0, test_items=5)
+    run = changed(corpus, model=model, static=True, steps=3, valid_every=3, checkpoint_every=0, test_items=5)
     slow = train(run, tmp_path / "float32")
     fast = train(dataclasses.replace(run, precision="bf16-mixed", compile=True), tmp_path / "compiled")
     assert fast["speed"]["tflops"] > 0

@@ -13,6 +13,7 @@ from normkit.lab.studies.evaluate import finish_job
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.workers import Workers, send, train_job
 from normkit.lab.study import warmed
+from normkit.lab.timing import ROUNDS
 from normkit.lab.train.config import Run
 from normkit.lab.train.progress import Progress
 from normkit.norms import NORMS, StatNorm, parse
@@ -120,7 +121,7 @@ class Outcome:
     interrupted: bool
 
 
-def compare(plan: list[Entry], board: Board, command: str, processes: int = 2) -> Outcome:
+def compare(plan: list[Entry], board: Board, command: str, processes: int = 2, rounds: int = ROUNDS) -> Outcome:
     """Train all norms in parallel, then fold and time them; Ctrl-C keeps finished ones."""
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -143,7 +144,7 @@ def compare(plan: list[Entry], board: Board, command: str, processes: int = 2) -
             if scored:
                 offline = [title for title in scored if "donors" in found[title]["scores"]]
                 to_fold = "un" if "un" in offline else next(iter(offline), None)
-                workers.submit(FINISH, finish_job, scored, to_fold, "layer" if "layer" in scored else None)
+                workers.submit(FINISH, finish_job, scored, to_fold, "layer" if "layer" in scored else None, rounds)
                 collect()
                 found |= {title: results.read(folder) for title, folder in scored.items()}
         except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from normkit.lab.report import results
 from normkit.lab.studies.workers import send
-from normkit.lab.timing import Timings, measure
+from normkit.lab.timing import ROUNDS, Timings, measure
 from normkit.lab.train.fold_run import audit_run, fold_run
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.progress import Progress
@@ -18,7 +18,9 @@ WORDS = 64  # words that are decoded together for timing
 FOLDED = "folded"  # sub-folder of a run
 
 
-def finish_job(title: str, folders: dict[str, Path], to_fold: str | None, baseline: str | None) -> None:
+def finish_job(
+    title: str, folders: dict[str, Path], to_fold: str | None, baseline: str | None, rounds: int = ROUNDS
+) -> None:
     """Add folding and inference speed to the results of runs, in a worker.
 
     All models are timed in one process, in turns.
@@ -28,6 +30,7 @@ def finish_job(title: str, folders: dict[str, Path], to_fold: str | None, baseli
         folders: Folders of the runs, by title.
         to_fold: Run to fold, score again, and time against itself and `baseline`.
         baseline: Run to compare with.
+        rounds: Rounds of timing.
     """
 
     def show(stage: str) -> None:
@@ -48,7 +51,7 @@ def finish_job(title: str, folders: dict[str, Path], to_fold: str | None, baseli
         found[to_fold]["fold"] |= {"max_error": report.max_error, "native_error": report.native_error}
         found[to_fold]["scores"]["folded"] = _scores(loaded[folded_name])
     show("timing")
-    timings = _timings(loaded)
+    timings = _timings(loaded, rounds)
     for name, result in found.items():
         result["speed"]["inference_words_per_s"] = WORDS / timings.median(name)
     if to_fold is not None:
@@ -72,7 +75,7 @@ def _scores(folded: Loaded) -> dict[str, float]:
     return Translation(folded.run, folded.model, SOURCES[folded.run.data]()).score_test()
 
 
-def _timings(models: Mapping[str, Loaded]) -> Timings:
+def _timings(models: Mapping[str, Loaded], rounds: int) -> Timings:
     from normkit.lab.data.embedded import cmudict
     from normkit.lab.train.pairs import PairTable
 
@@ -80,7 +83,7 @@ def _timings(models: Mapping[str, Loaded]) -> Timings:
     batch = PairTable.of([pairs[number * len(pairs) // WORDS] for number in range(WORDS)]).batch(list(range(WORDS)))
     source, given, _ = batch.tensors
     decoding = {name: lambda m=run.model: decode_along(m, source, given) for name, run in models.items()}
-    return measure(decoding)
+    return measure(decoding, rounds)
 
 
 def _ratio(timings: Timings, a: str, b: str) -> dict[str, float]:
