@@ -176,7 +176,7 @@ def compile_plans(capability):
 
 
 def usage(made):
-    """Name, atomic operations, registers and bytes of local memory (spills) per thread, by triton's disassembler."""
+    """Name, atomic operations, registers and bytes of spills, by triton's disassembler."""
     atomics = made.asm["ptx"].count("atom.") + made.asm["ptx"].count("red.global")
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

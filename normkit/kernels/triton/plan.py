@@ -69,9 +69,7 @@ def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: boo
     return [*driver(device), stream, *grids, *kernels(form(norm, rule, x, mask, known, tile, sum_tile))]
 
 
-def form(
-    norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, tile: int, sum_tile: int
-) -> Form:  # fmt: skip
+def form(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, tile: int, sum_tile: int) -> Form:
     """Return what the kernels of a step depend on."""
     weight, masked = norm.weight, mask is not None
     return Form(
