@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from normkit.kernels.cpu import build
+from normkit.kernels import build
 
 ROOT = Path(__file__).parents[1]
 FOUR = 4  # launches that a norm may have, forward and backward together

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import normkit
-from normkit.kernels import ops
-from normkit.kernels.cpu import arguments, build
+from normkit.kernels import build, ops
+from normkit.kernels.cpu import arguments
 from normkit.kernels.cpu import entry as native
 
 needs_kernels = pytest.mark.skipif(bool(build.obstacle()), reason=f"no kernels here: {build.obstacle()}")

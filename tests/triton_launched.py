@@ -100,7 +100,7 @@ def test_a_failing_launch_raises(monkeypatch, capfd):
     norm = normkit.make("batch", 8)
     with normkit.kernels("triton"):
         norm(draw(4, 8))
-        monkeypatch.setattr(interpreted, "kernels", [])
+        monkeypatch.setattr(interpreted, "kernels", {})
         with pytest.raises(RuntimeError, match="cuLaunchKernel failed with error 1 for kernel 0"):
             norm(draw(4, 8))
-    assert "IndexError" in capfd.readouterr().err
+    assert "KeyError" in capfd.readouterr().err

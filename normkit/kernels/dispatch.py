@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from normkit.kernels.cpu import build
+from normkit.kernels import build
 from normkit.kernels.cpu import entry as cpu
 
 CHOICES = ("auto", "triton", "native", "fused", "reference")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from normkit.kernels.cpu.build import SOURCES, library
+from normkit.kernels.build import SOURCES, library
 
 NUMBERS = {"int": "i", "int64_t": "q", "float": "f"}  # as `struct` packs them
 POINTERS = {"bool": torch.bool, "int64_t": torch.int64, "float": torch.float32}  # void: the type of x

@@ -16,19 +16,19 @@ LAUNCH = ctypes.CFUNCTYPE(
 )  # fmt: skip
 SWITCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
-kernels: list[tuple[Any, dict[str, str], dict[str, Any]]] = []  # kernel, signature, constants; places are handles
+kernels: dict[int, tuple[Any, dict[str, str], dict[str, Any]]] = {}  # kernel, signature and constants, by handle
 
 
 def handle(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> int:
     """Return the handle of a kernel for parameters of these types."""
-    kernels.append((kernel, signature, constants))
+    kernels[len(kernels) + 1] = kernel, signature, constants  # 0 stands for a kernel that a plan leaves out
     return len(kernels)
 
 
 def launch(function: int, x: int, y: int, *others: Any) -> int:
     """Run a kernel as the driver's `cuLaunchKernel` would; return 1 if it fails."""
     try:
-        kernel, signature, constants = kernels[function - 1]
+        kernel, signature, constants = kernels[function]
         kernel[(x, y)](*_arguments(signature, constants, others[-2]), **constants)
     except Exception:
         traceback.print_exc()  # C++ stands between it and who called

@@ -1,5 +1,6 @@
-// A training step on a GPU: both passes of steps.py, as launches of kernels that Triton compiled (plan.py). Scratch
-// memory comes from PyTorch's allocator, in the order of the stream.
+// Both passes of a training step on a GPU, as launches of kernels that Triton compiled (plan.py). Forward: sums, rule,
+// standardize; an automatic warm-up measures its drift, too. Backward: sums, rule, dx. If the statistics are known in
+// advance, standardize and dx share the reading of the sums. Scratch memory comes from PyTorch's allocator.
 
 #pragma once
 
@@ -8,6 +9,9 @@
 
 #include <array>
 #include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <type_traits>
 
 #include "../training_step.h"
 

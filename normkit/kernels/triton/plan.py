@@ -27,7 +27,6 @@ TYPES = {  # by name; activations and parameters have those of the model, other 
     **dict.fromkeys(("rows", "channels", "x_stride", "dy_stride", "programs", "shares", "size"), "i32"),
     **dict.fromkeys(("eps", "rate", "bound_r", "bound_d", "floor"), "fp32"),
 }  # fmt: skip
-WARPS = 4
 CONSTANTS = {"arithmetic": {"OUTPUT_SCALE"}, "renorm": {"OUTPUT_SCALE", "OUTPUT_SHIFT"}}  # of rules
 
 
@@ -119,8 +118,8 @@ def kernels(form: Form) -> tuple[int, ...]:
     finite = set() if form.backward == "exact" else {"FINITE"}
     shares = {"SQUARE", "COUNT", "FINITE", "NEXT"} | sum_
     factors = {"DY", "X", "VAR"} | mask | mean | form.given(weight="FACTOR") | (constants - {"OUTPUT_SHIFT"})
-    down = {"TILE": form.tile, "BLOCK": column_launch(1, form.channels).block, "CENTER": center}
-    across = {"TILE": form.sum_tile, "BLOCK": sum_launch(1, form.channels)["BLOCK"], "CENTER": center}
+    down = {**column_launch(1, form.channels).meta, "TILE": form.tile, "CENTER": center}
+    across = {**sum_launch(1, form.channels), "TILE": form.sum_tile, "CENTER": center}
 
     def made(kernel: Any, names: set[str], **fixed: Any) -> tuple[int, ...]:
         return compiled(kernel, frozenset(names), tuple(fixed.items()), form.dtypes, form.channels, form.device)
@@ -138,7 +137,7 @@ def kernels(form: Form) -> tuple[int, ...]:
         ),
         *(made(
             rules.measure_drift, {"BATCH", "STEP", "NEXT", "AVERAGES", "LAG", "END"}, FAST=FAST, SLOW=SLOW,
-            LARGEST=LARGEST_LAG, UNSEEN=UNSEEN, NOTICE=NOTICE, BLOCK=min(power_of_2(form.channels), 1024),
+            LARGEST=LARGEST_LAG, UNSEEN=UNSEEN, NOTICE=NOTICE, BLOCK=min(power_of_2(form.channels), 1024), num_warps=4,
         ) if form.drift else absent),
         *made(columns.column_forward, {"X", "Y", "VAR"} | mean | affine | constants, **down),
         *made(
@@ -164,13 +163,14 @@ def compiled(
 ) -> tuple[int, int, int]:  # fmt: skip
     """Compile a kernel for the addresses given; return function, warps and shared memory."""
     names, fixed = kernel.arg_names, dict(constants)
+    warps = fixed.pop("num_warps")
     types = TYPES | dict.fromkeys(ACTIVATIONS, ADDRESSES[dtypes[0]]) | dict.fromkeys(PARAMETERS, ADDRESSES[dtypes[1]])
     signature = {
         name: "constexpr" if name in fixed or (name.isupper() and name not in given) else types.get(name, "*fp32")
         for name in names
     }
     if device is None:
-        return interpreted.handle(kernel, signature, fixed), WARPS, 0
+        return interpreted.handle(kernel, signature, fixed), warps, 0
     import triton
     from triton.compiler import ASTSource
     from triton.runtime import driver as triton_driver
@@ -184,6 +184,6 @@ def compiled(
     }
     with torch.cuda.device(device):
         target = triton_driver.active.get_current_target()
-        made = triton.compile(ASTSource(kernel, signature, values, aligned), target, {"num_warps": WARPS})
+        made = triton.compile(ASTSource(kernel, signature, values, aligned), target, {"num_warps": warps})
         made._init_handles()
     return made.function, made.metadata.num_warps, made.metadata.shared

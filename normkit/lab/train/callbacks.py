@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.kernels.cpu.build import step_op
+from normkit.kernels.build import library, step_op
 from normkit.lab.report import results
 from normkit.lab.singular_values import embedding_rows
 from normkit.lab.tasks import TASKS
@@ -79,7 +79,9 @@ class RunCallback(lightning.Callback):
             _set_rng(self._rng[trainer.global_rank])
             trainer.should_stop = self._ends_early(trainer.optimizers[0].param_groups[0]["lr"])  # ended unscored
         if any(isinstance(module, StatNorm) for module in pl_module.modules()):
-            step_op()  # compiles on the first run of a machine, which is no part of the training time
+            if pl_module.device.type == "cpu":
+                library()
+            step_op()  # both compile on the first run of a machine, which is no part of the training time
         self._started = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normkit.files import write_whole
 from normkit.kernels.sync import is_distributed
@@ -39,6 +40,11 @@ from normkit.lab.train.task import Task
 from normkit.lab.train.utilization import utilization
 from normkit.lab.train.weights import check_fit, mean_weights, save_weights
 from normkit.norms import fold_weights, weight_norm
+
+# implementations of attention but cuDNN's, which plans for each new shape of a batch
+ANY_SHAPE = [
+    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE,
+]  # fmt: skip
 
 
 class _Interrupted(Exception):
@@ -96,24 +102,13 @@ def train(
         model = build_model(run.task, run.model, data.vocabularies)
         task = TASKS[run.task].load("module")(run, model, data)
         varied = TASKS[run.task].bucketed and not run.static
-        with _without_plans() if varied else contextlib.nullcontext():
+        with sdpa_kernel(ANY_SHAPE) if varied else contextlib.nullcontext():
             _fit(task, callback, resume)
             if is_distributed():
                 torch.distributed.destroy_process_group()  # metrics and norms would wait for processes that have ended
             if not is_rank_zero():
                 raise SystemExit(0)
             return _finish(task, callback, on_stage, command)
-
-
-@contextlib.contextmanager
-def _without_plans() -> Iterator[None]:
-    """Do without cuDNN's attention, which plans for up to a second at each new shape."""
-    chosen = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(chosen)
 
 
 def _fit(task: Task, callback: RunCallback, resume: bool) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from normkit.kernels.cpu import build
+from normkit.kernels import build
 
 
 def test_a_user_without_a_home_gets_a_warning_and_slower_code(monkeypatch):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-SOURCES, TORCH = Path(__file__).parent, Path(torch.__file__).parent
+SOURCES, TORCH = Path(__file__).parent / "cpu", Path(torch.__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
 STEP_FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", ABI)
