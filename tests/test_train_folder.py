@@ -20,6 +20,7 @@ from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, remove_t
 from normkit.lab.train.config import Run
 from normkit.lab.train.folder import LOCK, load, locked
 from normkit.lab.train.run import train
+from normkit.lab.train.task import Task
 
 RUN = Run(
     name="folder", task="digits", data="digits", model=Model(width=8, hidden=8, depth=1, heads=1), steps=6,
@@ -55,6 +56,14 @@ def copy(folder, tmp_path):
     for name in ("run.json", "vocab.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     return tmp_path
+
+
+def test_the_last_validation_runs_on_the_device_of_the_scores(tmp_path, monkeypatch):
+    order, move, validate = [], Task.to, Task.validate
+    monkeypatch.setattr(Task, "to", lambda task, device: order.append(device) or move(task, device))
+    monkeypatch.setattr(Task, "validate", lambda task: order.append("validate") or validate(task))
+    train(dataclasses.replace(WORDS, steps=1), tmp_path)
+    assert order[-2:] == ["cpu", "validate"], "Lightning leaves the model on the CPU"
 
 
 # -- the lock --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import functools
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,23 +13,6 @@ from normkit.kernels.step_statistics import StepStatistics
 from normkit.kernels.sync import all_reduce
 
 
-@dataclass(frozen=True)
-class StandardizeOptions:
-    """Arguments of `Standardize` that have no gradient, beside the statistics.
-
-    Attributes:
-        norm: A StatNorm, which decides which gradient statistics to remove.
-        groups: Groups of layer-scale that the kernels apply on their way.
-        one_pass: The statistics were known before this batch was read.
-        y: The output, if a kernel has already written it.
-    """
-
-    norm: Any
-    groups: int = 0
-    one_pass: bool = False
-    y: Tensor | None = None
-
-
 class Standardize(torch.autograd.Function):
     """Standardize with given statistics, then scale and shift.
 
@@ -38,19 +20,18 @@ class Standardize(torch.autograd.Function):
     removes the gradient statistics that the norm chooses (`s0` of `g`, `s1` of `g * z`):
     `dx = dx_scale * (g - s0 - z * s1) / sqrt(var + eps)` with `g = grad_scale * output_scale * weight * dy`. Rows of
     padding take part in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
+    `norm` is a StatNorm, which decides what to remove, and `groups` those of layer-scale that the kernels apply on their
+    way.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, statistics, options):  # noqa: D102
-        norm = options.norm
-        ctx.norm, ctx.groups, ctx.one_pass, ctx.has_bias = norm, options.groups, options.one_pass, bias is not None
+    def forward(ctx, x, weight, bias, statistics, norm, groups):  # noqa: D102
+        ctx.norm, ctx.groups, ctx.has_bias = norm, groups, bias is not None
         ctx.block, ctx.buffers = dispatch.current_block(), {} if torch.compiler.is_compiling() else dict(norm._buffers)
         ctx.save_for_backward(x, weight, *statistics.tensors())
-        if options.y is not None:
-            return options.y
         return ops.standardize(
             x, statistics.value, norm.eps, norm.center, weight, bias, statistics.output_scale,
-            statistics.output_shift, groups=options.groups,
+            statistics.output_shift, groups=groups,
         )  # fmt: skip
 
     @staticmethod
@@ -64,11 +45,11 @@ class Standardize(torch.autograd.Function):
         x, weight, *tensors = ctx.saved_tensors
         given = ctx, dy, x, weight, StepStatistics.from_tensors(tensors)
         if torch.compiler.is_compiling():
-            return *_backward(*given), None, None
+            return *_backward(*given), None, None, None
         own, vars(ctx.norm)["_buffers"] = ctx.norm._buffers, ctx.buffers  # those of functional_call are gone by now
         try:
             with dispatch.resumed(ctx.block):
-                return *_backward(*given), None, None
+                return *_backward(*given), None, None, None
         finally:
             vars(ctx.norm)["_buffers"] = own
 
@@ -80,30 +61,23 @@ def _backward(
     norm, value, mask, saved = ctx.norm, statistics.value, statistics.mask, statistics.saved
     output_scale, grad_scale = statistics.output_scale, statistics.grad_scale
     kind = ops.select_grad(dy, x, value.dtype, ctx.groups)
-    known_in_advance = norm.grad_known_in_advance(saved) if ctx.one_pass else None
     op = functools.partial(
         ops.standardize_grad, dy, x, value, norm.eps, norm.center, mask=mask, groups=ctx.groups, kind=kind
     )
     factor = reference.product(value.dtype, weight, output_scale, grad_scale)
     real = mask is not None and norm.pad_grad == "real"
-    # sums over rows; where dx needs none of them, it is computed on the same reading
-    dx = None
     whole_batch = norm.uses_batch_gradient and norm.center and mask is None and not norm.sync
     if whole_batch and kind == "fused" and dy.dtype is x.dtype:
         dx, sums = fused.own_gradient(dy, x, value[0], torch.rsqrt(value[1] + norm.eps), factor)
-    elif ctx.one_pass:
-        dx, sums = op(factor, statistics.dx_scale, removed=known_in_advance, real=real)
     else:
         sums = op(real=real)[1]
-    assert sums is not None
-    if dx is None or ctx.one_pass:  # the norm's state moves by the sums of real rows, which come last
-        assert isinstance(sums, Tensor)
-        grad_sums = sums[-2:] if norm.center else sums[-1:]
+        assert sums is not None
+        grad_sums = sums[-2:] if norm.center else sums[-1:]  # of real rows, which come last: they move the state
         grad_sums = grad_sums if factor is None else grad_sums * factor
         grad_sums = all_reduce(grad_sums) if norm.sync else grad_sums
         count = statistics.count
         removed = norm.take_gradient(grad_sums / count.clamp(min=1), count, statistics.step, saved)
-        dx = op(factor, statistics.dx_scale, removed=removed, sums=False)[0] if dx is None else dx
+        dx = op(factor, statistics.dx_scale, removed=removed, sums=False)[0]
     dbias, dweight = sums[0], sums[1]  # of all rows
     for constant in (output_scale, grad_scale):
         dweight = dweight if constant is None else dweight * constant

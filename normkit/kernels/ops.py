@@ -110,21 +110,6 @@ def standardize(
     return y[0] if kind == "triton" else y
 
 
-def standardize_and_moments(
-    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None,
-    groups: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`standardize`, moments and count, reading `x` once; needs `dispatch.custom_kernels`."""
-    if dispatch.select(x, "standardize_and_moments", stat.dtype, fused=False) == "triton":
-        y, fresh = dispatch.load_triton().standardize(x, stat, eps, center, weight, bias, mask=mask, sums=True)
-    else:
-        vectors = reference.scale_and_shift(stat, eps, weight, bias, None, None)
-        mean = stat[0] if center else None
-        y, fresh = cpu.standardize(x, mean, *vectors, mask, sums=True, groups=groups, eps=eps)
-    assert fresh is not None
-    return y, fresh[0], fresh[1]
-
-
 def select_grad(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int = 0) -> str:
     """Select the implementation of `standardize_grad` and count it.
 

@@ -59,7 +59,7 @@ def run(
     in_cpp, end, drift = kernels is entry, rule.warmup, rule.drift or (None, None, None)
     if (of := statistics) is not None:
         given = [of.batch, of.value, of.count, of.step, of.output_scale, of.output_shift, *(of.saved or (None, None))]
-    one_pass = statistics is None and norm.known_in_advance() is not None
+    one_pass = statistics is None and norm.known_in_advance()
     numbers = [
         FORWARD.index(rule.forward), BACKWARD.index(rule.backward), one_pass,
         end if isinstance(end, int) else end.tolist() or NEVER if in_cpp else NEVER,

@@ -1,6 +1,5 @@
 """The training step of norms whose statistics outlive the batch."""
 
-from types import ModuleType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -92,17 +91,13 @@ class StatNorm(StatefulNorm):
         """True if the removed statistics are always this batch's, without any state."""
         return type(self).grad_stat is StatNorm.grad_stat and not self.scalar
 
-    def known_in_advance(self) -> Tensor | None:
-        """Return the statistics of `train_stat` if they do not depend on the batch, else None.
+    def known_in_advance(self) -> bool:
+        """True if the statistics to standardize with and to remove do not depend on the batch.
 
-        Kernels then read `x` once for output and statistics, and the backward reads `dy` and `x` once. None also where
-        the host would have to wait for the device.
+        A step in C++ then reads `x` once for output and statistics, and the backward reads `dy` and `x` once. False
+        also where the host would have to wait for the device.
         """
-        return None
-
-    def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:
-        """Return the statistics of `grad_stat` after a forward by `known_in_advance`."""
-        raise NotImplementedError
+        return False
 
     def kernel_rule(self) -> KernelRule | None:
         """Return both rules in the form that kernels apply, or None."""
@@ -116,7 +111,8 @@ class StatNorm(StatefulNorm):
         return self._train(x, mask) if self.training else self._infer(x)
 
     def _train(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        # the flag itself: before PyTorch 2.13, is_exporting() is True in a graph of torch.compile, too
+        if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
             raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
         if self.running.dtype in dispatch.HALVES:
             raise TypeError(f"the statistics are {self.running.dtype}; keep buffers float32 (FSDP: buffer_dtype=None)")
@@ -135,12 +131,9 @@ class StatNorm(StatefulNorm):
             y, statistics = step.run(self, kernel_rule, x, mask, groups, statistics, kernels)
         else:
             with torch.no_grad():
-                y, one_pass = None, False
-                if statistics is None:
-                    statistics, y, one_pass = self._decide(data, mask, wide, groups, kernels)
+                statistics = statistics or self._decide(data, mask, wide, groups)
                 statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
-            options = autograd.StandardizeOptions(self, groups, one_pass, y)
-            y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, options)
+            y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, self, groups)
         self._records.add(statistics, y)
         return y
 
@@ -154,20 +147,9 @@ class StatNorm(StatefulNorm):
             return statistics
         return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])
 
-    def _decide(
-        self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int, kernels: ModuleType | None
-    ) -> tuple[StepStatistics, Tensor | None, bool]:
-        """Measure the batch, apply the method's rule and update the state.
-
-        Returns the statistics, the output if kernels computed it, and True if the statistics were known in advance.
-        """
-        known_in_advance, y = self.known_in_advance() if kernels else None, None
-        if known_in_advance is None:
-            local, count = ops.moments(x, mask, self.center, wide, groups, self.eps)
-        else:
-            y, local, count = ops.standardize_and_moments(
-                x, known_in_advance, self.eps, self.center, self.weight, self.bias, mask, groups
-            )
+    def _decide(self, x: Tensor, mask: Tensor | None, wide: torch.dtype, groups: int) -> StepStatistics:
+        """Measure the batch, apply the method's rule and update the state."""
+        local, count = ops.moments(x, mask, self.center, wide, groups, self.eps)
         batch = local = self.pool(local)
         if self.sync:
             batch, count = sync.join_processes(local, count)
@@ -185,7 +167,7 @@ class StatNorm(StatefulNorm):
         self._commit({**state, "step": now}, changes)
         self.skipped.add_(~ok)
         scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
-        return StepStatistics(local, stat.value, count, now, *scales, mask, saved), y, known_in_advance is not None
+        return StepStatistics(local, stat.value, count, now, *scales, mask, saved)
 
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:

@@ -91,12 +91,9 @@ class PowerNorm(WarmupNorm):
         state = {"running": running, **self.drift_state(batch, step)}
         return Stat(value, state, dx_scale=dx_scale, saved=(self.nu.clone(), gamma))
 
-    def known_in_advance(self) -> Tensor | None:  # noqa: D102
+    def known_in_advance(self) -> bool:  # noqa: D102
         end = self.known_end()
-        return self.running if end < NEVER and self._steps.at_least(end, self.step) else None
-
-    def grad_known_in_advance(self, saved: tuple[Tensor, ...]) -> Tensor:  # noqa: D102
-        return saved[0]
+        return end < NEVER and self._steps.at_least(end, self.step)
 
     def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         nu, gamma = saved
