@@ -111,7 +111,7 @@ class StatNorm(StatefulNorm):
         return self._train(x, mask) if self.training else self._infer(x)
 
     def _train(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        # the flag itself: before PyTorch 2.13, is_exporting() is True in a graph of torch.compile, too
+        # the flag itself: before PyTorch 2.12, is_exporting() is True in a graph of torch.compile, too
         if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
             raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
         if self.running.dtype in dispatch.HALVES:

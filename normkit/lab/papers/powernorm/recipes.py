@@ -43,7 +43,7 @@ def mt_iwslt14_gpu() -> Run:
 
     NORMKIT_DATA=FOLDER normkit train mt_iwslt14_gpu
 
-    Cost: minutes on one GPU.
+    Cost: two minutes on an H200.
     """
     return dataclasses.replace(
         mt_iwslt14(), name="mt_iwslt14_gpu", steps=1500,
