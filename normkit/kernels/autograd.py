@@ -20,8 +20,7 @@ class Standardize(torch.autograd.Function):
     removes the gradient statistics that the norm chooses (`s0` of `g`, `s1` of `g * z`):
     `dx = dx_scale * (g - s0 - z * s1) / sqrt(var + eps)` with `g = grad_scale * output_scale * weight * dy`. Rows of
     padding take part in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
-    `norm` is a StatNorm, which decides what to remove, and `groups` those of layer-scale that the kernels apply on their
-    way.
+    `norm` is a StatNorm, which decides what to remove; `groups` are those of layer-scale that the kernels apply, too.
     """
 
     @staticmethod
