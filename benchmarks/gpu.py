@@ -109,17 +109,19 @@ def sanitizer(seconds: int = 90) -> Iterator[dict]:
     if DRY or not tool:
         yield {"tool": "compute-sanitizer", "ok": "", "output": "not installed"}
         return
-    for check in ("", "memcheck", "racecheck"):  # the first compiles the kernels, which takes far longer beside it
-        beside = ["timeout", str(seconds), tool, "--tool", check, "--error-exitcode", "9", "--print-limit", "5"]
-        with tempfile.TemporaryDirectory() as out:
-            command = [*(beside if check else ()), sys.executable, __file__, out, "--small", "--only", "checks"]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False,
-                                   env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})  # fmt: skip
-        said = " ".join([line for line in ended.stdout.splitlines() if line.startswith("=========")][-6:])[:500]
-        if check and ended.returncode == 124:  # what `timeout` returns
-            yield {"tool": check, "ok": "", "output": f"cut after {seconds} s"}
-        elif check:
-            yield {"tool": check, "ok": ended.returncode == 0, "output": said}
+    small_checks()  # compiles the kernels, which takes far longer under the sanitizer
+    for check in ("memcheck", "racecheck"):
+        options = "--error-exitcode", "9", "--print-limit", "5"
+        ended = small_checks("timeout", str(seconds), tool, "--tool", check, *options)
+        lines = [line for line in ended.stdout.splitlines() if line.startswith("=========")]
+        late, output = ended.returncode == 124, " ".join(lines[-6:])[:500]  # 124 is from `timeout`
+        yield {"tool": check, "ok": "" if late else ended.returncode == 0, "output": "out of time" if late else output}
+
+
+def small_checks(*under: str) -> subprocess.CompletedProcess:
+    with tempfile.TemporaryDirectory() as out:
+        command = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", *under, sys.executable, __file__, out]
+        return subprocess.run([*command, "--small", "--only", "checks"], capture_output=True, text=True, check=False)
 
 
 def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[list[float], bool]]]:

@@ -176,15 +176,14 @@ def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
 def _finish(task: Task, callback: RunCallback, on_stage: Callable[[str], None], command: str) -> dict[str, Any]:
     """Average, save and score the trained model, and write the result."""
     run, folder = callback.run, callback.folder
-    task.to("cuda" if run.device != "cpu" and torch.cuda.is_available() else "cpu")  # Lightning moved it to the CPU
     averaged = callback.kept(run.average) if callback.status == "done" and run.average else []
     if averaged:  # a run may end before its first checkpoint: then the last weights stay
         task.model.load_state_dict(mean_weights([model_state(read_checkpoint(path)) for path in averaged]))
     task.finish_training()
+    save_weights(task.model, folder / "model.safetensors")
+    task.to("cuda" if run.device != "cpu" and torch.cuda.is_available() else "cpu")  # Lightning moved it to the CPU
     if callback.status == "done" and not callback.valid:
         callback.valid.append({"step": callback.step, **task.validate()})
-
-    save_weights(task.model, folder / "model.safetensors")
     scores, status, started = {}, callback.status, time.perf_counter()
     if status == "done":
         try:
