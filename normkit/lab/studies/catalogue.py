@@ -100,6 +100,7 @@ STUDIES: dict[str, Study] = {
         core.MULTI30K_CORE,
         core.MULTI30K_LONG,
         core.IWSLT14_CORE,
+        core.GERMAN_LONG,
         core.PTB_CORE,
         core.WIKITEXT2_CORE,
         core.GALICIAN_CORE,

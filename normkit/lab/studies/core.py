@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from normkit.lab.papers.powernorm.recipes import PTB, RESNET20, RESNET20_HOUR
+from normkit.lab.papers.powernorm.recipes import IWSLT14_LONG, PTB, RESNET20, RESNET20_HOUR
 from normkit.lab.papers.tears.recipes import TED, TED_LONG
 from normkit.lab.papers.tears.tables import DECAY
 from normkit.lab.papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
@@ -66,6 +66,14 @@ IWSLT14_CORE = Study(
     note="At pocket scale the training set is a third of the corpus, and the test 1,000 of its 6,750 lines, evenly"
     " spread. Validation perplexity is of 500 lines at every scale.",
     columns=columns(IWSLT14_UN, BLEU | CALIBRATED | VALID),
+)
+
+GERMAN_LONG = Study(
+    id="core.iwslt14-long",
+    title="norms in translation, 5,000 steps, IWSLT14 De-En",
+    rows=(CORE[0], FIXED, AUTOMATIC[0], FIXED_UN, *SCALED),
+    note=IWSLT14_CORE.note,
+    columns=columns(IWSLT14_LONG, BLEU | CALIBRATED | VALID),
 )
 
 CMUDICT_CORE = Study(

@@ -204,6 +204,9 @@ IWSLT14: Bases = {
     "gpu": Base("iwslt14.de-en", mt_iwslt14_gpu),
     "paper": Base("iwslt14.de-en", mt_iwslt14),
 }
+IWSLT14_LONG: Bases = {
+    "pocket": Base("iwslt14.de-en.long", mt_iwslt14_pocket, {"steps": 5000, "warmup": 500, "valid_every": 1000}),
+}
 WMT14_DE_BIG: Bases = {"paper": Base("wmt14.en-de.big", mt_wmt14_de)}
 PTB: Bases = {
     "pocket": Base("ptb", lm_ptb_pocket),
