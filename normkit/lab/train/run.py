@@ -182,12 +182,12 @@ def _finish(task: Task, callback: RunCallback, on_stage: Callable[[str], None], 
     task.finish_training()
     save_weights(task.model, folder / "model.safetensors")
     task.to("cuda" if run.device != "cpu" and torch.cuda.is_available() else "cpu")  # Lightning moved it to the CPU
-    if callback.status == "done" and not callback.valid:
-        callback.valid.append({"step": callback.step, **task.validate()})
     scores, status, started = {}, callback.status, time.perf_counter()
     if status == "done":
         try:
             with _explain_memory(run, folder):
+                if not callback.valid:
+                    callback.valid.append({"step": callback.step, **task.validate()})
                 scores = task.score(on_stage)
             callback.record_end(task.model, scores)
         except _Interrupted:
