@@ -313,3 +313,10 @@ def test_bad_input_raises():
         settle(nn.Sequential(nn.LayerNorm(3)))
     with pytest.raises(ValueError, match=r"1 of 1 blends are not done: 0 has made 0 of 3"):
         settle(blend(nn.Sequential(nn.LayerNorm(3)), "un", steps=3))
+
+
+def test_a_blend_cannot_be_blended_again():
+    model = blend(nn.Sequential(nn.LayerNorm(4)), "un", 5)
+    with pytest.raises(ValueError, match=r"0 is a blend already.*settle\(model\) first"):
+        blend(model, "pnv", 7)
+    assert "step=? of 5" in repr(model.to("meta"))

@@ -149,3 +149,11 @@ def test_one_batch_is_no_batches(batches):
     with pytest.raises(ValueError, match="for 0: its input was not finite"):
         calibrate(model, [torch.full((3, 6), torch.nan)], inplace=True)
     assert torch.equal(model[0].running, torch.ones(1, 6))
+
+
+def test_batches_with_labels_name_the_way_out():
+    model = convert(nn.Sequential(nn.LayerNorm(4)), "un")
+    batches = [(torch.randn(3, 4), torch.zeros(3))]
+    with pytest.raises(TypeError, match=r"given as \(float32\[3, 4\], float32\[3\]\); pick the inputs"):
+        calibrate(model, batches)
+    calibrate(model, batches, forward=lambda model, batch: model(batch[0]))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import distribute_module
 from torch.nn.utils import prune
 
 from normkit.norms import UN, BatchNorm, LayerNorm, Norm, RMSNorm, make
-from normkit.transforms import audit, calibrate, convert, export, find, fold, unreadable
+from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, unreadable
 from normkit.transforms.third_party import CannotRead, equivalent, read_norm
 
 
@@ -370,3 +371,35 @@ def test_models_on_meta_convert_and_raise_when_run(tmp_path):
             ValueError, match=rf"{verb}\(\) runs the model, and \d+ of its tensors are on the meta .*load"
         ):
             attempt()
+
+
+class Recorder:
+    """A hook with a state, and with something that cannot be copied."""
+
+    def __init__(self):
+        self.outputs, self.lock = [], threading.Lock()
+
+    def __call__(self, module, args, output):
+        self.outputs.append(output)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, LayerNorm])
+@pytest.mark.parametrize("how", [lambda m: convert(m, "un", inplace=True), lambda m: blend(m, "un", 5, inplace=True)])
+def test_hooks_with_a_state_stay_the_same(kind, how):
+    model, recorder = nn.Sequential(nn.Linear(4, 4), kind(4)), Recorder()
+    handle = model[1].register_forward_hook(recorder)
+    model(torch.randn(3, 4))
+    assert list(find(model)) == ["1"]
+    how(model)
+    model(torch.randn(3, 4))
+    assert len(recorder.outputs) == 2
+    handle.remove()
+    assert not model[1]._forward_hooks
+
+
+def test_nothing_changes_if_one_norm_cannot_be_built():
+    model = nn.Sequential(nn.BatchNorm2d(10), nn.Conv2d(10, 8, 1), nn.BatchNorm2d(8))
+    with pytest.raises(ValueError, match="groups must be a divisor of dim=8"):
+        convert(model, "group(groups=5)", inplace=True)
+    assert type(model[0]) is type(model[2]) is nn.BatchNorm2d
+    assert not model[0]._forward_pre_hooks

@@ -162,3 +162,28 @@ def test_bad_input_raises(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'normkit\[export\]'"):
         export(model, tmp_path / "m.onnx", torch.randn(2, 4))
     assert "torch_encoder_pre" in CASES
+
+
+class Masked(nn.Module):
+    """A model that adds to its input in place, and also returns the size of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.offset = nn.LayerNorm(8), nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+    def forward(self, x, attention_mask=None):
+        x += self.offset
+        return self.linear(self.norm(x)), x.shape[0]
+
+
+def test_masks_leave_the_batch_open_and_no_operation(tmp_path):
+    model = convert(Masked(), "un", mask_from="attention_mask").eval()
+    for batch in (4, 5):
+        x, mask = torch.randn(batch, 5, 8), torch.ones(batch, 5, dtype=torch.bool)
+        done = export(model, tmp_path / "model.pt2", x.clone(), attention_mask=mask)
+        assert not done.operations.keys() & {"aten.__xor__", "aten.bitwise_not", "aten.to", "aten.t"}
+        assert not done.operations.keys() & {"aten.any", "aten.where"}
+        program = torch.export.load(tmp_path / "model.pt2").module()
+        for other in (2, 5, 7):
+            x, mask = torch.randn(other, 5, 8), torch.ones(other, 5, dtype=torch.bool)
+            torch.testing.assert_close(program(x.clone(), mask)[0], model(x.clone(), mask)[0])

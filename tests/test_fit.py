@@ -106,3 +106,31 @@ def test_a_norm_may_rest_in_some_batches():
     fitted = fit_norms(convert(original, "batch"), original, [data[0], data[1][:2]])
     torch.testing.assert_close(fitted.first.running[0], torch.cat([data[0], data[1][:2]]).mean(0))
     assert fitted.second.running.isfinite().all()
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm's."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_a_norm_with_an_activation_is_fitted():
+    original = randomize(nn.Sequential(nn.Conv2d(3, 8, 3), BatchNormAct2d(8), nn.Conv2d(8, 4, 3))).eval()
+    x = torch.randn(4, 3, 9, 9)
+    fitted = fit_norms(convert(original, "batch"), original, [x])
+    torch.testing.assert_close(fitted(x), original(x), rtol=1e-3, atol=1e-4)
+
+
+def test_an_error_leaves_the_norms_as_they_were():
+    original = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM))
+    model, x = convert(original, "un"), torch.randn(4, DIM)
+    before = copy.deepcopy(model.state_dict())
+    original[2].weight.data[0] = float("nan")
+    with pytest.raises(ValueError, match="no finite activations of real tokens at 3"):
+        fit_norms(model, original, [x], inplace=True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -272,3 +272,33 @@ def test_a_shift_alone_folds_through_a_layer_scale_into_a_new_bias():
     folded, report = fold(model, torch.randn(3, 4))
     assert report.foldable == "1 of 1"
     assert report.saved == sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in folded.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("affine", [False, True])
+def test_what_stays_of_a_norm_keeps_the_type_of_its_input(affine, dtype):
+    norms = [make(f"un(affine={affine})", 8) for _ in range(2)]
+    model = nn.Sequential(nn.ReLU(), norms[0], nn.ReLU(), norms[1], nn.ReLU(), nn.Linear(8, 4)).to(dtype).eval()
+    norms[1].float()  # its parameters
+    x = torch.randn(3, 8).to(dtype)
+    folded, report = fold(model, x)
+    assert folded(x).dtype is dtype
+    assert report.native_error < 0.1
+
+
+def test_a_forward_that_changes_its_input():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), make("un", 8), nn.Linear(8, 8))
+
+        def forward(self, x):
+            x += 1
+            return self.layers(x)
+
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    before = x.clone()
+    _, report = fold(InPlace().double().eval(), x)
+    assert report.foldable == "1 of 1"
+    assert report.native_error < 1e-12
+    assert torch.equal(x, before)

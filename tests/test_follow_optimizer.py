@@ -262,7 +262,8 @@ def test_bad_input_raises():
 
 def test_an_optimizer_that_accelerate_prepared_is_followed():
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model, optimizer = accelerator.prepare(tiny(), torch.optim.SGD(tiny().parameters(), lr=0.0))
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     nk.follow_optimizer(model, optimizer)
     for _ in range(6):
         with accelerator.accumulate(model):
@@ -288,3 +289,13 @@ def test_an_optimizer_that_steps_another_one_is_followed():
             model(torch.randn(6, 4)).square().mean().backward()
         optimizer.second_step()
     assert model[0].step == 3
+
+
+def test_an_optimizer_of_another_model_raises():
+    original = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    optimizer, model = torch.optim.SGD(original.parameters(), 0.1), nk.convert(original, "un")
+    with pytest.raises(ValueError, match="holds no parameter of the model"):
+        nk.follow_optimizer(model, optimizer)
+    assert not model[1].follows_optimizer
+    follow_frozen = nk.follow_optimizer(model.requires_grad_(requires_grad=False), optimizer)  # of a head beside it
+    follow_frozen.remove()

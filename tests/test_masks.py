@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normkit.norms import StatNorm
-from normkit.transforms import convert
+from normkit.transforms import blend, convert
 from normkit.transforms.masks import real_tokens
 
 
@@ -219,3 +219,39 @@ def test_a_norm_learns_the_layout_of_its_mask_where_the_lengths_differ():
         padding[:, -1], x[:, -1] = True, 1000.0
         model(x, padding_mask=padding)
         torch.testing.assert_close(model.norm.running[0], x[:, :-1].square().mean((0, 1)))
+
+
+class Flat(nn.Module):
+    """Time first, with the axes of time and batch in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(8, 2), nn.LayerNorm(8)
+
+    def forward(self, x, src_key_padding_mask=None):
+        return self.norm(x.flatten(0, 1)).view(x.shape)
+
+
+def test_flattened_tokens_of_a_model_with_time_first_keep_their_mask():
+    x, padding = torch.randn(4, 2, 8), torch.tensor([[False] * 4, [False, False, True, True]])
+    x[padding.T] = 100.0
+    model = convert(Flat(), "un", mask_from="src_key_padding_mask")
+    model(x, padding)
+    torch.testing.assert_close(model.norm.running[0], 0.9 + 0.1 * x[~padding.T].square().mean(0))
+
+
+@pytest.mark.parametrize("added", [0.0, -1e4, -torch.inf])
+def test_numbers_that_are_added_to_scores(added):
+    real = torch.tensor([[True, True, False], [True, True, True]]) | (added == 0)
+    assert torch.equal(real_tokens(torch.where(real, 0.0, added)), real)
+    assert torch.equal(real_tokens(real.float()), real)
+
+
+def test_a_wrong_mask_leaves_the_model_as_it_was():
+    model = Flat()
+    for wrong, message in (("absent", "no argument 'absent'"), ({"other.*": "x"}, "no norm takes its mask from x")):
+        with pytest.raises(ValueError, match=message):
+            convert(model, "un", mask_from=wrong, inplace=True)
+        with pytest.raises(ValueError, match=message):
+            blend(model, "un", 5, mask_from=wrong, inplace=True)
+        assert type(model.norm) is nn.LayerNorm

@@ -324,3 +324,22 @@ def test_a_norm_without_weights_is_read_by_its_size():
     diffusers = pytest.importorskip("diffusers.models.normalization")
     found = find(nn.Sequential(diffusers.RMSNorm(8, eps=1e-6, elementwise_affine=False)))
     assert (found["0"].kind, found["0"].dim, found["0"].eps, found["0"].weight) == ("rms", 8, 1e-6, None)
+
+
+def test_momentum_of_zero_freezes_statistics():
+    original = nn.BatchNorm1d(4, momentum=0.0)
+    norm = convert(nn.Sequential(original), "batch")[0].train()
+    norm(torch.randn(8, 4) + 5)
+    torch.testing.assert_close(norm.running, torch.stack([original.running_mean, original.running_var]))
+
+
+def test_a_parameter_beside_gain_and_bias_is_not_lost():
+    class WithSkip(nn.LayerNorm):
+        def __init__(self, dim):
+            super().__init__(dim)
+            self.skip = nn.Parameter(torch.zeros(dim))  # nothing at first
+
+        def forward(self, x):
+            return super().forward(x) + self.skip * x
+
+    assert unreadable(nn.Sequential(WithSkip(4))) == {"0": "it has further parameters (skip)"}

@@ -32,10 +32,12 @@ class Affine(nn.Module):
         self.channel_dim = channel_dim
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Apply the multiply-add; a mask changes nothing."""
+        """Apply the multiply-add, in the type of `x`; a mask changes nothing."""
         shape = [1] * x.dim()
         shape[self.channel_dim] = -1
-        if self.weight is None:
-            return x if self.bias is None else x + self.bias.view(shape)
-        y = x * self.weight.view(shape)
-        return y if self.bias is None else torch.addcmul(self.bias.view(shape), x, self.weight.view(shape))
+        weight, bias = (None if each is None else each.view(shape) for each in (self.weight, self.bias))
+        if weight is None or bias is None:
+            y = x * weight if weight is not None else x if bias is None else x + bias
+        else:
+            y = torch.addcmul(bias, x, weight)
+        return y if y.dtype is x.dtype else y.to(x.dtype)  # parameters in float32, as of a norm in a model in bfloat16

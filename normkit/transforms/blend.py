@@ -17,7 +17,7 @@ from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward, is_recomputed
 from normkit.transforms.checks import check_not_wrapped, copy_model
 from normkit.transforms.convert import chosen_sites, find, replace_all, replacement
-from normkit.transforms.hooks import take_hooks
+from normkit.transforms.hooks import copy_without_hooks
 from normkit.transforms.invoke import input_and_mask
 from normkit.transforms.masks import MaskFrom
 from normkit.transforms.third_party import equivalent, read_norm
@@ -124,11 +124,10 @@ class Blend(Norm):
         return self.new(x, mask).lerp(self.old(x, mask), share)
 
     def finalize(self) -> Norm:
-        """Return the new norm alone, with gain, bias, hooks and mode of the blend."""
+        """Return the new norm alone, with gain, bias and mode of the blend."""
         kept = {id(tensor): tensor for tensor in (*self.parameters(), *self.new.buffers())}
         new = copy.deepcopy(self.new, kept)
         new.weight, new.bias = self.weight, self.bias
-        take_hooks(new, self)
         new.channel_dim = self.channel_dim
         return new.train(self.training)
 
@@ -141,7 +140,8 @@ class Blend(Norm):
 
     def extra_repr(self) -> str:
         """Show size, progress and schedule."""
-        return f"{self.dim}, step={int(self.step)} of {self.end}, schedule={self.schedule!r}"
+        step = "?" if self.step.is_meta else int(self.step)
+        return f"{self.dim}, step={step} of {self.end}, schedule={self.schedule!r}"
 
 
 def blend(
@@ -207,7 +207,7 @@ def blend(
 
     def blended(name: str, old: nn.Module) -> Blend:
         if isinstance(old, Blend):
-            return old
+            raise ValueError(f"{name} is a blend already, {old.spec}; call settle(model) first")
         when = {"steps": steps, "schedule": schedule, "start": starts[name], "first_start": first_start}
         return _blended(old, chosen[name], when, like)
 
@@ -344,7 +344,7 @@ def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blen
     frozen = False
     own = {id(p): p for p in (new.weight, new.bias) if p is not None}
     if isinstance(old, Norm):
-        new, outgoing = (copy.deepcopy(norm, dict(own)) for norm in (new, old))
+        new, outgoing = (copy_without_hooks(norm, dict(own)) for norm in (new, old))
     else:
         found = read_norm(old)
         outgoing = equivalent(found)
@@ -356,8 +356,5 @@ def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blen
                 setattr(outgoing, key, mine)
     both = Blend(outgoing, new, frozen=frozen, **when)
     both.step = both.step.to(next((t.device for t in (*new.parameters(), *new.buffers())), both.step.device))
-    take_hooks(both, new)
     both.channel_dim = new.channel_dim
-    for norm in (outgoing, new):
-        take_hooks(norm, nn.Module())
     return both.train(old.training)

@@ -1,6 +1,7 @@
 """Compute the running statistics of norms from data, without training."""
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -63,18 +64,12 @@ def calibrate(
         raise ValueError(f"passes={passes} reads the batches {passes} times; give a list or a loader, not a generator")
     model = model if inplace else copy_model(model)
     norms = norms_with_statistics(model, "calibrate")
-    before = {name: norm.running.clone() for name, norm in norms.items()}
-    with torch.no_grad(), evaluating(model):
-        try:
-            for index in range(passes):
-                for norm, stat in _measure(model, norms, batches, forward, index, on_progress).items():
-                    norm.running.copy_(norm.pool(stat))
-                    if norm.follows_optimizer:
-                        norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
-        except BaseException:
-            for name, norm in norms.items():
-                norm.running.copy_(before[name])
-            raise
+    with torch.no_grad(), evaluating(model), restored_on_error(norms):
+        for index in range(passes):
+            for norm, stat in _measure(model, norms, batches, forward, index, on_progress).items():
+                norm.running.copy_(norm.pool(stat))
+                if norm.follows_optimizer:
+                    norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
     return model
 
 
@@ -88,6 +83,18 @@ def evaluating(model: nn.Module) -> Any:
     finally:
         for module, mode in modes.items():  # parents first
             module.train(mode)
+
+
+@contextmanager
+def restored_on_error(norms: Mapping[str, StatNorm]) -> Any:
+    """Give norms their parameters and statistics back if the block raises."""
+    before = {name: copy.deepcopy(norm.state_dict()) for name, norm in norms.items()}
+    try:
+        yield
+    except BaseException:
+        for name, norm in norms.items():
+            norm.load_state_dict(before[name])
+        raise
 
 
 def _measure(model, norms, batches, forward, index, on_progress) -> dict[StatNorm, Tensor]:

@@ -18,10 +18,15 @@ WRAPPERS = {  # class name: what to do instead
 QUANTIZED = ("torch.ao.nn.quantized", "torchao", "bitsandbytes", "auto_gptq", "awq", "hqq", "optimum.quanto")
 
 
-def check_not_wrapped(model: nn.Module, verb: str) -> None:
-    """Raise a TypeError for what is no model, or is wrapped, sharded or compiled."""
+def check_is_model(model: object, verb: str) -> None:
+    """Raise a TypeError for what is no model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{verb}() takes an nn.Module; got {type(model).__name__}")
+
+
+def check_not_wrapped(model: nn.Module, verb: str) -> None:
+    """Raise a TypeError for what is no model, or is wrapped, sharded or compiled."""
+    check_is_model(model, verb)
     for name, module in model.named_modules():
         where = f"{name or 'the model'} is wrapped in"
         for kind in type(module).__mro__:

@@ -10,10 +10,10 @@ from torch import nn
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
 from normkit.text import listed
-from normkit.transforms.checks import check_not_quantized, check_not_wrapped, copy_model
+from normkit.transforms.checks import check_is_model, check_not_quantized, check_not_wrapped, copy_model
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.hooks import channels_first, take_hooks
-from normkit.transforms.masks import MaskFrom, route_mask
+from normkit.transforms.masks import MaskFrom, argument_of_norms, route_mask
 from normkit.transforms.model_changes import record_changes
 from normkit.transforms.norm_act import take_apart
 from normkit.transforms.third_party import (
@@ -40,6 +40,7 @@ def find(model: nn.Module) -> dict[str, Found]:
         >>> list(find(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
         ['1']
     """
+    check_is_model(model, "find")
     readings = {name: _try_read(module) for name, module in outermost(model).items()}
     return {name: reading for name, reading in readings.items() if isinstance(reading, Found)}
 
@@ -127,14 +128,27 @@ def convert(
 def replace_all(
     model: nn.Module, names: Iterable[str], build: Callable[[str, Any], nn.Module], mask_from: MaskFrom = None
 ) -> nn.Module:
-    """Put `build(name, norm)` in the place of each named norm; a shared one stays shared."""
-    new: dict[nn.Module, nn.Module] = {}
-    for name, old in [(name, model.get_submodule(name)) for name in names]:
+    """Put `build(name, norm)` in the place of each named norm; a shared one stays shared.
+
+    Nothing changes before all of them are built and `mask_from` is checked.
+    """
+    sites = {name: model.get_submodule(name) for name in names}
+    new: dict[nn.Module, tuple[nn.Module, nn.Module, nn.Module | None]] = {}
+    for name, old in sites.items():
         if old not in new:
             norm, whole = take_apart(old)
-            built = build(name, norm)
-            new[old] = built if whole is None else put(whole, "norm", built)
-        model = put(model, name, new[old])
+            new[old] = norm, build(name, norm), whole
+    if mask_from is not None and "" not in sites:
+        norms = [name for name, module in model.named_modules() if isinstance(module, Norm)]
+        norms += [f"{name}.norm" if new[old][2] else name for name, old in sites.items()]
+        argument_of_norms(model, mask_from, norms)
+    for norm, built, whole in new.values():
+        take_place(built, norm)
+        if whole is not None:
+            put(whole, "norm", built)
+    for name, old in sites.items():
+        _, built, whole = new[old]
+        model = put(model, name, whole or built)
     leave_fast_path(model)
     if mask_from is not None:
         route_mask(model, mask_from)
@@ -184,9 +198,10 @@ def chosen_sites(
 
 @torch.no_grad()
 def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> Norm:
-    """Build a norm with the parameters, statistics, hooks and mode of an old one.
+    """Build a norm with the parameters, statistics and mode of an old one.
 
-    Returns the old norm if the spec describes it. `like` gives device and dtype if the old norm has no tensors.
+    `take_place` adds the hooks. Returns the old norm if the spec describes it. `like` gives device and dtype if the old
+    norm has no tensors.
     """
     found = read_norm(old)
     name, given = parse(spec)
@@ -208,11 +223,17 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     if tensors:
         new.to(tensors[0].device, tensors[0].dtype)
     _inherit(new, old, found)
-    take_hooks(new, old)
-    if found.channel_dim != -1 and not isinstance(old, Norm):
-        channels_first(new)
     new.channel_dim = found.channel_dim
     return new.train(old.training)
+
+
+def take_place(new: Any, old: nn.Module) -> None:
+    """Give a norm of normkit the hooks of the one whose place it takes."""
+    if new is old:
+        return
+    take_hooks(new, old)
+    if new.channel_dim != -1 and not isinstance(old, Norm):
+        channels_first(new)
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:

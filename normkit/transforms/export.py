@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import normkit.transforms.openvino_executorch as openvino_executorch
 from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import example_call, tensors
+from normkit.transforms.invoke import copied, example_call, tensors
 from normkit.transforms.openvino_executorch import Ran
 from normkit.transforms.quantize import Int8, calibration, quantize_onnx
 
@@ -115,8 +115,8 @@ def export(
     if int8 is not None and path.suffix == ".pt2":
         raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
     with torch.no_grad():
-        expected = picked(example_call(model, example, kwexample, "export", (example, kwexample)), outputs)
-    wrapped = TensorModel(copy_model(model), example, kwexample, outputs).eval()
+        expected = picked(example_call(model, *copied(example, kwexample), "export", (example, kwexample)), outputs)
+    wrapped = TensorModel(copy_model(model), *copied(example, kwexample), outputs).eval()
     shapes = batch_axis(wrapped.given) if dynamic else None
     settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
     batches = calibration(settings, example, kwexample, shapes is not None) if settings else []

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from normkit.kernels import ops
 from normkit.norms import RepBN, StatNorm
-from normkit.transforms.calibrate import evaluating
+from normkit.transforms.calibrate import evaluating, restored_on_error
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.fastpath import no_fast_path
 from normkit.transforms.invoke import call, check_batches, input_and_mask
+from normkit.transforms.norm_act import take_norms_apart
 
 Forward = Callable[[nn.Module, Any], Any] | None
 
@@ -57,9 +58,12 @@ def fit_norms(
     model = model if inplace else copy_model(model)
     norms = norms_with_statistics(model, "fit_norms")
     theirs = dict(like.named_modules(remove_duplicate=False))
+    if any(name not in theirs for name in norms):  # a norm of a module of norm and activation
+        take_norms_apart(like := copy_model(like), norms)
+        theirs = dict(like.named_modules(remove_duplicate=False))
     if absent := [name for name in norms if name not in theirs]:
         raise ValueError(f"fit_norms() takes the model that was converted as `like`; it has no {', '.join(absent)}")
-    with torch.no_grad(), evaluating(model), evaluating(like):
+    with torch.no_grad(), evaluating(model), evaluating(like), restored_on_error(norms):
         calls: list[str] = []
         with ExitStack() as hooks:
             for name, norm in norms.items():
@@ -103,10 +107,10 @@ def _rows(
 
     def keep_input(norm: StatNorm, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
         x, mask = input_and_mask(args, kwargs)
-        read.append((norm.rest(x), norm.check(x, mask)))
+        read.append((norm.rest(x).clone(), norm.check(x, mask)))  # what follows may change x, and y below, in place
 
     inputs = norm.register_forward_hook(keep_input, with_kwargs=True)
-    with inputs, old.register_forward_hook(lambda _, args, y: wanted.append(y.movedim(norm.channel_dim, -1))):
+    with inputs, old.register_forward_hook(lambda _, args, y: wanted.append(y.movedim(norm.channel_dim, -1).clone())):
         call(model, batch, forward)
         with no_fast_path():
             call(like, batch, forward)

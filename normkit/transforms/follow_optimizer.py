@@ -48,7 +48,7 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
         A link whose `remove()` restores the default.
 
     Raises:
-        ValueError: If the model has no norm with running statistics.
+        ValueError: If the model has no norm with running statistics, or trains by other optimizers alone.
 
     Example:
         >>> import normkit as nk
@@ -64,7 +64,11 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
     check_not_wrapped(model, "follow_optimizer")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or None; got {type(optimizer).__name__}")
-    for norm in norms_with_statistics(model, "follow_optimizer").values():
+    norms = norms_with_statistics(model, "follow_optimizer").values()
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if optimizer is not None and trained and trained.isdisjoint(_parameters(optimizer)):
+        raise ValueError("the optimizer holds no parameter of the model; make it after convert(), which copies a model")
+    for norm in norms:
         _start(norm)
     # a hook on all optimizers must keep neither alive; it is on all because a wrapper such as SAM steps another one
     reference, followed = weakref.ref(model), weakref.ref(model if optimizer is None else optimizer)

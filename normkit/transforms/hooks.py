@@ -1,5 +1,6 @@
 """Hooks of norms: move channels to the last axis and back, take over those of another."""
 
+import copy
 from typing import Any, TypeVar
 
 from torch import nn
@@ -16,6 +17,13 @@ def take_hooks(new: nn.Module, old: nn.Module) -> None:
     """Give a module the hooks of another; both have the same dictionaries then."""
     for hooks in HOOKS:
         setattr(new, hooks, getattr(old, hooks))
+
+
+def copy_without_hooks(module: T, memo: dict[int, Any] | None = None) -> T:
+    """Copy a module but for its hooks, which may hold what cannot be copied."""
+    bare = copy.copy(module)
+    take_hooks(bare, nn.Module())
+    return copy.deepcopy(bare, memo)
 
 
 def channels_first(norm: T) -> T:

@@ -88,6 +88,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
             f"save_pretrained() takes a model of transformers; got {type(model).__name__}. For others, save "
             "model.state_dict() and the specs"
         )
+    if folder.exists() and not folder.is_dir():  # transformers would log a message, and save nothing
+        raise ValueError(f"{folder} is a file; name a folder")
     changes = write_changes(model)
     if blends := [name for name, change in changes.get("norms", {}).items() if change["is"].startswith("blend(")]:
         raise ValueError(f"{blends[0]} is still a blend; call settle(model) before saving")

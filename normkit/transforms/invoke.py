@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
 def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
@@ -27,7 +28,13 @@ def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] 
     if forward is not None:
         return forward(model, batch)
     args, kwargs = arguments(batch)
-    return model(*args, **kwargs)
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}. The batch was given as {describe_call(args, kwargs)}; pick the inputs of the model with "
+            "forward=lambda model, batch: model(...)"
+        ) from error
 
 
 def arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
@@ -61,6 +68,11 @@ def example_call(
             f"{verb}() could not run {what} on the example {describe_call(*shown)}: {type(error).__name__}: {error}. "
             f"Its forward takes ({takes}); pass the example as you would call the model"
         ) from error
+
+
+def copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Copy the tensors of an example for one run, as a forward may change its input in place."""
+    return tree_map_only(Tensor, Tensor.clone, (args, kwargs))
 
 
 def describe(value: object) -> str:
@@ -99,6 +111,7 @@ USED_BY = {  # part of a weight's name: arguments that make a model of transform
     "mtp": ("labels",),
     "router": ("output_router_logits",),
 }
+PLAIN = (str, bytes, int, float, bool, torch.dtype, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 PLAIN_OPTIONS = ("past_key_values", "inputs_embeds", "position_ids", "head_mask", "use_cache", "return_dict", "output_")
 
 
@@ -152,7 +165,7 @@ def tensors(output: Any, outputs: Callable[[Any], Any] | None = None, depth: int
     output = outputs(output) if outputs else output
     if isinstance(output, Tensor):
         return {"": output}
-    if depth == 0 or output is None or isinstance(output, str | bytes | int | float | bool | torch.dtype | type):
+    if depth == 0 or output is None or isinstance(output, PLAIN):
         return {}
     if isinstance(output, Mapping):
         parts = dict(output)

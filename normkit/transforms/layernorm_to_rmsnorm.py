@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from normkit.text import unique
-from normkit.transforms.convert import put_everywhere, replacement
+from normkit.transforms.convert import put_everywhere, replacement, take_place
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.fold import TOLERANCE
 from normkit.transforms.fold.position import position
@@ -18,6 +18,7 @@ from normkit.transforms.fold.rewrite import change
 from normkit.transforms.fold.survey import Survey
 from normkit.transforms.fold.trace import ZERO, Product, Source, Trace
 from normkit.transforms.fold.verify import error
+from normkit.transforms.invoke import copied, example_call
 from normkit.transforms.model_changes import record_changes
 
 
@@ -65,7 +66,9 @@ def to_rms(
         raise RuntimeError(f"to_rms() cannot verify this model: outputs differ by {worst:.1e} in float64")
     done = _rewrite(survey.copy(), survey.trace, changed, producers)
     with torch.no_grad():
-        native = error(done(*example, **kwexample), model(*example, **kwexample), outputs)
+        given = example, kwexample
+        mine, theirs = (example_call(each, *copied(*given), "to_rms", given) for each in (done, model))
+        native = error(mine, theirs, outputs)
     record_changes(done)
     return done, Report(tuple(outcomes.values()), tuple(survey.calls), survey.absent, survey.prepared, worst, native)
 
@@ -154,7 +157,8 @@ def _rewrite(model: nn.Module, trace: Trace, changed: list[str], producers: dict
         if bias := trace.biases.get(producer):
             change(model, bias.parameter, lambda b, of=bias.of: of(b).sub_(of(b).mean()))
     for name in changed:
-        new = replacement(model.get_submodule(name), "rms", next(model.parameters(), None))
+        old = model.get_submodule(name)
+        take_place(new := replacement(old, "rms", next(model.parameters(), None)), old)
         model = put_everywhere(model, name, new)
     leave_fast_path(model)
     return model

@@ -2,7 +2,7 @@
 
 import fnmatch
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     A single name serves both halves of an encoder-decoder: if the forward also takes `decoder_<name>`, norms under a
     module called "decoder" get that one. The meaning of an argument follows from its shape and name:
 
-    - `[batch, tokens]`, bool or number: True or above 0.5 is real; in an argument named `...padding_mask` (PyTorch's)
-      True, or a number below -1, is padding;
+    - `[batch, tokens]`, bool or number: True or above 0.5 is real, or, if no float is above 0 (they are added to
+      scores), above -1; in an argument named `...padding_mask` (PyTorch's) True, or a float below -1, is padding;
     - `[batch, (heads,) queries, keys]`: True marks keys that a query attends to, numbers are added to the scores; a
       token to which any query attends is real.
 
@@ -36,6 +36,19 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     Raises:
         ValueError: If the forward has no such argument, or no norm takes a mask from it.
     """
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
+    given, names = argument_of_norms(model, mask_from, norms), list(inspect.signature(model.forward).parameters)
+    remove_routes(model)
+    places = {argument: names.index(argument) if argument in names else None for argument in given.values()}
+    route, time_first = Route(places), is_time_first(model)
+    for name, argument in given.items():
+        norms[name].register_forward_pre_hook(GiveMask(route, argument, time_first), with_kwargs=True)
+    model.register_forward_pre_hook(route.begin, with_kwargs=True)
+    model.register_forward_hook(route.end, always_call=True)
+
+
+def argument_of_norms(model: nn.Module, mask_from: MaskFrom, norms: Iterable[str]) -> dict[str, str]:
+    """Return the argument from which each norm takes its mask; raises as `route_mask`."""
     parameters = inspect.signature(model.forward).parameters
     names = list(parameters)
     loose = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -43,16 +56,11 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     for argument in rules.values():
         if argument not in names and not loose:
             raise ValueError(f"the forward has no argument {argument!r} to take masks from; it has {', '.join(names)}")
-    remove_routes(model)
-    route, time_first = Route({a: names.index(a) if a in names else None for a in rules.values()}), is_time_first(model)
-    for name, norm in model.named_modules():
-        argument = next((a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        if isinstance(norm, Norm) and argument is not None:
-            norm.register_forward_pre_hook(GiveMask(route, argument, time_first), with_kwargs=True)
-    if unused := set(rules.values()) - set(mask_arguments(model).values()) - {f"decoder_{mask_from}"}:
+    matching = {name: [a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)] for name in norms}
+    found = {name: arguments[0] for name, arguments in matching.items() if arguments}
+    if unused := set(rules.values()) - set(found.values()) - {f"decoder_{mask_from}"}:
         raise ValueError(f"no norm takes its mask from {', '.join(sorted(unused))}; check the patterns of mask_from")
-    model.register_forward_pre_hook(route.begin, with_kwargs=True)
-    model.register_forward_hook(route.end, always_call=True)
+    return found
 
 
 def mask_arguments(model: nn.Module) -> dict[str, str]:
@@ -77,24 +85,32 @@ class Route:
 
     def __init__(self, arguments: dict[str, int | None]):
         self.arguments = arguments
+        self.given: dict[str, Any] = {}
         self.masks: dict[str, Tensor | None] = {}
         self.over = True  # False while a forward runs
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Keep the masks of this call."""
-        self.over = False
+        """Keep the arguments of this call."""
+        self.over, self.masks = False, {}
         for name, index in self.arguments.items():
             given = kwargs.get(name)
             if given is None and index is not None and index < len(args):
                 given = args[index]
+            self.given[name] = given
+
+    def mask(self, name: str) -> Tensor | None:
+        """Return the mask in an argument of this call, converted at its first use."""
+        if name not in self.masks:
+            given = self.given.get(name)
             self.masks[name] = None if given is None else real_tokens(given, name)
+        return self.masks[name]
 
     def end(self, model: nn.Module, args: tuple, output: object) -> None:
         """Mark the end of the forward: from here on, only recomputed forwards get its masks."""
         self.over = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "masks": {}, "over": True}
+        return {**self.__dict__, "given": {}, "masks": {}, "over": True}
 
 
 class GiveMask:
@@ -105,7 +121,9 @@ class GiveMask:
 
     def __call__(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Add `mask=` to the call."""
-        mask = self.route.masks.get(self.argument)
+        if not norm.training and torch.compiler.is_compiling():
+            return None  # a graph for inference needs no masks; to compare their axes would fix its sizes
+        mask = self.route.mask(self.argument)
         if mask is None or len(args) > 1 or kwargs.get("mask") is not None:
             return None
         if self.route.over and not torch.compiler.is_compiling() and not inside_backward():
@@ -131,7 +149,9 @@ def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
         )
     padding = name.endswith("padding_mask")
     if given.dtype.is_floating_point:
-        real = given > (0.5 if given.dim() == 2 and not padding else -1)
+        real = given > -1
+        if given.dim() == 2 and not padding:
+            real = torch.where((given > 0).any(), given > 0.5, real)
     else:
         real = given.bool() ^ padding
     return real if given.dim() == 2 else real.flatten(1, -2).any(1)
@@ -139,7 +159,7 @@ def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
 
 def fit(mask: Tensor, shape: torch.Size, time_first: bool) -> Tensor | None:
     """Fit a mask `[batch, tokens]` to an input with `x.shape[:-1] == shape`, or return None."""
-    if len(shape) == 2 and time_first:
+    if len(shape) < 3 and time_first:
         mask = mask.T
     if mask.shape == shape:
         return mask

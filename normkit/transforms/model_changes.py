@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations, type_before_parametrizations
 
-from normkit.norms import Norm, make
+from normkit.norms import NORMS, Norm, make
 from normkit.norms.power import GroupRMS
 from normkit.transforms.affine import Affine
 from normkit.transforms.fastpath import leave_fast_path
@@ -137,15 +137,16 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
     if isinstance(module, Affine):
         width = next(p.numel() for p in module.parameters())
         return {"is": "affine", **affine, "dim": width, "channel_dim": module.channel_dim}
-    if isinstance(module, Norm):
+    kind = type_before_parametrizations(module)  # a class derived from a norm may compute something else
+    if isinstance(module, Norm) and (kind in NORMS.values() or module.spec.startswith("blend(")):
         return {"is": module.spec, "dim": module.dim, "channel_dim": module.channel_dim}
     if isinstance(module, GroupRMS):
         return {"is": "layer-scale", "groups": module.groups, "eps": module.eps}
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return {"is": type(module).__name__, **affine, "dim": module.normalized_shape[0], "eps": module.eps}
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and kind in (nn.LayerNorm, nn.RMSNorm):
+        return {"is": kind.__name__, **affine, "dim": module.normalized_shape[0], "eps": module.eps}
     raise ValueError(
-        f"{name} is a {type(module).__name__}, which its architecture does not have there and normkit cannot rebuild. "
-        "Save the model with the library that put it there"
+        f"{name} is a {kind.__name__}, which its architecture does not have there and normkit cannot rebuild. "
+        "Save the model with the library that put it there; your own norm can be a row of NORMS"
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from normkit.norms import Norm
-from normkit.transforms.hooks import take_hooks
+from normkit.transforms.hooks import copy_without_hooks, take_hooks
 from normkit.transforms.third_party import example_of, is_named_norm, read_norm, runnable
 
 
@@ -29,7 +29,7 @@ def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | None]:
     try:
         with torch.device("cpu"):  # also where models are built on meta
             found = read_norm(norm)
-            theirs, mine = (copy.deepcopy(runnable(each)).float().eval() for each in (module, whole))
+            theirs, mine = (copy_without_hooks(runnable(each)).float().eval() for each in (module, whole))
             x = example_of(theirs, found).movedim(-1, found.channel_dim)
             if not torch.equal(theirs.forward(x.clone()), mine(x)):
                 return module, None

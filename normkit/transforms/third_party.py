@@ -3,7 +3,6 @@
 No third-party library is imported.
 """
 
-import copy
 import fnmatch
 import itertools
 import math
@@ -18,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from normkit.norms import Norm, StatNorm, make, options, parse
 from normkit.text import format_spec
+from normkit.transforms.hooks import copy_without_hooks
 
 COMMON_EPS = (1e-5, 1e-6, 1e-12, 1e-8)  # tried if a class has eps in its forward, not in an attribute
 
@@ -145,6 +145,8 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
     reasons, tensors = [], [*module.named_parameters(), *module.named_buffers()]
     if broken := [name for name, t in tensors if not t.is_meta and t.isnan().any()]:
         raise CannotRead(f"its {broken[0]} has NaN; load or compute it again")
+    if further := [name for name in module._parameters if name not in ("weight", "bias")]:
+        raise CannotRead(f"it has further parameters ({', '.join(further)})")
     with torch.device("cpu"):  # also where models are built on meta
         probe = runnable(module)
         for reader in readers:
@@ -164,7 +166,7 @@ def runnable(module: nn.Module) -> nn.Module:
     """Return the module, or for one on meta a copy on the CPU with random positive values."""
     if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
         return module
-    probe = copy.deepcopy(module).to_empty(device="cpu")
+    probe = copy_without_hooks(module).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     for t in [*probe.parameters(), *probe.buffers()]:
         t.copy_(torch.rand(t.shape, generator=generator) + 0.5)
@@ -174,7 +176,7 @@ def runnable(module: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _check(module: nn.Module, found: Found) -> float:
     """Return the eps with which the reading agrees; try common ones if it has none."""
-    theirs = copy.deepcopy(module).float().eval()  # some compute in float32 whatever the type of their weights
+    theirs = copy_without_hooks(module).float().eval()  # some compute in float32 whatever the type of their weights
     tried = COMMON_EPS if math.isnan(found.eps) else (found.eps,)
     for eps in tried:
         if _agrees(theirs, replace(found, eps=eps)):
@@ -262,8 +264,8 @@ def _batch(module: Any) -> Found:
     running = torch.stack([module.running_mean, module.running_var])
     momentum = getattr(module, "momentum", None)
     given: dict[str, object] = {"sync": type(module).__name__ == "SyncBatchNorm"}
-    if momentum:  # None, an average over all: alpha=0.9
-        given["alpha"] = round(1 - momentum, 12)
+    if momentum is not None:  # None, an average over all: alpha=0.9; 0, frozen statistics: as good as 1
+        given["alpha"] = min(round(1 - momentum, 12), 1 - 1e-12)
     return Found(running.shape[1], read_eps(module), module.weight, module.bias, write("batch", given), 1, running)
 
 

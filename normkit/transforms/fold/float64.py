@@ -29,8 +29,8 @@ def in_float64() -> Iterator[None]:
 
 
 def widened(example: Any) -> Any:
-    """An example with its floating-point tensors in float64."""
-    return tree_map_only(Tensor, lambda t: t.double() if t.dtype.is_floating_point else t, example)
+    """Copy an example, with floating-point tensors in float64; a forward may change its input."""
+    return tree_map_only(Tensor, lambda t: t.clone().double() if t.dtype.is_floating_point else t.clone(), example)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:

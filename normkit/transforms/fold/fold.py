@@ -13,7 +13,7 @@ from normkit.transforms.fold.report import Report
 from normkit.transforms.fold.rewrite import largest_factor, rewrite
 from normkit.transforms.fold.survey import Survey
 from normkit.transforms.fold.verify import count_infinite, error
-from normkit.transforms.invoke import check_batches, example_call
+from normkit.transforms.invoke import check_batches, copied, example_call
 from normkit.transforms.model_changes import record_changes
 
 TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
@@ -103,8 +103,9 @@ def fold(
         step("rewrite")
         folded = rewrite(survey.copy(), plan)
         with torch.no_grad():
-            expected = example_call(model, example, kwexample, "fold", (example, kwexample))
-            out = folded(*example, **kwexample)
+            expected = example_call(model, *copied(example, kwexample), "fold", (example, kwexample))
+            args, kwargs = copied(example, kwexample)
+            out = folded(*args, **kwargs)
             native = error(out, expected, outputs)
     if count_infinite(out, outputs) > count_infinite(expected, outputs):
         raise RuntimeError(

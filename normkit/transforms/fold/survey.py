@@ -112,7 +112,7 @@ class Survey:
             for number, batch in enumerate(batches, 1):
                 given = arguments(batch)
                 try:
-                    self._follow(*widened(given), shown=given)
+                    self._follow(*given, shown=given)
                 except ValueError as problem:
                     raise ValueError(f"batch {number} of balance: {problem}") from problem
         if not number:
@@ -132,6 +132,7 @@ class Survey:
             raise
 
     def _follow(self, args: tuple, kwargs: dict[str, Any], shown: tuple) -> Outputs:
+        args, kwargs = widened((args, kwargs))
         passed = tensors((args, kwargs))
         with tracing(self.trace, self.model) as tracer:
             for path, tensor in passed.items():
@@ -196,16 +197,18 @@ class Survey:
         """Also compare on longer sequences, not traced, if the model takes these."""
         with in_float64(), contextlib.suppress(Exception):
             if self.other and (found := longer(*widened(self.given))):
-                label, (args, kwargs) = found
+                label, call = found
+                args, kwargs = widened(call)
                 out = self.model(*args, **kwargs)  # not changed yet
                 self._require_numbers(out, answer := tensors(out, self.outputs))
-                self.calls[label], self.expected[label] = (args, kwargs), answer
+                self.calls[label], self.expected[label] = call, answer
 
     def worst(self, model: nn.Module) -> float:
         """The largest error of a changed model; inf where it fails, as in `failure`."""
         worst, self.failure = 0.0, ""
         with in_float64():
-            for label, (args, kwargs) in self.calls.items():
+            for label, call in self.calls.items():
+                args, kwargs = widened(call)
                 try:
                     out = tensors(model(*args, **kwargs), self.outputs)
                 except Exception as problem:

@@ -23,7 +23,7 @@ def error(mine: Any, theirs: Any, outputs: Callable[[Any], Any] | None = None) -
         outputs: Picks what is compared; everything by default.
 
     Returns:
-        The error; inf where shapes, types of numbers or infinite numbers differ.
+        The error; inf where shapes, types or infinite numbers differ.
 
     Example:
         >>> error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0]))
@@ -41,7 +41,7 @@ def count_infinite(out: Any, outputs: Callable[[Any], Any] | None = None) -> int
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
+    if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if a.is_complex() and b.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())

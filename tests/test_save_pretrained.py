@@ -1,0 +1,32 @@
+"""What `save_pretrained` must not write: another norm, or nothing."""
+
+import pytest
+import torch
+from third_party_models import case_of
+
+import normkit
+from normkit.transforms import convert, save_pretrained
+
+pytest.importorskip("transformers")
+
+
+class Half(normkit.LayerNorm):
+    """A norm of the user's, which computes something else."""
+
+    def forward(self, x, mask=None):
+        return 0.5 * super().forward(x, mask)
+
+
+@pytest.mark.parametrize("kind", [Half, type("Own", (torch.nn.LayerNorm,), {})])
+def test_a_class_derived_from_a_norm_is_not_saved_as_that_norm(kind, tmp_path):
+    model = case_of("gpt2").model
+    model.transformer.ln_f = kind(model.transformer.ln_f.normalized_shape[0])
+    with pytest.raises(ValueError, match=f"ln_f is a {kind.__name__}"):
+        save_pretrained(model, tmp_path / "model")
+
+
+def test_a_file_in_the_place_of_the_folder_raises(tmp_path):
+    (tmp_path / "model").write_text("kept")
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        save_pretrained(convert(case_of("gpt2").model, "un"), tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "kept"
