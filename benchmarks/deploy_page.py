@@ -106,8 +106,9 @@ def headline(folder: Path = RESULTS) -> str:
         "schemes, with the cosine to float32; in brackets LayerNorm in the\nslower one. Only MiniLM's weights are "
         "trained. In int8 it is folded with `spread=4`, which leaves 2 of 13 norms as a multiplication\nand an "
         "addition; with all but one folded its cosine is 0.41."),
-        (f"`python benchmarks/deploy.py --models bert6` reproduces the first row in two minutes, after `pip install -e "
-        f"'.[export,huggingface]'`;\nthe rows are {names} (`vit` and `swin` need the extra `vision`)."),
+        ("`python benchmarks/deploy.py --models bert6 --out runs/deploy` reproduces the first row in two minutes, "
+        "after `pip install -e '.[export,huggingface]'`;\n"
+        f"the rows are {names} (`vit` and `swin` need the extra `vision`)."),
     ])  # fmt: skip
 
 
