@@ -4,6 +4,7 @@ Read from the import statements and the sizes of files.
 """
 
 import ast
+import functools
 import importlib.metadata
 import pathlib
 import re
@@ -79,6 +80,7 @@ def package(path: pathlib.Path) -> str:
     return parts[0] if len(parts) > 1 else path.stem
 
 
+@functools.cache
 def imports(path: pathlib.Path, on_import: bool = False) -> list[str]:
     """Names of the modules that a file imports, late ones included unless `on_import`."""
     tree = ast.parse(path.read_text(encoding="utf8"))
