@@ -299,3 +299,13 @@ def test_an_optimizer_of_another_model_raises():
     assert not model[1].follows_optimizer
     follow_frozen = nk.follow_optimizer(model.requires_grad_(requires_grad=False), optimizer)  # of a head beside it
     follow_frozen.remove()
+
+
+def test_a_second_link_replaces_the_first():
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    nk.follow_optimizer(model, optimizer)
+    nk.follow_optimizer(model, optimizer).remove()
+    model(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+    assert not model[0].follows_optimizer

@@ -93,3 +93,8 @@ def test_a_constructor_of_ones_own_may_pass_options_on():
 def test_torch_jit_script_raises_with_what_to_use():
     with pytest.raises(TypeError, match=r"torch\.jit\.script cannot compile UN.*torch\.compile"):
         torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), nk.UN(4)))
+
+
+def test_an_option_that_is_given_twice_raises():
+    with pytest.raises(ValueError, match="cannot read norm spec 'un\\(window=2, window=3\\)'"):
+        nk.make("un(window=2, window=3)", 8)

@@ -239,3 +239,8 @@ def test_a_model_without_norms_has_none_left_to_remove(run, tmp_path):
     with pytest.raises(ValueError, match="has no norms left to remove"):
         remove_norms(tmp_path / "out", tmp_path / "more", Removal(steps=1))
     assert not (tmp_path / "more").exists()
+
+
+def test_the_model_itself_is_not_overwritten(tmp_path):
+    with pytest.raises(ValueError, match="is the model itself, which is kept"):
+        remove_norms(tmp_path, tmp_path / "." / "", Removal(steps=1))

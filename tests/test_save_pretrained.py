@@ -1,4 +1,4 @@
-"""What `save_pretrained` must not write: another norm, or nothing."""
+"""Models and places that `save_pretrained` refuses."""
 
 import pytest
 import torch

@@ -59,3 +59,108 @@ def test_a_copy_of_the_model_is_not_recorded():
         for forward in (model, copied := copy.deepcopy(model), model, torch.compile(copied, backend="eager")):
             forward(torch.tensor([[3, 4], [5, 0]])).sum().backward()
     assert {row.step for row in rows} == {1, 2}
+
+
+class VectorNorm(nn.Module):
+    def forward(self, x):
+        return x.norm(dim=-1)
+
+
+class AddNorm(nn.Module):
+    def forward(self, pair):
+        return sum(pair)
+
+
+class ComplexNorm(nn.Module):
+    def forward(self, x):
+        return (x * 1j).abs()
+
+
+@pytest.mark.parametrize(
+    ("norm", "shapes"),
+    [
+        (nn.LocalResponseNorm(2), [(2, 3, 6, 6), (2, 3, 8, 8)]),
+        (nn.InstanceNorm2d(5, affine=True), [(5, 6, 6), (2, 5, 6, 6)]),
+        (VectorNorm(), [(2, 8, 4)] * 2),
+        (ComplexNorm(), [(2, 4), (2, 6)]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_only_called_a_norm_does_not_end_a_training(norm, shapes):
+    model = nn.Sequential(norm)
+    with record(model, every=1, quantities="all") as rows:
+        for shape in shapes:
+            model(torch.randn(shape, requires_grad=True)).sum().backward()
+    if isinstance(norm, nn.LocalResponseNorm):
+        assert [row.value for row in rows if row.quantity == "tokens"] == [2 * 6 * 6, 2 * 8 * 8]
+
+
+def test_a_norm_of_several_tensors():
+    model = AddNorm()
+    with record(nn.ModuleList([model, nn.LayerNorm(4)]), every=1):
+        model((torch.randn(2, 4), torch.randn(2, 4)))
+
+
+def test_gradients_of_half_precision_do_not_overflow():
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)).half()
+    with record(model, every=1, quantities=["gradient_norm"]) as rows:
+        (model(torch.randn(4, 256).half()) * 1500).sum().backward()
+    total = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm()
+    assert [row.value for row in rows] == [pytest.approx(float(total), rel=1e-3)]
+    assert total > torch.finfo(torch.float16).max
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x, attention_mask=None):
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
+def test_masks_by_position_count_in_wrapped_models(wrap):
+    model, mask = wrap(Masked()), torch.tensor([[True] * 3 + [False] * 3] * 2)
+    with record(model, every=1, quantities=["tokens"]) as rows:
+        model(torch.randn(2, 6, 4), mask).sum().backward()
+    assert {row.value for row in rows} == {6}
+
+
+def test_a_compiled_model_may_change_the_output_of_a_norm_in_place():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+    compiled, seen = torch.compile(copy.deepcopy(model), backend="aot_eager"), []
+    x = torch.randn(8, 4)
+    for each in (model, compiled):
+        with record(each, every=1, quantities=["gradient_norm", "rms"]) as rows:
+            each(x).square().mean().backward()
+        seen.append([row.value for row in rows])
+    assert seen[0] == pytest.approx(seen[1], rel=1e-5)
+
+
+def test_a_model_can_be_saved_while_it_is_recorded(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), normkit.make("un", 4))
+    with record(model, every=1) as rows:
+        torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        again(torch.randn(3, 4)).sum().backward()
+    assert not list(rows)
+
+
+def test_the_gap_of_a_model_that_replaces_its_buffers():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = normkit.make("batch", 4)
+            self.register_buffer("table", torch.arange(0))
+
+        def forward(self, x):
+            self.table = torch.arange(len(x))
+            self.register_buffer("later", torch.ones(1))
+            return self.norm(x) + self.table[:, None]
+
+    model, x = Growing(), torch.randn(8, 4)
+    before = {name: t.clone() for name, t in model.named_buffers()}
+    train, evaluation = normkit.watch.train_eval_gap(model, lambda: model(x).square().mean())
+    assert train != evaluation
+    assert all(torch.equal(t, before[name]) for name, t in model.named_buffers() if name in before)

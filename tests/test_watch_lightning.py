@@ -140,3 +140,16 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
     assert summary["trainer/global_step"] == 8
     assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_wrong_arguments_keep_the_rows_of_an_earlier_run(tmp_path):
+    path = tmp_path / "rows.csv"
+    fit(Watch(every=1, to=path, quantities=["rms"]), 3, tmp_path, False)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="rmss"):
+        fit(Watch(every=1, to=path, quantities=["rmss"]), 3, tmp_path, False)
+    assert path.read_bytes() == before
+    (tmp_path / "rows.parquet").write_bytes(b"kept")
+    with pytest.raises(ValueError, match=r"a file that grows is a \.csv"):
+        fit(Watch(every=1, to=tmp_path / "rows.parquet"), 3, tmp_path, False)
+    assert (tmp_path / "rows.parquet").read_bytes() == b"kept"

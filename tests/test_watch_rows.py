@@ -13,7 +13,7 @@ import normkit
 from normkit import watch
 from normkit.lab.cka import cka
 from normkit.lab.singular_values import embedding_rows
-from normkit.watch import Row, row_files
+from normkit.watch import Row, read, record, row_files
 from normkit.watch.normality import p_normal
 from normkit.watch.quantities import choose
 
@@ -236,3 +236,39 @@ def test_inputs_that_grow_from_small_initial_weights_do_not_explode():
     rows = [Row(step, site, "LayerNorm", "rms", 0.02 if step < 5 else late) for step in range(40)
             for site, late in (("first", 0.07), ("last", 2.5))]  # fmt: skip
     assert not wrong(rows)
+
+
+def test_rows_follow_whole_lines_after_a_kill_and_a_failed_write(tmp_path, monkeypatch):
+    path, model = tmp_path / "rows.csv", nn.Sequential(nn.LayerNorm(4))
+
+    def step(start):
+        with record(model, every=1, quantities=["rms"], to=path, start=start):
+            model(torch.randn(3, 4)).sum().backward()
+
+    step(0)
+    step(1)
+    path.write_bytes(path.read_bytes()[:-6])
+    step(2)
+    assert [row.step for row in read(path)] == [1, 3]
+    whole = path.read_bytes()
+    monkeypatch.setattr("normkit.watch.row_files.to_csv", lambda rows, header: "9,cut\ud800")  # cannot be encoded
+    with pytest.raises(UnicodeEncodeError):
+        step(3)
+    assert path.read_bytes() == whole
+
+
+def test_a_path_for_rows_is_checked_first_and_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    model = nn.Sequential(nn.LayerNorm(4))
+    with pytest.raises(ValueError, match="is no file"), record(model, to="folder.csv"):
+        pass
+    with pytest.raises(ValueError, match="is no file of rows"), record(model, to="other.csv", start=1):
+        pass
+    with pytest.raises(ValueError, match="start must be at least 0; got -1"), record(model, start=-1):
+        pass
+    with record(model, every=1, to="rows.csv"):
+        monkeypatch.chdir(tmp_path / "folder.csv")
+        model(torch.randn(3, 4)).sum().backward()
+    assert read(tmp_path / "rows.csv")

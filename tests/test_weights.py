@@ -1,5 +1,7 @@
 """Weight and spectral normalization: where they start, what they keep, how they fold."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from normkit.lab.models.config import Model
 from normkit.lab.train.config import Run
 from normkit.lab.train.folder import load
 from normkit.lab.train.run import train
-from normkit.norms import fold_weights, spectral_norm, weight_norm
+from normkit.norms import fix_embedding, fold_weights, spectral_norm, weight_norm
 
 
 def network(*middle):
@@ -105,3 +107,36 @@ def test_a_run_with_normalized_weights_trains_and_loads(kind, tmp_path):
         assert layer.parametrizations.weight.original0.std() > 0.02
     else:
         assert torch.linalg.matrix_norm(layer.weight, 2).item() == pytest.approx(1, abs=0.05)
+
+
+class Called(nn.Module):
+    """A layer called by keyword, and a convolution without a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.convolution = nn.Linear(4, 3), nn.Conv1d(2, 3, 3)
+
+    def forward(self, x, z):
+        return self.linear(input=x), self.convolution(z)
+
+
+def test_the_start_of_layers_in_other_calls():
+    model, given = Called(), (torch.randn(50, 4), torch.randn(2, 30))
+    weight_norm(model, lambda: model(*given))
+    for y, axis in zip(model(*given), (0, 1), strict=True):
+        torch.testing.assert_close(y.std(axis, correction=0), torch.ones(3), rtol=1e-3, atol=1e-3)
+
+
+def test_an_error_at_the_start_leaves_the_layers_as_they_were():
+    model = Called()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="expected input"):
+        weight_norm(model, lambda: model(torch.randn(50, 4), torch.randn(7, 30)))
+    assert type(model.linear) is nn.Linear
+    torch.testing.assert_close(dict(model.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize("options", [{"sparse": True}, {"max_norm": 0.5}])
+def test_fixnorm_refuses_what_it_would_break(options):
+    with pytest.raises(ValueError, match="no sparse=True, no max_norm"):
+        fix_embedding(nn.Embedding(5, 4, **options))

@@ -23,7 +23,11 @@ def doctor(path: Path, /) -> int:
     from normkit.watch import NOT_CHECKED, checked, read
     from normkit.watch.recording import as_recording
 
-    recording, result = as_recording(read(path)), _result(path)
+    rows, result = read(path), _result(path)
+    if not rows and (ending := list(_ending(result))):
+        write("\n".join(f"- {line}" for line in [*ending, "no rows were recorded, which could name the reason"]))
+        return FOUND
+    recording = as_recording(rows)
     faults, unchecked, advice = examine(recording, result)
     made = checked(recording)
     if faults:

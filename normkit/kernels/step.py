@@ -25,7 +25,8 @@ def can_run(norm: Any, x: Tensor, kernels: ModuleType) -> bool:
     weight, bias = norm.weight, norm.bias
     kind = torch.float32 if kernels is entry or weight is None else weight.dtype
     plain = all(
-        p is None or (type(p) in (Tensor, nn.Parameter) and p.dtype is kind and p.is_contiguous())
+        p is None
+        or (type(p) in (Tensor, nn.Parameter) and p.dtype is kind and p.shape == x.shape[-1:] and p.is_contiguous())
         for p in (weight, bias)
     )
     return plain and kind in dispatch.TRITON_DTYPES and (kernels is entry or _can_launch(x)) and bool(step_op())

@@ -97,6 +97,8 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
             given = {str(k.arg): getattr(k.value, "id", None) or ast.literal_eval(k.value) for k in call.keywords}
             name = call.func.id  # a value that is a word needs no quotes
+            if len(given) < len(call.keywords):
+                raise ValueError
         elif isinstance(call, ast.Name):
             name, given = call.id, {}
         else:

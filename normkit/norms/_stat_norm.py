@@ -114,6 +114,8 @@ class StatNorm(StatefulNorm):
         # the flag itself: before PyTorch 2.12, is_exporting() is True in a graph of torch.compile, too
         if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
             raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise RuntimeError("norms with batch statistics do not train under torch.func; call model.eval() first")
         if self.running.dtype in dispatch.HALVES:
             raise TypeError(f"the statistics are {self.running.dtype}; keep buffers float32 (FSDP: buffer_dtype=None)")
         wide = torch.promote_types(x.dtype, self.running.dtype)
@@ -158,16 +160,17 @@ class StatNorm(StatefulNorm):
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # not finite, or all padding: as the average batch
         now = self.step + 1
         stat = self.train_stat(batch, now, count)
-        state, saved, changes = stat.state, stat.saved, ok
+        value = stat.value.clone()  # it may be a buffer, which changes below
+        state, saved, changes = stat.state, tuple(t.clone() for t in stat.saved), ok
         if self.accumulates:  # this batch is standardized by itself; the state changes by all batches together
             turn = getattr(self, "micro_step", now).clone()  # the backward of this batch comes in the same turn
             joint, joint_count, changes = self._accumulate("", batch, count, ok, turn)
             together = self.train_stat(self.pool(joint), now, joint_count)
-            state, saved = together.state, (*saved, *together.saved, turn)
+            state, saved = together.state, (*saved, *(t.clone() for t in together.saved), turn)
         self._commit({**state, "step": now}, changes)
         self.skipped.add_(~ok)
         scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
-        return StepStatistics(local, stat.value, count, now, *scales, mask, saved)
+        return StepStatistics(local, value, count, now, *scales, mask, saved)
 
     @torch.no_grad()
     def take_gradient(self, batch: Tensor, count: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> Tensor:

@@ -77,8 +77,9 @@ class StatefulNorm(Norm):
             pending.copy_(joint)
             return stat, rows, ok
         micro_step, first = getattr(self, f"micro_step{side}"), turn - turn % self.steps_per_update
+        before = read_with(ok, micro_step)
         # a forward without a backward, or two backwards of one forward, must not put both sides out of step
-        micro_step.copy_(micro_step.clamp(first, first + self.steps_per_update - 1) + 1)
+        micro_step.copy_(before.clamp(first, first + self.steps_per_update - 1) + 1)
         ends = micro_step % self.steps_per_update == 0
         pending.copy_(torch.where(ends, 0, joint))
         return stat, rows, ends & (rows > 0)
@@ -138,6 +139,15 @@ class StatefulNorm(Norm):
         twin = memo[id(self)] = self.__new__(type(self))
         twin.__setstate__(copy.deepcopy(StatefulNorm.__getstate__(self), memo))
         return twin
+
+
+def read_with(other: Tensor, buffer: Tensor) -> Tensor:
+    """Return a buffer's value at the time of `other`, `[]` or of its shape.
+
+    In a compiled backward pass, what does not depend on gradients is computed in the forward pass already, and another
+    backward pass may change the buffer in between.
+    """
+    return torch.where(other == other, buffer, buffer) if torch.compiler.is_compiling() else buffer
 
 
 def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:

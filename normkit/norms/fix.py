@@ -38,7 +38,7 @@ def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.E
 
     Raises:
         TypeError: if it is no `nn.Embedding`.
-        ValueError: if its weight is parametrized already.
+        ValueError: if its weight is parametrized already, its gradients are sparse, or it has a `max_norm`.
 
     >>> fix_embedding(nn.Embedding(5, 4)).weight.norm(dim=1).round(decimals=4).tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0]
@@ -47,6 +47,8 @@ def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.E
         raise TypeError(f"fix_embedding() takes an nn.Embedding; got {type(embedding).__name__}")
     if parametrize.is_parametrized(embedding, "weight"):
         raise ValueError("this embedding's weight is parametrized already; FixNorm goes on a plain nn.Embedding")
+    if embedding.sparse or embedding.max_norm is not None:
+        raise ValueError("FixNorm has dense gradients and rows of length one: no sparse=True, no max_norm")
     if init is not None:
         nn.init.uniform_(embedding.weight, -init, init)
         if embedding.padding_idx is not None:

@@ -10,6 +10,7 @@ from normkit.kernels.kernel_rule import NEVER, KernelRule
 from normkit.norms._base import Split
 from normkit.norms._options import OldShare, Steps, Warmup, require
 from normkit.norms._stat_norm import Stat
+from normkit.norms._state import read_with
 from normkit.norms._warmup import WarmupNorm
 
 
@@ -89,7 +90,7 @@ class PowerNorm(WarmupNorm):
         gamma = batch / (value + self.eps)
         dx_scale = torch.sqrt((value[0] + self.eps) / (batch[0] + self.eps)) if self.denominator == "batch" else None
         state = {"running": running, **self.drift_state(batch, step)}
-        return Stat(value, state, dx_scale=dx_scale, saved=(self.nu.clone(), gamma))
+        return Stat(value, state, dx_scale=dx_scale, saved=(self.nu, gamma))
 
     def known_in_advance(self) -> bool:  # noqa: D102
         end = self.known_end()
@@ -99,7 +100,9 @@ class PowerNorm(WarmupNorm):
         nu, gamma = saved
         end = self.end_of_warmup() if self.warmup_grad == "exact" else 0
         lost = (1 - self.alpha_bkw) * gamma
-        new = self.nu - nu * (lost.clamp(max=1) if self.clamp else lost) + (1 - self.alpha_bkw) * batch
+        new = (
+            read_with(batch, self.nu) - nu * (lost.clamp(max=1) if self.clamp else lost) + (1 - self.alpha_bkw) * batch
+        )
         return torch.where(step <= end, batch, nu.to(batch.dtype)), {"nu": new}
 
     def kernel_rule(self) -> KernelRule | None:  # noqa: D102

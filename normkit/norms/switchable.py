@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import reference
+from normkit.kernels import autograd, reference
 from normkit.norms._base import Norm
 from normkit.norms._options import OldShare
 from normkit.norms._recompute import is_recomputed
@@ -70,7 +70,10 @@ class SwitchableNorm(Norm):
             batch = torch.cat(found[-1]).detach()[:, 0].to(self.running.dtype)
             ok = usable(batch, torch.ones((), device=x.device) if keep is None else keep.sum())
             if not is_recomputed():
-                self.running.copy_(torch.where(ok, self.running.lerp(batch, 1 - self.alpha), self.running))
+                new = torch.where(ok, self.running.lerp(batch, 1 - self.alpha), self.running)
+                if torch.compiler.is_compiling():
+                    (new,) = autograd.snapshot([new])  # which raises where a checkpoint repeats it
+                self.running.copy_(new)
         else:
             found.append((self.running[:1, None], self.running[1:, None]))
         logits = self.mean_logits, self.var_logits

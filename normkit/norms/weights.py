@@ -1,5 +1,6 @@
 """Weight and spectral normalization: parametrizations in place of norms of activations."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,24 +31,31 @@ def weight_norm(model: nn.Module, initialize: Callable[[], Any] | None = None, l
     True
     """
     found = _matching(model, layers, rows=True)
+    before = {layer: copy.deepcopy(layer.state_dict()) for layer in found}
     for layer in found:
         parametrizations.weight_norm(layer)
     handles: dict[nn.Module, Any] = {}
 
-    def start(layer: Any, args: Any, y: Tensor) -> Tensor:
+    def start(layer: Any, args: Any, kwargs: dict[str, Any], y: Tensor) -> Tensor:
         handles.pop(layer).remove()  # a layer that runs twice keeps what its first call gave it
-        rows = y if layer.weight.dim() == 2 else y.transpose(1, -1)
+        rows = y if layer.weight.dim() == 2 else y.movedim(1 - layer.weight.dim(), -1)
         std, mean = torch.std_mean(rows.reshape(-1, rows.shape[-1]), 0, correction=0)
         std, length = torch.where(std > 0, std, 1), layer.parametrizations.weight.original0
         length.div_(std.view_as(length))
         if layer.bias is not None:
             layer.bias.sub_(mean).div_(std)
-        return layer.forward(*args)
+        return layer.forward(*args, **kwargs)
 
     if initialize is not None:
         with ExitStack() as hooks, torch.no_grad():
-            handles |= {layer: hooks.enter_context(layer.register_forward_hook(start)) for layer in found}
-            initialize()
+            for layer in found:
+                handles[layer] = hooks.enter_context(layer.register_forward_hook(start, with_kwargs=True))
+            try:
+                initialize()
+            except BaseException:
+                for layer in found:
+                    parametrize.remove_parametrizations(layer, "weight").load_state_dict(before[layer])
+                raise
     return model
 
 

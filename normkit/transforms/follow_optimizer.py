@@ -12,6 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from normkit.norms import StatNorm
 from normkit.transforms.checks import check_not_wrapped, norms_with_statistics
 
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]] = weakref.WeakKeyDictionary()  # by optimizer
+
 
 class OptimizerLink:
     """Connection between norms and an optimizer; `remove()` ends it."""
@@ -85,6 +87,10 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
 
     handle = register_optimizer_step_post_hook(after_step)
     weakref.finalize(model, handle.remove)
+    earlier = _HANDLES.setdefault(model, {})
+    if (key := id(optimizer)) in earlier:  # as where a script goes on after a checkpoint: one link, not two
+        earlier[key].remove()
+    earlier[key] = handle
     return OptimizerLink(reference, handle)
 
 

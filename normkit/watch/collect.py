@@ -57,7 +57,9 @@ class Memory:
         if not batch:
             return {}
         new = torch.stack(list(batch.values()))
-        old = torch.full_like(new, torch.nan) if self.running is None else self.running
+        if self.running is None or self.running.shape != new.shape:  # what has no size of its own takes others
+            self.running, self.samples, self.share = torch.full_like(new, torch.nan), 0, LengthShare()
+        old = self.running
         weight = max(1 / (self.samples + 1), 1 - self.alpha)  # a plain average first
         self.running = torch.where(usable(new, count), torch.where(old.isnan(), new, old.lerp(new, weight)), old)
         self.samples += 1
@@ -73,7 +75,9 @@ class Memory:
             self.channels[side] = [*self.channels[side], value[self.channel % len(value)]][-last:]
             found[name] = torch.stack(self.channels[side])
         if (name := f"window_{side}") in needs:
-            ring = self.rings.setdefault(side, value.new_zeros(WINDOW, len(value)))
+            ring = self.rings.get(side, value[:0])
+            if ring.shape[-1] != len(value):
+                ring = self.rings[side] = value.new_zeros(WINDOW, len(value))
             slot = self.counts[side] % WINDOW
             ring[slot] = value
             self.counts[side] += 1

@@ -30,7 +30,8 @@ def train_eval_gap(model: nn.Module, loss: Callable[[], Tensor | float]) -> tupl
     (True, True)
     """
     batch_norms = (StatNorm, SwitchableNorm, nn.modules.batchnorm._BatchNorm)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {module: dict(module._buffers) for module in model.modules()}
+    values = {id(t): t.clone() for buffers in before.values() for t in buffers.values() if t is not None}
     try:
         with evaluating(model):
             evaluation = float(loss())
@@ -39,9 +40,11 @@ def train_eval_gap(model: nn.Module, loss: Callable[[], Tensor | float]) -> tupl
                     module.train()
             return float(loss()), evaluation
     finally:
-        for name, buffer in model.named_buffers():
-            if not torch.equal(buffer, before[name]):  # one that never changes may share its memory
-                buffer.copy_(before[name])
+        for module, buffers in before.items():
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer  # a forward may have put another in its place
+                if buffer is not None and not torch.equal(buffer, values[id(buffer)]):  # else it may share its memory
+                    buffer.copy_(values[id(buffer)])
         for module in model.modules():
             if isinstance(module, StatNorm):
                 module._reset_counters()

@@ -128,9 +128,11 @@ class Recorder:
                 self._hooks.enter_context(module.register_forward_hook(norm.after, with_kwargs=True, prepend=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recorder":
-        copied = copy.copy(self)  # for the hooks in a copy of the model, as for EMA: they measure nothing
-        copied.key, copied.due, copied.active = NO_KEY, False, False
-        return copied
+        return copy.copy(self)  # for the hooks in a copy of the model, as for EMA: they measure nothing
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what hooks in a saved model need, which measure nothing."""
+        return {"model": self.model, "ledger": self.ledger, "key": NO_KEY, "due": False, "active": False}
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class Recorder:
         self.padding.real.clear()
         if self.due and "gradient" in self.needs and self.writes:
             for number, parameter in enumerate(self.model.parameters()):
-                if parameter.requires_grad and parameter.is_leaf:
+                if parameter.requires_grad and parameter.is_leaf and not nn.parameter.is_lazy(parameter):
                     hook = functools.partial(self._keep_gradient_norm, number)
                     self._parameter_hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -176,7 +178,8 @@ class Recorder:
     def _keep_gradient_norm(self, number: int, parameter: Tensor) -> None:
         if parameter.grad is not None:
             grad = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
-            self._gradients[number] = torch.linalg.vector_norm(grad)
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            self._gradients[number] = torch.linalg.vector_norm(grad, dtype=wide)
 
     @torch.no_grad()
     def evaluate_samples(self) -> None:
@@ -228,7 +231,7 @@ class NormRecorder:
         self.moments = None
         if self._is_due() and not inside_backward():  # a repeated forward was measured before
             x, mask = self._given(args, kwargs)
-            self.moments = self.sample_input(x, mask) if x.numel() else None
+            self.moments = self.sample_input(x, mask) if self.site.can_measure(x) else None
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> Tensor | None:
         """Measure the gradient of the output, when the backward pass computes it."""
@@ -237,8 +240,8 @@ class NormRecorder:
                 x, mask = self._given(args, kwargs)
                 return graph_ops.Tap.apply(y, x, mask, self.recorder.ledger, self.recorder.key, self.index)
             return None
-        if self._is_due() and isinstance(y, Tensor) and y.requires_grad and y.numel():
-            x, mask = self._given(args, kwargs)
+        x, mask = self._given(args, kwargs) if self._is_due() else (None, None)
+        if self.site.can_measure(x) and isinstance(y, Tensor) and y.requires_grad and y.shape == x.shape:
             step, moments, x = self.recorder.step, self.moments, x.detach()
             mask = self.choose_mask(x, mask)  # now: another forward may come before the backward
             y.register_hook(lambda dy: self.sample_gradient(step, x, dy, mask, moments))
@@ -291,8 +294,9 @@ def _check(model: object, alpha: float, **counts: object) -> None:
     for option, number in counts.items():
         if not is_int(number):
             raise TypeError(f"{option} must be a whole number; got {number!r}")
-    if counts["every"] < 1:  # type: ignore[operator]
-        raise ValueError(f"every must be at least 1; got {counts['every']}")
+    for option, least in (("every", 1), ("start", 0), ("channel", 0)):
+        if counts[option] < least:  # type: ignore[operator]
+            raise ValueError(f"{option} must be at least {least}; got {counts[option]}")
     if not 0 <= alpha < 1:
         raise ValueError(f"alpha must be at least 0 and below 1; got {alpha}")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):

@@ -23,13 +23,28 @@ class Appender:
             raise ValueError(f"a file that grows is a .csv; got {path.name}. Rows.save writes .parquet at the end")
         if not path.parent.is_dir():
             raise ValueError(f"there is no folder {path.parent} for {path.name}; make it first")
-        self.path = path
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file; name a file for the rows")
+        self.path = path.absolute()  # the program may change its folder
+        if size := self._size():
+            with open_regular(path) as file:
+                if not file.readline().decode("utf8", "replace").startswith(HEAD):
+                    raise ValueError(f"{path} is no file of rows ({HEAD}); name another file")
+            truncate_file(path, size)  # a program that was killed may have left half a line
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def __call__(self, rows: Iterable[Row]) -> None:
-        """Append these rows."""
-        new = not self.path.exists() or not self.path.stat().st_size
-        with self.path.open("a", encoding="utf8", newline="") as file:
-            file.write(to_csv(rows, header=new))
+        """Append these rows, or none of them."""
+        size = self._size()
+        try:
+            with self.path.open("a", encoding="utf8", newline="") as file:
+                file.write(to_csv(rows, header=not size))
+        except BaseException:
+            if self.path.exists():
+                truncate_file(self.path, size)
+            raise
 
 
 def truncate_file(path: Path, size: int | None) -> None:

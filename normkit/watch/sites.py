@@ -3,7 +3,7 @@
 import inspect
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,18 @@ class Site:
             return dict(zip(names, module.running.clone(), strict=True))
         return {name: getattr(module, name).clone() for name in ("running_mean", "running_var") if self.stateful}
 
+    def can_measure(self, x: object) -> TypeGuard[Tensor]:
+        """Return True for real numbers with the norm's channels.
+
+        Modules that only have "norm" in their name may take other inputs.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+            return False
+        if not -x.dim() <= self.axis < x.dim():
+            return False
+        kept = [self.weight, *self.running().values()]
+        return all(len(t) in (1, x.shape[self.axis]) for t in kept if t is not None)
+
     def channels_last(self, x: Tensor) -> Tensor:
         """Move the channels of an input or output of the norm to the last axis."""
         return x if self.axis == -1 else x.movedim(self.axis, -1)
@@ -83,7 +95,8 @@ def _layout(module: nn.Module) -> tuple[int, float]:
         found = read_norm(module)
         return found.channel_dim, float(found.weight is not getattr(module, "weight", None))
     except CannotRead:  # a norm of images, or one with a formula of its own
-        return 1 if _has_running_statistics(module) or type(module).__name__.endswith(("2d", "3d")) else -1, 0.0
+        first = type(module).__name__.endswith(("2d", "3d", "ResponseNorm"))
+        return 1 if first or _has_running_statistics(module) else -1, 0.0
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
@@ -97,7 +110,10 @@ class Padding:
     """
 
     def __init__(self, model: nn.Module):
-        self.names, self.time_first = list(inspect.signature(model.forward).parameters), is_time_first(model)
+        inner: Any = model  # wrappers take any arguments
+        while type(inner).__name__ in (*WRAPPERS, "OptimizedModule"):
+            inner = inner._orig_mod if type(inner).__name__ == "OptimizedModule" else inner.module
+        self.names, self.time_first = list(inspect.signature(inner.forward).parameters), is_time_first(model)
         self.real = deque[Tensor](maxlen=64)  # of this step, the first to try last; evaluation has no steps
         self.handles = [
             module.register_forward_pre_hook(self._embed)

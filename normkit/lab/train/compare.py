@@ -140,7 +140,7 @@ def _seeds(folder: Path) -> dict[int, tuple[Path, dict[str, Any]]]:
         raise ValueError(f"{folder} has runs of several settings; name the folder of one, or of its seeds")
     found: dict[int, tuple[Path, dict[str, Any]]] = {}
     for path, result in there.items():
-        before, _ = found.setdefault(seed := result["run"]["seed"], (path, result))
+        before, _ = found.setdefault(seed := result["run"].get("seed", 0), (path, result))
         if before != path:
             raise ValueError(f"{before} and {path} are runs of the same seed, {seed}; needs one of each seed")
     return found

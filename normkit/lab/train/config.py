@@ -40,7 +40,8 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
 
     def __post_init__(self):
         super().__post_init__()
-        require(".." not in self.name.split("/"), "name", self.name, "without .., as it is part of a folder's path")
+        inside = ".." not in self.name.split("/") and not self.name.startswith("/")
+        require(inside, "name", self.name, "a relative path without .., as it is part of a folder's path")
         self._check_task()
         self._check_devices()
         if self.patience or self.average_of == "best":

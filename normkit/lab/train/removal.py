@@ -117,6 +117,8 @@ def remove_norms(
     if settings.lr is not None and not 0 < settings.lr < math.inf:
         raise ValueError(f"lr must be above 0 and finite; got {settings.lr:g}")
     parse(settings.to)
+    if out.resolve() == folder.resolve():
+        raise ValueError(f"{out} is the model itself, which is kept; name another folder")
     if (out / FILE).is_file():
         raise ValueError(f"{out} holds a finished removal ({FILE}); name another folder, or delete it")
     subject = open_removable(folder, settings.text)

@@ -68,12 +68,11 @@ class Watch(lightning.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with a new file, or, in a resumed run, with the old one up to the checkpoint."""
-        if self.to is not None and trainer.is_global_zero:
-            truncate_file(Path(self.to), self._resumed.get("bytes"))
         step = self._resumed.get("step", 0)
-        self._recorder = Recorder(
-            pl_module, self.every, self.quantities, to=self._sink(trainer), keep=self.keep, start=step
-        )
+        recorder = Recorder(pl_module, self.every, self.quantities, to=self._sink(trainer), keep=self.keep, start=step)
+        if self.to is not None and trainer.is_global_zero:  # after all checks
+            truncate_file(Path(self.to), self._resumed.get("bytes"))
+        self._recorder = recorder
         self._recorder.load(self._resumed.get("memory", {}))
         self.rows = self._recorder.rows
 

@@ -1,0 +1,36 @@
+"""State of compiled norms whose forwards and backwards do not take turns."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from normkit.norms import make
+
+
+@pytest.mark.filterwarnings("ignore")  # of compilers
+@pytest.mark.parametrize(
+    "spec", ["power(groups=0, warmup=0)", "un(steps_per_update=2, window=2, warmup=2)", "un(window=2)"]
+)
+def test_two_forwards_before_one_backward(spec):
+    """What a backward changes is read in the backward, also where it does not depend on gradients."""
+    eager = make(spec, 2)
+    norm = copy.deepcopy(eager)
+    compiled = torch.compile(norm, backend="aot_eager_decomp_partition")
+    for _ in range(4):
+        a, b = torch.randn(2, 6, 2)
+        for forward in (eager, compiled):
+            (forward(a).square().sum() + 3 * forward(b).square().sum()).backward()
+    torch.testing.assert_close(dict(norm.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_around_a_compiled_switchable_norm_raises():
+    norm = make("switchable", 4)
+    compiled = torch.compile(norm, backend="aot_eager")
+    y = checkpoint(compiled, torch.randn(8, 4, requires_grad=True), use_reentrant=False)
+    after = norm.running.clone()
+    with pytest.raises(RuntimeError, match="recomputed in the backward pass"):
+        y.sum().backward()
+    assert torch.equal(norm.running, after)

@@ -1,0 +1,45 @@
+"""Norms that users change or write: other parameters, rules that return buffers, transforms."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import normkit
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_gain_of_another_shape_is_broadcast(shape):
+    norm = normkit.make("pnv(bias=False)", 6)
+    norm.weight = nn.Parameter(torch.full(shape, 2.0))
+    x, found = torch.randn(4, 6), []
+    for choice in ("auto", "reference"):
+        with normkit.kernels(choice):
+            found.append(copy.deepcopy(norm)(x))
+    torch.testing.assert_close(*found)
+
+
+def test_a_rule_may_return_a_buffer():
+    class Before(normkit.norms.StatNorm):
+        exact_grad = False
+
+        def train_stat(self, batch, step, count):
+            return normkit.norms.Stat(value=self.running.to(batch.dtype), state={"running": self.average(batch)})
+
+    norm = Before(2, eps=0.0)
+    torch.testing.assert_close(norm(torch.full((4, 2), 10.0)), torch.full((4, 2), 10.0))
+    assert norm.running[0, 0] == pytest.approx(0.9 + 0.1 * 100)
+
+
+def test_training_in_transforms_of_torch_func_raises():
+    norm, x = normkit.make("batch", 4), torch.randn(6, 4)
+    state = {name: t.clone() for name, t in norm.named_buffers()}
+
+    def loss(parameters):
+        return torch.func.functional_call(norm, (parameters, state), (x,)).sum()
+
+    with pytest.raises(RuntimeError, match=r"do not train under torch\.func; call model\.eval\(\) first"):
+        torch.func.grad(loss)(dict(norm.named_parameters()))
+    norm.eval()
+    torch.func.grad(loss)(dict(norm.named_parameters()))
