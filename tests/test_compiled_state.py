@@ -14,7 +14,7 @@ from normkit.norms import make
     "spec", ["power(groups=0, warmup=0)", "un(steps_per_update=2, window=2, warmup=2)", "un(window=2)"]
 )
 def test_two_forwards_before_one_backward(spec):
-    """What a backward changes is read in the backward, also where it does not depend on gradients."""
+    """State is read in the backward that changes it, not in the forward before."""
     eager = make(spec, 2)
     norm = copy.deepcopy(eager)
     compiled = torch.compile(norm, backend="aot_eager_decomp_partition")

@@ -1,4 +1,4 @@
-"""Norms that users change or write: other parameters, rules that return buffers, transforms."""
+"""Norms that users change or write, and transforms of torch.func."""
 
 import copy
 
