@@ -275,7 +275,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["bench", "--shape", f"{10**22}x4"], ["12 such activations do not fit"]),
         (["report", ".", "--out", "x.html"], ["--out x.html would be a folder, for report.html", "; name x"]),
         (["report", ""], ["an argument is empty; give a word, a file or a folder"]),
-        (["train", "vit_digits", "--name", "../x"], ["name must be without ..,"]),
+        (["train", "vit_digits", "--name", "../x"], ["name must be a relative path without ..,"]),
         (["pronounce"], ["no word given"]),
         (["pronounce", "x", "--run", "nowhere"], ["nowhere is not a run folder: there is no such folder"]),
         (["pronounce", "x"], ["there is no folder runs/demo; train with `normkit demo` first"]),
