@@ -317,6 +317,6 @@ def test_bad_input_raises():
 
 def test_a_blend_cannot_be_blended_again():
     model = blend(nn.Sequential(nn.LayerNorm(4)), "un", 5)
-    with pytest.raises(ValueError, match=r"0 is a blend already.*settle\(model\) first"):
+    with pytest.raises(ValueError, match=r"0 is a Blend, .*call settle\(model\) before another"):
         blend(model, "pnv", 7)
     assert "step=? of 5" in repr(model.to("meta"))

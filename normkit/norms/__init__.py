@@ -97,8 +97,6 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
             given = {str(k.arg): getattr(k.value, "id", None) or ast.literal_eval(k.value) for k in call.keywords}
             name = call.func.id  # a value that is a word needs no quotes
-            if len(given) < len(call.keywords):
-                raise ValueError
         elif isinstance(call, ast.Name):
             name, given = call.id, {}
         else:
@@ -107,6 +105,8 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(
             f"cannot read norm spec {spec!r}; write a name or name(option=value), as 'un(window=4)'"
         ) from None
+    if isinstance(call, ast.Call) and len(given) < len(call.keywords):
+        raise ValueError(f"norm spec {spec!r} gives an option twice; give each option once")
     known = options(name)
     for key in given:
         pick(known, key, f"option of {name}")

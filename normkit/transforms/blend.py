@@ -207,7 +207,7 @@ def blend(
 
     def blended(name: str, old: nn.Module) -> Blend:
         if isinstance(old, Blend):
-            raise ValueError(f"{name} is a blend already, {old.spec}; call settle(model) first")
+            raise ValueError(f"{name} is a Blend, {old.spec}; call settle(model) before another blend()")
         when = {"steps": steps, "schedule": schedule, "start": starts[name], "first_start": first_start}
         return _blended(old, chosen[name], when, like)
 

@@ -77,7 +77,8 @@ class Memory:
         if (name := f"window_{side}") in needs:
             ring = self.rings.get(side, value[:0])
             if ring.shape[-1] != len(value):
-                ring = self.rings[side] = value.new_zeros(WINDOW, len(value))
+                ring, self.counts[side] = value.new_zeros(WINDOW, len(value)), 0
+                self.rings[side] = ring
             slot = self.counts[side] % WINDOW
             ring[slot] = value
             self.counts[side] += 1

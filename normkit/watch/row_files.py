@@ -26,17 +26,20 @@ class Appender:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file; name a file for the rows")
         self.path = path.absolute()  # the program may change its folder
-        if size := self._size():
+        self.is_whole = False
+        if self._size():
             with open_regular(path) as file:
                 if not file.readline().decode("utf8", "replace").startswith(HEAD):
                     raise ValueError(f"{path} is no file of rows ({HEAD}); name another file")
-            truncate_file(path, size)  # a program that was killed may have left half a line
 
     def _size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def __call__(self, rows: Iterable[Row]) -> None:
         """Append these rows, or none of them."""
+        if not self.is_whole:  # a program that was killed may have left half a line
+            truncate_file(self.path, self._size())
+            self.is_whole = True
         size = self._size()
         try:
             with self.path.open("a", encoding="utf8", newline="") as file:

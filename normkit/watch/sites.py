@@ -52,16 +52,11 @@ class Site:
         return {name: getattr(module, name).clone() for name in ("running_mean", "running_var") if self.stateful}
 
     def can_measure(self, x: object) -> TypeGuard[Tensor]:
-        """Return True for real numbers with the norm's channels.
-
-        Modules that only have "norm" in their name may take other inputs.
-        """
+        """Return True for real numbers in the norm's channels."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
             return False
-        if not -x.dim() <= self.axis < x.dim():
-            return False
-        kept = [self.weight, *self.running().values()]
-        return all(len(t) in (1, x.shape[self.axis]) for t in kept if t is not None)
+        kept = [t for t in (self.weight, *self.running().values()) if t is not None]
+        return -x.dim() <= self.axis < x.dim() and all(len(t) in (1, x.shape[self.axis]) for t in kept)
 
     def channels_last(self, x: Tensor) -> Tensor:
         """Move the channels of an input or output of the norm to the last axis."""
@@ -112,7 +107,7 @@ class Padding:
     def __init__(self, model: nn.Module):
         inner: Any = model  # wrappers take any arguments
         while type(inner).__name__ in (*WRAPPERS, "OptimizedModule"):
-            inner = inner._orig_mod if type(inner).__name__ == "OptimizedModule" else inner.module
+            inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
         self.names, self.time_first = list(inspect.signature(inner.forward).parameters), is_time_first(model)
         self.real = deque[Tensor](maxlen=64)  # of this step, the first to try last; evaluation has no steps
         self.handles = [
