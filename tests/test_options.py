@@ -3,6 +3,7 @@
 import inspect
 from typing import ClassVar, Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,12 @@ def test_annotated_attributes_with_a_default_are_options():
     }  # fmt: skip
     norm = Mine(4, size=5, limit=0.5)
     assert (norm.size, norm.kind, norm.limit, norm.spec) == (5, "a", 0.5, "Mine(size=5, limit=0.5)")
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    norm = nk.UN(np.int64(4), window=np.int64(2), alpha=np.float64(0.5), eps=np.float32(0.25))
+    assert norm.spec == "un(eps=0.25, window=2, alpha=0.5)"
+    assert repr(nk.make(norm.spec, 4)) == repr(norm) == "UN(4, un(eps=0.25, window=2, alpha=0.5))"
 
 
 @pytest.mark.parametrize(

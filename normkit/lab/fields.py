@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from normkit.norms._options import PLAIN, Allowed, is_int, is_number, require
+from normkit.norms._options import PLAIN, Allowed, is_int, is_number, plain, require
 
 LARGEST = 2**62
 SINGLE = PLAIN | {
@@ -35,7 +35,7 @@ class Checked:
     """Base class of settings: each field is checked against its annotation and its bounds.
 
     Annotations are int, float, str, bool, Literal, tuples, dictionaries and optional ones of these. Lists, as JSON has
-    them, become tuples. Numbers must be finite.
+    them, become tuples, NumPy's numbers Python's. Numbers must be finite.
 
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
     ... class Example(Checked):
@@ -50,9 +50,8 @@ class Checked:
         prefix = self._prefix()
         for name, is_tuple, allowed, bounds in _checks(type(self)):
             value = getattr(self, name)
-            if is_tuple and isinstance(value, list):
-                value = tuple(value)
-                object.__setattr__(self, name, value)
+            value = tuple(map(plain, value)) if is_tuple and isinstance(value, list | tuple) else plain(value)
+            object.__setattr__(self, name, value)
             require(allowed.test(value), prefix + name, value, allowed.text)
             if value is not None and not all(BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
                 require(False, prefix + name, value, _bounds(bounds))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import numbers
 import operator
 import types
 from collections.abc import Callable
@@ -27,12 +28,19 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def is_int(value: object) -> bool:
     """Return True for whole numbers; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
     """Return True for numbers; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def plain(value: Any) -> Any:
+    """Return a number of another library, such as NumPy's, as Python's: specs are written with `repr`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 # Types of options. Whole numbers must fit a counter on the device, windows its
@@ -108,13 +116,13 @@ class HasOptions(nn.Module):
     def __init__(self, dim: int, **options: Any):
         super().__init__()
         require(is_int(dim) and 0 < dim < 2**31, "dim", dim, "a whole number above 0")
-        self.dim = dim
+        self.dim = plain(dim)
         for name in options.keys() - self.declared.keys():
             raise TypeError(str(unknown(self.declared, name, f"option of {type(self).__name__}")))
         for name, each in self.declared.items():
             value = options.get(name, each.default)
             each.check(value)
-            setattr(self, each.attribute, value)
+            setattr(self, each.attribute, plain(value))
         self.build()
 
     def build(self) -> None:
