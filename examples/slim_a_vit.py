@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 
 import normkit as nk
 
-sys.modules["torchvision"] = None  # not needed, and its build may not fit this PyTorch
+sys.modules.setdefault("torchvision", None)  # not needed, and its build may not fit this PyTorch
 from transformers import ViTConfig, ViTForImageClassification  # noqa: E402
 
 torch.manual_seed(0)
@@ -45,7 +45,7 @@ def accuracy(model):
     return f"{100 * (model(images[test]).logits.argmax(1) == labels[test]).float().mean():.1f} %"
 
 
-config = ViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=3,
+config = ViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=48, num_hidden_layers=2,
                    num_attention_heads=4, intermediate_size=96, num_labels=10)  # fmt: skip
 vit = train(ViTForImageClassification(config), 300, 3e-3)
 print("LayerNorm:", accuracy(vit))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from forked import Program
 
 import normkit
 from normkit.cli import COMMANDS
@@ -50,9 +51,9 @@ def test_the_readme_has_blocks_to_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
-    code = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert code.returncode == 0, code.stderr[-2000:]
-    assert code.stdout
+    code, out, err = Program(path.read_text(encoding="utf8"), cwd=tmp_path).ended()
+    assert code == 0, err[-2000:]
+    assert out
 
 
 def test_reference_pages_are_those_of_the_docstrings():

@@ -18,7 +18,7 @@ from normkit.lab.train.run import train
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'normkit[ray]'")
 
-STEPS = 60
+STEPS = 30
 TINY = {"steps": STEPS, "batch_tokens": 16, "model.depth": 1, "checkpoint_every": 5, "keep": 2, "warmup": 2}
 STUDY = Study(
     id="toy",

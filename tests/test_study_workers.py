@@ -21,7 +21,7 @@ from normkit.lab.studies.workers import Workers
 from normkit.lab.study import Base, Column, Row, Study, expand
 from normkit.lab.train.run import train
 
-TINY = {"steps": 60, "batch_tokens": 16, "model.depth": 1, "checkpoint_every": 5, "keep": 2, "warmup": 2}
+TINY = {"steps": 30, "batch_tokens": 16, "model.depth": 1, "checkpoint_every": 5, "keep": 2, "warmup": 2}
 STUDY = Study(
     id="toy",
     title="two norms side by side",
@@ -31,7 +31,7 @@ STUDY = Study(
 
 
 @pytest.mark.slow
-def test_runs_resume_after_a_killed_process(tmp_path, monkeypatch):
+def test_runs_resume_after_a_killed_process(tmp_path, monkeypatch, forked_workers):
     monkeypatch.setattr(runner, "study_job", noted_job)
     plan = runner.plan(STUDY, "pocket", tmp_path)
     layer, un = plan.todo
@@ -53,7 +53,7 @@ def test_runs_resume_after_a_killed_process(tmp_path, monkeypatch):
     assert multiprocessing.active_children() == []
 
 
-def test_a_job_that_kills_its_process_each_time_fails_alone(monkeypatch):
+def test_a_job_that_kills_its_process_each_time_fails_alone(monkeypatch, forked_workers):
     monkeypatch.setattr(workers, "RETRIES", 1)
     with Workers(1, lambda *_: None) as engine:
         engine.submit("a", die)
@@ -63,7 +63,7 @@ def test_a_job_that_kills_its_process_each_time_fails_alone(monkeypatch):
     assert ended["b"] == "b"
 
 
-def test_a_run_whose_process_is_killed_is_a_failed_row(tmp_path, monkeypatch, capsys):
+def test_a_run_whose_process_is_killed_is_a_failed_row(tmp_path, monkeypatch, capsys, forked_workers):
     monkeypatch.setattr(workers, "RETRIES", 0)
     monkeypatch.setattr(runner, "study_job", die)
     monkeypatch.setitem(STUDIES, "one", ONE)
