@@ -176,23 +176,18 @@ def test_ctrl_c_ends_the_children_and_keeps_what_is_there(tmp_path):
     _wait_until_gone(children)
 
 
-def test_children_do_not_outlive_their_parent(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "normkit.cli",
-        "demo",
-        "--steps",
-        "100000",
-        "--norms",
-        "layer",
-        "--out",
-        str(tmp_path),
-    ]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        for line in process.stdout:
-            if "step 1 of 100,000" in line:
-                break
+def test_children_do_not_outlive_their_parent():
+    code = """
+from worker_jobs import wait_to_be_stopped
+from normkit.lab.studies.workers import Workers
+if __name__ == "__main__":
+    with Workers(1, lambda title, tick: print(tick.stage, flush=True)) as workers:
+        workers.submit("a", wait_to_be_stopped)
+        list(workers.ended())
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT / "tests", stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
         children = _children(process.pid)
         assert children
         process.kill()
