@@ -17,7 +17,7 @@ from normkit.lab.data.corpora import CORPORA, Known, locate
 from normkit.lab.data.lines import read_columns, read_lines, read_pairs
 from normkit.lab.data.prepare import prepare
 from normkit.lab.data.subwords import Subwords, vocabulary
-from normkit.lab.data.vocab import BOS, EOS, UNK
+from normkit.lab.data.vocab import BOS, EOS, SPECIAL, UNK
 
 SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets beside the checkout are not there")
@@ -99,6 +99,17 @@ def test_subwords_spell_what_they_read(punctuation):
     assert words.encode_texts([f"  {lines[0]}\t "]) == [words.encode_text(lines[0])], "as text files may have them"
     with pytest.raises(ValueError, match="not a vocabulary of subwords"):
         vocabulary({"symbols": ["a"]})
+
+
+def test_text_cannot_contain_the_end_or_padding():
+    """A merge to "</s>", as in HTML, would end the sentence there."""
+    beside = [f"{first}{tag}{last}" for tag in SPECIAL for first in "abcd" for last in "efgh"]
+    words = Subwords.learn(beside, 60)
+    for word in ("a</s>e", "d<pad>f", "b<s>c<unk>h"):
+        numbers = words.encode_text(word)
+        assert not {*range(len(SPECIAL))} & {*numbers}
+        assert words.text(numbers) == word
+    assert words.encode_text("aQe")[-2:] == [UNK, *words.encode_text("ae")[-1:]], "unknown characters do not merge"
 
 
 @pytest.mark.parametrize("share", [False, True])

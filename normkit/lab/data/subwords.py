@@ -37,7 +37,8 @@ class Subwords(Vocab):
         learned.train_from_iterator((" ".join(line.split()) for line in lines), trainer)
         numbers = learned.get_vocab()
         symbols = sorted(numbers, key=lambda symbol: numbers[symbol])
-        return cls(symbols[len(SPECIAL) :], _merges(learned), punctuation)
+        merges = [pair for pair in _merges(learned) if not {*pair, "".join(pair)} & {*SPECIAL}]  # "</s>" may be text
+        return cls(symbols[len(SPECIAL) :], merges, punctuation)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
