@@ -11,8 +11,10 @@ import pathlib
 import image_files as made
 import numpy as np
 import pytest
+from PIL import Image
 
 from normkit.lab.data.cifar import BATCHES, _decompress, read_cifar
+from normkit.lab.data.image_files import ImageFiles, read_image
 from normkit.lab.data.image_folder import Broken, ClassFolders, Memory, decode, image_batches
 from normkit.lab.data.image_sets import find_images
 from normkit.lab.data.images import read_images
@@ -223,6 +225,16 @@ def test_pictures_that_cannot_be_read_say_where_they_are(tmp_path):
     path.unlink()
     with pytest.raises(Broken, match=rf"{path.name} cannot be read: .*No such file"):
         decode(album.train, 3)
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
+def test_pixels_of_more_than_8_bits_raise(kind, tmp_path):
+    """PIL would clip them at 255, so that nearly all of an image is white."""
+    Image.fromarray(np.full((4, 5), 700, kind)).save(tmp_path / "wide.tif")
+    with pytest.raises(Broken, match=r"wide\.tif cannot be read: its pixels have more than 8 bits \(mode .*\); scale"):
+        decode(ClassFolders(tmp_path.parent, [tmp_path.name]), 0)
+    with pytest.raises(ValueError, match=r"wide\.tif cannot be read: its pixels have more than 8 bits"):
+        read_image(ImageFiles(tmp_path), "wide.tif")
 
 
 def test_held_out_images_are_fixed_and_not_trained_on(tmp_path):

@@ -1,9 +1,10 @@
 """Image files by name, in a folder or in an uncompressed tar archive."""
 
 import io
+import os
 import tarfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class ImageFiles:
 
     def __contains__(self, name: str) -> bool:
         if self._offsets is None:
-            return (self.path / name).is_file()
+            return os.path.isfile(self.path / name)  # noqa: PTH113  Path.is_file raises an error for a name that is too long
         return name in self._offsets
 
     def open(self, name: str) -> BinaryIO:
@@ -61,10 +62,10 @@ def image_size(files: ImageFiles, name: str) -> tuple[int, int]:
             file.seek(0, io.SEEK_END)
             file.seek(-min(TAIL, file.tell()), io.SEEK_END)
             whole = ENDS.get(image.format or "", b"") in file.read()
-        if not whole:
-            read_image(files, name)
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} cannot be read: {_reason(error)}") from None
+    if not whole:
+        read_image(files, name)
     return size
 
 
@@ -75,10 +76,17 @@ def read_image(files: ImageFiles, name: str) -> Tensor:
 
     try:
         with files.open(name) as file, Image.open(file) as image:
-            values = np.array(image.convert("RGB"))
+            values = np.array(to_rgb(image))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} cannot be read: {_reason(error)}") from None
     return torch.from_numpy(values).permute(2, 0, 1)
+
+
+def to_rgb(image: Any) -> Any:
+    """Convert an image of PIL to RGB; ValueError for wider pixels, which PIL would clip to white."""
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); scale them to 8 bits")
+    return image.convert("RGB")
 
 
 def _reason(error: BaseException) -> str:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from normkit.lab.data.image_files import to_rgb
+
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 WINDOW = 16  # groups of a file whose images are shuffled together
 
@@ -115,7 +117,7 @@ def decode(split: Split, item: int, least: int = 0) -> Any:
         with Image.open(io.BytesIO(raw)) as file:
             if least:
                 file.draft(None, (least, least))
-            return file.convert("RGB")
+            return to_rgb(file)
     except UnidentifiedImageError:  # its message has a memory address
         raise Broken(f"{split.name(item)} cannot be read: it is not an image of a known format") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
