@@ -117,6 +117,17 @@ def test_all_forms_hold_the_same_pictures(tmp_path):
     assert list(albums[2].train.groups) == [0] * 4 + [1] * 4 + [2] * 4 + [3] + [4] * 4 + [5] * 4 + [6] * 3
 
 
+def test_folders_of_classes_come_before_archives(tmp_path):
+    """ImageNet's own archives have the images without classes, and often stay beside what was unpacked."""
+    folder = made.write_folder(tmp_path)
+    for split in ("train", "val"):
+        made.write_tar(folder / f"ILSVRC2012_img_{split}.tar", made.files(6), kind="txt")
+        (folder / split / ".cache").mkdir()
+    album = read_images(str(folder))
+    assert (len(album.train.labels), len(album.test.labels)) == (24, 9)
+    assert album.vocabularies["classes"].plain() == ["class0", "class1", "class2"]
+
+
 def test_a_shard_of_two_splits_raises(tmp_path):
     for split in ("train", "val"):
         made.write_tar(tmp_path / f"contest-{split}.tar", made.files(6))

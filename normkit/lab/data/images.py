@@ -97,20 +97,20 @@ def _read_folder(folder: Path, on_stage: OnStage) -> tuple[Splits, list[str], li
     notes: list[str] = []
     for split, names in ALIASES.items():
         for name in names:
-            if tars := _shards(folder, name, "tar"):
-                splits[split] = Tars(tars, notes, on_stage)
-            elif rows := _shards(folder, name, "parquet"):
-                splits[split] = Rows(rows)
-            elif (folder / name).is_dir():
-                found = sorted(path.name for path in (folder / name).iterdir() if path.is_dir())
-                if not found:
-                    raise ValueError(f"{folder / name} has no folders of classes; needs {name}/CLASS/*.JPEG")
+            inside = (folder / name).iterdir() if (folder / name).is_dir() else ()
+            if found := sorted(path.name for path in inside if path.is_dir() and not path.name.startswith(".")):
                 unknown = sorted(set(found) - set(classes or found))
                 if unknown:
                     raise ValueError(f"{folder / name} has a class {unknown[0]!r} that the training split has not")
                 classes = classes or found
                 on_stage(f"listing {folder / name}")
                 splits[split] = ClassFolders(folder / name, classes)
+            elif tars := _shards(folder, name, "tar"):
+                splits[split] = Tars(tars, notes, on_stage)
+            elif rows := _shards(folder, name, "parquet"):
+                splits[split] = Rows(rows)
+            elif (folder / name).is_dir():
+                raise ValueError(f"{folder / name} has no folders of classes; needs {name}/CLASS/*.JPEG")
             if split in splits:
                 break
     if "test" in splits and "valid" in splits and (splits["test"].labels < 0).all():
