@@ -10,6 +10,8 @@ import pathlib
 
 import image_files as made
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -161,9 +163,15 @@ def test_shards_that_cannot_be_used(tmp_path):
         Tars([made.write_tar(tmp_path / "a.tar", made.files(2), kind="txt")], [])
     with pytest.raises(ValueError, match=r"0000.cls of .* has no class"):
         Tars([made.write_tar(tmp_path / "b.tar", [("0000", made.files(1)[0][1], "dog")])], [])
+    with pytest.raises(ValueError, match=r"0000.cls of .* has no class"):
+        Tars([made.write_tar(tmp_path / "e.tar", [("0000", made.files(1)[0][1], 2**64)])], [])
     (tmp_path / "c.tar").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"c.tar is not a tar archive"):
         Tars([tmp_path / "c.tar"], [])
+    paths = pyarrow.table({"image": ["a.png"], "label": [0]})
+    pyarrow.parquet.write_table(paths, tmp_path / "f.parquet")
+    with pytest.raises(Broken, match=r"row 0 of .*f\.parquet cannot be read: the row has no bytes"):
+        decode(Rows([tmp_path / "f.parquet"]), 0)
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(ValueError, match=r"d.parquet is not a Parquet file"):
         Rows([tmp_path / "d.parquet"])
@@ -180,6 +188,9 @@ def test_a_test_split_without_classes_is_not_scored(tmp_path):
     assert stages[0].endswith("has no classes; the validation split is scored")
     made.write_parquet(tmp_path / "test-0.parquet", [("a", b"", -1), ("b", b"", 0)])
     with pytest.raises(ValueError, match=r"the test split of .* has a class -1; classes are numbered from 0"):
+        read_images(str(tmp_path))
+    made.write_parquet(tmp_path / "test-0.parquet", [("a", b"", 2**32 - 1), ("b", b"", 0)])
+    with pytest.raises(ValueError, match=r"has a class 4294967295; classes are numbered from 0, and below 1,000,000"):
         read_images(str(tmp_path))
     for label in ("dog", None):
         made.write_parquet(tmp_path / "test-0.parquet", [("a", b"", label), ("b", b"", label and "cat")])

@@ -24,6 +24,7 @@ from normkit.lab.data.image_sets import IMAGENET_MEAN, IMAGENET_STD, find_images
 from normkit.lab.data.vocab import Vocab
 
 ALIASES = {"train": ("train",), "valid": ("val", "valid", "validation"), "test": ("test",)}
+MOST_CLASSES = 1_000_000  # larger numbers, such as 2**32 - 1 for "none", would fill the memory with names
 OnStage = Callable[[str], object]
 Splits = dict[str, Split]
 
@@ -126,9 +127,11 @@ def _read_folder(folder: Path, on_stage: OnStage) -> tuple[Splits, list[str], li
             "*train*.tar and *val*.tar, or *.parquet"
         )
     for split, part in splits.items():
-        if int(part.labels.min(initial=0)) < 0:
+        least, most = int(part.labels.min(initial=0)), int(part.labels.max(initial=0))
+        if least < 0 or most >= MOST_CLASSES:
             raise ValueError(
-                f"the {split} split of {folder} has a class {int(part.labels.min())}; classes are numbered from 0"
+                f"the {split} split of {folder} has a class {least if least < 0 else most}; classes are numbered from "
+                f"0, and below {MOST_CLASSES:,}"
             )
     most = 1 + max(int(part.labels.max(initial=-1)) for part in splits.values())
     return splits, classes or [str(number) for number in range(most)], notes

@@ -110,8 +110,8 @@ def _scan(path: Path) -> tuple[np.ndarray, list[str]]:
 
 def _label(kind: str, content: bytes, name: str) -> int:
     try:
-        return int(content) if kind == "cls" else int(json.loads(content)["label"])
-    except (ValueError, KeyError, TypeError):
+        return int(np.int64(int(content if kind == "cls" else json.loads(content)["label"])))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise ValueError(f"{name} has no class; needs a number, or JSON with a number as its label") from None
 
 
@@ -146,7 +146,7 @@ class Rows:
                 self._read.popitem(last=False)
         found = self._read[shard, group][row]
         content = found.get("bytes") if isinstance(found, dict) else found
-        if not content:
+        if not isinstance(content, bytes) or not content:
             raise ValueError("the row has no bytes")
         return content
 
