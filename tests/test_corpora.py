@@ -182,6 +182,18 @@ def test_interrupted_work_resumes_to_the_same_arrays(tmp_path, monkeypatch):
     assert whole.facts == resumed.facts
 
 
+def test_text_is_prepared_on_file_systems_without_locks(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def no_locks(file, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    stages = []
+    assert len(prepare(locate(str(write_corpus(tmp_path / "mine"))), subwords=60, on_stage=stages.append).train) == 300
+    assert not any("waiting" in stage for stage in stages)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("train.source.numbers", None), ("valid.target.sizes", None), ("vocab.json", b"{}"), ("vocab.json", b"\xff"),

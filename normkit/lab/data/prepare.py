@@ -314,7 +314,9 @@ def _lock(folder: Path, on_stage: OnStage) -> Iterator[None]:
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             on_stage("waiting for another process that prepares the same data")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            pass
         yield
