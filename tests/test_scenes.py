@@ -131,6 +131,8 @@ def test_crowds_and_pictures_without_things_are_no_mistakes(tmp_path, given):
 CONTRADICTIONS = {
     "has image_id 99, which": lambda labels: _second(labels["annotations"], image_id=99),
     "has category_id 55, which": lambda labels: _second(labels["annotations"], category_id=55),
+    "lists 2 categories with the id 3;": lambda labels: labels["categories"].append({"id": 3, "name": "other"}),
+    "lists 2 categories with the name 'box'": lambda labels: labels["categories"].append({"id": 9, "name": "box"}),
     "no list 'categories'": lambda labels: labels.pop("categories"),
     "a row of 'images' has no height": lambda labels: labels["images"][1].pop("height"),
     r"a row of 'images' has id = \[1\]; needs a whole number": lambda labels: labels["images"][1].update(id=[1]),

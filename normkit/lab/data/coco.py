@@ -100,6 +100,10 @@ def read_scenes(path: str | Path, files: ImageFiles, broken: Broken = "skip", em
     path = Path(path)
     given = _parse(path)
     categories = {row["id"]: str(row["name"]) for row in sorted(given["categories"], key=lambda row: row["id"])}
+    for key in KEYS["categories"]:
+        (value, count), *_ = collections.Counter(row[key] for row in given["categories"]).most_common(1) or [("", 0)]
+        if count > 1:
+            raise ValueError(f"{path} lists {count} categories with the {key} {value!r}; give each its own")
     labels = {category: label for label, category in enumerate(categories, 1)}
     left_out: collections.Counter[str] = collections.Counter()
 
