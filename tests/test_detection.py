@@ -177,6 +177,24 @@ def test_undecodable_image_is_replaced_and_counted_or_raises(tmp_path):
         train(run, tmp_path / "none")
 
 
+def test_image_numbers_may_be_64_bits_long(tmp_path):
+    labels, files = scene_files.scenes(4)
+    for rows, key in ((labels["images"], "id"), (labels["annotations"], "image_id")):
+        for row in rows:
+            row[key] += 2**63  # as numbers made of hashes
+    for split in ("train", "valid"):
+        scene_files.write(tmp_path / "data", labels, files, split)
+    result = train(dataclasses.replace(RUN, data=str(tmp_path / "data"), steps=1, valid_every=0), tmp_path / "run")
+    assert result["scores"]["running"]["n"] == 4
+
+
+def test_augmentation_does_not_seed_gpus(tmp_path, monkeypatch):
+    """A worker process cannot: dropout would depend on the number of workers."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail(f"GPUs seeded with {seed}"))
+    data = find_scenes(str(scene_files.data_set(tmp_path)))()
+    assert Samples(data.train, masks=True, augment=Augmentation(TINY))[Item(0, 1)][1] == []
+
+
 @pytest.mark.parametrize("bucketing", [False, True])
 def test_batches_resume_and_do_not_depend_on_workers(bucketing, tmp_path):
     data = find_scenes(str(scene_files.data_set(tmp_path, 8)))()

@@ -109,7 +109,7 @@ class Detection(Task):
                     totals[part] = totals.get(part, 0.0) + float(loss) * batch.words
                 self.model.eval()
                 for target, detections in zip(targets, self.model(images), strict=True):
-                    seen.append(int(target["number"]))
+                    seen.append(target["number"])
                     rows += coco_results(seen[-1], categories, detections)
         self.model.train(was)
         if not seen:

@@ -46,12 +46,13 @@ class Samples(Dataset):
 
     def _sample(self, image: torch.Tensor, index: int, item: Item) -> tuple[torch.Tensor, Target]:
         scene = self.scenes.scenes[index]
-        target: Target = {"boxes": scene.boxes, "labels": scene.labels, "number": torch.tensor(scene.number)}
+        target: Target = {"boxes": scene.boxes, "labels": scene.labels, "number": scene.number}
         if self.masks:
             target["masks"] = self.scenes.masks(index)
         if self.augment is not None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed((((self.seed * 1_000_003 + item.epoch) << 24) + item.at) % 2**64)  # any seed
+                seed = (((self.seed * 1_000_003 + item.epoch) << 24) + item.at) % 2**64
+                torch.default_generator.manual_seed(seed)  # not those of GPUs, which no worker could reach
                 image, target = self.augment(image, target)
         return image.float() / 255, target
 
