@@ -1,5 +1,6 @@
 """Embedded data, vocabularies, batches."""
 
+import dataclasses
 import importlib.metadata
 import random
 
@@ -147,6 +148,20 @@ def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
 def test_unknown_data_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"no data named 'cmudikt'.*did you mean 'cmudict'.*or name a folder"):
         reader("cmudikt")
+
+
+def test_pairs_without_text_are_no_data_of_translation(tmp_path):
+    with pytest.raises(ValueError, match="task mt cannot train on cmudict, which is data of task g2p; leave"):
+        train(Run(name="x", task="mt", data="cmudict", steps=1), tmp_path)
+
+
+@pytest.mark.parametrize("seed", [-(2**43), 2**43])
+def test_any_seed_of_a_run_orders_its_batches(seed):
+    run = Run(name="x", task="g2p", data="cmudict", steps=1, seed=seed)
+    batches = lists_of(SIZES, 60, bucketing=True, seed=run.seed, epoch=1000)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(SIZES)))
+    with pytest.raises(ValueError, match=f"seed must be .*; got {8 * seed}"):
+        dataclasses.replace(run, seed=8 * seed)
 
 
 def test_vocabularies_round_trip_and_refuse_others():

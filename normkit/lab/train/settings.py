@@ -174,8 +174,8 @@ class Hardware(Checked):
     """Nodes."""
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """Parallelism of several devices: each holds the whole model, or a shard of it."""
-    seed: int = 0
-    """Seed of weights, dropout and data order."""
+    seed: int = limited(0, at_least=-(2**43), at_most=2**43)
+    """Seed of weights, dropout and data order; the order of an epoch has the seed `1_000_003 * seed + epoch`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto uses a GPU if there is one."""
     threads: int | None = limited(None, at_least=1)

@@ -10,7 +10,7 @@ from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.data.embedded import SOURCES, Digits, Pairs, Text
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
 from normkit.lab.data.images import read_images
-from normkit.lab.data.prepare import prepare
+from normkit.lab.data.prepare import Parallel, prepare
 from normkit.lab.data.scenes import SceneData, find_scenes
 from normkit.lab.data.text import reader
 from normkit.lab.fields import require
@@ -22,8 +22,8 @@ from normkit.names import pick
 OnStage = Callable[[str], object]
 Reader = Callable[[], Any]
 
-KINDS = {"g2p": Pairs, "mt": Pairs, "lm": Text, "digits": Digits}
-"""Kind of embedded data that a task can train on."""
+KINDS = {"g2p": Pairs, "mt": Parallel, "lm": Text, "digits": Digits}
+"""Kind of data that a task can train on."""
 
 
 def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
