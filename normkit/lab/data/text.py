@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from normkit.lab.data.corpora import SPLITS
 from normkit.lab.data.embedded import SOURCES, Pairs
 from normkit.lab.data.lines import read_pairs
-from normkit.lab.data.vocab import EOS, Vocab
+from normkit.lab.data.vocab import EOS, SPECIAL, Vocab
 from normkit.names import unknown
 
 SIDES = ("source", "target")
@@ -38,7 +39,8 @@ def folder(path: str | Path) -> Pairs:
     lines with the same source are one item with several references.
 
     Raises:
-        ValueError: If a file is missing or not UTF-8, or a split is empty, misaligned or has an empty line.
+        ValueError: If a file is missing or not UTF-8, or a split is empty, misaligned or has an empty line or a
+            reserved symbol, such as `<unk>`.
     """
     path = Path(path)
     missing = [f"{split}.{side}" for split in SPLITS for side in SIDES if not (path / f"{split}.{side}").is_file()]
@@ -51,6 +53,9 @@ def folder(path: str | Path) -> Pairs:
         ]
         for split in SPLITS
     }
+    for split, at in itertools.product(SPLITS, range(len(SIDES))):
+        if reserved := {*SPECIAL} & {symbol for pair in symbols[split] for symbol in pair[at]}:
+            raise ValueError(f"{path / split}.{SIDES[at]} has the symbol {min(reserved)}, which is reserved; rename it")
     vocabularies = {
         side: Vocab(sorted({symbol for pair in symbols["train"] for symbol in pair[at]}))
         for at, side in enumerate(SIDES)
