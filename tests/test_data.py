@@ -118,7 +118,8 @@ def test_plain_files_are_read(tmp_path):
      ({"train_target": "x\n"}, r"train\.target is misaligned with .*train\.source: 1 lines against 2"),
      ({"valid_source": "", "valid_target": ""}, r"valid\.source is empty"),
      ({"valid_source": "\n"}, r"line 1 of .*valid\.source is empty on one side"),
-     ({"test_source": b"\xff\n"}, r"test\.source is not UTF-8")],
+     ({"test_source": b"\xff\n"}, r"test\.source is not UTF-8"),
+     ({"test_target": "x\ny <pad>\ny y\n"}, r"test\.target has the symbol <pad>, which is reserved; rename it")],
 )  # fmt: skip
 def test_bad_plain_files_are_refused(tmp_path, files, message):
     with pytest.raises(ValueError, match=message):
@@ -133,6 +134,20 @@ def test_a_model_of_plain_files_translates_their_lines(tmp_path):
     assert len(list(translate_lines(tmp_path / "run", ["HH AH L"]))) == 1
     with pytest.raises(ValueError, match="line 1: 'h' in 'hh x' is not in the vocabulary of the model"):
         list(translate_lines(tmp_path / "run", ["HH X"]))
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_sequences_longer_than_the_model_raise_before_training(split, tmp_path):
+    data = corpus(tmp_path)
+    count = len((data / f"{split}.source").read_text().splitlines())
+    (data / f"{split}.source").write_text(("a " * 8 + "\n") * count)
+    model = Model(width=8, hidden=8, depth=1, heads=2, max_length=8)
+    run = Run(name="x", task="g2p", data=str(data), model=model, steps=1, record_every=0, threads=1)
+    with pytest.raises(
+        ValueError, match=rf"the {split} split of .* has a sequence of 9 symbols, more than max_length=8"
+    ):
+        train(run, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):

@@ -33,8 +33,16 @@ class Translation(Task):
         self._test = test.take(self._test_items)
 
     def splits(self) -> tuple[PairTable, PairTable, PairTable]:
-        """Return the training, validation and test split."""
-        return PairTable.of(self.data.train), PairTable.of(self.data.valid), PairTable.of(self.data.test)
+        """Return the training, validation and test split; ValueError for sequences longer than max_length."""
+        longest, data = self.settings.model.max_length, self.data
+        train, valid, test = (PairTable.of(split) for split in (data.train, data.valid, data.test))
+        for name, table in (("train", train), ("valid", valid), ("test", test)):
+            if int(table.both.max()) > longest:
+                raise ValueError(
+                    f"the {name} split of {data.name} has a sequence of {int(table.both.max())} symbols, more than "
+                    f"max_length={longest}; leave it out or raise --model.max-length"
+                )
+        return train, valid, test
 
     def rate(self, decoded: dict[int, list[str]]) -> dict[str, float]:
         """Return scores of the decoded symbols of each test item."""
