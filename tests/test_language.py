@@ -282,6 +282,14 @@ def test_a_text_with_less_than_a_batch_raises():
         task.batches(0)
 
 
+def test_a_short_validation_split_has_fewer_streams():
+    for words in (1, 4, 60):
+        data = Text("made", texts(61), texts(words + 1), texts(61), vocabularies={})
+        task = language.Language(dataclasses.replace(RUN, model=TIED), LSTMLM(TIED, 11), data)
+        assert sum(batch.tokens for batch in task.validation_batches()) == words
+        assert task.validate()["loss"] > 0
+
+
 def test_subwords_of_text_without_files_raise():
     with pytest.raises(ValueError, match="subwords must be 0 for pydoc, which has no files to learn them from; got 90"):
         source(dataclasses.replace(RUN, subwords=90), lambda stage: None)

@@ -92,7 +92,8 @@ class Language(Task):
     def validation_batches(self) -> list[Batch]:
         """Return the whole validation split."""
         if self.settings.model.recurrent:
-            return _streams(self.data.valid, self.settings.context, VALID_STREAMS)
+            streams = min(VALID_STREAMS, len(self.data.valid) - 1)  # at least a word each
+            return _streams(self.data.valid, self.settings.context, streams)
         return _all_pieces(self.data.valid, self.settings.context)
 
     def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:
