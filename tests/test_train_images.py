@@ -220,6 +220,12 @@ def test_averaged_run_resumes_to_the_same_bits(folder, tmp_path):
         assert torch.equal(value, again[name]), f"{name} after resuming"
 
 
+@pytest.mark.parametrize("name", ["foo", "rand-x5", "rand-m9-n2x"])
+def test_unknown_augmentations_are_named(name):
+    with pytest.raises(ValueError, match=rf"images\.rand_augment must be a name of timm, .*; got '{name}'"):
+        Augmentation(Images(rand_augment=name), album(), 16)
+
+
 def test_settings_of_pictures_are_refused_elsewhere():
     with pytest.raises(ValueError, match=r"ema must be left out for task detection; it applies to images; got 0.9"):
         Run(name="x", task="detection", data="coco", steps=1, ema=0.9)

@@ -82,7 +82,11 @@ def _training(settings: Images, size: int, mean: tuple[float, float, float]) -> 
 
         color = tuple(round(255 * value) for value in mean)
         given = {"translate_const": int(size * FILL), "img_mean": color}
-        steps.append(rand_augment_transform(settings.rand_augment, given))
+        try:
+            steps.append(rand_augment_transform(settings.rand_augment, given))
+        except (AssertionError, ValueError):  # timm's have no name of the setting
+            example = "a name of timm, such as rand-m9-mstd0.5-inc1"
+            raise ValueError(f"images.rand_augment must be {example}; got {settings.rand_augment!r}") from None
     return [*steps, v2.PILToTensor()]
 
 
