@@ -26,7 +26,7 @@ def write_whole(path: Path, data: bytes) -> Path:
         OSError: if the file cannot be written (no space left, no permission); the old one is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.{os.getpid()}")  # containers have equal numbers
     try:
         with temporary.open("wb") as file:
             file.write(data)

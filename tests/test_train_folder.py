@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 
 from normkit.cli import main
+from normkit.files import write_whole
 from normkit.lab.models.config import Model
 from normkit.lab.report import results
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, remove_temporary
@@ -180,6 +181,20 @@ def test_unfinished_checkpoints_are_removed(tmp_path):
 def _raise_after_step_4(progress):
     if progress.step >= 4:
         raise InterruptedError
+
+
+def test_processes_of_one_number_write_a_file_whole(tmp_path, monkeypatch):
+    """As those of two containers that share a folder."""
+    sync = os.fsync
+
+    def write_in_between(descriptor):
+        monkeypatch.setattr(os, "fsync", sync)
+        write_whole(tmp_path / "note", b"other")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", write_in_between)
+    write_whole(tmp_path / "note", b"first")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("note", b"first")]
 
 
 # -- progress, seeds, signals ----------------------------------------------------------------------------------------
