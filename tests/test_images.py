@@ -6,6 +6,7 @@ The order of images is tested, too.
 import dataclasses
 import hashlib
 import itertools
+import os
 import pathlib
 
 import image_files as made
@@ -130,6 +131,15 @@ def test_folders_of_classes_come_before_archives(tmp_path):
     assert album.vocabularies["classes"].plain() == ["class0", "class1", "class2"]
 
 
+def test_classes_of_archives_are_among_those_of_folders(tmp_path):
+    (made.write_folder(tmp_path) / "val").rename(tmp_path / "other")
+    made.write_tar(tmp_path / "val.tar", [(key, content, label + 1) for key, content, label in made.files(6)])
+    with pytest.raises(
+        ValueError, match=r"the test split of .* has a class 3; classes are numbered from 0, and below 3"
+    ):
+        read_images(str(tmp_path))
+
+
 def test_a_shard_of_two_splits_raises(tmp_path):
     for split in ("train", "val"):
         made.write_tar(tmp_path / f"contest-{split}.tar", made.files(6))
@@ -247,6 +257,10 @@ def test_pictures_that_cannot_be_read_say_where_they_are(tmp_path):
     path.unlink()
     with pytest.raises(Broken, match=rf"{path.name} cannot be read: .*No such file"):
         decode(album.train, 3)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(path)
+        with pytest.raises(Broken, match=rf"{path.name} cannot be read: .* is not a regular file"):
+            decode(album.train, 3)
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])

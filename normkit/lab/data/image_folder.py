@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from normkit.files import open_regular
 from normkit.lab.data.image_files import to_rgb
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
@@ -83,7 +84,8 @@ class ClassFolders:
 
     def raw(self, item: int) -> bytes:
         """Return the content of an image file."""
-        return Path(self.name(item)).read_bytes()
+        with open_regular(self.name(item)) as file:  # a named pipe would make the run wait
+            return file.read()
 
 
 class Subset:

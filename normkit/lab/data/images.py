@@ -128,10 +128,11 @@ def _read_folder(folder: Path, on_stage: OnStage) -> tuple[Splits, list[str], li
         )
     for split, part in splits.items():
         least, most = int(part.labels.min(initial=0)), int(part.labels.max(initial=0))
-        if least < 0 or most >= MOST_CLASSES:
+        count = len(classes) or MOST_CLASSES
+        if least < 0 or most >= count:
             raise ValueError(
                 f"the {split} split of {folder} has a class {least if least < 0 else most}; classes are numbered from "
-                f"0, and below {MOST_CLASSES:,}"
+                f"0, and below {count:,}"
             )
     most = 1 + max(int(part.labels.max(initial=-1)) for part in splits.values())
     return splits, classes or [str(number) for number in range(most)], notes
