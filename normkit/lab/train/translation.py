@@ -72,6 +72,13 @@ class Translation(Task):
                 return _smoothed(scores.flatten(0, 1), target.flatten(), smoothing, allowed)
         return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
 
+    def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:
+        """Return the mean loss per target symbol, at inference, without symbols that are masked."""
+        if self.settings.model.mask_logits:
+            allowed = self.model.get_buffer("allowed").cpu()
+            batches = [batch._replace(tokens=int(allowed[batch.tensors[2].cpu()].sum())) for batch in batches]
+        return super().mean_loss(batches, smoothing)
+
     def validation_batches(self) -> list[Batch]:
         """Return `valid_items` items, evenly spaced in the validation split."""
         count = self.settings.valid_items or len(self._valid)
