@@ -9,7 +9,9 @@ import torch
 
 from normkit.lab.data import embedded
 from normkit.lab.data.batches import batches_of, endless
+from normkit.lab.data.corpora import locate
 from normkit.lab.data.embedded import SOURCES, split_of
+from normkit.lab.data.image_sets import IMAGE_SETS, find_images
 from normkit.lab.data.text import folder, reader
 from normkit.lab.data.vocab import EOS, PAD, UNK, Vocab
 from normkit.lab.models.config import Model
@@ -163,6 +165,13 @@ def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
 def test_unknown_data_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"no data named 'cmudikt'.*did you mean 'cmudict'.*or name a folder"):
         reader("cmudikt")
+
+
+def test_the_working_directory_is_a_folder_with_a_name(tmp_path, monkeypatch):
+    (tmp_path / "cifar10").mkdir()
+    monkeypatch.chdir(corpus(tmp_path / "cifar10"))
+    assert folder(".").name == locate(".").name == "cifar10"
+    assert find_images(".") == (IMAGE_SETS["cifar10"], tmp_path / "cifar10")
 
 
 def test_pairs_without_text_are_no_data_of_translation(tmp_path):

@@ -301,7 +301,7 @@ def locate(name: str) -> Located:
             missing[folder] = found
         raise not_here(f"the corpus {name}", corpus.folder, corpus.origin, missing, " (plain, .xz or .gz)")
     if Path(name).is_dir():
-        return _own(Path(name))
+        return _own(Path(name).absolute())  # "." has no name
     raise unknown(CORPORA, name, "corpus", ", or name a folder of text files")
 
 

@@ -76,8 +76,9 @@ def find_images(name: str) -> tuple[ImageSet | None, Path]:
     if name in IMAGE_SETS:
         return IMAGE_SETS[name], _locate(name)
     if Path(name).is_dir():
-        known = [row for row in IMAGE_SETS.values() if Path(name).name in row.folders]
-        return (known[0] if known else None), Path(name)
+        folder = Path(name).absolute()  # "." has no name
+        known = [row for row in IMAGE_SETS.values() if folder.name in row.folders]
+        return (known[0] if known else None), folder
     raise unknown(IMAGE_SETS, name, "image data set", ", or name a folder of images")
 
 

@@ -71,4 +71,4 @@ def folder(path: str | Path) -> Pairs:
         ]
         for split in SPLITS
     }
-    return Pairs(path.name, **splits, references=list(answers.values()), vocabularies=vocabularies)
+    return Pairs(path.absolute().name, **splits, references=list(answers.values()), vocabularies=vocabularies)
