@@ -5,9 +5,11 @@ The order of images is tested, too.
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import os
 import pathlib
+import tarfile
 
 import image_files as made
 import numpy as np
@@ -145,6 +147,16 @@ def test_a_shard_of_two_splits_raises(tmp_path):
         made.write_tar(tmp_path / f"contest-{split}.tar", made.files(6))
     with pytest.raises(ValueError, match=r"contest-train.tar has the names of several splits; rename it, or move it"):
         read_images(str(tmp_path))
+
+
+def test_json_without_a_label_may_be_beside_a_class(tmp_path):
+    path = made.write_tar(tmp_path / "train.tar", made.files(6))
+    with tarfile.open(path, "a") as archive:
+        for number in range(6):
+            member = tarfile.TarInfo(f"{number:04d}.json")
+            member.size = len(content := b'{"width": 20}')
+            archive.addfile(member, io.BytesIO(content))
+    assert Tars([path], []).labels.tolist() == [label for *_, label in made.files(6)]
 
 
 def test_a_shard_is_listed_once(tmp_path, monkeypatch):

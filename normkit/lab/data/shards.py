@@ -92,7 +92,8 @@ def _scan(path: Path) -> tuple[np.ndarray, list[str]]:
                 if f".{kind.lower()}" in SUFFIXES:
                     offsets[key] = member.offset_data, member.size
                 elif kind in ("cls", "json") and (content := archive.extractfile(member)) is not None:
-                    labels[key] = _label(kind, content.read(), f"{member.name} of {path}")
+                    label = _label(kind, content.read(), f"{member.name} of {path}")
+                    labels |= {} if label is None else {key: label}
     except (tarfile.TarError, EOFError, OSError) as error:
         if not offsets:
             raise ValueError(f"{path} is not a tar archive, or is cut short: {error}; get it again") from None
@@ -108,10 +109,14 @@ def _scan(path: Path) -> tuple[np.ndarray, list[str]]:
     return np.array(rows, np.int64), problems
 
 
-def _label(kind: str, content: bytes, name: str) -> int:
+def _label(kind: str, content: bytes, name: str) -> int | None:
+    """Return a class; None for JSON of something else, as it may be beside KEY.cls."""
     try:
-        return int(np.int64(int(content if kind == "cls" else json.loads(content)["label"])))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        given = content if kind == "cls" else json.loads(content)
+        if isinstance(given, dict):
+            given = given.get("label")
+        return None if given is None else int(np.int64(int(given)))
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise ValueError(f"{name} has no class; needs a number, or JSON with a number as its label") from None
 
 
