@@ -188,6 +188,11 @@ def test_any_seed_of_a_run_orders_its_batches(seed):
         dataclasses.replace(run, seed=8 * seed)
 
 
+def test_integers_beyond_floats_are_no_setting():
+    with pytest.raises(ValueError, match="lr must be a finite number; got 1000"):
+        Run(name="x", task="g2p", data="cmudict", steps=1, lr=10**400)
+
+
 def test_vocabularies_round_trip_and_refuse_others():
     vocab = Vocab(["ä", "b"])
     assert Vocab.of(vocab.plain()).symbols == vocab.symbols

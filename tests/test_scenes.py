@@ -83,6 +83,7 @@ PROBLEMS = {  # words of the message: how to cause it
     "boxes that are not four numbers": lambda labels, files: _second(
         labels["annotations"], bbox=[1, 2, float("nan"), 3]
     ),
+    "boxes that are not four numbers ": lambda labels, files: _second(labels["annotations"], bbox=[1, 2, 10**400, 3]),
     "outlines that cannot be drawn": lambda labels, files: _second(
         labels["annotations"], bbox=[1, 2, 3, 3], segmentation=[[1.0, 2.0, 3.0]]
     ),

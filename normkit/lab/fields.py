@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import math
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from normkit.norms._options import PLAIN, Allowed, is_int, is_number, plain, req
 LARGEST = 2**62
 SINGLE = PLAIN | {
     int: Allowed("a whole number", lambda v: is_int(v) and abs(v) < LARGEST),
-    float: Allowed("a finite number", lambda v: is_number(v) and math.isfinite(v)),
+    float: Allowed("a finite number", lambda v: is_number(v) and abs(v) <= sys.float_info.max),
     str: Allowed("text", PLAIN[str].test),
 }
 SEVERAL = {int: "whole numbers", float: "finite numbers", str: "texts"}

@@ -1,6 +1,6 @@
 """Outlines of objects in COCO's formats, polygons and run lengths, as masks."""
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -89,4 +89,4 @@ def decode_counts(text: str) -> list[int] | None:
 
 def finite(value: Any) -> bool:
     """Return True for a finite number."""
-    return is_number(value) and math.isfinite(value)
+    return is_number(value) and abs(value) <= sys.float_info.max  # also for integers beyond floats
