@@ -199,6 +199,18 @@ def test_shards_that_cannot_be_used(tmp_path):
         Rows([tmp_path / "d.parquet"])
 
 
+@pytest.mark.parametrize("method", ["schema_arrow", "read", "read_row_group"])
+def test_parquet_of_an_unknown_codec_is_named(method, tmp_path, monkeypatch):
+    def unknown_codec(*_, **__):
+        raise pyarrow.ArrowNotImplementedError("no such codec")
+
+    path = made.write_parquet(tmp_path / "a.parquet", made.files(2))
+    kind = property(unknown_codec) if method == "schema_arrow" else unknown_codec
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, method, kind)
+    with pytest.raises(ValueError, match=r"a\.parquet .*: no such codec"):
+        decode(Rows([path]), 0)
+
+
 def test_a_test_split_without_classes_is_not_scored(tmp_path):
     """As that of ImageNet in Parquet, whose classes are secret."""
     made.write_parquet(tmp_path / "train-0.parquet", made.files(9))

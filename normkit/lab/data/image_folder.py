@@ -122,7 +122,7 @@ def decode(split: Split, item: int, least: int = 0) -> Any:
             return to_rgb(file)
     except UnidentifiedImageError:  # its message has a memory address
         raise Broken(f"{split.name(item)} cannot be read: it is not an image of a known format") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, NotImplementedError, Image.DecompressionBombError) as error:
         file = getattr(error, "filename", None)
         what = str(error).replace(str(file), "it") if file else str(error)
         raise Broken(f"{split.name(item)} cannot be read: {what or type(error).__name__}") from None

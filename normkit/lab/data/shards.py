@@ -23,6 +23,7 @@ from normkit.lab.data.image_folder import SUFFIXES, WINDOW
 
 FORMAT = 1
 BLOCK = 512  # bytes, of a tar archive
+DAMAGED = (OSError, ValueError, NotImplementedError)  # errors of Parquet; the last for unknown codecs and types
 OnStage = Callable[[str], object]
 
 
@@ -159,7 +160,7 @@ class Rows:
 def _labels(file: Any, path: Path) -> np.ndarray:
     try:
         found = file.read(columns=["label"])["label"].to_numpy()
-    except (OSError, ValueError) as error:
+    except DAMAGED as error:
         raise ValueError(f"{path} is cut short or damaged: {str(error).splitlines()[0]}") from None
     if found.dtype.kind not in "iu":  # text, or numbers some of which are missing
         raise ValueError(f"{path} has no class in some row; its column label needs whole numbers")
@@ -171,12 +172,13 @@ def _opened(path: Path) -> Any:
     parquet = _parquet()
     try:
         file = parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
+        names = file.schema_arrow.names
+    except DAMAGED as error:
         raise ValueError(f"{path} is not a Parquet file, or is cut short: {str(error).splitlines()[0]}") from None
-    missing = {"image", "label"} - set(file.schema_arrow.names)
+    missing = {"image", "label"} - set(names)
     if missing:
         file.close()
-        raise ValueError(f"{path} lacks the column {' and '.join(sorted(missing))}; it has {file.schema_arrow.names}")
+        raise ValueError(f"{path} lacks the column {' and '.join(sorted(missing))}; it has {names}")
     return file
 
 
