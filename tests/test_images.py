@@ -123,7 +123,7 @@ def test_all_forms_hold_the_same_pictures(tmp_path):
 
 
 def test_folders_of_classes_come_before_archives(tmp_path):
-    """ImageNet's own archives have the images without classes, and often stay beside what was unpacked."""
+    """ImageNet's own archives, without classes, often stay beside what was unpacked."""
     folder = made.write_folder(tmp_path)
     for split in ("train", "val"):
         made.write_tar(folder / f"ILSVRC2012_img_{split}.tar", made.files(6), kind="txt")

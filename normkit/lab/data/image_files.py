@@ -83,7 +83,11 @@ def read_image(files: ImageFiles, name: str) -> Tensor:
 
 
 def to_rgb(image: Any) -> Any:
-    """Convert an image of PIL to RGB; ValueError for wider pixels, which PIL would clip to white."""
+    """Convert an image of PIL to RGB.
+
+    Raises:
+        ValueError: If pixels have more than 8 bits, of which PIL would clip nearly all to white.
+    """
     if image.mode.startswith(("I", "F")):
         raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); scale them to 8 bits")
     return image.convert("RGB")

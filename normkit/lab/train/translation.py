@@ -33,7 +33,11 @@ class Translation(Task):
         self._test = test.take(self._test_items)
 
     def splits(self) -> tuple[PairTable, PairTable, PairTable]:
-        """Return the training, validation and test split; ValueError for sequences longer than max_length."""
+        """Return the training, validation and test split.
+
+        Raises:
+            ValueError: If a sequence is longer than the model's max_length.
+        """
         longest, data = self.settings.model.max_length, self.data
         train, valid, test = (PairTable.of(split) for split in (data.train, data.valid, data.test))
         for name, table in (("train", train), ("valid", valid), ("test", test)):
