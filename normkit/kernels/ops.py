@@ -105,7 +105,7 @@ def standardize(
     kind = dispatch.select(x, "standardize", stat.dtype)
     if kind == "native":
         vectors = reference.scale_and_shift(stat, eps, weight, bias, output_scale, output_shift)
-        return cpu.standardize(x, stat[0] if center else None, *vectors, groups=groups, eps=eps)[0]
+        return cpu.standardize(x, stat[0] if center else None, *vectors, groups, eps)
     y = _module(kind).standardize(x, stat, eps, center, weight, bias, output_scale, output_shift)
     return y[0] if kind == "triton" else y
 
@@ -141,7 +141,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     if not torch.is_grad_enabled() and dispatch.can_join(x, scale.dtype):
         shift = shift.to(scale.dtype)
         if scale.dtype is torch.float32 and dispatch.can_use_native(x):
-            return cpu.standardize(x, None, scale.contiguous(), shift.contiguous())[0]
+            return cpu.standardize(x, None, scale.contiguous(), shift.contiguous())
         return fused.multiply_add(x, scale, shift)
     return reference.multiply_add(x, scale, shift)
 

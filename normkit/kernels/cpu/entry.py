@@ -21,19 +21,14 @@ def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: 
 
 
 def standardize(
-    x: Tensor, mean: Tensor | None, scale: Tensor, shift: Tensor, mask: Tensor | None = None, *, sums: bool = False,
-    groups: int = 0, eps: float = 0.0,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """`(x - mean) * scale + shift`.
-
-    With `sums`, also the quadratic means `[1, C]` of the real rows and their number.
-    """
+    x: Tensor, mean: Tensor | None, scale: Tensor, shift: Tensor, groups: int = 0, eps: float = 0.0
+) -> Tensor:
+    """`(x - mean) * scale + shift`."""
     (n, channels), x = _sizes(x), _contiguous(x)
-    y, fresh = torch.empty_like(x), (_vectors(x, 1), x.new_empty((), dtype=torch.float32)) if sums else None
-    stat, count = fresh or (None, None)
-    call("column_forward", x=x, mask=_real(mask, n), y=y, mean=mean, scale=scale, shift=shift, stat=stat, count=count,
-         n=n, channels=channels, groups=groups, eps=float(eps))  # fmt: skip
-    return y, fresh
+    y = torch.empty_like(x)
+    call("column_forward", x=x, y=y, mean=mean, scale=scale, shift=shift, n=n, channels=channels, groups=groups,
+         eps=float(eps))  # fmt: skip
+    return y
 
 
 def gradient(
