@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 
@@ -48,6 +49,21 @@ def test_float_does_not_fade_over_many_rows(center):
         rtol=2e-6,
         atol=2e-6,
     )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("spec", ["un", "batch", "power(groups=2)"])
+def test_modes_of_pytorch_leave_nothing_in_a_cache(spec, training):
+    norm, x = normkit.make(spec, 4).train(training), torch.randn(5000, 4)
+    fused._constant.cache_clear()
+    with torch.no_grad(), torch.device("meta"):
+        norm(x), norm(x.bfloat16())
+    fused._constant.cache_clear()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        norm.eval()(x)
+    with torch.no_grad():
+        assert type(norm(x)) is torch.Tensor
+        assert norm(x).isfinite().all()
 
 
 @pytest.mark.parametrize("half", dispatch.HALVES)

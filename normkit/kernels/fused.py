@@ -9,6 +9,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from normkit.kernels import reference
 
@@ -27,13 +28,13 @@ def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     mean = var = None
     if rows.dtype is not wide:  # running statistics only set the type; a momentum of 0 leaves them alone
-        mean, var = torch.zeros(2, rows.shape[1], dtype=wide)
+        mean, var = rows.new_zeros(2, rows.shape[1], dtype=wide)
     blocks = rows.contiguous().split(BLOCK)
     found = [torch.batch_norm_update_stats(block, mean, var, 0.0) for block in blocks]
     if len(found) == 1:
         return found[0]
     means, variances = (torch.stack(each) for each in zip(*found, strict=True))
-    share = torch.tensor([[len(block) / len(rows)] for block in blocks], dtype=wide)
+    share = means.new_tensor([[len(block) / len(rows)] for block in blocks])
     mean = (means * share).sum(0)
     return mean, ((variances + (means - mean).square()) * share).sum(0)
 
@@ -151,7 +152,8 @@ def own_gradient(
 
 @functools.lru_cache(64)
 def _constant(value: float, size: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((size,), value, dtype=dtype)
+    with _disable_current_modes():  # a fake tensor would stay in the cache
+        return torch.full((size,), value, dtype=dtype, device="cpu")
 
 
 def constant(value: float, like: Tensor) -> Tensor:
