@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from normkit.files import cache_folder, write_whole
+
 SOURCES, TORCH = Path(__file__).parent / "cpu", Path(torch.__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
@@ -85,8 +87,6 @@ def _operation(path: str) -> Callable[..., Any]:
 
 def _built(name: str, compiler: list[str], arguments: list[str], load: Callable[[str], Any]) -> tuple[Any | None, str]:
     """Compile, unless that is done, and load; None and the reason if it fails."""
-    from normkit.files import cache_folder
-
     try:
         path = _private(cache_folder() / "native") / f"{name}-{_key(compiler, arguments)}.so"
         if not path.exists():
@@ -144,11 +144,11 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile into a temporary folder and move the result.
+    """Compile into a temporary folder, then write the result as a whole.
 
-    Other processes never find half a file.
+    Other processes never find half a file, nor do later ones after a power cut: loading one ends the process.
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         made = Path(place) / path.name
         subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=TIMEOUT)
-        made.replace(path)
+        write_whole(path, made.read_bytes())
