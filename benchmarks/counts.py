@@ -21,8 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
+import triton_driver
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
@@ -72,6 +74,7 @@ def passes(norm: nn.Module, x: Tensor, mask: Tensor | None, counter: type[Counte
 
 def table() -> Iterator[tuple]:
     """Rows of the file: torch's LayerNorm, then every norm."""
+    triton_driver.install()
     torch.manual_seed(0)
     x, small = (torch.randn(rows, 64, requires_grad=True) for rows in (1024, 8))
     for spec in ("nn.LayerNorm", *SPECS):

@@ -7,6 +7,7 @@ more without the interpreter, at real sizes.
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
+import triton_driver
 from norm_cases import WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, several_steps
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +23,8 @@ from normkit.kernels.triton import rows as row_ops
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # triton 3.6's own
 REAL = not dispatch.is_interpreted()
 DEVICE = "cuda" if REAL else "cpu"
+if not REAL:
+    triton_driver.install()
 SHAPES = [(4099, 512), (777, 4096), (257, 8100), (65, 40000)] if REAL else [(7, 37), (64, 384), (1, 96), (33, 64)]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 NORMS = {  # name -> (kernel kind, groups, the reference)

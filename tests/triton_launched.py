@@ -6,15 +6,17 @@ and on a CUDA device.
 
 import pytest
 import torch
+import triton_driver
 from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.kernels import dispatch
-from normkit.kernels.triton import interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # triton 3.6's own
 REAL = not dispatch.is_interpreted()
 DEVICE = "cuda" if REAL else "cpu"
+if not REAL:
+    triton_driver.install()
 NODE = "torch::autograd::CppNode<(anonymous namespace)::Step>"
 
 
@@ -100,7 +102,7 @@ def test_a_failing_launch_raises(monkeypatch, capfd):
     norm = normkit.make("batch", 8)
     with normkit.kernels("triton"):
         norm(draw(4, 8))
-        monkeypatch.setattr(interpreted, "kernels", {})
+        monkeypatch.setattr(triton_driver, "kernels", {})
         with pytest.raises(RuntimeError, match="cuLaunchKernel failed with error 1 for kernel 0"):
             norm(draw(4, 8))
     assert "KeyError" in capfd.readouterr().err

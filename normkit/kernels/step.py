@@ -34,7 +34,7 @@ def can_run(norm: Any, x: Tensor, kernels: ModuleType) -> bool:
 
 def _can_launch(x: Tensor) -> bool:
     """True if C++ may launch kernels on `x`: by NVIDIA's driver, where no operation is traced."""
-    return not torch.version.hip and x.numel() // x.shape[-1] < 2**31 and not dispatch.is_traced()
+    return x.is_cuda and not torch.version.hip and x.numel() // x.shape[-1] < 2**31 and not dispatch.is_traced()
 
 
 def run(

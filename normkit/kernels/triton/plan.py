@@ -14,13 +14,12 @@ from torch import Tensor
 
 from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN, KernelRule
 from normkit.kernels.triton import column_kernels as columns
-from normkit.kernels.triton import interpreted
 from normkit.kernels.triton import rule_kernels as rules
 from normkit.kernels.triton.launch import cdiv, column_launch, power_of_2, sum_grid, sum_launch
 
 ACTIVATIONS = {"X", "Y", "DY", "DX"}
 PARAMETERS = {"W", "B", "FACTOR", "DW", "DB"}
-ADDRESSES = {dtype: name for name, dtype in interpreted.ADDRESSES.items()}
+ADDRESSES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 TYPES = {  # by name; activations and parameters have those of the model, other addresses are of float32
     **dict.fromkeys(("STEP", "NEXT", "SKIPPED", "END"), "*i64"), "MASK": "*u8",
     **dict.fromkeys(("warmup", "until_r", "until_d"), "i64"),
@@ -64,7 +63,7 @@ def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: boo
     """Return the plan of a step: the fields of `Plan` in `launches.h`."""
     device = x.device.index
     tile, sum_tile, *grids = _grids(x.numel() // x.shape[-1], x.shape[-1])
-    stream = torch._C._cuda_getCurrentRawStream(device) if x.is_cuda else 0
+    stream = torch._C._cuda_getCurrentRawStream(device)
     return [*driver(device), stream, *grids, *kernels(form(norm, rule, x, mask, known, tile, sum_tile))]
 
 
@@ -90,9 +89,7 @@ def _grids(rows: int, channels: int) -> tuple[int, int, int, int, int]:
 
 @functools.cache
 def driver(device: int | None) -> tuple[int, ...]:
-    """Addresses of the driver's functions and its context; those of the interpreter for None."""
-    if device is None:
-        return interpreted.driver
+    """Addresses of the driver's functions, and its context."""
     functions, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     names = "cuLaunchKernel", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
     addresses = (ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0 for name in names)
@@ -156,25 +153,29 @@ def kernels(form: Form) -> tuple[int, ...]:
     )  # fmt: skip
 
 
+def types_of(
+    names: list[str], given: frozenset[str], fixed: dict[str, Any], dtypes: tuple[torch.dtype, torch.dtype]
+) -> dict[str, str]:
+    """Types of a kernel's parameters by name: numbers, the addresses given, constants."""
+    types = TYPES | dict.fromkeys(ACTIVATIONS, ADDRESSES[dtypes[0]]) | dict.fromkeys(PARAMETERS, ADDRESSES[dtypes[1]])
+    return {
+        name: "constexpr" if name in fixed or (name.isupper() and name not in given) else types.get(name, "*fp32")
+        for name in names
+    }
+
+
 @functools.cache
 def compiled(
     kernel: Any, given: frozenset[str], constants: tuple[tuple[str, Any], ...], dtypes: tuple[torch.dtype, torch.dtype],
     channels: int, device: int | None,
 ) -> tuple[int, int, int]:  # fmt: skip
     """Compile a kernel for the addresses given; return function, warps and shared memory."""
-    names, fixed = kernel.arg_names, dict(constants)
-    warps = fixed.pop("num_warps")
-    types = TYPES | dict.fromkeys(ACTIVATIONS, ADDRESSES[dtypes[0]]) | dict.fromkeys(PARAMETERS, ADDRESSES[dtypes[1]])
-    signature = {
-        name: "constexpr" if name in fixed or (name.isupper() and name not in given) else types.get(name, "*fp32")
-        for name in names
-    }
-    if device is None:
-        return interpreted.handle(kernel, signature, fixed), warps, 0
     import triton
     from triton.compiler import ASTSource
     from triton.runtime import driver as triton_driver
 
+    names, fixed = kernel.arg_names, dict(constants)
+    warps, signature = fixed.pop("num_warps"), types_of(names, given, fixed, dtypes)
     values = {(i,): fixed.get(name) for i, name in enumerate(names) if signature[name] == "constexpr"}
     whole = {"channels", "x_stride", "dy_stride"} if channels % 16 == 0 else set()
     aligned = {

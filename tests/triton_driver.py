@@ -1,11 +1,15 @@
 """A driver that runs what C++ launches in Triton's interpreter, on CPU tensors."""
 
 import ctypes
+import functools
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from normkit.kernels import dispatch, step
+from normkit.kernels.triton import plan
 
 ADDRESSES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*fp16": torch.float16, "*i64": torch.int64,
              "*u8": torch.uint8}  # fmt: skip
@@ -54,3 +58,18 @@ def _arguments(signature: dict[str, str], constants: dict[str, Any], parameters:
 
 _callbacks = LAUNCH(launch), SWITCH(lambda context: 0), SWITCH(lambda context: 0)
 driver = *(ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in _callbacks), 0
+
+
+@functools.cache
+def compiled(kernel, given, constants, dtypes, channels, device) -> tuple[int, int, int]:
+    """As `plan.compiled`, for the interpreter."""
+    fixed = dict(constants)
+    warps = fixed.pop("num_warps")
+    return handle(kernel, plan.types_of(kernel.arg_names, given, fixed, dtypes), fixed), warps, 0
+
+
+def install() -> None:
+    """Let C++ launch on CPU tensors by this driver."""
+    plan.driver, plan.compiled = (lambda device: driver), compiled
+    step._can_launch = lambda x: not dispatch.is_traced()
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
