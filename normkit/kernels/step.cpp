@@ -169,7 +169,8 @@ struct Step : torch::autograd::Function<Step> {
         const variable_list saved = context->get_saved_variables();
         const Tensor x = given->plain(saved[DECISIONS]), weight = saved[DECISIONS + 1], mask = saved[DECISIONS + 2];
         const Tensor dy = given->plain(gradients[0]), dx = at::empty_like(x);
-        TORCH_CHECK(dy.has_storage(), "vmap of this norm's gradients needs `with normkit.kernels(\"reference\")`");
+        TORCH_CHECK(dy.has_storage(), "these kernels take no gradients under vmap; take one after the other, or, for a "
+                    "norm with the exact gradient, use `with normkit.kernels(\"reference\")`");
         TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(), ", x ", x.scalar_type());
         const auto kind = weight.defined() ? weight.scalar_type() : at::kFloat;
         const auto gradient = [&](bool wanted) {  // the kernels in C++ compute both

@@ -4,6 +4,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from normkit.kernels import autograd, dispatch, ops, step, sync
 from normkit.kernels.cpu import entry as cpu
@@ -114,8 +115,11 @@ class StatNorm(StatefulNorm):
         # the flag itself: before PyTorch 2.12, is_exporting() is True in a graph of torch.compile, too
         if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
             raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            raise RuntimeError("norms with batch statistics do not train under torch.func; call model.eval() first")
+        eager = not torch.compiler.is_compiling()
+        if eager and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+            raise RuntimeError(
+                "norms with batch statistics do not train under torch.func or in forward mode; call model.eval() first"
+            )
         if self.running.dtype in dispatch.HALVES:
             raise TypeError(f"the statistics are {self.running.dtype}; keep buffers float32 (FSDP: buffer_dtype=None)")
         wide = torch.promote_types(x.dtype, self.running.dtype)
@@ -180,6 +184,8 @@ class StatNorm(StatefulNorm):
         value, state = self.grad_stat(batch, step, saved)
         if not state:
             return value
+        if not torch.compiler.is_compiling() and type(batch) is Tensor and not torch._C._has_storage(batch):
+            raise RuntimeError("gradients under vmap would move this norm's state together; take one after the other")
         ok = changes = usable(batch, count)
         if self.accumulates:
             joint, _, changes = self._accumulate("_grad", batch, count, ok, *turn)
