@@ -220,6 +220,6 @@ def _derived(fields: Fields, eps: float, needs: set[str]) -> Fields:
     if "at_psi" in fields:
         g_mu, g_psi2, psi = (fields[name] for name in ("g_mu", "g_psi2", "at_psi"))
         found["g_sigma2"] = (g_psi2 * psi - fields["at_mean"] * g_mu) / torch.sqrt(fields["at_var"] + eps)
-        along, gain = (g_psi2 / psi).square(), fields.get("gain", torch.ones(())) / psi
+        along, gain = (g_psi2 / psi).square(), fields.get("gain", 1.0) / psi
         found["dx_square"] = gain.square() * fields["dy_square"] - along
     return found

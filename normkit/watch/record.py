@@ -15,6 +15,7 @@ from normkit.kernels.sync import is_distributed
 from normkit.norms import Norm
 from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward
+from normkit.transforms.checks import check_is_model
 from normkit.transforms.invoke import input_and_mask
 from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
@@ -287,16 +288,15 @@ class NormRecorder:
         return args[0] if args else next(iter(kwargs.values())), None
 
 
-def _check(model: object, alpha: float, **counts: object) -> None:
+def _check(model: nn.Module, alpha: float, **counts: object) -> None:
     """Check the arguments of a recorder."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"record() takes an nn.Module; got {type(model).__name__}")
+    check_is_model(model, "record")
     for option, number in counts.items():
         if not is_int(number):
             raise TypeError(f"{option} must be a whole number; got {number!r}")
-    for option, least in (("every", 1), ("start", 0), ("channel", 0)):
-        if counts[option] < least:  # type: ignore[operator]
-            raise ValueError(f"{option} must be at least {least}; got {counts[option]}")
+        least = 1 if option == "every" else 0
+        if number < least:  # type: ignore[operator]
+            raise ValueError(f"{option} must be at least {least}; got {number}")
     if not 0 <= alpha < 1:
         raise ValueError(f"alpha must be at least 0 and below 1; got {alpha}")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):

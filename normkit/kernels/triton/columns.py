@@ -7,10 +7,9 @@ from torch import Tensor
 
 from normkit.kernels.triton import column_kernels
 from normkit.kernels.triton.launch import Launch, cdiv, column_launch, sum_grid, sum_launch
-from normkit.kernels.triton.rows import add_up, as_rows, contiguous, device_of, group_rms, scratch, sum_buffer
+from normkit.kernels.triton.rows import add_up, as_rows, contiguous, device_of, group_rms, sum_buffer
 
 kernel: Any = column_kernels  # type checkers take a launch for a plain call
-Shares = tuple[Tensor | None, Tensor | None, Tensor | None]  # means, second moments and counts of the programs
 
 
 def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tuple[Tensor, Tensor]:
@@ -52,7 +51,7 @@ def standardize_grad(
     if n == 0 or channels == 0:
         return dx, out
     launch = launch or column_launch(n, channels)
-    shares = scratch((launch.programs, height * channels), x) if sums else None
+    shares = x.new_empty((launch.programs, height * channels), dtype=torch.float32) if sums else None
     stat = stat.contiguous()
     with device_of(x):
         kernel.column_backward[(launch.programs, cdiv(channels, launch.block))](
@@ -70,12 +69,6 @@ def flags(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.reshape(-1).contiguous().view(torch.uint8)
 
 
-def new_shares(x: Tensor, center: bool, launch: Launch) -> Shares:
-    """Uninitialized memory for the programs' shares of moments."""
-    size = launch.programs, x.shape[-1]
-    return scratch(size, x) if center else None, scratch(size, x), scratch((launch.programs, 1), x)
-
-
 def _forward(
     x: Tensor, mask: Tensor | None, y: Tensor | None, stat: Tensor | None, vectors: tuple[Tensor | None, ...],
     center: bool, eps: float, sums: bool, launch: Launch | None,
@@ -87,7 +80,8 @@ def _forward(
     fresh = (sum_buffer((1 + center, channels), x), sum_buffer((), x)) if sums else None
     if n == 0 or channels == 0:
         return fresh
-    shares = new_shares(x, center, launch) if sums else (None, None, None)
+    sizes = (channels * center, channels, 1) if sums else (0, 0, 0)  # the programs' means, second moments and counts
+    shares = [x.new_empty((launch.programs, size), dtype=torch.float32) if size else None for size in sizes]
     mean, var = (None, None) if stat is None else (stat.contiguous()[0], stat.contiguous()[-1])
     with device_of(rows, var):
         kernel.column_forward[(launch.programs, cdiv(channels, launch.block))](

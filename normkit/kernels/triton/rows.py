@@ -120,9 +120,9 @@ def backward(
     flat, dy = as_rows(x), as_rows(dy)
     fits = width <= LONGEST
     launch = launch or (row_launch(rows, width, backward=True) if fits else column_launch(rows, channels))
-    shares = launch.programs, channels
-    biases = None if db is None else scratch(shares, x)
-    weights = None if dw is None else scratch((launch.programs * groups, 1) if scalar and fits else shares, x)
+    shares, empty = (launch.programs, channels), functools.partial(x.new_empty, dtype=torch.float32)
+    biases = None if db is None else empty(shares)
+    weights = None if dw is None else empty((launch.programs * groups, 1) if scalar and fits else shares)
     strides = dy.stride(0), flat.stride(0)
     with device_of(x):
         if fits:
@@ -166,11 +166,6 @@ def add_up(shares: Tensor | None, out: Tensor, more: Tensor | None = None, more_
 def sum_buffer(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Uninitialized memory for sums over `x`; zeros (one more launch) if `x` is empty."""
     return (torch.empty if x.numel() else torch.zeros)(shape, dtype=dtype, device=x.device)
-
-
-def scratch(shape: tuple[int, int], like: Tensor) -> Tensor:
-    """Uninitialized float32 memory on the device of `like`."""
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def as_rows(x: Tensor) -> Tensor:
