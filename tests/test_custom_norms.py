@@ -11,13 +11,17 @@ import normkit
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_gain_of_another_shape_is_broadcast(shape):
-    norm = normkit.make("pnv(bias=False)", 6)
-    norm.weight = nn.Parameter(torch.full(shape, 2.0))
-    x, found = torch.randn(4, 6), []
-    for choice in ("auto", "reference"):
-        with normkit.kernels(choice):
-            found.append(copy.deepcopy(norm)(x))
+@pytest.mark.parametrize("spec", ["pnv(bias=False)", "batch", "un", "power(groups=2)", "rms(bias=True)"])
+@pytest.mark.parametrize("choice", ["auto", "fused"])
+def test_a_gain_or_bias_of_another_shape_is_broadcast(choice, spec, shape):
+    norm = normkit.make(spec, 6)
+    for key in [key for key in ("weight", "bias") if getattr(norm, key) is not None]:
+        setattr(norm, key, nn.Parameter(torch.full(shape, 2.0)))
+    x, dy, found = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6), []
+    for kernels in (choice, "reference"):
+        with normkit.kernels(kernels):
+            y = copy.deepcopy(norm)(x)
+            found.append((y, *torch.autograd.grad(y, x, dy)))
     torch.testing.assert_close(*found)
 
 

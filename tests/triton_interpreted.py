@@ -410,6 +410,20 @@ def test_a_lazy_sign_is_read():
         close(ops.layer(torch._neg_view(x), None, None, 1e-3), ops.layer(-x, None, None, 1e-3).double())
 
 
+@pytest.mark.parametrize("spec", ["rms(bias=True)", "batch"])
+def test_one_gain_and_bias_for_all_channels(spec):
+    norm, x, found = normkit.make(spec, 40).to(DEVICE), draw(9, 40).requires_grad_(), []
+    norm.weight, norm.bias = (torch.nn.Parameter(draw(1)) for _ in range(2))
+    for choice in ("reference", "triton"):
+        with normkit.kernels(choice):
+            y = norm(x)
+            found.append([y, *torch.autograd.grad(y.pow(3).sum(), [x, norm.weight, norm.bias])])
+    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-4)
+    norm.weight = torch.nn.Parameter(draw(39))
+    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="must match the existing size"):
+        norm(x)
+
+
 def test_subclass_with_own_rule_has_no_kernel_rule():
     class Slower(normkit.PNV):
         def average(self, batch):

@@ -139,7 +139,11 @@ class StatNorm(StatefulNorm):
             with torch.no_grad():
                 statistics = statistics or self._decide(data, mask, wide, groups)
                 statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
-            y = autograd.Standardize.apply(x, self.weight, self.bias, statistics, self, groups)
+            affine = (  # kernels would read past the end of a parameter with fewer numbers
+                p if p is None or p.shape == (self.dim,) else p.expand(self.dim).contiguous()
+                for p in (self.weight, self.bias)
+            )
+            y = autograd.Standardize.apply(x, *affine, statistics, self, groups)
         self._records.add(statistics, y)
         return y
 

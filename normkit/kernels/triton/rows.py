@@ -95,6 +95,8 @@ def forward(
     saved = Saved(*torch.empty(2, rows, groups, dtype=torch.float32, device=x.device).unbind(0))
     if rows == 0 or channels == 0:
         return y, saved
+    weight = weight if weight is None or is_scalar(weight, channels) else weight.expand(channels)
+    bias = None if bias is None else bias.expand(channels)
     launch = launch or row_launch(rows, width)
     body = kernel.row_forward if width <= LONGEST else kernel.long_forward
     with device_of(x, weight):
