@@ -122,6 +122,8 @@ def test_on_a_gpu_few_calls_copy_the_counter(monkeypatch):
     assert known.seen == 70
     assert [known.at_least(1, counter) for _ in range(64)] == [True] * 64
     assert len(copies) == 5
+    of_another_state = SimpleNamespace(is_cpu=False, is_cuda=True, device="cuda:1", value=0)
+    assert not known.at_least(1, of_another_state)
 
 
 def test_the_doctor_reports_a_warmup_that_has_not_ended():

@@ -10,8 +10,8 @@ class AsyncCounter:
 
     On a GPU the value is copied to the host in the background and read in a later call, once it has arrived. The
     answer may be some steps late, and is never wrong. Nothing is copied while a CUDA graph is captured, nor from
-    tensors without numbers (meta, fake). Replace the object when the counter is set back on a GPU; on a CPU each call
-    reads it.
+    tensors without numbers (meta, fake). Another counter, as that of `functional_call`, is read from the start. Replace
+    the object when the same one is set back on a GPU; on a CPU each call reads it.
 
     Args:
         calls: On a GPU, one call in so many starts or reads a copy; that takes the host about as long as a launch.
@@ -24,9 +24,12 @@ class AsyncCounter:
     def __init__(self, calls: int = 1) -> None:
         self.seen, self._asked, self._calls = -1, 0, calls
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+        self._counter: Tensor | None = None
 
     def at_least(self, least: int, counter: Tensor) -> bool:
         """Return True once the host has seen the counter reach `least`."""
+        if counter is not self._counter:
+            self.seen, self._copy, self._counter = -1, None, counter
         if counter.is_cpu and type(counter) is Tensor:
             self.seen = int(counter.tolist())  # type: ignore[arg-type]  # on a CPU reading takes no wait
         elif counter.is_cuda and self.seen < least and not isinstance(counter, FakeTensor):
