@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from normkit.kernels import dispatch, step
 from normkit.kernels.triton import plan
@@ -68,8 +70,16 @@ def compiled(kernel, given, constants, dtypes, channels, device) -> tuple[int, i
     return handle(kernel, plan.types_of(kernel.arg_names, given, fixed, dtypes), fixed), warps, 0
 
 
+def patch_once(function: Any, patch: Any = interpreter._patch_lang) -> Any:
+    """Skip what the interpreter does again in each call of a device function: a third of its time."""
+    languages = [each for each in function.__globals__.values() if each is tl or each is tl.core]
+    is_new = any(tl.core.is_builtin(language.load) for language in languages)
+    return patch(function) if is_new else interpreter._LangPatchScope()
+
+
 def install() -> None:
     """Let C++ launch on CPU tensors by this driver."""
+    interpreter._patch_lang = patch_once
     plan.driver, plan.compiled = (lambda device: driver), compiled
     step._can_launch = lambda x: not dispatch.is_traced()
     torch._C._cuda_getCurrentRawStream = lambda device: 0

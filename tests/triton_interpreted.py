@@ -36,19 +36,6 @@ NORMS = {  # name -> (kernel kind, groups, the reference)
 }
 
 
-if not REAL:
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def patch_once(function, patch=interpreter._patch_lang):
-        """Skip what the interpreter does again in each call of a device function: a third of the time."""
-        seen = [each for each in function.__globals__.values() if each is tl or each is tl.core]
-        is_new = any(tl.core.is_builtin(language.load) for language in seen)
-        return patch(function) if is_new else interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_once
-
-
 def draw(*shape, dtype=torch.float32):
     return (torch.randn(*shape) * 2 + 0.5).to(DEVICE, dtype)
 
