@@ -14,11 +14,8 @@ from made_results import result, score
 
 from normkit.lab.report import page, plot, summary
 from normkit.lab.report.panels import panels
-from normkit.lab.report.results import write as write_result
-from normkit.lab.report.seeds import pool
 from normkit.lab.report.settings import labels
 from normkit.lab.report.verdict import sentences
-from normkit.lab.train.compare import compared
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
 
@@ -184,65 +181,6 @@ def test_folding_and_timing_are_reported_as_measured():
     one["timing"]["obstacle"] = "this machine is too noisy"
     assert "Speed was not compared: this machine is too noisy." in verdict(one)
     assert "turns)" not in verdict(one)
-
-
-def seeds(norm, *scores):
-    return [result(norm, per, seed=seed) for seed, per in enumerate(scores)]
-
-
-def test_seeds_of_a_norm_are_not_competitors():
-    """One row a norm with the mean and its 95 % interval, and conclusions about norms."""
-    made = dict(
-        enumerate([*seeds("layer", 10.0, 10.2, 10.4), *seeds("un", 10.1, 10.3, 10.5), *seeds("pnv", 13.0, 13.1)])
-    )
-    text = summary.text(made)
-    assert (
-        "Best with running statistics is layer, PER 10.2 \u00b1 0.5; within the intervals: un 10.3 \u00b1 0.5;" in text
-    )
-    assert "behind: pnv" in text
-    assert "seed=" not in text.split("Best with")[1]
-    assert "means over 2-3 seeds with 95 % intervals" in " ".join(text.split())
-    assert text.startswith(summary.MEANS)
-    means, each = text.split("each run:")
-    assert " ".join(next(line for line in means.splitlines() if line.startswith("layer")).split()).startswith(
-        "layer 3 381,547 0.755 10.2 \u00b10.5 9.8 \u00b10.5"
-    )
-    assert "layer, seed=2" in each
-    assert "layer, seed=0" in summary.text(dict(enumerate(seeds("layer", 10.0, 10.2)))).split("each run:")[1]
-
-
-def test_a_copy_of_a_run_is_no_further_seed(tmp_path):
-    seeds = [result("un", seed=seed) for seed in (0, 1)]
-    table = pool(dict(enumerate([*seeds, copy.deepcopy(seeds[0])])))
-    assert [(folder, row.get("seeds", 1)) for folder, row in table.items()] == [(0, 2), (2, 1)]
-    for name in ("run", "copy"):
-        write_result(tmp_path / name, seeds[0])
-    with pytest.raises(ValueError, match=r"copy and .*run are runs of the same seed, 0; needs one of each seed"):
-        compared([tmp_path])
-
-
-def test_runs_of_different_data_are_not_compared(tmp_path):
-    for name, data in (("a", "cmudict"), ("b", "elsewhere/mine")):
-        write_result(tmp_path / name, result("un", data=data))
-    with pytest.raises(ValueError, match="runs of g2p on cmudict and g2p on mine; compare runs of one task and data"):
-        compared([tmp_path / "a", tmp_path / "b"])
-
-
-def test_a_seed_that_diverged_is_counted():
-    made = dict(
-        enumerate([*seeds("un", 10.0, 10.2), result("un", status="diverged at step 7", seed=2), result("layer")])
-    )
-    text = " ".join(summary.text(made).split())
-    assert "un: 2 of 3 done; diverged at step 7." in text
-    assert "un 10.1 \u00b1 1.3" in text
-
-
-def test_the_page_has_means_over_seeds(tmp_path):
-    made = {tmp_path / str(i): one for i, one in enumerate([*seeds("layer", 10.0, 10.2), *seeds("un", 12.1, 12.3)])}
-    _, _, found = data(page.write(made, tmp_path / "report.html"))
-    assert "means over seeds: g2p on cmudict" in found.text
-    assert "Best with running statistics is layer, PER 10.1 \u00b1 1.3" in found.text
-    assert found.text.count("layer, seed=1") >= 1
 
 
 def test_runs_that_differ_in_more_than_their_norm_are_named():

@@ -16,8 +16,9 @@ def pool(results: Results) -> dict[Any, Result]:
     """Replace runs that differ only in their seed by one result with their means.
 
     A pooled result has the folder of its first run, "seeds" (the number of runs) and no seed; `METRIC_error` is the
-    half of the 95 % interval over seeds, divided by 1.96. Runs without scores are counted in its status. A second run
-    of the same seed, such as a copy, is no further sample: it is pooled with other second runs.
+    half of the 95 % interval over seeds, divided by 1.96. It has the kinds of scores that all scored runs have. Runs
+    without scores are counted in its status. A second run of the same seed, such as a copy, is no further sample: it is
+    pooled with other second runs.
     """
     members: dict[tuple[str, int], list[Any]] = {}
     earlier = Counter[str]()  # runs by settings and seed
@@ -37,8 +38,9 @@ def _pooled(runs: Sequence[Result]) -> dict[str, Any]:
     ended = [run["status"] for run in runs if run["status"] != "done"]
     status = f"{len(runs) - len(ended)} of {len(runs)} done; {ended[0]}" if ended else "done"
     run = {key: value for key, value in runs[0]["run"].items() if key not in ("seed", "name")}
-    kinds = dict.fromkeys(kind for each in scored for kind in each["scores"])
-    scores = {kind: _means([each["scores"].get(kind) or {} for each in scored], errors=True) for kind in kinds}
+    # of kinds that some seeds lack, such as after folding, means would be over other seeds than those beside them
+    kinds = [kind for kind in (scored[0]["scores"] if scored else ()) if all(kind in each["scores"] for each in scored)]
+    scores = {kind: _means([each["scores"][kind] for each in scored], errors=True) for kind in kinds}
     speed = _means([each["speed"] for each in runs], errors=False)
     return {**runs[0], "run": run, "status": status, "scores": scores, "speed": speed, "seeds": len(runs)}
 
@@ -70,7 +72,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     from scipy import stats
 
     quantile = float(stats.t.ppf(0.975, len(values) - 1))
-    return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), quantile * math.sqrt(statistics.variance(values) / len(values))
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> str:
@@ -84,10 +86,12 @@ def difference(first: Sequence[float], second: Sequence[float]) -> str:
     less = statistics.fmean(first) - statistics.fmean(second)
     if min(len(first), len(second)) == 1:
         return f"{less:.2f}; two seeds of each show whether this may be chance (--seed)"
-    if statistics.variance(first) == statistics.variance(second) == 0:
+    parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in (first, second)]
+    error = sum(part for part, _ in parts)  # squared
+    if error == 0:
         return f"{less:.2f}, the same in all seeds"
     from scipy import stats
 
-    low, high = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
-    verdict = "not distinguishable" if low <= 0 <= high else "more than chance"
-    return f"{less:.2f} (95 % interval {low:.2f} to {high:.2f}): {verdict}"
+    half = float(stats.t.ppf(0.975, error**2 / sum(part**2 / free for part, free in parts))) * math.sqrt(error)
+    verdict = "more than chance" if abs(less) > half else "not distinguishable"
+    return f"{less:.2f} (95 % interval {less - half:.2f} to {less + half:.2f}): {verdict}"

@@ -115,7 +115,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "n": len(values),
         "mean": statistics.fmean(values) if values else None,
-        "spread": statistics.stdev(values) if len(values) > 1 else None,
+        "spread": statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None,
     }
 
 
