@@ -48,7 +48,7 @@ TABLE3 = Study(
     id="tears.table3",
     title="BLEU on the tests of five low-resource pairs by placement and norm",
     source="Transformers without Tears, Table 3",
-    claim="PreNorm, FixNorm and ScaleNorm each add about 0.3 BLEU on average, 1.1 together.",
+    claim="PreNorm, FixNorm and ScaleNorm each add at least 0.3 BLEU on average, 1.1 together.",
     columns=_pairs("bleu"),
     rows=(
         Row("PostNorm + LN, published", None, ("16.2", "24.0", "29.09", "23.66", "27.84")),
@@ -194,7 +194,8 @@ FIGURE3 = Study(
     id="tears.figure3",
     title="learned g of ScaleNorm by sublayer, pairs with 100k examples or more",
     source="Transformers without Tears, Figure 3",
-    claim="g grows with depth, most clearly in the decoder; it is smaller in attention the more data there is.",
+    claim="g grows with depth, but in decoder-encoder attention, and most clearly in the decoder; it is smaller in"
+    " attention the more data there is.",
     columns=(
         Column(title="en-vi, first norm", metric="learned_g", base=IWSLT15_VI),
         Column(title="en-he, first norm", metric="learned_g", base=TED["he"]),

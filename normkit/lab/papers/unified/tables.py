@@ -186,7 +186,7 @@ TABLE8 = Study(
     id="un.table8",
     title="memory (MB) and throughput (images a second) of Swin-T at inference, LN against UN folded, RTX 3090",
     source="Unified Normalization, Table 8",
-    claim="Folding saves 17.7% of the memory and 31.2% of the time on ImageNet, 6.1% and 24.2% on COCO.",
+    claim="Folding saves 17.7% of the memory and adds 31.2% to the throughput on ImageNet, 6.1% and 24.2% on COCO.",
     note="`python benchmarks/swin.py` measures ours, all variants in one run, memory on GPUs alone. Shown are eager"
     " models in float32; docs/vision.md has compiled ones, other norms, and how much the rounds scatter.",
     measured=table8,
