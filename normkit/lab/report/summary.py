@@ -57,7 +57,7 @@ def _score(kind: str, metric: str, digits: int = 1) -> Callable[[Result], Cell]:
     def cell(result: Result) -> Cell:
         scores = result["scores"]
         running = scores.get("running") or {}
-        if kind in STATISTICS and kind not in scores and metric in running:
+        if kind in STATISTICS and scores.keys().isdisjoint(STATISTICS) and metric in running:
             return Cell(SAME, running[metric])
         score = scores.get(kind) or {}
         return _number(score.get(metric), digits, score.get(f"{metric}_error"), "seeds" in result)
