@@ -147,6 +147,22 @@ def test_a_damaged_file_hides_its_own_run_alone(serve, tmp_path, name):
     assert f"A run is left out: {tmp_path / 'b' / name}".encode() in body
 
 
+def test_a_file_that_may_not_be_read_hides_its_own_run_alone(serve, tmp_path, monkeypatch):
+    for run in ("a", "b"):
+        running(tmp_path / run)
+    read = results.live
+
+    def protected(folder):
+        if folder.name == "b":
+            raise PermissionError(13, "Permission denied", str(folder / "run.json"))
+        return read(folder)
+
+    monkeypatch.setattr(results, "live", protected)
+    status, _, body = request(serve(tmp_path))
+    assert (status, body.count(b"in training, step 50")) == (200, 2)
+    assert b"A run is left out: [Errno 13] Permission denied" in body
+
+
 def test_links_that_lead_to_themselves_are_left_out(serve, tmp_path):
     for run in ("a", "b"):
         running(tmp_path / run)

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 from made_results import result
@@ -99,3 +100,22 @@ def test_means_are_over_the_same_seeds():
     text = " ".join(summary.text(dict(enumerate(made))).split())
     assert "before" not in text
     assert "outputs differ by at most 1e-14." in text
+
+
+def test_statistics_that_were_not_scored_are_not_the_running_ones():
+    """Results of earlier versions have the statistics of each test batch itself in place of donors."""
+    old, new = result("batch", 12.0), result("un", 11.0, statistics=(10.0, 10.0))
+    old["scores"] |= {"batch": result(per=9.0)["scores"]["running"]}
+    shown = {row["norm"].text: row for row in summary.rows({1: old, 2: new, 3: result("layer")})}
+    assert [shown[norm]["PER donors"].text for norm in ("batch", "un", "layer")] == ["-", "10.0", "="]
+    assert [shown[norm]["PER own"].text for norm in ("batch", "un", "layer")] == ["9.0", "-", "="]
+
+
+def test_fields_without_a_value_are_left_out():
+    """They may be null in a result file."""
+    made = result("un")
+    made["fold"] = {"foldable": None, "max_error": 1e-14, "rows": [{"name": "a", "action": "kept", "why": None}]}
+    assert "None" not in summary.text({1: made})
+    assert ">None<" not in page.page({Path("un"): made}, "title").decode()
+    made["run"]["model"]["norm"] = f"un({'-' * 5000}1)"  # too deep for Python's parser
+    assert summary.text({1: made})

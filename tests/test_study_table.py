@@ -112,6 +112,12 @@ def test_curves_of_an_early_stopped_run_end_at_its_last_step():
     assert read == {"perplexity train": math.exp(2.0), "minutes to 80%": 2.5, "perplexity smoothed": 3.0}
 
 
+def test_perplexity_of_a_loss_beyond_all_bounds_is_a_number():
+    run = {"run": {"steps": 10}, "curve": [{"step": 10, "train_loss": 1e4}], "valid": [{"step": 10, "loss": 1e4}]}
+    for name in ("perplexity train", "perplexity valid"):
+        assert STUDY_METRICS[name].read(pathlib.Path(), run) == math.exp(700)
+
+
 def test_rows_of_other_papers_run_where_models_support_them():
     found = {}
     for label in ("Transformer", "DS-Init", "Fixup-Init", "Transformer + LayerDrop"):

@@ -14,6 +14,7 @@ from normkit.watch.row_files import FILE
 
 Result = Mapping[str, Any]
 Reader = Callable[[Path, Result], float | None]
+LARGEST = 700.0  # loss whose exponential is a number
 SKIPPED_START = 0.1  # statistics over a run leave out this first part of it
 
 
@@ -82,12 +83,12 @@ def _last_step(result: Result) -> int:
 
 def _valid_perplexity(folder: Path, result: Result) -> float | None:
     losses = [valid["loss"] for valid in result["valid"] if math.isfinite(valid["loss"])]
-    return math.exp(losses[-1]) if losses else None
+    return math.exp(min(losses[-1], LARGEST)) if losses else None
 
 
 def _train_perplexity(folder: Path, result: Result) -> float | None:
     last = [point["train_loss"] for point in result["curve"] if point["step"] > 0.95 * _last_step(result)]
-    return math.exp(statistics.fmean(last)) if last else None
+    return math.exp(min(statistics.fmean(last), LARGEST)) if last else None
 
 
 def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: bool = False) -> Reader:

@@ -101,7 +101,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
             name, given = call.id, {}
         else:
             raise ValueError
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(
             f"cannot read norm spec {spec!r}; write a name or name(option=value), as 'un(window=4)'"
         ) from None

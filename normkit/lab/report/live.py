@@ -85,7 +85,7 @@ class Watched:
                 try:
                     self.reader.read(folder)
                     found[folder] = results.live(folder)
-                except ValueError as error:  # one damaged run hides no other
+                except (ValueError, OSError) as error:  # one damaged run hides no other
                     notes.append(f"A run is left out: {error}.")
             if not found:
                 raise ValueError(notes[-1] if notes else f"no run in {self.path} yet")

@@ -195,10 +195,8 @@ def _ending(result: Result, name: str) -> list[str]:
 def _folding(metric: Metric | None, result: Result, name: str) -> list[str]:
     fold, timing = result.get("fold") or {}, result.get("timing") or {}
     sentences = []
-    if fold.get("max_error") is not None:
-        text = (
-            f"{name} folded: {fold.get('foldable')} norms are gone, outputs differ by at most {fold['max_error']:.0e}"
-        )
+    if fold.get("max_error") is not None and fold.get("foldable"):
+        text = f"{name} folded: {fold['foldable']} norms are gone, outputs differ by at most {fold['max_error']:.0e}"
         before = metric and _score(result, "running", metric)
         after = metric and _score(result, "folded", metric)
         if metric and before and after:
