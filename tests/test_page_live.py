@@ -327,6 +327,29 @@ def test_an_open_page_follows_the_run(browser, serve, tmp_path):  # noqa: F811
     assert not troubles
 
 
+def test_an_update_keeps_order_words_and_focus(browser, serve, tmp_path):  # noqa: F811
+    for name, norm in (("a", "layer"), ("b", "un"), ("c", "pnv")):
+        running(tmp_path / name, steps=20, norm=norm)
+    made = result("un")
+    address = serve(tmp_path)
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(f"http://{address[0]}:{address[1]}/")
+    tab.locator("#table input").fill("training")
+    head = tab.locator("th button", has_text="status")
+    head.click()
+    head.click()
+    results.note(tmp_path / "b", 7, made["curve"], [])
+    tab.locator("tbody tr", has_text="in training, step 5,000").wait_for(timeout=15_000)
+    names = tab.locator("table.sortable tbody th").all_inner_texts()
+    assert (names[0], sorted(names)) == ("un", ["layer", "pnv", "un"]), "5,000 is before 475 in descending order"
+    assert tab.locator("th[aria-sort=descending]").inner_text().startswith("status")
+    assert tab.evaluate("document.activeElement.textContent").startswith("status")
+    assert tab.locator("#table input").input_value() == "training"
+    assert tab.locator("#table [role=status]").inner_text() == "3 of 3 rows"
+    assert tab.locator("#live").get_attribute("aria-live") == "off"
+    tab.close()
+
+
 def test_runs_beyond_the_most_are_counted_and_the_latest_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "MOST", 2)
     for name in "cba":
