@@ -245,6 +245,21 @@ def test_the_keyboard_reads_and_zooms(visit):
     assert steps(tab) == whole
 
 
+def test_a_large_constant_has_few_grid_lines(browser, tmp_path):
+    """Neither precision nor the tolerance of a tick, in proportion to the value, may add ticks without end."""
+    made_results.rows(tmp_path, "un")
+    lines = (tmp_path / "rows.csv").read_text().splitlines()
+    (tmp_path / "rows.csv").write_text(
+        "\n".join([lines[0], *(f"{s.rpartition(',')[0]},1e17" for s in lines[1:])]) + "\n"
+    )
+    path = page.write({tmp_path: made_results.result("un")}, tmp_path / "report.html")
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(path.as_uri())
+    tab.locator("#statistics input[type=checkbox]").uncheck(timeout=10_000)
+    assert 2 <= tab.locator("#statistics .grid").count() <= 6
+    tab.close()
+
+
 def test_the_scale_can_be_linear(visit):
     tab = visit()
     before = tab.locator(f"{FIRST} path.line").first.get_attribute("d")

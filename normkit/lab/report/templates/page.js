@@ -24,7 +24,7 @@ function ticks(low, high, count) {
   const raw = (high - low) / count || 1, unit = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map(k => k * unit).find(s => s >= raw * 0.999);
   const found = [];
-  for (let i = Math.ceil(low / step); i * step <= high * (1 + 1e-12); i++) found.push(i * step);
+  for (let i = Math.ceil(low / step); i * step <= high + step * 1e-9; i++) found.push(i * step);
   return found;
 }
 function logTicks(low, high, count) {
@@ -45,7 +45,7 @@ class Chart {
     Object.assign(this, { section, figure, svg, title: data.title, lines: data.lines });
     this.tip = make("div", { class: "tip", hidden: "" }, figure);
     this.listen();
-    this.observer = new ResizeObserver(() => this.draw());
+    this.observer = new ResizeObserver(([entry]) => this.draw(entry.contentRect));
     this.observer.observe(this.svg);
   }
 
@@ -57,16 +57,10 @@ class Chart {
   shown() { return this.lines.filter(line => !this.section.hidden.has(line.run)); }
 
   scale(width, height) {
-    const [x0, x1] = this.section.view, log = this.section.log, skip = this.section.zoomed() ? x0 : x0 + this.section.skip * (x1 - x0);
-    const ys = [];
-    for (const line of this.section.wide(this)) line.x.forEach((x, i) => {
-      const y = line.y[i];
-      if (y !== null && x >= skip && x <= x1 && (!log || y > 0)) ys.push(y);
-    });
-    let y0 = ys.reduce((a, b) => Math.min(a, b), Infinity), y1 = ys.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (!ys.length) return null;
+    const [x0, x1] = this.section.view, log = this.section.log, [y0, y1] = this.section.heights(this);
+    if (y0 > y1) return null;
     const f = log ? Math.log : v => v;
-    const pad = (f(y1) - f(y0)) * 0.04 || 0.05;
+    const pad = (f(y1) - f(y0)) * 0.04 || (log ? 0.05 : Math.abs(y0) * 0.05 || 0.05);  // wider than a number's precision
     const low = f(y0) - pad, high = f(y1) + pad, back = log ? Math.exp : v => v;
     const left = MARGIN.left, right = width - this.right, top = MARGIN.top, bottom = height - MARGIN.bottom;
     return { left, right, top, bottom, y0: back(low), y1: back(high),
@@ -74,9 +68,8 @@ class Chart {
              y: v => bottom - ((log && v <= 0 ? low - 1 : f(v)) - low) / (high - low) * (bottom - top) };
   }
 
-  draw() {
-    this.figure.hidden = !this.shown().length && this.lines.length > 0;
-    const { width, height } = this.svg.getBoundingClientRect(), svg = this.svg;
+  draw({ width, height }) {
+    const svg = this.svg;
     if (!width) return;
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.replaceChildren();
@@ -283,10 +276,24 @@ class Section {
     });
   }
 
-  /** The lines that set a chart's scale: its own or, where charts are compared, those of all. */
-  wide(chart) { return this.skip ? chart.shown() : this.charts.flatMap(other => other.shown()); }
-  zoomed() { return this.view !== this.whole; }
-  draw() { for (const chart of this.charts) chart.draw(); }
+  /** Lowest and highest value in view: a chart's own or, where charts are compared, those of all, found once. */
+  heights(chart) {
+    if (this.shared) return this.shared;
+    const [x0, x1] = this.view, skip = this.view === this.whole ? x0 + this.skip * (x1 - x0) : x0, found = [Infinity, -Infinity];
+    for (const one of this.skip ? [chart] : this.charts) for (const line of one.shown()) line.x.forEach((x, i) => {
+      const y = line.y[i];
+      if (y === null || x < skip || x > x1 || (this.log && y <= 0)) return;
+      found[0] = Math.min(found[0], y);
+      found[1] = Math.max(found[1], y);
+    });
+    return this.skip ? found : this.shared = found;
+  }
+  draw() {
+    this.shared = null;
+    for (const chart of this.charts) chart.figure.hidden = !chart.shown().length && chart.lines.length > 0;
+    const sizes = this.charts.map(chart => chart.svg.getBoundingClientRect());  // all before any change, which would cost a layout each
+    this.charts.forEach((chart, i) => chart.draw(sizes[i]));
+  }
   read(chart, pixel) { for (const other of this.charts) other.read(other === chart ? pixel : undefined); }
   leave() { this.cursor = null; this.active = null; this.read(); }
   all() { this.view = this.whole; this.cursor = null; this.draw(); }
