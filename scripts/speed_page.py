@@ -131,7 +131,7 @@ def pieces(rows: list[dict]) -> str:
 def read(name: str) -> list[dict]:
     """The rows of a result file; none where it was not measured."""
     path = RESULTS / f"{name}.csv"
-    return list(csv.DictReader(path.open())) if path.exists() else []
+    return list(csv.DictReader(path.read_text(encoding="utf8").splitlines())) if path.exists() else []
 
 
 def filled(page: str) -> str:
@@ -163,4 +163,4 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf8")), encoding="utf8")

@@ -94,16 +94,27 @@ def test_the_tables_of_laws_name_every_norm():
     assert all(f"`{name}`" in head for name in normkit.NORMS), "run `make laws`"
 
 
-def test_readme_and_log_figures_match_result_files():
-    spec = importlib.util.spec_from_file_location("measured", ROOT / "scripts" / "measured.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    measured = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(measured)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_and_log_figures_match_result_files():
+    measured = script("measured")
     for page in measured.PAGES:
         text = page.read_text(encoding="utf8")
         assert measured.PLACE.search(text)
         assert text == measured.fill(text), "run `python scripts/measured.py`"
+
+
+def test_tables_of_speed_match_result_files():
+    speed = script("speed_page")
+    text = speed.PAGE.read_text(encoding="utf8")
+    assert text == speed.filled(text), "run `python scripts/speed_page.py`"
 
 
 def test_the_rule_of_advise_is_the_fitted_one(monkeypatch):
