@@ -5,12 +5,14 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import made_results
 import pytest
 from made_results import result
 from test_page_browser import EVIL, browser  # noqa: F401  # a fixture
 
+from normkit.cli.reporting import show
 from normkit.lab.report import live, page, results
 from normkit.watch import RunReader, read_run, row_files
 
@@ -161,6 +163,14 @@ def test_a_file_that_may_not_be_read_hides_its_own_run_alone(serve, tmp_path, mo
     status, _, body = request(serve(tmp_path))
     assert (status, body.count(b"in training, step 50")) == (200, 2)
     assert b"A run is left out: [Errno 13] Permission denied" in body
+
+
+def test_a_page_of_the_current_folder_has_its_name(tmp_path, monkeypatch):
+    running(tmp_path / "demo")
+    monkeypatch.chdir(tmp_path / "demo")
+    assert b"<h1>demo (live)</h1>" in live.Watched(Path(), lambda *_: page.NO_SECTIONS).now()[1]
+    show({Path(): result()}, Path(), "")
+    assert "<title>demo</title>" in Path("report.html").read_text()
 
 
 def test_links_that_lead_to_themselves_are_left_out(serve, tmp_path):

@@ -130,5 +130,5 @@ def show(found: dict[Path, dict[str, Any]], out: Path, command: str, more: Any =
         with contextlib.suppress(ValueError):  # nothing to draw, such as statistics of norms without any
             for ending in ("png", "svg"):
                 draw(found, out / f"{draw.__name__}.{ending}")
-    written = page.write(found, out / "report.html", title=out.name, command=command, sections=more or sections(found))
+    written = page.write(found, out / "report.html", title=out.resolve().name, command=command, sections=more or sections(found))
     write(f"report: {written}")

@@ -90,7 +90,7 @@ class Watched:
             if not found:
                 raise ValueError(notes[-1] if notes else f"no run in {self.path} yet")
             sections = self.sections(found, self.reader)
-            title = f"{self.path.name} (live)"
+            title = f"{self.path.resolve().name} (live)"
             made = page.page(found, title, sections=sections, live=True, reader=self.reader, notes=notes)
             self._made = version, made
         finally:
