@@ -246,7 +246,7 @@ def test_the_keyboard_reads_and_zooms(visit):
 
 
 def test_a_large_constant_has_few_grid_lines(browser, tmp_path):
-    """Neither precision nor the tolerance of a tick, in proportion to the value, may add ticks without end."""
+    """Neither precision nor a tolerance in proportion to the value may add ticks."""
     made_results.rows(tmp_path, "un")
     lines = (tmp_path / "rows.csv").read_text().splitlines()
     (tmp_path / "rows.csv").write_text(

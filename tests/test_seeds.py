@@ -103,7 +103,7 @@ def test_means_are_over_the_same_seeds():
 
 
 def test_statistics_that_were_not_scored_are_not_the_running_ones():
-    """Results of earlier versions have the statistics of each test batch itself in place of donors."""
+    """Earlier versions scored the statistics of each test batch in place of donors."""
     old, new = result("batch", 12.0), result("un", 11.0, statistics=(10.0, 10.0))
     old["scores"] |= {"batch": result(per=9.0)["scores"]["running"]}
     shown = {row["norm"].text: row for row in summary.rows({1: old, 2: new, 3: result("layer")})}

@@ -130,5 +130,6 @@ def show(found: dict[Path, dict[str, Any]], out: Path, command: str, more: Any =
         with contextlib.suppress(ValueError):  # nothing to draw, such as statistics of norms without any
             for ending in ("png", "svg"):
                 draw(found, out / f"{draw.__name__}.{ending}")
-    written = page.write(found, out / "report.html", title=out.resolve().name, command=command, sections=more or sections(found))
+    title, more = out.resolve().name, more or sections(found)
+    written = page.write(found, out / "report.html", title=title, command=command, sections=more)
     write(f"report: {written}")
