@@ -12,6 +12,8 @@ from test_study import TOY, put
 from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.papers.unified import throughput
 from normkit.lab.recipes import cifar10_tiny_vit
+from normkit.lab.report import results
+from normkit.lab.report.seeds import difference, pool
 from normkit.lab.studies import runner, similarity, table
 from normkit.lab.studies.catalogue import STUDIES
 from normkit.lab.study import Base, Column, Row, Study, expand, seeded
@@ -112,10 +114,32 @@ def test_curves_of_an_early_stopped_run_end_at_its_last_step():
     assert read == {"perplexity train": math.exp(2.0), "minutes to 80%": 2.5, "perplexity smoothed": 3.0}
 
 
-def test_perplexity_of_a_loss_beyond_all_bounds_is_a_number():
-    run = {"run": {"steps": 10}, "curve": [{"step": 10, "train_loss": 1e4}], "valid": [{"step": 10, "loss": 1e4}]}
-    for name in ("perplexity train", "perplexity valid"):
-        assert STUDY_METRICS[name].read(pathlib.Path(), run) == math.exp(700)
+def test_scores_that_are_not_finite_are_shown_and_allow_no_verdict(tmp_path):
+    (cell, *_) = expand(TOY, "pocket")
+    for seed, per in enumerate((math.nan, math.inf, 11.0)):
+        put(cell, tmp_path, seed, scores={"running": {"per": per}})
+    made = table.collect(TOY, "pocket", tmp_path)
+    assert "nan (3)" in table.text(made)
+    pooled = pool({seed: results.read(tmp_path / cell.folder / f"seed-{seed}") for seed in range(3)})
+    assert [one["scores"]["running"] for one in pooled.values()] == [{"per": pytest.approx(math.nan, nan_ok=True)}]
+    assert difference([math.nan, 1.0], [1.0, 2.0]) == "nan: a score is not finite"
+    assert difference([1.0, 2.0], [math.inf, 2.0]) == "-inf: a score is not finite"
+
+
+def test_a_loss_that_overflows_is_a_perplexity():
+    run = {"run": {"steps": 9}, "curve": [{"step": 9, "train_loss": 1e9}], "valid": [{"step": 5, "loss": 1.0}]}
+    read = {name: STUDY_METRICS[f"perplexity {name}"].read for name in ("train", "valid")}
+    assert read["train"](pathlib.Path(), run) > 1e300
+    assert read["valid"](pathlib.Path(), {**run, "valid": [*run["valid"], {"step": 9, "loss": 1e9}]}) > 1e300
+    last = read["valid"](pathlib.Path(), {**run, "valid": [*run["valid"], {"step": 9, "loss": math.nan}]})
+    assert math.isnan(last), "not that of an earlier validation"
+
+
+def test_recorded_values_that_are_not_finite_are_left_out(tmp_path):
+    rows = [f"{step},a,batch,rms,{value}" for step, value in ((50, "nan"), (60, 1), (70, 3), (80, "inf"), (90, 2))]
+    (tmp_path / "rows.csv").write_text("\n".join(["step,site,norm,quantity,value", *rows, ""]), encoding="utf8")
+    run = {"run": {"steps": 100}, "curve": []}
+    assert [STUDY_METRICS[name].read(tmp_path, run) for name in ("rms", "rms max", "rms outliers")] == [2.0, 3.0, 1.5]
 
 
 def test_rows_of_other_papers_run_where_models_support_them():

@@ -82,13 +82,16 @@ def _last_step(result: Result) -> int:
 
 
 def _valid_perplexity(folder: Path, result: Result) -> float | None:
-    losses = [valid["loss"] for valid in result["valid"] if math.isfinite(valid["loss"])]
-    return math.exp(min(losses[-1], LARGEST)) if losses else None
+    return _perplexity(result["valid"][-1]["loss"]) if result["valid"] else None
 
 
 def _train_perplexity(folder: Path, result: Result) -> float | None:
     last = [point["train_loss"] for point in result["curve"] if point["step"] > 0.95 * _last_step(result)]
-    return math.exp(min(statistics.fmean(last), LARGEST)) if last else None
+    return _perplexity(statistics.fmean(last)) if last else None
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, LARGEST))
 
 
 def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: bool = False) -> Reader:
@@ -97,7 +100,7 @@ def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: 
     def read(folder: Path, result: Result) -> float | None:
         series = list(_recording(folder).of(quantity).values())
         start = SKIPPED_START * _last_step(result)
-        pairs = [pair for s in series[: None if all_sites else 1] for pair in zip(s.steps, s.values, strict=True)]
+        pairs = [pair for s in series[: None if all_sites else 1] for pair in s.points()]
         values = [value for step, value in pairs if step > start]
         return summary(values) if values else None
 

@@ -59,7 +59,9 @@ def _means(records: Sequence[Mapping[str, Any]], errors: bool) -> dict[str, floa
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean over seeds, and half its 95 % interval by Student's t (nan for one seed).
+    """Mean over seeds, and half its 95 % interval by Student's t.
+
+    The interval is nan for one seed, or if a value is not finite.
 
     >>> mean, half = interval([31.0, 32.0, 33.0])
     >>> mean, round(half, 2)
@@ -67,8 +69,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """
     if not values:
         raise ValueError("an interval needs at least one value")
-    if len(values) == 1:
-        return values[0], math.nan
+    if len(values) == 1 or not all(map(math.isfinite, values)):
+        return statistics.fmean(values), math.nan
     from scipy import stats
 
     quantile = float(stats.t.ppf(0.975, len(values) - 1))
@@ -86,6 +88,8 @@ def difference(first: Sequence[float], second: Sequence[float]) -> str:
     less = statistics.fmean(first) - statistics.fmean(second)
     if min(len(first), len(second)) == 1:
         return f"{less:.2f}; two seeds of each show whether this may be chance (--seed)"
+    if not math.isfinite(less):
+        return f"{less:.2f}: a score is not finite"
     parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in (first, second)]
     error = sum(part for part, _ in parts)  # squared
     if error == 0:
