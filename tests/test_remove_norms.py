@@ -79,8 +79,15 @@ MIXED = dataclasses.replace(
 )
 
 
+CARRIED = Run(  # other numbers of texts side by side in training, validation and test
+    name="lm", task="lm", data="pydoc", steps=2, batch_tokens=64, context=16, test_context=200, record_every=0,
+    model=Model(width=8, hidden=8, depth=1, heads=2, attention="relative", memory=4), threads=1,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("loss", "settings", "norms"), [("outputs", DIGITS, 3), ("outputs", MIXED, 3), ("task", RUN, 7)]
+    ("loss", "settings", "norms"),
+    [("outputs", DIGITS, 3), ("outputs", MIXED, 3), ("task", RUN, 7), ("outputs", CARRIED, 3)],
 )
 def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tmp_path, capsys):
     train(settings, tmp_path / "run")

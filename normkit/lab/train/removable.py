@@ -52,8 +52,9 @@ class RemovableRun:
         return self.model
 
     def batches(self, start: int) -> Iterator[Any]:
-        """Return training batches from a number on, other ones than training began with."""
-        return self.task.batches(100_000 + start)
+        """Yield training batches from a number on, other ones than training began with."""
+        for number, batch in enumerate(self.task.batches(100_000 + start)):
+            yield batch if number else batch._replace(fresh=True)  # a model that carries state read something else
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the logits."""
