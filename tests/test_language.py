@@ -264,6 +264,8 @@ def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch
         ({"valid_items": 5}, "valid_items must be left out for task lm; it applies to g2p and mt and detection; got 5"),
         ({"test_items": 0}, "test_items must be left out for task lm; it applies to g2p and mt and detection; got 0"),
         ({"broken": "refuse"}, "broken must be left out for task lm; it applies to images and detection"),
+        ({"model": TIED}, "record_every must be 0 for model.arch=lstm, which has no norms; got 4"),
+        ({"model": TIED, "record_every": 0, "scale_loss": 0.1}, "scale_loss must be 0 for model.arch=lstm"),
     ],
 )
 def test_settings_that_do_not_fit_raise(changes, message):

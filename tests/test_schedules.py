@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from normkit.lab.train.config import Run
 from normkit.lab.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine
 
 
@@ -81,6 +82,15 @@ def test_state_round_trips(make):
     two.load_state_dict(one.state_dict())
     two.optimizer.load_state_dict(one.optimizer.state_dict())
     assert rates(two, 10) == rates(one, 10)
+
+
+def test_settings_without_a_schedule_raise_before_a_run_begins():
+    settings = {"name": "x", "task": "digits", "data": "digits", "steps": 9, "schedule": "steps"}
+    Run(**settings, milestones=(4, 6), warmup=3)
+    with pytest.raises(ValueError, match=r"milestones must be after the warm-up of 4 steps; got \(4, 6\)"):
+        Run(**settings, milestones=(4, 6), warmup=4)
+    with pytest.raises(ValueError, match=r"warmup_start must be at most lr=0\.003; got 0\.1"):
+        Run(**settings, warmup=3, warmup_start=0.1)
 
 
 def test_bad_settings_raise():

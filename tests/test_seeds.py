@@ -78,7 +78,7 @@ def test_the_page_has_means_over_seeds(tmp_path):
 def test_a_score_that_is_not_finite_has_no_interval(bad):
     """A loss that overflowed at evaluation, in one seed of a run that ended as planned."""
     assert not math.isfinite(interval([bad, 1.0])[1])
-    assert difference([bad, 1.0], [1.0, 2.0]).endswith("not distinguishable")
+    assert difference([bad, 1.0], [1.0, 2.0]).endswith("a score is not finite")
     made = seeds("un", 10.0, 10.2)
     made[1]["scores"]["running"]["loss"] = bad
     assert f"un 2 381,547 {bad} 10.1 \u00b11.3" in " ".join(summary.text(dict(enumerate(made))).split())

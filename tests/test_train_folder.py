@@ -67,6 +67,20 @@ def test_the_last_validation_runs_on_the_device_of_the_scores(tmp_path, monkeypa
     assert order[-2:] == ["cpu", "validate"], "Lightning leaves the model on the CPU"
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "lm", "data": "pydoc", "batch_tokens": 10**8}, "words to train on; needs 100000064"),
+        ({"precision": "16-mixed", "device": "cpu"}, "precision=16-mixed needs a GPU; give --precision bf16-mixed"),
+    ],
+)
+def test_a_run_that_fails_before_its_first_step_replaces_nothing(changes, message, copy):
+    before = {path: path.read_bytes() for path in copy.iterdir()}
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(RUN, **changes), copy)
+    assert {path: path.read_bytes() for path in copy.iterdir()} == before
+
+
 # -- the lock --------------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ class RunCallback(lightning.Callback):
         self.log_every = max(1, run.steps // 200)
         self.status = "done"
         self.error: BaseException | None = None
+        self.before_training: Callable[[], object] = lambda: None
         self.curve: list[dict[str, float]] = []
         self.valid: list[dict[str, float]] = []
         self.words = self.tokens = 0
@@ -74,6 +75,7 @@ class RunCallback(lightning.Callback):
             )
         if threading.current_thread() is threading.main_thread():  # Lightning ends at SIGTERM without a result
             signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.before_training()
         self._start_recorder(pl_module.model)
         if self._rng:
             _set_rng(self._rng[trainer.global_rank])

@@ -44,6 +44,10 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
         require(inside, "name", self.name, "a relative path without .., as it is part of a folder's path")
         self._check_task()
         self._check_devices()
+        if self.schedule == "steps" and self.milestones:
+            first = min(self.warmup, self.steps - 1)
+            require(self.milestones[0] > first, "milestones", self.milestones, f"after the warm-up of {first} steps")
+        require(self.warmup_start <= self.lr, "warmup_start", self.warmup_start, f"at most lr={self.lr:g}")
         if self.patience or self.average_of == "best":
             require(self.valid_every > 0, "valid_every", self.valid_every, "above 0 for patience and average_of=best")
         require(not (self.scale_loss and self.compile), "scale_loss", self.scale_loss, "0 for compile=True")
@@ -56,6 +60,10 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
         spec = TASKS.get(self.task)
         if spec is None:  # an error where the task is looked up
             return
+        if self.model.arch == "lstm":
+            recorded = self.record_every if self.quantities != ("gradient_norm",) else 0
+            for name, value in (("record_every", recorded), ("scale_loss", self.scale_loss)):
+                require(not value, name, value, "0 for model.arch=lstm, which has no norms")
         longest = self.model.max_length
         if spec.fixed_length:
             before = 0 if self.model.recurrent else self.model.memory_at_test

@@ -19,12 +19,14 @@ from normkit.lab.train.distributed_env import is_rank_zero
 
 
 def check_devices(run: Run) -> None:
-    """Raise a ValueError if a run is for too many GPUs, or processes, for this machine."""
+    """Raise a ValueError if a run needs GPUs that this machine lacks, or too many processes."""
     there, cores = torch.cuda.device_count(), os.cpu_count() or 1
     on_gpus = run.device == "cuda" or (run.device == "auto" and there > 0)
     if on_gpus and run.devices > there:
         gpus, advice = ("1 GPU", "") if run.devices == 1 else (f"{run.devices} GPUs", "a smaller --devices, or ")
         raise ValueError(f"the run is for {gpus}, PyTorch finds {there} here; give {advice}--device cpu")
+    if run.precision == "16-mixed" and not on_gpus:  # Lightning would train in bfloat16
+        raise ValueError("precision=16-mixed needs a GPU; give --precision bf16-mixed or 32-true")
     if run.devices > 4 * cores and not on_gpus:
         raise ValueError(
             f"the run is for {run.devices} processes, and this machine has {cores} cores; --devices {cores} or fewer"

@@ -143,7 +143,10 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
             weight_norm(model, lambda: task.forward_norms(model, next(task.batches(0)))).train()
         if run.compile:
             task.model.compile(dynamic=not (run.static or TASKS[run.task].fixed_length))
-        _prepare_folder(callback, task, resume)  # after all checks
+        if checkpoint is None:
+            callback.before_training = lambda: _prepare_folder(callback, task, resume)  # after all checks
+        else:  # a run that was trained to its end does not start again
+            _prepare_folder(callback, task, resume)
         with _explain_memory(run, callback.folder):
             try:
                 trainer.fit(task, ckpt_path=checkpoint, weights_only=True)
