@@ -91,6 +91,14 @@ def test_settings_without_a_schedule_raise_before_a_run_begins():
         Run(**settings, milestones=(4, 6), warmup=4)
     with pytest.raises(ValueError, match=r"warmup_start must be at most lr=0\.003; got 0\.1"):
         Run(**settings, warmup=3, warmup_start=0.1)
+    settings |= {"schedule": "cosine", "lr": 1e-3, "floor_lr": 1e-4}
+    Run(**settings)
+    tuned = {"task": "images", "data": "cifar10", "weights": "x"}
+    with pytest.raises(ValueError, match=r"floor_lr must be at most lr \* body_lr = 0; got 0\.0001"):
+        Run(**(settings | tuned), body_lr=0.0)  # the rate of the body would rise to the floor
+    for change in ({"schedule": "validation_decay"}, {"optimizer": "nt-asgd"}):
+        with pytest.raises(ValueError, match=r"valid_every must be above 0 for .*; got 0"):
+            Run(**(settings | change))
 
 
 def test_bad_settings_raise():

@@ -44,12 +44,7 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
         require(inside, "name", self.name, "a relative path without .., as it is part of a folder's path")
         self._check_task()
         self._check_devices()
-        if self.schedule == "steps" and self.milestones:
-            first = min(self.warmup, self.steps - 1)
-            require(self.milestones[0] > first, "milestones", self.milestones, f"after the warm-up of {first} steps")
-        require(self.warmup_start <= self.lr, "warmup_start", self.warmup_start, f"at most lr={self.lr:g}")
-        if self.patience or self.average_of == "best":
-            require(self.valid_every > 0, "valid_every", self.valid_every, "above 0 for patience and average_of=best")
+        self._check_schedule()
         require(not (self.scale_loss and self.compile), "scale_loss", self.scale_loss, "0 for compile=True")
         if self.average_of == "best":
             same = self.checkpoint_every == self.valid_every
@@ -77,6 +72,19 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
             default = given == settings.__dataclass_fields__[field].default
             allowed = f"left out for task {self.task}; it applies to {' and '.join(tasks)}"
             require(default or self.task in tasks, name, given, allowed)
+
+    def _check_schedule(self) -> None:
+        """Check settings of the schedule against steps, learning rates and validations."""
+        if self.schedule == "steps" and self.milestones:
+            first = min(self.warmup, self.steps - 1)
+            require(self.milestones[0] > first, "milestones", self.milestones, f"after the warm-up of {first} steps")
+        require(self.warmup_start <= self.lr, "warmup_start", self.warmup_start, f"at most lr={self.lr:g}")
+        falls = self.schedule != "cosine" or self.floor_lr <= self.lr * self.body_lr
+        require(falls, "floor_lr", self.floor_lr, f"at most lr * body_lr = {self.lr * self.body_lr:g}")
+        stagnates = self.patience or self.schedule == "validation_decay" or self.optimizer == "nt-asgd"
+        if stagnates or self.average_of == "best":
+            allowed = "above 0 for patience, average_of=best, schedule=validation_decay and optimizer=nt-asgd"
+            require(self.valid_every > 0, "valid_every", self.valid_every, allowed)
 
     def _check_devices(self) -> None:
         """Check settings of several processes."""
