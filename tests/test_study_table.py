@@ -7,6 +7,7 @@ import shutil
 
 import image_files
 import pytest
+from made_results import result
 from test_study import TOY, put
 
 from normkit.lab.metrics import STUDY_METRICS
@@ -17,6 +18,7 @@ from normkit.lab.report.seeds import difference, pool
 from normkit.lab.studies import runner, similarity, table
 from normkit.lab.studies.catalogue import STUDIES
 from normkit.lab.study import Base, Column, Row, Study, expand, seeded
+from normkit.lab.train.compare import compared
 from normkit.lab.train.run import train
 from normkit.watch import read_run
 
@@ -124,6 +126,13 @@ def test_scores_that_are_not_finite_are_shown_and_allow_no_verdict(tmp_path):
     assert [one["scores"]["running"] for one in pooled.values()] == [{"per": pytest.approx(math.nan, nan_ok=True)}]
     assert difference([math.nan, 1.0], [1.0, 2.0]) == "nan: a score is not finite"
     assert difference([1.0, 2.0], [math.inf, 2.0]) == "-inf: a score is not finite"
+
+
+def test_a_run_without_scores_is_not_compared(tmp_path):
+    for name, status in (("a", "done"), ("b", "diverged at step 4")):
+        results.write(tmp_path / name, result(status=status))
+    with pytest.raises(ValueError, match="b diverged at step 4, so it has no scores; compare runs that are done"):
+        compared([tmp_path / "a", tmp_path / "b"])
 
 
 def test_a_loss_that_overflows_is_a_perplexity():

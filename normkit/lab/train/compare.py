@@ -93,6 +93,9 @@ def compared(folders: Sequence[Path]) -> list[str]:
             common.
     """
     seeds = [_seeds(Path(folder)) for folder in folders]
+    for path, result in (run for each in seeds for run in each.values()):
+        if not result["scores"]:
+            raise ValueError(f"{path} {result['status']}, so it has no scores; compare runs that are done")
     every = [result["scores"] for each in seeds for _, result in each.values()]
     jobs = {(job(result)[0], Path(job(result)[1]).name) for each in seeds for _, result in each.values()}
     if len(jobs) > 1:
