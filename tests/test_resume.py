@@ -18,6 +18,7 @@ from normkit.lab.train import callbacks
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
 from normkit.lab.train.config import Run
 from normkit.lab.train.run import train
+from normkit.lab.train.task import Task
 
 RUN = Run(
     name="resumed",
@@ -139,9 +140,9 @@ def test_a_run_resumes_with_another_name_and_workers(whole, tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     with pytest.raises(
         ValueError,
-        match=r"another batch_tokens \(\d+, not 12\), precision \(32-true, not bf16-mixed\); resume with its own",
+        match=r"another batch_tokens \(\d+, not 12\), milestones \(\(\), not \(30,\)\); resume with its own",
     ):
-        train(dataclasses.replace(moved, batch_tokens=12, precision="bf16-mixed"), tmp_path, resume=True)
+        train(dataclasses.replace(moved, batch_tokens=12, milestones=(30,)), tmp_path, resume=True)
 
 
 def test_a_stop_at_a_validation_loses_none(whole, tmp_path):
@@ -187,6 +188,44 @@ def test_resuming_a_finished_run_changes_nothing(every, tmp_path):
     same(everything(tmp_path), before)
 
 
+def test_a_run_that_has_ended_is_not_trained_again(tmp_path):
+    """A study deletes its checkpoints, perhaps while another process is about to resume it."""
+    short = dataclasses.replace(RUN, steps=3)
+    result = train(short, tmp_path)
+    before, seen = (tmp_path / "model.safetensors").stat(), []
+    assert train(short, tmp_path, resume=True, on_progress=seen.append) == json.loads(json.dumps(result))
+    assert (tmp_path / "model.safetensors").stat() == before
+    assert not seen
+
+
+def test_killed_between_the_last_rows_and_the_result(tmp_path, monkeypatch):
+    run = dataclasses.replace(RUN, task="g2p", data="cmudict", steps=2, batch_tokens=100, checkpoint_every=1,
+                              valid_items=2, test_items=2)  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            train(run, tmp_path)
+    before = (tmp_path / "rows.csv").read_text()
+    assert "singular_value[0]" in before
+    train(run, tmp_path, resume=True)
+    assert (tmp_path / "rows.csv").read_text() == before
+
+
+def test_a_checkpoint_of_a_machine_with_more_gpus(tmp_path, monkeypatch):
+    state, given = torch.get_rng_state(), []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, device: given.append(device))
+    callbacks._set_rng({**callbacks._rng(), "torch": state, "cuda": [state, state]})
+    assert given == [0]
+
+
+def test_a_first_validation_that_is_not_finite_is_the_worst(tmp_path, monkeypatch):
+    losses = iter((math.nan, 3.0, 2.0, 1.0))
+    monkeypatch.setattr(Task, "validate", lambda task: {"loss": next(losses)})
+    run = dataclasses.replace(RUN, steps=4, valid_every=1, patience=2, checkpoint_every=0)
+    assert train(run, tmp_path)["curve"][-1]["step"] == 4
+
+
 def test_a_run_that_ended_early_trains_no_further(tmp_path):
     still = dataclasses.replace(RUN.model, norm="layer")  # running statistics would change at any rate
     run = dataclasses.replace(RUN, checkpoint_every=8, patience=1, lr=1e-12, schedule="constant", model=still)
@@ -215,11 +254,12 @@ def test_a_checkpoint_cut_short_is_refused(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
     other = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, width=8))
-    with pytest.raises(ValueError, match="holds a run with another model; resume with its own settings"):
+    with pytest.raises(ValueError, match=r"holds a run with another model\.width \(16, not 8\); resume with its own"):
         train(other, whole, resume=True)
     train(dataclasses.replace(other, steps=7), tmp_path)
     checkpoint_path(tmp_path, 7).rename(tmp_path / "kept")
     (tmp_path / "run.json").write_text(RUN.to_json())
+    (tmp_path / "result.json").unlink()
     (tmp_path / "kept").rename(checkpoint_path(tmp_path, 7))
     with pytest.raises(ValueError, match=r"step-00000007\.ckpt is of another model: it has \S+ of shape"):
         train(RUN, tmp_path, resume=True)

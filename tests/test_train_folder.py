@@ -17,6 +17,7 @@ from normkit.cli import main
 from normkit.files import write_whole
 from normkit.lab.models.config import Model
 from normkit.lab.report import results
+from normkit.lab.train import run as run_module
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, remove_temporary
 from normkit.lab.train.config import Run
 from normkit.lab.train.folder import LOCK, load, locked
@@ -263,6 +264,17 @@ def test_a_signal_ends_training_with_its_status(signals, status, tmp_path):
         assert checkpoints(tmp_path) == [checkpoint_path(tmp_path, int(result["status"].split()[-1]))]
     else:
         assert err == "normkit: interrupted\n"
+
+
+def test_a_signal_while_data_is_read_ends_with_its_status(tmp_path, monkeypatch, capsys):
+    def source(run, on_stage):
+        signal.raise_signal(signal.SIGTERM)
+        return lambda: on_stage("reading")
+
+    monkeypatch.setattr(run_module, "source", source)
+    assert main([*SHORT, "--out", str(tmp_path / "run")]) == 143
+    assert capsys.readouterr().err == "normkit: interrupted; the same command with --resume continues\n"
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("count", "end"), [(6, "c, d, e, f"), (9, "e, f, 3 more")])

@@ -134,6 +134,7 @@ def train(arguments: list[str]) -> int:
 
 def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
     """Train runs one after the other; an interrupt ends them."""
+    from normkit.lab.report import results
     from normkit.lab.studies.progress import Board
     from normkit.lab.train.checkpoints import checkpoints
     from normkit.lab.train.folder import check_resumable
@@ -149,7 +150,7 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
     if resume:
         for folder, run in runs.items():
             check_resumable(folder, run)
-        found = {folder: result for folder in runs if (result := _result(folder))}
+        found = {folder: result for folder in runs if (result := results.ended(folder))}
         if not found and not any(map(checkpoints, runs)):
             complain(f"{out} has no checkpoint to resume from: training starts at the beginning")
     with interruptible() as signals, Board(console, [run.name for run in runs.values()], first.steps) as board:
@@ -162,25 +163,22 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
                 return bool(signals)
 
             if folder not in found and not signals:
-                found[folder] = train_run(run, folder, resume, on_progress, command)
+                try:
+                    found[folder] = train_run(run, folder, resume, on_progress, command)
+                except KeyboardInterrupt:
+                    if len(signals) != 1:
+                        raise  # the second Ctrl-C
             if folder in found:
                 board.end(run.name, found[folder]["status"])
     found = {folder: found[folder] for folder in runs if folder in found}
-    show(found, out, command)
+    if found:
+        show(found, out, command)
     if signals:
         complain("interrupted; the same command with --resume continues")
     diverged = [f"{folder} {result['status']}" for folder, result in found.items() if "diverged" in result["status"]]
     for line in diverged:
         complain(f"{line}; a lower --lr or a longer --warmup may help, and `normkit doctor` shows what failed first")
     return 128 + signals[0] if signals else 1 if diverged else 0
-
-
-def _result(folder: Path) -> dict[str, Any] | None:
-    """Return the result of a run that ended by itself, if the folder has one."""
-    from normkit.lab.report import results
-
-    found = results.read(folder) if (folder / results.FILE).is_file() else None
-    return None if found is None or found["status"].startswith("interrupted") else found
 
 
 @contextlib.contextmanager

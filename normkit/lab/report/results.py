@@ -78,6 +78,12 @@ def read(path: str | Path) -> dict[str, Any]:
     return result
 
 
+def ended(folder: Path) -> dict[str, Any] | None:
+    """Return the result of a run that ended by itself, if the folder has one."""
+    found = read(folder) if (folder / FILE).is_file() else None
+    return None if found is None or found["status"].startswith("interrupted") else found
+
+
 def note(folder: str | Path, parameters: int, curve: list[dict[str, Any]], valid: list[dict[str, Any]]) -> Path:
     """Write `folder/progress.json`: the losses so far of a run in progress."""
     data = json.dumps({"parameters": parameters, "curve": curve, "valid": valid}, allow_nan=True)

@@ -260,6 +260,8 @@ class RunCallback(lightning.Callback):
             if "loss" in scores.get(mode, {}) and "donors" in scores
         ]
         if self.run.record_every:
+            if not self._started:  # resumed after the last step, perhaps of a process that was killed after this
+                truncate_file(self.folder / "rows.csv", self._recorded.get("bytes"))
             Appender(self.folder / "rows.csv")([*embedding_rows(model, self.step), *losses])
 
     def _stop_recorder(self) -> None:
@@ -278,6 +280,7 @@ def _rng() -> dict[str, Any]:
 
 def _set_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state_all(state["cuda"])
+    for device, value in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):  # it may have fewer now
+        torch.cuda.set_rng_state(value, device)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

@@ -14,6 +14,7 @@ from torch import nn
 from normkit.files import write_whole
 from normkit.lab.data.subwords import vocabulary
 from normkit.lab.data.vocab import Vocab
+from normkit.lab.report.settings import flat
 from normkit.lab.train.build import Vocabularies, build_model
 from normkit.lab.train.config import Run
 from normkit.lab.train.weights import load_weights, save_weights
@@ -127,11 +128,12 @@ def check_resumable(folder: Path, run: Run) -> None:
     """Raise a ValueError if the folder has a run with other settings."""
     if not (folder / "run.json").exists():
         return
-    before, now = dataclasses.asdict(read_run(folder)), dataclasses.asdict(run)
-    changed = [name for name in now if name not in MOVABLE and now[name] != before[name]]
+    before, now = (flat(dataclasses.asdict(each)) for each in (read_run(folder), run))
+    changed = [
+        f"{name} ({before[name]}, not {now[name]})" for name in now if name not in MOVABLE and now[name] != before[name]
+    ]
     if changed:
-        values = [f"{n} ({before[n]}, not {now[n]})" if isinstance(now[n], int | float | str) else n for n in changed]
-        raise ValueError(f"{folder} holds a run with another {', '.join(values)}; resume with its own settings")
+        raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
 
 
 def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularies) -> None:

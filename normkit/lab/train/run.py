@@ -67,7 +67,8 @@ def train(
         run: What to train.
         folder: The run folder. It is locked during the run.
         resume: Continue from the last checkpoint, if there is one. On a CPU the weights are the same, bit for bit, as
-            without the interruption. Statistics that processes keep separately continue with those of rank 0.
+            without the interruption. Statistics that processes keep separately continue with those of rank 0. On one
+            device a run that has ended is not trained again: its result is returned.
         on_progress: Called with a `Progress` now and then. If it returns True, the run ends with status "interrupted at
             step N".
         command: Command line to repeat the run, for the result.
@@ -92,6 +93,8 @@ def train(
     with locked(folder) if is_rank_zero() else contextlib.nullcontext():
         if resume:
             check_resumable(folder, run)
+            if run.devices * run.nodes == 1 and (ended := results.ended(folder)):  # perhaps by another process
+                return ended
         if run.threads:
             torch.set_num_threads(run.threads)
         try:
