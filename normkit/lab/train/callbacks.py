@@ -109,7 +109,7 @@ class RunCallback(lightning.Callback):
             with averaged(optimizer):
                 self.valid.append(trainer.strategy.broadcast({"step": self.step, **pl_module.validate()}))
             if isinstance(optimizer, NTASGD):
-                optimizer.validated([point["loss"] for point in self.valid])
+                optimizer.validated([-self._goodness(point) for point in self.valid])
             if isinstance(schedule := trainer.lr_scheduler_configs[0].scheduler, ValidationDecay):
                 schedule.validated(self._goodness(self.valid[-1]))
             self._resume()
@@ -165,7 +165,8 @@ class RunCallback(lightning.Callback):
         return sorted(sorted(paths, key=lambda path: value.get(path, -math.inf))[-count:])
 
     def _goodness(self, validation: dict[str, float]) -> float:
-        return validation["bleu"] if self.run.valid_bleu else -validation["loss"]
+        value = validation["bleu"] if self.run.valid_bleu else -validation["loss"]
+        return -math.inf if math.isnan(value) else value  # max() of a list that begins with nan is nan
 
     def _ends_early(self, lr: float) -> bool:
         """Return True if `stop_lr` or `patience` ends the run."""
