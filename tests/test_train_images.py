@@ -22,6 +22,7 @@ from normkit.lab.models.config import Model
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train import images as task_images
 from normkit.lab.train.augment import Augmentation
+from normkit.lab.train.calibrate_run import calibrate_run
 from normkit.lab.train.config import Images, Run
 from normkit.lab.train.ema import moving_average
 from normkit.lab.train.finetune import head_of, start_from
@@ -278,6 +279,18 @@ def test_all_parameters_are_fine_tuned_the_final_norm_too(folder, tmp_path):
     assert head_of(model, 3) is model.head
     with pytest.raises(ValueError, match="--weights FILE"):
         ImageClassification(dataclasses.replace(run, weights=""), copy.deepcopy(model), album())
+
+
+def test_calibration_of_a_fine_tuned_run_keeps_its_weights(folder, tmp_path):
+    run = dataclasses.replace(SMALL, data=str(folder), model=dataclasses.replace(TINY, norm="un(warmup=2)"))
+    train(run, tmp_path / "old")
+    train(dataclasses.replace(run, weights=str(tmp_path / "old"), body_lr=0.5, ema=0.5), tmp_path / "tuned")
+    trained = load(tmp_path / "tuned")
+    kept = {name: parameter.clone() for name, parameter in trained.model.named_parameters()}
+    calibrated, report = calibrate_run(trained, 2)
+    for name, parameter in calibrated.model.named_parameters():
+        assert torch.equal(parameter, kept[name]), name
+    assert report.loss_after != report.loss_before, "the average of the weights is not measured in its place"
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
