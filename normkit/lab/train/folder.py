@@ -7,13 +7,14 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from normkit.files import write_whole
 from normkit.lab.data.subwords import vocabulary
 from normkit.lab.data.vocab import Vocab
+from normkit.lab.report import results
 from normkit.lab.report.settings import flat
 from normkit.lab.train.build import Vocabularies, build_model
 from normkit.lab.train.config import Run
@@ -134,6 +135,13 @@ def check_resumable(folder: Path, run: Run) -> None:
     ]
     if changed:
         raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
+
+
+def read_ended(folder: Path, run: Run) -> dict[str, Any] | None:
+    """Return the result of this run, if the folder has it and it ended by itself."""
+    found, now = results.ended(folder), json.loads(run.to_json())
+    same = found is not None and all(found["run"].get(name) == now[name] for name in now if name not in MOVABLE)
+    return found if same else None
 
 
 def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularies) -> None:

@@ -28,6 +28,7 @@ from normkit.lab.train.folder import (
     check_vocabularies,
     foreign_files,
     locked,
+    read_ended,
     read_vocabularies,
     write_run,
 )
@@ -93,7 +94,7 @@ def train(
     with locked(folder) if is_rank_zero() else contextlib.nullcontext():
         if resume:
             check_resumable(folder, run)
-            if run.devices * run.nodes == 1 and (ended := results.ended(folder)):  # perhaps by another process
+            if run.devices * run.nodes == 1 and (ended := read_ended(folder, run)):  # perhaps by another process
                 return ended
         if run.threads:
             torch.set_num_threads(run.threads)
