@@ -174,7 +174,7 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     try:
         with _open_locked(path, fcntl) as file:
-            file.truncate()
+            file.truncate(0)  # what a killed process left
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
             try:
