@@ -71,7 +71,7 @@ def compiled(kernel, given, constants, dtypes, channels, device) -> tuple[int, i
 
 
 def patch_once(function: Any, patch: Any = interpreter._patch_lang) -> Any:
-    """Skip what the interpreter does again in each call of a device function: a third of its time."""
+    """Skip what the interpreter does again in each call of a device function, for speed."""
     languages = [each for each in function.__globals__.values() if each is tl or each is tl.core]
     is_new = any(tl.core.is_builtin(language.load) for language in languages)
     return patch(function) if is_new else interpreter._LangPatchScope()
