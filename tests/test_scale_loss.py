@@ -13,7 +13,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.run import train
 from normkit.norms import make
 from normkit.transforms import blend, convert, scale_loss
-from normkit.transforms.blend import ScaleDeviation
+from normkit.transforms.scale_loss import ScaleDeviation
 from normkit.watch import read_run
 
 
