@@ -23,7 +23,8 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what this machine cannot run, with the reason."""
+    """Run slow tests first, which keeps both processes busy to the end; skip what cannot run, with the reason."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -26,6 +26,11 @@ class Program:
         self.process = FORKS.Process(target=_run, args=(code, arguments, environment, cwd, self.output))
         self.process.start()
 
+    def printed(self) -> str:
+        """Its output so far."""
+        path = self.output / "out"
+        return path.read_text(encoding="utf8") if path.exists() else ""
+
     def ended(self, timeout: float = 300) -> tuple[int, str, str]:
         """Wait for its end; the exit code, the output and the messages."""
         self.process.join(timeout)

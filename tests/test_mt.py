@@ -441,10 +441,10 @@ def test_two_processes_train_one_model(corpus, tmp_path):
         assert int(load(folder).model.encoder.final_norm.step) == 6
         losses[strategy] = [(each["step"], each["loss"]) for each in result["valid"]]
         losses[strategy].append((0, result["scores"]["running"]["loss"]))
-        checkpoint_path(folder, 6).unlink()
-        again, same = in_two_processes(run, folder, by_torchrun=False)
-        assert again["curve"] == result["curve"], "each process goes on with its own chance"
-        assert same == weights
+    checkpoint_path(folder, 6).unlink()
+    again, same = in_two_processes(run, folder, by_torchrun=False)
+    assert again["curve"] == result["curve"], "each process goes on with its own chance"
+    assert same == weights
     assert [step for step, _ in losses["ddp"]] == [3, 6, 0]
     for (_, one), (_, two) in zip(*losses.values(), strict=True):
         assert one == pytest.approx(two, rel=1e-4)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from forked import Program
 
 from normkit.cli import main
 from normkit.files import write_whole
@@ -244,19 +245,15 @@ def test_several_seeds_train_into_separate_folders(tmp_path, capsys):
     [([signal.SIGTERM], 143), ([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130)],
 )
 def test_a_signal_ends_training_with_its_status(signals, status, tmp_path):
-    command = [sys.executable, "-m", "normkit.cli", *SHORT, "--steps", "20000", "--checkpoint-every", "20000"]
-    process = subprocess.Popen(
-        [*command, "--out", str(tmp_path)], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    for line in process.stdout:
-        if "step 1 of" in line:
-            break
+    command = [*SHORT, "--steps", "20000", "--checkpoint-every", "20000", "--out", str(tmp_path)]
+    program = Program("import sys; from normkit.cli import main; sys.exit(main())", *command)
+    while "step 1 of" not in program.printed():
+        time.sleep(0.1)
     for number in signals:
-        process.send_signal(number)
+        os.kill(program.process.pid, number)
         time.sleep(0.01)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == status, (out, err)
+    code, out, err = program.ended(240)
+    assert code == status, (out, err)
     assert "Traceback" not in err
     if len(signals) == 1:
         result = results.read(tmp_path)

@@ -10,7 +10,7 @@ from normkit.kernels.cpu import arguments
 
 SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
 VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
-FREE = VIEWS | {"empty", "empty_like", "lift_fresh", "promote_types"}
+FREE = VIEWS | {"empty", "empty_like", "new_empty", "lift_fresh", "promote_types"}
 MOVERS = {"copy_", "_to_copy", "clone", "cat", "stack", "fill_", "zero_", "arange", "index_select", "index"}
 FLOPS = {  # per element of x: additions, multiplications, comparisons and roots, one each; 1 for all others
     "native_layer_norm": 8,  # mean 1, variance 3, standardize 2, weight and bias 2
