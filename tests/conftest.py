@@ -23,7 +23,7 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Run slow tests first, which keeps both processes busy to the end; skip what cannot run, with the reason."""
+    """Run slow tests first, so that both processes end together; skip what cannot run here."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
