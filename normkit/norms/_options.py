@@ -37,7 +37,7 @@ def is_number(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a number of another library as Python's, of which a spec can hold the `repr`."""
+    """Convert numbers of NumPy and other libraries to int or float, which a spec can hold."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
