@@ -15,7 +15,7 @@ from third_party_models import CASES, randomize, tokens
 from torch import Tensor, nn
 
 from normkit.norms import StatNorm, make, weight_norm
-from normkit.transforms import calibrate, convert, fold
+from normkit.transforms import audit, calibrate, convert, fold, to_rms
 from normkit.transforms.affine import Affine
 
 # -- the result -------------------------------------------------------------------------------------------------------
@@ -302,3 +302,18 @@ def test_a_forward_that_changes_its_input():
     assert report.foldable == "1 of 1"
     assert report.native_error < 1e-12
     assert torch.equal(x, before)
+
+
+def test_the_analysis_stays_on_the_cpu_whatever_the_default_device_is():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
+    model = randomize(nn.Sequential(nn.Embedding(50, 8), encoder, nn.Linear(8, 3))).eval()
+    ids = torch.randint(0, 50, (3, 5))
+    offline = randomize(convert(model, "un")).eval()
+    torch.set_default_device("meta")  # where nothing could be computed
+    try:
+        assert audit(offline, ids).foldable == "5 of 5"
+        assert fold(offline, ids)[1].max_error < 1e-12
+        assert to_rms(model, ids)[1].max_error < 1e-12
+    finally:
+        torch.set_default_device(None)

@@ -10,6 +10,7 @@ from torch import nn
 from normkit.text import unique
 from normkit.transforms.convert import put_everywhere, replacement, take_place
 from normkit.transforms.fastpath import leave_fast_path
+from normkit.transforms.fold.float64 import on_cpu
 from normkit.transforms.fold.fold import TOLERANCE
 from normkit.transforms.fold.position import position
 from normkit.transforms.fold.relations import Relations
@@ -77,6 +78,7 @@ def _centres(kind: str) -> bool:
     return kind.partition("(")[0] == "layer"
 
 
+@on_cpu()
 def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
     """The outcome of each norm; the layers that have to write no mean, and their widths."""
     trace = survey.trace

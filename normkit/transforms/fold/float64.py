@@ -28,6 +28,13 @@ def in_float64() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Make the tensors of an analysis on the CPU, whatever `torch.set_default_device` says."""
+    with torch.device("cpu"):
+        yield
+
+
 def widened(example: Any) -> Any:
     """Copy an example, with floating-point tensors in float64; a forward may change its input."""
     return tree_map_only(Tensor, lambda t: t.clone().double() if t.dtype.is_floating_point else t.clone(), example)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from normkit.transforms.fold.float64 import on_cpu
+
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 Run = Callable[[str, bool, tuple, dict[str, Any]], object]  # label, whether sizes differ, arguments
 
@@ -109,6 +111,7 @@ def _label(changes: tuple[Change, ...]) -> str:
     return ", ".join(change.label for change in changes)
 
 
+@on_cpu()
 def _changed(args: tuple, kwargs: dict[str, Any], changes: tuple[Change, ...], seed: int, top: int | None) -> Call:
     """Draw the inputs of a changed call."""
     generator, data = torch.Generator().manual_seed(seed), {id(t) for t in _inputs(args, kwargs)[1]}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from normkit.text import listed, unique
 from normkit.transforms.fold.conditioning import Conditioning
+from normkit.transforms.fold.float64 import on_cpu
 from normkit.transforms.fold.position import position
 from normkit.transforms.fold.relations import NormNode, Relations, new_bias
 from normkit.transforms.fold.report import Outcome
@@ -30,6 +31,7 @@ class FoldPlan:
         balance: Make the ranges of a stream's channels equal where their scales are free.
     """
 
+    @on_cpu()
     def __init__(
         self, trace: Trace, model: nn.Module, reasons: dict[str, str] | None = None,
         only: Collection[str] | None = None, limit: float | None = None, balance: bool = False,

@@ -13,6 +13,7 @@ from normkit.norms import LayerNorm, Norm, RMSNorm
 from normkit.transforms.affine import Affine, Identity
 from normkit.transforms.convert import put_everywhere
 from normkit.transforms.fastpath import leave_fast_path
+from normkit.transforms.fold.float64 import on_cpu
 from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.relations import NormNode, parameter
 from normkit.transforms.fold.report import GONE
@@ -25,6 +26,7 @@ Scaling = tuple[View, Tensor, Tensor, Tensor]  # a view, its factors by input an
 
 
 @torch.no_grad()
+@on_cpu()
 def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
     """Carry out a plan on a model in place, with arithmetic in float64."""
     _biases(model, plan)  # first: they need the weights as they were

@@ -109,7 +109,7 @@ class Source:
     @property
     def codes(self) -> Tensor:
         """The codes of its channels."""
-        return self.base + torch.arange(self.size)
+        return self.base + torch.arange(self.size, device="cpu")
 
     @property
     def adds(self) -> bool:
@@ -184,7 +184,7 @@ def joined(known: Tensor | None, rows: Tensor) -> Tensor:
 
 def everywhere(code: float, shape: torch.Size) -> Tensor:
     """A shadow with one code everywhere."""
-    return torch.full((), code, dtype=torch.float64).expand(shape)
+    return torch.full((), code, dtype=torch.float64, device="cpu").expand(shape)
 
 
 def varying(shadow: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from normkit.transforms.fold.float64 import on_cpu
 from normkit.transforms.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View, channel_pairs, everywhere, joined
 from normkit.transforms.fold.trace_rules import PICKS, RULES, is_channel_axis, picked
 
@@ -91,6 +92,7 @@ class Tracer(TorchDispatchMode):
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
+    @on_cpu()
     def enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Pre-hook of a module: a norm is about to read its input."""
         self.stack.append(name)
@@ -121,6 +123,7 @@ class Tracer(TorchDispatchMode):
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
+    @on_cpu()
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket is aten.as_strided_:
