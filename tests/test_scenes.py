@@ -98,6 +98,7 @@ PROBLEMS = {  # words of the message: how to cause it
     "images that cannot be read: 001.png ": lambda labels, files: files.update(
         {"001.png": b"P6 8x 6 255 " + b"0" * 99}
     ),
+    "missing images  ": lambda labels, files: labels["images"][1].update(file_name="../images/001.png"),  # leads out
     "missing images ": lambda labels, files: labels["images"][1].update(file_name=300 * "x"),
 }
 
@@ -106,7 +107,7 @@ PROBLEMS = {  # words of the message: how to cause it
 def test_invalid_annotations_are_counted_or_raise(what, tmp_path, given):
     labels, files = copy.deepcopy(given)
     PROBLEMS[what](labels, files)
-    less, what = what in list(PROBLEMS)[-5:], what.strip()
+    less, what = what in list(PROBLEMS)[-6:], what.strip()
     found = read(tmp_path, labels, files)
     assert found.counts[what.split(":")[0]] == 1
     assert found.counts["images"] == (3 if less else 4)

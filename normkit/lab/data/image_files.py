@@ -14,7 +14,10 @@ TAIL = 64  # bytes at the end of a file that contain its end marker
 
 
 class ImageFiles:
-    """The files of a folder or of a tar archive, by name; ValueError if there is neither."""
+    """The files of a folder or of a tar archive, by name; ValueError if there is neither.
+
+    A name that leads out of the folder counts as missing: it comes from a file that others wrote.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -34,15 +37,16 @@ class ImageFiles:
 
     def __contains__(self, name: str) -> bool:
         if self._offsets is None:
-            return os.path.isfile(self.path / name)  # noqa: PTH113  Path.is_file raises an error for a name that is too long
+            inside = not (Path(name).is_absolute() or ".." in Path(name).parts)
+            return inside and os.path.isfile(self.path / name)  # noqa: PTH113  for names that are too long
         return name in self._offsets
 
     def open(self, name: str) -> BinaryIO:
         """Open a file; OSError if it is missing."""
+        if name not in self:
+            raise FileNotFoundError(f"{self.path} has no {name}")
         if self._offsets is None:
             return (self.path / name).open("rb")
-        if name not in self._offsets:
-            raise FileNotFoundError(f"{self.path} has no {name}")
         offset, size = self._offsets[name]
         with self.path.open("rb") as archive:
             archive.seek(offset)
