@@ -187,16 +187,22 @@ def test_the_first_process_writes(tmp_path):
     assert first == pytest.approx(float(joint.mean(0).norm() / 4), rel=1e-4)
 
 
-def test_a_new_run_is_not_appended_to_the_rows_of_another(tmp_path):
-    def train(start=0):
+def test_a_run_goes_on_from_its_start_in_the_rows_of_another(tmp_path):
+    def train(start=0, steps=1):
         model = nn.LayerNorm(4)
-        with normkit.record(model, every=1, to=tmp_path / "rows.csv", start=start):
-            model(torch.randn(3, 4))
+        with normkit.record(model, every=1, quantities=["rms"], to=tmp_path / "rows.csv", start=start):
+            for _ in range(steps):
+                model(torch.randn(3, 4))
 
-    train()
+    train(steps=4)
     with pytest.raises(ValueError, match="rows of an earlier run"):
         train()
-    train(start=1)
+    before = watch.read(tmp_path)
+    train(start=2, steps=3)  # from a checkpoint of step 2
+    after = watch.read(tmp_path)
+    assert [row.step for row in after] == [1, 2, 3, 4, 5]
+    assert after[:2] == before[:2]
+    assert after[2:4] != before[2:]
 
 
 class GemmaRMSNorm(nn.RMSNorm):

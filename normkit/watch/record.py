@@ -19,6 +19,7 @@ from normkit.transforms.checks import check_is_model
 from normkit.transforms.invoke import input_and_mask
 from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient
 from normkit.watch.quantities import choose
+from normkit.watch.row_files import drop_after
 from normkit.watch.rows import Rows, Sink
 from normkit.watch.sites import Padding, Site, sites
 
@@ -50,7 +51,7 @@ def record(
         quantities: Names from `normkit.watch.QUANTITIES`, "default" (all but the expensive ones) or "all".
         to: CSV file that rows are appended to, or a function that takes them; see `Rows`.
         keep: Number of rows held in memory.
-        start: Number of forwards made before, where a run is resumed.
+        start: Number of forwards made before, where a run is resumed; later rows in the file are dropped.
         channel: The channel that the quantities `channel_...` follow.
         alpha: Weight of the old value in the running statistics that the recorder keeps, from 0 to below 1.
 
@@ -73,6 +74,8 @@ def record(
     if not start and isinstance(to, str | Path) and Path(to).is_file() and Path(to).stat().st_size:
         raise ValueError(f"{to} has rows of an earlier run; delete it, name another file, or continue it with start=")
     recorder = Recorder(model, every, quantities, to=to, keep=keep, start=start, channel=channel, alpha=alpha)
+    if start and isinstance(to, str | Path) and recorder.writes:
+        drop_after(Path(to), start)
     recorder.follow()
     try:
         yield recorder.rows

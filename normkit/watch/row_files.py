@@ -59,6 +59,13 @@ def truncate_file(path: Path, size: int | None) -> None:
             file.truncate(file.read(size).rfind(b"\n") + 1)  # after a power cut it may be shorter
 
 
+def drop_after(path: Path, step: int) -> None:
+    """Drop the rows after a step from a file, if there is one: a run that goes on there records them again."""
+    rows = read(path) if path.is_file() and path.stat().st_size else []
+    if any(row.step > step for row in rows):
+        write(path, (row for row in rows if row.step <= step))
+
+
 def to_csv(rows: Iterable[Row], header: bool = True) -> str:
     """Format rows as CSV, values with six digits.
 
