@@ -28,6 +28,7 @@ from normkit.lab.study import (
     unique,
     warmed,
 )
+from normkit.lab.train.folder import locked
 from normkit.norms import make, parse
 
 TINY = {"steps": 6, "batch_tokens": 120, "test_items": 8, "valid_every": 3, "checkpoint_every": 2, "warmup": 2}
@@ -411,6 +412,12 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path):
 
 @pytest.mark.slow
 def test_runs_in_a_process_of_their_own(tmp_path):
+    """One that another process trains is left to that."""
+    folder = next(iter(runner.plan(ONE, "pocket", tmp_path).todo))
+    with locked(folder):
+        _, made, _ = run_study(ONE, tmp_path, only=["LN"])
+    assert made["rows"][1]["cells"][0]["runs"] == []
+    assert not folder.exists()
     printed = []
     _, made, _ = run_study(ONE, tmp_path, Workers(1, lambda title, tick: printed.append((title, tick.stage))))
     assert [row["cells"][0]["n"] for row in made["rows"]] == [0, 1, 1]

@@ -15,7 +15,7 @@ from normkit.lab.studies.table import FAILURE, Table, check, collect, write
 from normkit.lab.studies.workers import Workers, on_devices, train_job
 from normkit.lab.study import Study, expand, seeded, unique
 from normkit.lab.train.config import Run
-from normkit.lab.train.folder import load
+from normkit.lab.train.folder import Locked, load
 from normkit.lab.train.source import open_task, source
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def run_study(
 ) -> tuple[Table, bool]:
     """Train the runs of a plan; after each run, write the table's files again.
 
-    A run that raises leaves failed.txt and is tried again next time.
+    A run that raises leaves failed.txt and is tried again next time; one that another process trains is left to it.
 
     Returns:
         The table of all finished runs, and whether Ctrl-C interrupted the study.
@@ -139,7 +139,9 @@ def run_study(
     def collect_ended() -> None:
         for title, outcome in engine.ended():
             failure = folders[title] / FAILURE
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, Locked):  # by another command for the same study
+                status = f"left out: {outcome}"
+            elif isinstance(outcome, BaseException):
                 status = f"failed: {' '.join(str(outcome).split()) or type(outcome).__name__}"
                 write_whole(failure, f"{status[:300]}\n".encode())
             else:

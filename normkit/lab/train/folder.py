@@ -36,6 +36,10 @@ MOVABLE = ("name", "device", "threads", "workers")
 LOCK = ".lock"
 
 
+class Locked(ValueError):
+    """Another process is writing a run folder."""
+
+
 class Loaded(NamedTuple):
     """Content of a run folder: settings, trained model in evaluation mode, vocabularies."""
 
@@ -162,7 +166,7 @@ def locked(folder: Path) -> Iterator[None]:
     The system releases the lock of a process that dies, so a lock never stays behind; its file may.
 
     Raises:
-        ValueError: If another process holds the lock.
+        Locked: If another process holds the lock.
     """
     try:
         import fcntl
@@ -197,7 +201,7 @@ def _open_locked(path: Path, fcntl):
             file.seek(0)
             with file:
                 owner = file.read().strip()[:200] or "another process"
-            raise ValueError(
+            raise Locked(
                 f"{path.parent} is being written by {owner}; wait for its end, stop it, or name another folder (--out)"
             ) from None
         except OSError:  # a file system without locks
