@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import normkit
-from normkit.kernels import dispatch, fused, ops
+from normkit.kernels import dispatch, fused, ops, reference
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -148,6 +148,15 @@ def test_layer_norm_of_bfloat16_with_float32_parameters(weighted, biased):
             y.float().pow(3).sum().backward()
         found.append([y.detach(), *(t.grad for t in (leaf, weight, bias) if t is not None)])
     assert_close(found[0], found[1], atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("half", dispatch.HALVES)
+@pytest.mark.parametrize("choice", ["auto", "fused"])
+def test_layer_norm_with_weight_and_bias_of_two_types(choice, half):
+    x, weight, bias = torch.randn(6, 8).to(half), torch.randn(8), torch.randn(8)
+    with torch.no_grad(), normkit.kernels(choice):
+        for w, b in ((weight.to(half), bias), (weight, bias.to(half))):
+            assert_close(ops.layer(x, w, b, 1e-5), reference.layer(x, w, b, 1e-5), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("choice", ["auto", "fused", "reference"])

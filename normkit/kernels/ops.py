@@ -20,7 +20,7 @@ from normkit.kernels.cpu import entry as cpu
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Center and scale each row, with the biased variance."""
     joined = all(p is None or dispatch.can_join(x, p.dtype) for p in (weight, bias))
-    joined &= weight is not None or bias is None or bias.dtype is x.dtype  # else PyTorch's backward raises an error
+    joined &= bias is None or bias.dtype is (x if weight is None else weight).dtype  # else PyTorch raises an error
     half = x.dtype in dispatch.HALVES  # PyTorch's kernel for a CPU adds up gradients of weight and bias in this type
     joined &= not (half and torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)))
     native = half and reference.wide_type(x, weight, bias) is torch.float32
