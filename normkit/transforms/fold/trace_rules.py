@@ -164,6 +164,8 @@ def _masked(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
         return False
     by = tracer.origins(other) if isinstance(other, Tensor) else everywhere(FOREIGN if other else ZERO, out.shape)
     a, b = (varying(t.expand(out.shape)) for t in (tracer.origins(one), by))
+    for tensor in (t for t in (one, other) if isinstance(t, Tensor) and tracer.shadow(t) is None):
+        tracer.note_weight_reader(tensor, packet.__name__)
     high, low = torch.maximum(a, b), torch.minimum(a, b)
     shadow = torch.where(high > ZERO, high, low)
     for source, _ in tracer.trace.by_code(high):
