@@ -10,7 +10,7 @@ from third_party_models import CASES, case_of, randomize
 from torch import Tensor, nn
 
 from normkit.norms import make
-from normkit.transforms import convert, export, fold
+from normkit.transforms import blend, convert, export, fold
 from normkit.transforms.export import operations_of, program_of
 
 MODELS = ["bert", "t5", "torch_encoder_pre", "torchvision_swin"]
@@ -114,6 +114,14 @@ class Several(nn.Module):
     def forward(self, x: Tensor, scale: float, more=None):
         y = self.head(self.norm(x))
         return {"logits": y * scale, "rest": (y, None)} if more is None else {"logits": y + more["bias"]}
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_blend_that_is_not_done_is_exported_as_it_is(ending, tmp_path):
+    model, x = blend(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un", steps=5), torch.randn(3, 4)
+    model(x)
+    exported = export(model.eval(), tmp_path / f"model.{ending}", x)
+    assert not any(name.startswith("normkit") for name in exported.operations)
 
 
 def test_mappings_numbers_and_nested_inputs(tmp_path):

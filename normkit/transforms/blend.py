@@ -115,7 +115,7 @@ class Blend(Norm):
             share = torch.where(is_first, first, share)
             counts = (~is_first[:, 0] | (first == 0)).expand(x.shape[:2])
             mask = counts if mask is None else mask & counts
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
             (share,) = autograd.snapshot([share])  # a compiled backward would use the share of the next step
         self._share_parameters()
         return self.new(x, mask).lerp(self.old(x, mask), share)
