@@ -81,3 +81,12 @@ def test_a_model_that_reads_the_type_of_a_norms_weight_folds(dtype):
     assert folded.norm.weight.dtype == dtype
     assert folded.half().norm.weight.dtype == torch.float16
     assert [*folded.state_dict()] == ["reader.weight", "reader.bias"]
+
+
+def test_a_product_with_complex_numbers_is_only_read():
+    def spectrum(self, y):
+        return torch.view_as_real(self.reader(torch.complex(y, y.square())).transpose(0, 1))
+
+    model = Read(nn.Linear(DIM, 4, dtype=torch.complex128), spectrum).double()
+    _, report = fold(model.eval(), torch.randn(2, 5, DIM).double())
+    assert [row.action for row in report] == ["multiply-add"]

@@ -167,7 +167,7 @@ class Tracer(TorchDispatchMode):
         def stand_in(t: Any) -> Any:
             if not isinstance(t, Tensor):
                 return t
-            return self.origins(t) if t.dtype.is_floating_point else t.cpu()
+            return self.origins(t) if t.dtype.is_floating_point or t.is_complex() else t.cpu()
 
         packet, args, kwargs = func.overloadpacket, tree_map(stand_in, args), tree_map(stand_in, kwargs)
         if packet in SAME_ELEMENTS:
@@ -213,7 +213,7 @@ class Tracer(TorchDispatchMode):
         `x` is the shadow of the channels that it reads, `[rows, in]`; `out` has its channels at `dims`.
         """
         added = None if bias is None else self.bias(bias, view.outputs)
-        if bias is not None and added is None:
+        if (bias is not None and added is None) or out.is_complex():
             return False
         product = Product(view, self.module, kind)
         if added is not None:
