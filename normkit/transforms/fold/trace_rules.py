@@ -142,7 +142,7 @@ def _index_put(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
     return _combine(tracer, [into, rows], [(pairs, 1.0)], out, -1)
 
 
-def picked(tracer: "Tracer", packet: Any, args: tuple, out: Tensor) -> bool:
+def _picked(tracer: "Tracer", packet: Any, args: tuple, out: Tensor) -> bool:
     """Elements that differ, picked by an index: another call may pick any of them."""
     x, shadow = args[0], tracer.origins(args[0])
     indices = args[1] if packet is aten.index else [*[None] * (args[1] % x.dim()), args[2]]
@@ -180,9 +180,19 @@ def _masked(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     return True
 
 
-def _or_zero(pairs: Tensor) -> Tensor:
-    """Pairs (code, channel), and zeros at the same channels, which allow no shift."""
-    return torch.cat([torch.stack([torch.zeros(len(pairs)).double(), pairs[:, 1]], 1), pairs])
+def _padded(tracer: "Tracer", packet: Any, args: tuple, out: Tensor) -> bool:
+    """Padding by nothing, which at another size may be by some numbers."""
+    shadow, axes = tracer.origins(args[0]), range(-len(args[1]) // 2, 0)
+    dim = next((axis for axis in (-1, *range(1, out.dim())) if is_channel_axis(shadow, axis)), None)
+    if not tracer.trace.resizable or any(args[1]) or dim is None or {*axes} <= {dim}:
+        return False
+    pairs = _or_zero(channel_pairs(shadow, dim), FOREIGN if any(args[2:]) else ZERO)
+    return _combine(tracer, [args[0]], [(pairs, 1.0)], out, dim)
+
+
+def _or_zero(pairs: Tensor, other: float = ZERO) -> Tensor:
+    """Pairs (code, channel), and zeros (or another code) at the same channels, which allow no shift."""
+    return torch.cat([torch.stack([torch.full_like(pairs[:, 0], other), pairs[:, 1]], 1), pairs])
 
 
 def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -191,14 +201,11 @@ def _average(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any],
     shadow = tracer.shadow(x)
     if shadow is None or out.dim() < 2 or kwargs.get("dtype") not in (None, x.dtype):
         return False
-    reduced = []
-    if packet in (aten.mean, aten.sum):
-        reduced = sorted(d % x.dim() for d in (args[1] if len(args) > 1 else None) or ())
-        if not reduced:
-            return False
-        axes = [d for d in (x.dim() - 1, 1) if d not in reduced]
-    else:
-        axes = [x.dim() - 1 - POSITIONS[packet]]
+    resizes = packet in POSITIONS
+    reduced = [] if resizes or len(args) < 2 else [d % x.dim() for d in args[1] or ()]
+    if not (resizes or reduced):
+        return False
+    axes = [x.dim() - 1 - POSITIONS[packet]] if resizes else [d for d in (x.dim() - 1, 1) if d not in reduced]
     channel = next((d for d in axes if is_channel_axis(shadow, d)), None)
     if channel is None:
         return False
@@ -278,7 +285,10 @@ def is_channel_axis(shadow: Tensor, dim: int) -> bool:
     return bool((codes > ZERO).any()) and bool((counts[codes > ZERO] == 1).all())
 
 
-PICKS = (aten.index, aten.index_select, aten.gather)
+MOVE_RULES: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys((aten.index, aten.index_select, aten.gather), _picked),
+    aten.constant_pad_nd: _padded,
+}
 POOLS = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
 POSITIONS = {  # pooling and resizing: axes after the channels
     aten.avg_pool1d: 1, aten.upsample_nearest1d: 1, aten._upsample_nearest_exact1d: 1, aten.upsample_linear1d: 1,

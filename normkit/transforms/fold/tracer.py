@@ -9,7 +9,6 @@ is a reader that folding has to respect. There is no table of models and no assu
 Most shadows vary along one axis only. They are kept as expanded tensors, which take no memory and no time.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from normkit.transforms.fold.float64 import on_cpu
 from normkit.transforms.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View, channel_pairs, everywhere, joined
-from normkit.transforms.fold.trace_rules import PICKS, RULES, is_channel_axis, picked
+from normkit.transforms.fold.trace_rules import MOVE_RULES, RULES
 
 aten = torch.ops.aten
 
@@ -138,7 +137,8 @@ class Tracer(TorchDispatchMode):
         if packet in SHAPES_ONLY:
             return out
         if packet in MOVES and "out" not in kwargs and func is not aten.view.dtype and dtype.is_floating_point:
-            if any(self._followed(t) for t in given) and not (packet in PICKS and picked(self, packet, args, out)):
+            rule = MOVE_RULES.get(packet)
+            if any(self._followed(t) for t in given) and not (rule and rule(self, packet, args, out)):
                 self._move(func, args, kwargs, out)
             storages = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, Tensor)}
             for tensor in (t for t in given if not self._followed(t) and storages - {t.untyped_storage().data_ptr()}):
@@ -180,8 +180,6 @@ class Tracer(TorchDispatchMode):
             if packet is aten.constant_pad_nd and len(args) > 2 and args[2] != 0:
                 args = (*args[:2], FOREIGN)
             moved = func(*args, **kwargs)
-            if packet is aten.constant_pad_nd and self.trace.resizable and not any(args[1]):
-                moved = _padded_somewhere(moved, len(args[1]) // 2, *args[2:])
         outs, moveds = ([out], [moved]) if isinstance(out, Tensor) else (list(out), list(moved))
         self.shadows.update(zip(outs, moveds, strict=True))
 
@@ -234,19 +232,6 @@ class Tracer(TorchDispatchMode):
             if not looked_up and not isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.MultiheadAttention):
                 tensors += [*module._parameters.values(), *module._buffers.values()]
         return {id(t) for t in tensors if t is not None and t.dtype.is_floating_point and 1 < t.numel() <= 1 << 20}
-
-
-def _padded_somewhere(shadow: Tensor, axes: int, code: float | None = ZERO) -> Tensor:
-    """A shadow padded by width zero, as if by some numbers: at another size there will be."""
-    order = sorted(range(shadow.dim()), key=lambda axis: (axis != shadow.dim() - 1, axis != 1))
-    channels = next((axis for axis in order if is_channel_axis(shadow, axis)), None)
-    places = [n for axis, n in enumerate(shadow.shape) if axis != channels]
-    padded = {*range(shadow.dim() - axes, shadow.dim())} - {channels}
-    if channels is None or not padded or math.prod(places) < 2:
-        return shadow
-    shadow = shadow.clone()
-    shadow[tuple(slice(None) if axis == channels else -1 for axis in range(shadow.dim()))] = code or ZERO
-    return shadow
 
 
 @contextmanager
