@@ -190,3 +190,79 @@ def test_an_unused_layer_of_one_output_keeps_the_norm():
     model.norm, model.b = nn.Sequential(model.norm), nn.Linear(DIM, 1)
     x, long = torch.randn(2, 7, DIM), torch.randn(2, 60, DIM)
     assert "no call that was tried used b.weight" in both_agree(model, (x,), (long,), "multiply-add")
+
+
+class Selected(nn.Module):
+    """A norm whose output changes in the rows of one word."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.words, self.norm, self.change = nn.Embedding(9, DIM), make("batch", DIM), change
+        self.a, self.b = nn.Linear(DIM, 4), nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.words(ids.flatten()))
+        y = self.change(self.norm(x), x, ids.flatten() == 8, self.b)
+        return self.a(y).sum(0) + torch.tanh(self.b(x)).sum()
+
+
+def put(value):
+    def change(y, x, mask, b):
+        y = y.clone()
+        rows = mask.nonzero().flatten()
+        y[rows] = value(y[rows], x[rows], b)
+        return y
+
+    return change
+
+
+@pytest.mark.parametrize("change", [
+    put(lambda y, x, b: 0.0),
+    put(lambda y, x, b: torch.tanh(y)),
+    put(lambda y, x, b: b(x)),
+    lambda y, x, mask, b: y.index_fill(0, mask.nonzero().flatten(), 0.0),
+    lambda y, x, mask, b: y.masked_scatter(mask[:, None], torch.tanh(y[mask])),
+    lambda y, x, mask, b: torch.cat([y, x[mask]]),
+])  # fmt: skip
+def test_rows_that_only_later_calls_select_keep_the_norm(change):
+    none, some = torch.arange(10).view(2, 5) % 7, torch.arange(18).view(2, 9) % 9
+    _, report = both_agree_on(Selected(change), (none,), (some,), "multiply-add")
+    assert "had no rows in the example" in report.rows[0].why
+    both_agree_on(Selected(change), (some,), (none,))
+
+
+def test_a_layer_that_later_calls_apply_to_other_rows_keeps_the_norm():
+    def other_rows(y, a, b, z, mask):
+        return (a(y) + b(y)).sum(1) + a(torch.tanh(z[mask])).sum(0)
+
+    x, z = torch.randn(2, 5, DIM), torch.randn(3, DIM)
+    none, some = torch.zeros(3, dtype=torch.bool), torch.tensor([True, False, True])
+    why = both_agree(Two(other_rows), (x, z, none), (x, z, some), "multiply-add")
+    assert "a.weight is also read by aten.addmm, which had no rows in the example" in why
+
+
+def test_padding_that_only_shorter_sequences_have_keeps_the_norm():
+    def zeros_at_the_end(y, a, b, lengths):
+        y = y.clone()
+        for row, length in zip(y, lengths.tolist(), strict=True):
+            row[length:] = 0
+        return a(y) + b(y)
+
+    x = torch.randn(2, 5, DIM)
+    model = Two(zeros_at_the_end)
+    both_agree_on(model, (x, torch.tensor([5, 5])), (x, torch.tensor([5, 3])), "multiply-add")
+
+
+def test_a_row_of_an_embedding_that_only_later_calls_put_into_a_stream():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stream, self.words, self.norm = nn.Embedding(9, DIM), nn.Embedding(9, DIM), make("batch", DIM)
+            self.a, self.b = nn.Linear(DIM, 4), nn.Linear(DIM, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = torch.where((ids == 8)[..., None], self.words.weight[3], self.stream(ids))
+            return self.a(torch.tanh(x)) + self.b(torch.sigmoid(self.norm(self.words(ids))))
+
+    none, some = torch.arange(10).view(2, 5) % 7, torch.arange(18).view(2, 9) % 9
+    both_agree_on(Words(), (none,), (some,), "multiply-add")

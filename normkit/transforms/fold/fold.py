@@ -40,9 +40,10 @@ def fold(
     compute statistics of each token the gain and bias vanish if they can. What stays has its reason in the report.
 
     The connections are not assumed but traced, see `audit`. The result is compared with the original in float64 on
-    the example and on random inputs of other shapes. Numbers and flags are taken as fixed, masks that the example does
-    not have as never given. A norm that a weight might read which no call used (an expert, another head) stays. Tied
-    weights stay tied. The original is not changed.
+    the example and on random inputs of other shapes. Numbers, flags and the branches of conditions are taken as fixed,
+    masks that the example does not have as never given. A norm that a weight might read which no call used (an expert,
+    another head) stays, and one of whose output the model selects rows that the example does not have. Tied weights
+    stay tied. The original is not changed.
 
     Args:
         model: The model, in evaluation mode.
@@ -103,9 +104,8 @@ def fold(
         step("rewrite")
         folded = rewrite(survey.copy(), plan)
         with torch.no_grad():
-            expected = example_call(model, *copied(example, kwexample), "fold", (example, kwexample))
-            args, kwargs = copied(example, kwexample)
-            out = folded(*args, **kwargs)
+            given = example, kwexample
+            out, expected = (example_call(each, *copied(*given), "fold", given) for each in (folded, model))
             native = error(out, expected, outputs)
     if count_infinite(out, outputs) > count_infinite(expected, outputs):
         raise RuntimeError(
@@ -115,8 +115,7 @@ def fold(
         )
     record_changes(folded)
     rows, calls = tuple(plan.outcomes.values()), tuple(survey.calls)
-    report = Report(rows, calls, survey.absent, survey.prepared, worst, native, largest_factor(plan), plan.spread)
-    return folded, report
+    return folded, Report(rows, calls, survey.absent, survey.prepared, worst, native, largest_factor(plan), plan.spread)
 
 
 def _one_by_one(survey: Survey, plan: FoldPlan, conditions: dict[str, Any]) -> tuple[FoldPlan, float]:

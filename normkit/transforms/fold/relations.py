@@ -211,7 +211,7 @@ class Relations:
             why = ""
             if name in self.trace.entangled:
                 why = f"{name} shares memory with {self.trace.entangled[name]}"
-            elif consumers := self.trace.weight_consumers.get(name):
+            elif consumers := self.trace.weight_consumers.get(name, set()) | self.trace.rowless.get(name, set()):
                 why = f"{name} is also read by {listed(sorted(consumers))}"
             elif len(products) > 8:
                 why = f"{name} is used in {len(products)} places"

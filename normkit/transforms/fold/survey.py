@@ -107,7 +107,7 @@ class Survey:
         """Measure the ranges of sums on batches in place of the example."""
         for source in self.trace.sources.values():
             source.range = None
-        self.trace.measuring, number = True, 0
+        self.trace.measuring, self.trace.is_example, number = True, False, 0
         with in_float64():
             for number, batch in enumerate(batches, 1):
                 given = arguments(batch)
@@ -124,7 +124,7 @@ class Survey:
         before = self.trace
         self.trace = copy.deepcopy(before, {id(before.norms): before.norms})
         self.trace.resizable |= resized
-        self.trace.measuring = label == EXAMPLE
+        self.trace.measuring = self.trace.is_example = label == EXAMPLE
         try:
             self.expected[label] = self._follow(args, kwargs, self.given)
         except Exception:

@@ -133,6 +133,7 @@ class Trace:
         self.masked: set[str] = set()  # norms that are called with a mask, or by keyword
         self.slots: dict[Product, Tensor] = {}  # pairs (code, input of the product)
         self.weight_consumers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
+        self.rowless: dict[str, set[str]] = defaultdict(set)  # parameter: operations that had no rows in the example
         self.biases: dict[Product, View] = {}
         self.entangled: dict[str, str] = {}  # parameters that are views of one another's memory
         self.sizes: dict[str, int] = {}  # numbers of elements
@@ -147,6 +148,7 @@ class Trace:
         self.advice: Callable[[list[str]], str] = lambda weights: "give an example that does"  # for idle weights
         self.codes = 1  # the next free code
         self.measuring = False  # note the ranges of sums
+        self.is_example = False
         self._ordered: list[Source] = []
 
     def source(self, key: Any, kind: str, name: str, size: int, product: Product | None = None) -> Source:

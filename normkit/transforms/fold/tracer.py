@@ -84,10 +84,10 @@ class Tracer(TorchDispatchMode):
         for source, codes in self.trace.by_code(self.origins(tensor)):
             source.note_reader(by, codes)
 
-    def note_weight_reader(self, tensor: Tensor, by: str) -> None:
+    def note_weight_reader(self, tensor: Tensor, by: str, readers: dict[str, set[str]] | None = None) -> None:
         """Note that `by`, which is no product, reads a tensor if that is a weight."""
         if (parameter := self._parameter(tensor)) is not None:
-            self.trace.weight_consumers[parameter].add(by)
+            (self.trace.weight_consumers if readers is None else readers)[parameter].add(by)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -136,6 +136,11 @@ class Tracer(TorchDispatchMode):
             self.shadows[out] = everywhere(ZERO, out.shape)
         if packet in SHAPES_ONLY:
             return out
+        tensors = [t for t in (*given, *tree_leaves(out)) if isinstance(t, Tensor)]
+        if self.trace.is_example and not all(t.numel() for t in tensors):  # in another call it may have rows
+            for tensor in given:
+                self.note_reader(tensor, by := f"{name}, which had no rows in the example")
+                self.note_weight_reader(tensor, by, self.trace.rowless)
         if packet in MOVES and "out" not in kwargs and func is not aten.view.dtype and dtype.is_floating_point:
             rule = MOVE_RULES.get(packet)
             if any(self._followed(t) for t in given) and not (rule and rule(self, packet, args, out)):
