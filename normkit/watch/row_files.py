@@ -60,7 +60,7 @@ def truncate_file(path: Path, size: int | None) -> None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Drop the rows after a step from a file, if there is one: a run that goes on there records them again."""
+    """Drop rows after a step from a file; a run that goes on there records them again."""
     rows = read(path) if path.is_file() and path.stat().st_size else []
     if any(row.step > step for row in rows):
         write(path, (row for row in rows if row.step <= step))

@@ -30,7 +30,7 @@ def in_float64() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Make the tensors of an analysis on the CPU, whatever `torch.set_default_device` says."""
+    """Make the tensors of an analysis on the CPU, whatever the default device is."""
     with torch.device("cpu"):
         yield
 

@@ -191,7 +191,7 @@ def _padded(tracer: "Tracer", packet: Any, args: tuple, out: Tensor) -> bool:
 
 
 def _or_zero(pairs: Tensor, other: float = ZERO) -> Tensor:
-    """Pairs (code, channel), and zeros (or another code) at the same channels, which allow no shift."""
+    """Pairs (code, channel), and zeros at the same channels (no shift), or another code."""
     return torch.cat([torch.stack([torch.full_like(pairs[:, 0], other), pairs[:, 1]], 1), pairs])
 
 
