@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import normkit
 from normkit import watch
+from normkit.kernels import sync
 from normkit.lab.cka import cka
 from normkit.lab.singular_values import embedding_rows
 from normkit.watch import Row, read, record, row_files
@@ -185,6 +186,14 @@ def test_the_first_process_writes(tmp_path):
     assert tokens == {"0": 13, "1": 4}, "of all processes where the norm is synchronised, else of the first"
     first = next(row.value for row in rows if row.quantity == "distance_mean" and row.site == "0")
     assert first == pytest.approx(float(joint.mean(0).norm() / 4), rel=1e-4)
+
+
+def test_the_share_of_padding_is_that_of_one_process(monkeypatch):
+    monkeypatch.setattr(sync, "all_reduce", lambda sums: 4 * sums)  # of four equal processes
+    model = nn.Sequential(nn.Embedding(9, 6, padding_idx=0), normkit.make("pnv(sync=True)", 6))
+    with normkit.record(model, every=1, quantities=["tokens", "padding"]) as rows:
+        model(torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]]))
+    assert {row.quantity: row.value for row in rows} == {"tokens": 32, "padding": pytest.approx(3 / 8)}
 
 
 def test_a_run_goes_on_from_its_start_in_the_rows_of_another(tmp_path):

@@ -125,11 +125,11 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     fields["largest"] = torch.maximum(-low, high)
     fields["count"] = count
     energy = kept.square().mean(-1)
-    rows = energy.numel() if mask is None else mask.sum()
+    rows = energy.numel() if mask is None else mask.sum().clamp(min=1)  # `count` may be of all processes
     fields["token_share"] = energy.sum().square() / energy.square().sum() / rows
     if real is not None:
         padded = ~real if mask is None else mask & ~real
-        fields["padding"] = padded.sum() / count.clamp(min=1)
+        fields["padding"] = padded.sum() / rows
     if site.weight is not None:
         fields["weight"] = site.weight.to(x.dtype, copy=True)  # evaluated after the optimizer's step
     if isinstance(module, StatNorm):
