@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import normkit
-from normkit.watch import Row, diagnose, record
+from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.watch import Row, advise, diagnose, record
 
 
 def gaps(batches, norm=None):
@@ -164,3 +165,19 @@ def test_the_gap_of_a_model_that_replaces_its_buffers():
     train, evaluation = normkit.watch.train_eval_gap(model, lambda: model(x).square().mean())
     assert train != evaluation
     assert all(torch.equal(t, before[name]) for name, t in model.named_buffers() if name in before)
+
+
+def test_frozen_statistics_do_not_fail_at_evaluation():
+    """A norm with constant statistics, as those of detectors, is judged as one without any."""
+    frozen = load_torchvision().ops.FrozenBatchNorm2d(4)
+    frozen.running_var.fill_(0.01)
+    model, free = nn.Sequential(nn.Conv2d(3, 4, 1), frozen), nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(1, 4))
+    free[0].load_state_dict(model[0].state_dict())
+    found = []
+    for each in (model, free):
+        with record(each, every=1) as rows:
+            for step in range(30):
+                each(torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step)))
+        assert "evaluation" not in [finding.kind for finding in diagnose(rows)]
+        found.append(advise(rows))
+    assert found[0] == found[1], "what BatchNorm's averages would be there, not the frozen ones"

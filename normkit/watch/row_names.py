@@ -31,11 +31,11 @@ def norm_class(norm: str) -> tuple[type[Norm] | None, dict[str, object]]:
 def keeps_batch_statistics(norm: str) -> bool:
     """Return True if a norm, as rows name it, freezes batch statistics for evaluation.
 
-    >>> [keeps_batch_statistics(norm) for norm in ("un(window=2)", "layer", "BatchNorm2d", "LlamaRMSNorm")]
+    >>> [keeps_batch_statistics(norm) for norm in ("un(window=2)", "layer", "BatchNorm2d", "FrozenBatchNorm2d")]
     [True, False, True, False]
     """
     kind, _ = norm_class(norm)
-    return "BatchNorm" in norm if kind is None else issubclass(kind, StatNorm)
+    return "BatchNorm" in norm and "Frozen" not in norm if kind is None else issubclass(kind, StatNorm)
 
 
 def freezes_quadratic_means(norm: str) -> bool:

@@ -28,8 +28,9 @@ class Site:
 
     @property
     def stateful(self) -> bool:
-        """True if the norm keeps running statistics."""
-        return isinstance(self.module, StatNorm) or _has_running_statistics(self.module)
+        """True if the norm keeps running statistics; frozen ones never follow the batches."""
+        updates = _has_running_statistics(self.module) and "Frozen" not in self.norm
+        return updates or isinstance(self.module, StatNorm)
 
     @property
     def weight(self) -> Tensor | None:
