@@ -29,6 +29,25 @@ def test_no_token_and_a_single_one(shape):
     assert {row.step for row in rows if row.quantity == "rms"} >= {2}
 
 
+def test_a_model_may_change_its_type_and_pass_a_batch_in_inference_mode():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with record(model, every=1, quantities="all") as rows:
+        with torch.inference_mode():
+            model(torch.randn(3, 4))
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            model.to(dtype)(torch.randn(3, 4, dtype=dtype)).square().sum().backward()
+    assert [row.step for row in rows if row.quantity == "gap_batch"] == [2, 3, 4]
+
+
+def test_forwards_under_functional_transforms_are_not_measured():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with record(model, every=1, quantities=["rms"]) as rows:
+        model(torch.randn(3, 4))
+        torch.func.vmap(torch.func.grad(lambda x: model(x).square().sum()))(torch.randn(5, 3, 4))
+        model(torch.randn(3, 4))
+    assert [row.step for row in rows] == [1, 3]
+
+
 def test_sparse_gradients():
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.LayerNorm(4))
     with record(model, quantities=["gradient_norm"], every=1) as rows:

@@ -59,7 +59,7 @@ class Memory:
         new = torch.stack(list(batch.values()))
         if self.running is None or self.running.shape != new.shape:  # what has no size of its own takes others
             self.running, self.samples, self.share = torch.full_like(new, torch.nan), 0, LengthShare()
-        old = self.running
+        old = self.running.to(new)  # of the type before, where a model changes it
         weight = max(1 / (self.samples + 1), 1 - self.alpha)  # a plain average first
         self.running = torch.where(usable(new, count), torch.where(old.isnan(), new, old.lerp(new, weight)), old)
         self.samples += 1
@@ -78,12 +78,11 @@ class Memory:
             ring = self.rings.get(side, value[:0])
             if ring.shape[-1] != len(value):
                 ring, self.counts[side] = value.new_zeros(WINDOW, len(value)), 0
-                self.rings[side] = ring
             slot = self.counts[side] % WINDOW
-            ring[slot] = value
+            self.rings[side] = ring = torch.cat([ring[:slot], value[None], ring[slot + 1 :]])
             self.counts[side] += 1
             if slot == WINDOW - 1:
-                found[name] = ring.clone()
+                found[name] = ring
         return found
 
     def state(self) -> dict[str, object]:

@@ -279,9 +279,10 @@ class NormRecorder:
         self.recorder.pending.append(Sample(step, self.site, fields))
 
     def _is_due(self) -> bool:
-        """Return True in a forward of a due step, also if the backward repeats it."""
+        """Return True in a forward of a due step, not under torch.func."""
         recorder = self.recorder
-        return recorder.due and self.site.module.training and (recorder.active or inside_backward())
+        measured = recorder.due and self.site.module.training and (recorder.active or inside_backward())
+        return measured and not torch._C._are_functorch_transforms_active()
 
     def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """The input and the mask that the norm is called with."""
