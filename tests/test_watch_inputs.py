@@ -200,3 +200,18 @@ def test_frozen_statistics_do_not_fail_at_evaluation():
         assert "evaluation" not in [finding.kind for finding in diagnose(rows)]
         found.append(advise(rows))
     assert found[0] == found[1], "what BatchNorm's averages would be there, not the frozen ones"
+
+
+def test_norms_that_mix_in_batch_statistics_are_not_counted_among_those_without():
+    gaps = [
+        Row(1, site, norm, f"gap_{kind}", 0.9)
+        for site, norm in (("a", "switchable(alpha=0.5)"), ("b", "layer"))
+        for kind in ("batch", "quadratic")
+    ]
+    assert [line.partition(":")[0] for line in advise(gaps)] == ["b"]
+
+
+@pytest.mark.parametrize(("train", "evaluation", "found"), [(1.0, float("nan"), 1), (float("nan"), float("nan"), 0)])
+def test_a_loss_that_is_not_finite_in_training_either_is_no_fault_of_statistics(train, evaluation, found):
+    rows = [Row(9, "", "", "loss_train_mode", train), Row(9, "", "", "loss_eval_mode", evaluation)]
+    assert [finding.kind for finding in diagnose(rows)].count("train-to-eval gap") == found

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterable
 
+from normkit.norms import SwitchableNorm
 from normkit.watch.faults import LIMITS
 from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Row, as_recording
-from normkit.watch.row_names import format_sites, keeps_batch_statistics
+from normkit.watch.row_names import format_sites, keeps_batch_statistics, norm_class
 
 UNKNOWN = (
     "no advice on batch statistics: record gap_batch and gap_quadratic at two steps or more;"
@@ -24,7 +25,8 @@ def advise(rows: Iterable[Row] | Recording) -> list[str]:
     norm: BatchNorm would be off by 90 % at evaluation, PN-V and UN by 90 %; whether the model would hold is not known
     """
     recording = as_recording(rows)
-    sites = [site for site, norm in recording.norms().items() if not keeps_batch_statistics(norm)]
+    norms = recording.norms().items()  # without `switchable`, of whose statistics a share are the batch's
+    sites = [site for site, norm in norms if not keeps_batch_statistics(norm) and norm_class(norm)[0] != SwitchableNorm]
     gaps = {site: (recording.middle("gap_batch", site), recording.middle("gap_quadratic", site)) for site in sites}
     lacking = [site for site, pair in gaps.items() if any(map(math.isnan, pair))]
     known = [site for site in sites if site not in lacking]

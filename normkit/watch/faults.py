@@ -217,8 +217,9 @@ def train_eval(check: Check, recording: Recording) -> list[Finding]:
     """Find a loss that is larger with running statistics than with the batches' own."""
     losses = {mode: recording.of(f"loss_{mode}_mode").get("") for mode in ("train", "eval")}
     numbers = {mode: last(series) for mode, series in losses.items() if series}
-    if len(numbers) < 2 or numbers["eval"] - numbers["train"] <= LIMITS["lose"] * abs(numbers["train"]):
-        return []
+    train = numbers.get("train", math.nan)
+    if len(numbers) < 2 or not math.isfinite(train) or numbers["eval"] - train <= LIMITS["lose"] * abs(train):
+        return []  # where both are not finite, the statistics are not the reason
     message = (
         "the loss is {eval:.3g} at evaluation and {train:.3g} with the batches' own statistics: running statistics do"
         " not represent the batches"
