@@ -29,8 +29,7 @@ class Site:
     @property
     def stateful(self) -> bool:
         """True if the norm keeps running statistics; frozen ones never follow the batches."""
-        updates = _has_running_statistics(self.module) and "Frozen" not in self.norm
-        return updates or isinstance(self.module, StatNorm)
+        return isinstance(self.module, StatNorm) or ("Frozen" not in self.norm and _has_running_statistics(self.module))
 
     @property
     def weight(self) -> Tensor | None:
