@@ -215,8 +215,7 @@ def batch_length(check: Check, recording: Recording) -> list[Finding]:
 
 def train_eval(check: Check, recording: Recording) -> list[Finding]:
     """Find a loss that is larger with running statistics than with the batches' own."""
-    losses = {mode: recording.of(f"loss_{mode}_mode").get("") for mode in ("train", "eval")}
-    numbers = {mode: last(series) for mode, series in losses.items() if series}
+    numbers = {m: last(each) for m in ("train", "eval") if (each := recording.of(f"loss_{m}_mode").get(""))}
     train = numbers.get("train", math.nan)
     if len(numbers) < 2 or not math.isfinite(train) or numbers["eval"] - train <= LIMITS["lose"] * abs(train):
         return []  # where both are not finite, the statistics are not the reason
