@@ -143,6 +143,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--page", action="store_true")
     given = parser.parse_args()
+    if unknown := [name for name in given.only if name not in (*ZOO, *FURTHER)]:
+        parser.error(f"no model is called {unknown[0]!r}; names are those of the page, such as bert or 'timm resnet18'")
+    if given.page and not given.rows.exists():
+        parser.error(f"there is no {given.rows}; leave out --page to measure the rows first")
     rows = json.loads(given.rows.read_text()) if given.rows.exists() else {"zoo": {}, "further": {}}
     for kind, cases, run in (("zoo", ZOO, zoo), ("further", FURTHER, further)):
         for name in cases:
