@@ -74,10 +74,10 @@ def record(
     if not start and isinstance(to, str | Path) and Path(to).is_file() and Path(to).stat().st_size:
         raise ValueError(f"{to} has rows of an earlier run; delete it, name another file, or continue it with start=")
     recorder = Recorder(model, every, quantities, to=to, keep=keep, start=start, channel=channel, alpha=alpha)
-    if start and isinstance(to, str | Path) and recorder.writes:
-        drop_after(Path(to), start)
-    recorder.follow()
-    try:
+    try:  # a damaged file leaves no hooks on the model
+        if start and isinstance(to, str | Path) and recorder.writes:
+            drop_after(Path(to), start)
+        recorder.follow()
         yield recorder.rows
     finally:
         recorder.close()
@@ -279,7 +279,7 @@ class NormRecorder:
         self.recorder.pending.append(Sample(step, self.site, fields))
 
     def _is_due(self) -> bool:
-        """Return True in a forward of a due step, not under torch.func."""
+        """Return True in a forward of a due step, also a recomputed one; not under torch.func."""
         recorder = self.recorder
         measured = recorder.due and self.site.module.training and (recorder.active or inside_backward())
         return measured and not torch._C._are_functorch_transforms_active()

@@ -148,7 +148,7 @@ class Trace:
         self.advice: Callable[[list[str]], str] = lambda weights: "give an example that does"  # for idle weights
         self.codes = 1  # the next free code
         self.measuring = False  # note the ranges of sums
-        self.is_example = False
+        self.is_example = False  # the call that is traced is the user's example
         self._ordered: list[Source] = []
 
     def source(self, key: Any, kind: str, name: str, size: int, product: Product | None = None) -> Source:
