@@ -183,6 +183,26 @@ def test_parameters_hooks_mode_dtype_and_sharing_survive():
     assert len(seen) == 1
 
 
+def test_norms_that_a_forward_reads_from_plain_containers_are_replaced_there():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2, self.linear = nn.LayerNorm(4), nn.LayerNorm(4), nn.Linear(4, 4)
+            self.norms, self.by_name, self.sizes = [self.norm1], {"last": (self.norm2,)}, [4]
+
+        def forward(self, x):
+            return self.linear(self.by_name["last"][0](x + self.norms[0](x)))
+
+    model, x = Model(), torch.randn(8, 4)
+    converted = convert(model, {"norm1": "layer", "norm2": "un"})
+    assert (converted.norms[0], converted.by_name["last"][0]) == (converted.norm1, converted.norm2)
+    assert (model.norms[0], model.by_name["last"][0], model.sizes) == (model.norm1, model.norm2, [4])
+    converted(x)
+    assert converted.norm2.step == 1
+    _, report = fold(converted.eval(), x)
+    assert [row.action for row in report] == ["kept", "folded"]
+
+
 def test_the_model_itself_may_be_a_norm_and_copies_are_independent():
     norm = nn.LayerNorm(4)
     converted = convert(norm, "batch")

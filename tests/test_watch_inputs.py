@@ -215,3 +215,15 @@ def test_norms_that_mix_in_batch_statistics_are_not_counted_among_those_without(
 def test_a_loss_that_is_not_finite_in_training_either_is_no_fault_of_statistics(train, evaluation, found):
     rows = [Row(9, "", "", "loss_train_mode", train), Row(9, "", "", "loss_eval_mode", evaluation)]
     assert [finding.kind for finding in diagnose(rows)].count("train-to-eval gap") == found
+
+
+def test_without_running_statistics_nothing_fails_at_evaluation():
+    found = {}
+    for track in (True, False):
+        model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=track))
+        with record(model, every=1) as rows:
+            for step in range(30):
+                model((1 + step) * torch.randn(8, 4, generator=torch.Generator().manual_seed(step)))
+        found[track] = {finding.kind for finding in diagnose(rows)}
+    assert found[True] - found[False] == {"evaluation"}
+    assert "tiny batches" in found[False]

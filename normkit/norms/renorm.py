@@ -53,8 +53,7 @@ class BatchRenorm(StatNorm):
 
     def _progress(self, step: Tensor, until: int) -> Tensor:
         """Return 0 during the warm-up, then a linear rise to 1 at `until`."""
-        span = max(until - self.warmup, 1)
-        return ((step - self.warmup).to(self.running.dtype) / span).clamp(0, 1)
+        return ((step - self.warmup).to(self.running.dtype) / max(until - self.warmup, 1)).clamp(0, 1)
 
     def kernel_rule(self) -> KernelRule:  # noqa: D102
         until, bounds = (self.r_until, self.d_until), (self.r_max, self.d_max)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
 from normkit.text import listed
@@ -41,8 +42,8 @@ def find(model: nn.Module) -> dict[str, Found]:
         ['1']
     """
     check_is_model(model, "find")
-    readings = {name: _try_read(module) for name, module in outermost(model).items()}
-    return {name: reading for name, reading in readings.items() if isinstance(reading, Found)}
+    modules = outermost(model).items()
+    return {name: reading for name, module in modules if isinstance(reading := _try_read(module), Found)}
 
 
 def outermost(model: nn.Module, shared: bool = False) -> dict[str, nn.Module]:
@@ -145,10 +146,8 @@ def replace_all(
     for norm, built, whole in new.values():
         take_place(built, norm)
         if whole is not None:
-            put(whole, "norm", built)
-    for name, old in sites.items():
-        _, built, whole = new[old]
-        model = put(model, name, whole or built)
+            put(whole, {"norm": built})
+    model = put(model, {name: new[old][2] or new[old][1] for name, old in sites.items()})
     leave_fast_path(model)
     if mask_from is not None:
         route_mask(model, mask_from)
@@ -184,9 +183,8 @@ def chosen_sites(
     meant, chosen = {}, {}
     for name, module in every.items():
         spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        known = name in readable
-        if spec is not None and (known or is_named_norm(module)) and (where is None or where(name, module)):
-            (chosen if known else meant)[name] = spec
+        if spec is not None and (name in readable or is_named_norm(module)) and (where is None or where(name, module)):
+            (chosen if name in readable else meant)[name] = spec
     if not chosen:
         raise ValueError(_nothing_found(model, readable, verb))
     if meant:
@@ -236,20 +234,29 @@ def take_place(new: Any, old: nn.Module) -> None:
         channels_first(new)
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put a module in its place and return the model; an empty name is the model itself."""
-    if not name:
-        return module
-    model.set_submodule(name, module)
+def put(model: nn.Module, new: Mapping[str, nn.Module]) -> nn.Module:
+    """Put modules in the places with these names ("" is the model); return the model.
+
+    Lists, tuples and dicts in which modules keep others beside their children follow, as a forward may use them.
+    """
+    old = {model.get_submodule(name): module for name, module in new.items()}
+    for name in filter(None, new):
+        model.set_submodule(name, new[name])
+    model = new.get("", model)
+    gone, own = old.keys() - set(model.modules()), vars(nn.Module()).keys()
+    for module in model.modules():
+        for key in vars(module).keys() - own:
+            held = vars(module)[key]
+            leaves = pytree.tree_leaves(held) if isinstance(held, list | tuple | dict) else ()
+            if any(isinstance(each, nn.Module) and each in gone for each in leaves):
+                vars(module)[key] = pytree.tree_map_only(nn.Module, lambda each: old.get(each, each), held)
     return model
 
 
 def put_everywhere(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     """Put a module in the place of another one under all names that it has."""
     old = model.get_submodule(name)
-    for each in [each for each, there in model.named_modules(remove_duplicate=False) if there is old]:
-        model = put(model, each, module)
-    return model
+    return put(model, {each: module for each, there in model.named_modules(remove_duplicate=False) if there is old})
 
 
 def _carried(found: Found, name: str) -> dict[str, object]:
@@ -303,8 +310,7 @@ def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
 def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
     if readable:
         return f"{verb}() found norms, but its rules select none: {listed(readable, 12)}. Change the rules or where="
-    seen = unreadable(model)
-    if seen:
+    if seen := unreadable(model):
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
         return f"{verb}() found no norm that it can read: {named}. Mend it or add a reader to transforms/third_party.py"
     kinds = sorted({type(module).__name__ for module in model.modules()})

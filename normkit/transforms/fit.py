@@ -52,8 +52,7 @@ def fit_norms(
         check_not_wrapped(each, "fit_norms")
         check_not_meta(each, "fit_norms")
     check_batches(batches, "fit_norms()")
-    batches = list(batches)
-    if not batches:
+    if not (batches := list(batches)):
         raise ValueError("fit_norms() was given no batches")
     model = model if inplace else copy_model(model)
     norms = norms_with_statistics(model, "fit_norms")

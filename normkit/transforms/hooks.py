@@ -41,14 +41,12 @@ def channels_first(norm: T) -> T:
     return norm
 
 
-def is_layout_hook(hook: object) -> bool:
-    """Return True for one of these two hooks."""
-    return hook in (_channels_to_the_end, _channels_to_the_front)
-
-
 def _channels_to_the_end(norm: nn.Module, args: tuple) -> tuple:
     return (args[0].movedim(1, -1), *args[1:])
 
 
 def _channels_to_the_front(norm: nn.Module, args: tuple, output: Any) -> Any:
     return output.movedim(-1, 1)
+
+
+LAYOUT = (_channels_to_the_end, _channels_to_the_front)

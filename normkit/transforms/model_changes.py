@@ -130,10 +130,9 @@ def _full_name(model: Any, name: str) -> str:
 
 
 def _describe(name: str, module: nn.Module) -> dict[str, Any]:
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    affine = {"weight": weight is not None, "bias": bias is not None}
+    affine = {key: getattr(module, key, None) is not None for key in ("weight", "bias")}
     if isinstance(module, nn.Identity):
-        return {"is": "identity"} | ({"weight": True} if weight is not None else {})
+        return {"is": "identity"} | ({"weight": True} if affine["weight"] else {})
     if isinstance(module, Affine):
         width = next(p.numel() for p in module.parameters())
         return {"is": "affine", **affine, "dim": width, "channel_dim": module.channel_dim}

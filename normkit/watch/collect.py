@@ -214,8 +214,7 @@ def _derived(fields: Fields, eps: float, needs: set[str]) -> Fields:
     if "spread" in needs and "weight" in fields:
         ratio = fields["weight"].abs() / found["psi"]
         # one by one: a list of shares would be copied to the GPU, for which the host waits
-        shares = [torch.quantile(ratio, share, dim=-1) for share, _ in QUARTILES.values()]
-        found["spread"] = torch.stack(shares)
+        found["spread"] = torch.stack([torch.quantile(ratio, share, dim=-1) for share, _ in QUARTILES.values()])
     if "at_psi" in fields:
         g_mu, g_psi2, psi = (fields[name] for name in ("g_mu", "g_psi2", "at_psi"))
         found["g_sigma2"] = (g_psi2 * psi - fields["at_mean"] * g_mu) / torch.sqrt(fields["at_var"] + eps)

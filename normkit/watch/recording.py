@@ -28,11 +28,6 @@ class Series(NamedTuple):
         pairs = zip(self.steps, self.values, strict=True)
         return sorted((step, value) for step, value in pairs if math.isfinite(value))
 
-    def last(self) -> float:
-        """The last finite value; nan without one."""
-        points = self.points()
-        return points[-1][1] if points else math.nan
-
     def late(self) -> list[float]:
         """Finite values of the second half of the steps."""
         middle = (self.steps[0] + self.steps[-1]) / 2

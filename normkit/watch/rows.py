@@ -73,7 +73,6 @@ class Rows:
 
     def flush(self) -> None:
         """Bring the file up to date, if there is one."""
-        self.refresh()
         if self._send is not None:
             self.take()
 

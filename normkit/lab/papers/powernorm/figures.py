@@ -1,7 +1,6 @@
 """Figures of PowerNorm (Shen et al., ICML 2020)."""
 
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from normkit.lab.report.recorded import (
 )
 from normkit.lab.report.settings import job
 from normkit.lab.tasks import METRICS
+from normkit.watch import Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,8 +101,8 @@ def figure6(runs: Sequence[Recorded]) -> Drawn:
         for quantity, series in run.recording.quantities.items():
             if match := SINGULAR.fullmatch(quantity):
                 for site, each in series.items():
-                    if each.points():
-                        sites.setdefault(site, {})[int(match[1])] = each.last()
+                    if points := each.points():
+                        sites.setdefault(site, {})[int(match[1])] = points[-1][1]
         if sites:
             found.append((run, next(iter(sites.values()))))
     if not found:
@@ -133,7 +133,7 @@ def figure7(runs: Sequence[Recorded]) -> Drawn:
     axes = figure.add_subplot()
     boxes = []
     for site in sites:
-        ends = [_finite(run.recording.of(quantity)[site].last()) for quantity in quantities]
+        ends = [_last(run.recording.of(quantity)[site]) for quantity in quantities]
         boxes.append(dict(zip(("whislo", "q1", "med", "q3", "whishi"), ends, strict=True)) | {"fliers": []})
     axes.bxp(boxes, patch_artist=True, boxprops={"facecolor": "none", "edgecolor": canvas.COLOURS[0]},
              medianprops={"color": canvas.COLOURS[1]}, whiskerprops={"color": canvas.COLOURS[0]},
@@ -169,5 +169,7 @@ def _percent(panels: "Sequence[Axes]") -> None:
         axes.set(xlabel="Percent of training", xlim=(0, 100))
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
+def _last(series: Series) -> float:
+    """The last finite value; 0 without one."""
+    points = series.points()
+    return points[-1][1] if points else 0.0

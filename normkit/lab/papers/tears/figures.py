@@ -65,8 +65,8 @@ def figure3(runs: Sequence[Recorded]) -> Drawn:
     for run in runs:
         for site, series in run.sites("learned_g").items():
             place = _place(site)
-            if place is not None and series.points():
-                lines.setdefault(place[0], {}).setdefault(run.label, []).append((place[1], series.last()))
+            if place is not None and (points := series.points()):
+                lines.setdefault(place[0], {}).setdefault(run.label, []).append((place[1], points[-1][1]))
     if not lines:
         raise ValueError("none of the recorded norms is in a numbered layer of an encoder or a decoder")
     figure = canvas.figure(2.3 * len(lines) + 0.5, 2.9)
