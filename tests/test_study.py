@@ -46,7 +46,7 @@ ROWS = (
     Row(label="LN", settings={}, printed=("10.0", "10.5", "81.3")),
     Row(label="UN", settings={"model.norm": "un"}, printed=("11.0*", "FAIL", "81.0")),
 )
-TOY = Study(id="toy", title="a toy", source="a paper, Table 1", claim="LN wins.", rows=ROWS, columns=COLUMNS)
+TOY = Study(id="toy", title="a toy", claim="LN wins.", rows=ROWS, columns=COLUMNS)
 
 FAST = {"steps": 6, "batch_tokens": 16, "valid_every": 3, "checkpoint_every": 2, "warmup": 2, "model.depth": 1}
 DIGITS = {"pocket": Base("tiny", RECIPES["vit_digits"], FAST), "paper": Base("tiny", RECIPES["vit_digits"], FAST)}
@@ -285,6 +285,8 @@ def test_scales_are_never_mixed(tmp_path):
     assert pocket.folder != paper.folder
     folder = put(pocket, tmp_path)
     there = results.read(folder)
+    results.write(folder, {**there, "run": {**there["run"], "workers": 2}})  # changes no result
+    assert table.collect(TOY, "pocket", tmp_path)
     results.write(folder, {**there, "run": dataclasses.asdict(seeded(paper, tmp_path, 0)[1])})
     for use in (table.collect, runner.plan):
         with pytest.raises(ValueError, match=r"other settings.*steps 9 where the study has 6.*--out"):

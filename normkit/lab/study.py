@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report.settings import flat
 from normkit.lab.train.config import Run
-from normkit.lab.train.donor_kinds import DONORS
+from normkit.lab.train.donors import DONORS
+from normkit.lab.train.folder import MOVABLE
 from normkit.names import pick
 from normkit.norms import options, parse
 from normkit.text import format_spec
 
 SCALES = ("pocket", "gpu", "paper")
-WHERE = ("name", "device", "threads")  # settings that identify where a run was made, not what it is
+PAPERS = {"pn": "PowerNorm", "tears": "Transformers without Tears", "un": "Unified Normalization"}
 AFTER_WARMUP = ("r_until", "d_until", "until")  # options of norms that count steps from the start
 MAX_NAME = 100  # characters of a folder's name
 
@@ -116,11 +117,10 @@ class Study:
     """A table or figure of a paper, or our own question: a grid of rows x columns x seeds.
 
     Attributes:
-        id: Name, such as `pn.table2`.
+        id: Name; of a paper's table or figure, a key of PAPERS and the place, such as `pn.table2`.
         title: The comparison, in a line.
         rows: Ways to train.
         columns: Metrics and models.
-        source: Paper and place, such as "PowerNorm, Table 2"; empty for a question of our own.
         claim: The paper's conclusion. Figures print no numbers, so this is compared with our results.
         note: Differences between our runs and the paper's at every scale.
         measured: Returns, for a scale, what a script measured: lists of runs of a table by row and column. Such a study
@@ -138,7 +138,6 @@ class Study:
     title: str
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
-    source: str = ""
     claim: str = ""
     note: str = ""
     measured: Callable[[str], Mapping[tuple[int, int], list[dict[str, Any]]]] | None = None
@@ -153,6 +152,12 @@ class Study:
                 )
             if isinstance(row.base, Sequence) and len(row.base) != len(self.columns):
                 raise ValueError(f"{self.id}: {row.label} has {len(row.base)} bases for {len(self.columns)} columns")
+
+    @property
+    def source(self) -> str:
+        """Paper and place, such as "PowerNorm, Table 2"; empty for a question of our own."""
+        paper, _, place = self.id.partition(".")
+        return re.sub(r"(\d+)", r" \1", f"{PAPERS[paper]}, {place.capitalize()}") if paper in PAPERS else ""
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -311,8 +316,17 @@ def folder_name(base: Run, run: Run) -> str:
             parts.append(",".join(f"{place}={norm}" for place, norm in value.items()))
         else:
             parts.append(f"{key.removeprefix('model.')}={value}")
-    name = ",".join(re.sub(r"[^\w.=]+", "-", part).strip("-") for part in parts)
+    name = ",".join(map(slug, parts))
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def slug(text: str) -> str:
+    """Turn a spec, or another setting, into a part of a folder's name.
+
+    >>> slug("power(groups=0)")
+    'power-groups=0'
+    """
+    return re.sub(r"[^\w.=]+", "-", text).strip("-")
 
 
 def seeded(cell: Cell, out: Path, seed: int) -> tuple[Path, Run]:
@@ -327,13 +341,13 @@ def seeds(folder: Path) -> dict[int, Path]:
 
 
 def differences(found: Settings, expected: Run) -> list[str]:
-    """Describe the settings, except WHERE, in which a result differs from the expected run."""
+    """Describe the settings, except MOVABLE, in which a result differs from the expected run."""
     have, need = flat(dict(found)), flat(dataclasses.asdict(expected))
     defaults = flat(dataclasses.asdict(Run(name="", task="", data="", steps=1)))
     return [
         f"{name} {have.get(name, defaults.get(name))!r} where the study has {value!r}"
         for name, value in need.items()
-        if name not in WHERE and _as_json(have.get(name, defaults.get(name))) != _as_json(value)
+        if name not in MOVABLE and _as_json(have.get(name, defaults.get(name))) != _as_json(value)
     ]
 
 

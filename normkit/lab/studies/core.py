@@ -76,13 +76,6 @@ GERMAN_LONG = Study(
     columns=columns(IWSLT14_LONG, BLEU | CALIBRATED | VALID),
 )
 
-CMUDICT_CORE = Study(
-    id="core.cmudict",
-    title="norms from spelling to sound, CMU Pronouncing Dictionary",
-    rows=(*CORE, *OTHERS),
-    columns=columns(CMUDICT, _with_donors("per")),
-)
-
 PTB_CORE = Study(
     id="core.ptb",
     title="norms in a tensorized language model, PTB",
@@ -131,6 +124,13 @@ GALICIAN_LONG = Study(
         Row("pnv + FixNorm + scale loss", {"model.norm": "pnv", "model.fixnorm": True, "scale_loss": 0.1}),
     ),
     columns=columns(TED_LONG, BLEU | CALIBRATED | VALID),
+)
+
+CMUDICT_CORE = Study(
+    id="core.cmudict",
+    title="norms from spelling to sound, CMU Pronouncing Dictionary",
+    rows=(*CORE, *OTHERS),
+    columns=columns(CMUDICT, _with_donors("per")),
 )
 
 IMAGES = (

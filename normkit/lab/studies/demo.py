@@ -1,7 +1,6 @@
 """The demo: train one model with each of several norms alike, then fold one."""
 
 import dataclasses
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from normkit.lab.report import results
 from normkit.lab.studies.evaluate import finish_job
 from normkit.lab.studies.progress import Board
 from normkit.lab.studies.workers import Workers, send, train_job
-from normkit.lab.study import warmed
+from normkit.lab.study import slug, warmed
 from normkit.lab.timing import ROUNDS
 from normkit.lab.train.config import Run
 from normkit.lab.train.progress import Progress
@@ -95,15 +94,6 @@ def entries(
     if not found:
         raise ValueError(f"no norm given; the demo compares {', '.join(COMPARED)}")
     return found
-
-
-def slug(spec: str) -> str:
-    """Turn a spec into the name of a folder.
-
-    >>> slug("power(groups=0)")
-    'power-groups=0'
-    """
-    return re.sub(r"[^\w.=]+", "-", spec).strip("-")
 
 
 @dataclasses.dataclass

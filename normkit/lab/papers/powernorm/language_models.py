@@ -251,14 +251,6 @@ def lm_ptb_xl_large_brief() -> Run:
     )
 
 
-RECIPES = (
-    lm_ptb_lstm, lm_ptb_mos, lm_ptb_adaptive, lm_ptb_xl,
-    lm_wikitext103_lstm, lm_wikitext103_mos, lm_wikitext103_adaptive, lm_wikitext103_xl, lm_wikitext103_xl_large,
-    lm_ptb_core1_brief, lm_ptb_lstm_brief, lm_ptb_mos_brief, lm_ptb_adaptive_brief, lm_ptb_xl_brief,
-    lm_ptb_xl_large_brief,
-)  # fmt: skip
-
-
 def _ptb(model: str, brief: Any, paper: Any) -> Bases:
     name = f"ptb.{model}"
     return {"pocket": Base(name, brief), "gpu": Base(name, paper), "paper": Base(name, paper)}

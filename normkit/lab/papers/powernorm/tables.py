@@ -24,7 +24,6 @@ def _synchronized(norm: str) -> dict[str, Settings]:
 TABLE1 = Study(
     id="pn.table1",
     title="BLEU of translation on the tests of IWSLT14 De-En and WMT14 En-De",
-    source="PowerNorm, Table 1",
     claim="PN-V is far better than BN and does not reach LN; PN is above LN.",
     note=f"{NOTE} The first rows are of other papers, ours with this table's training and depth: LN after each block,"
     " with Fixup none; LayerDrop of 0.2, as in its paper. Dynamic Conv has its own depth on GPUs, 7 and 6 layers."
@@ -68,53 +67,52 @@ def _both(bases: tuple[Bases, Bases]) -> tuple[Bases, ...]:
     return tuple(base for base in bases for _ in range(2))
 
 
-TABLE3 = Study(
-    id="pn.table3",
-    title="perplexity of tensorized language models on validation and test of PTB and WikiText-103",
-    source="PowerNorm, Table 3",
-    claim="Validation agrees with the test of Table 2.",
-    note=LANGUAGE_MODELS,
-    columns=(
-        *columns(lm.CORE[0], {"PTB valid": "perplexity valid", "PTB test": "perplexity"}),
-        *columns(lm.CORE[1], {"WikiText-103 valid": "perplexity valid", "WikiText-103 test": "perplexity"}),
-    ),
-    rows=(
-        Row(label="Tied-LSTM", settings={}, base=_both(lm.LSTM), printed=("75.7", "48.7", "-", "48.7")),
-        Row(label="AWD-LSTM-MoS", settings={}, base=_both(lm.MOS), printed=("58.1", "56.0", "29.0", "29.2")),
-        Row(label="Adaptive Input", settings={}, base=_both(lm.ADAPTIVE), printed=("59.1", "57.0", "19.8", "20.5")),
-        Row(label="Transformer-XL base", settings={}, base=_both(lm.XL), printed=("56.7", "54.5", "23.1", "24.0")),
-        Row(label="Transformer-XL large", settings={}, base=_both(lm.XL_LARGE), printed=("-", "-", "-", "18.3")),
-        Row(label="Tensor-Transformer 1core", settings={}, printed=("55.4", "57.9", "23.6", "20.9")),
-        Row(label="Tensor-Transformer 2core", settings=CORES2, printed=("54.3", "49.8", "19.7", "18.9")),
-        Row(label="Tensor-Transformer 1core + LN", settings=LN, printed=("58.0*", "53.2*", "22.7*", "20.9*")),
-        Row(label="Tensor-Transformer 1core + BN", settings=BN, printed=("71.7", "60.7", "28.4", "27.2")),
-        Row(label="Tensor-Transformer 1core + PN-V", settings=PNV, printed=("59.7", "55.3", "23.6", "21.3")),
-        Row(label="Tensor-Transformer 1core + PN", settings=PN, printed=("51.6", "47.6", "18.3", "17.9")),
-    ),
+LANGUAGE_ROWS = (
+    Row(label="Tied-LSTM", settings={}, base=_both(lm.LSTM), printed=("75.7", "48.7", "-", "48.7")),
+    Row(label="AWD-LSTM-MoS", settings={}, base=_both(lm.MOS), printed=("58.1", "56.0", "29.0", "29.2")),
+    Row(label="Adaptive Input", settings={}, base=_both(lm.ADAPTIVE), printed=("59.1", "57.0", "19.8", "20.5")),
+    Row(label="Transformer-XL base", settings={}, base=_both(lm.XL), printed=("56.7", "54.5", "23.1", "24.0")),
+    Row(label="Transformer-XL large", settings={}, base=_both(lm.XL_LARGE), printed=("-", "-", "-", "18.3")),
+    Row(label="Tensor-Transformer 1core", settings={}, printed=("55.4", "57.9", "23.6", "20.9")),
+    Row(label="Tensor-Transformer 2core", settings=CORES2, printed=("54.3", "49.8", "19.7", "18.9")),
+    Row(label="Tensor-Transformer 1core + LN", settings=LN, printed=("58.0*", "53.2*", "22.7*", "20.9*")),
+    Row(label="Tensor-Transformer 1core + BN", settings=BN, printed=("71.7", "60.7", "28.4", "27.2")),
+    Row(label="Tensor-Transformer 1core + PN-V", settings=PNV, printed=("59.7", "55.3", "23.6", "21.3")),
+    Row(label="Tensor-Transformer 1core + PN", settings=PN, printed=("51.6", "47.6", "18.3", "17.9")),
 )
 
 TABLE2 = Study(
     id="pn.table2",
     title="perplexity of tensorized language models on the tests of PTB and WikiText-103",
-    source="PowerNorm, Table 2",
     claim="PN is 5.6 and 3 points below LN; BN is the worst, PN-V between.",
     note=LANGUAGE_MODELS,
     columns=(
         Column(title="PTB", metric="perplexity", base=lm.CORE[0]),
         Column(title="WikiText-103", metric="perplexity", base=lm.CORE[1]),
     ),
-    rows=tuple(  # those of Table 3, whose odd columns are the tests
+    rows=tuple(  # of four columns, the odd ones are the tests
         dataclasses.replace(
             row, printed=row.printed[1::2], base=row.base[1::2] if isinstance(row.base, Sequence) else None
         )
-        for row in TABLE3.rows
+        for row in LANGUAGE_ROWS
     ),
+)
+
+TABLE3 = Study(
+    id="pn.table3",
+    title="perplexity of tensorized language models on validation and test of PTB and WikiText-103",
+    claim="Validation agrees with the test of Table 2.",
+    note=LANGUAGE_MODELS,
+    columns=(
+        *columns(lm.CORE[0], {"PTB valid": "perplexity valid", "PTB test": "perplexity"}),
+        *columns(lm.CORE[1], {"WikiText-103 valid": "perplexity valid", "WikiText-103 test": "perplexity"}),
+    ),
+    rows=LANGUAGE_ROWS,
 )
 
 TABLE4 = Study(
     id="pn.table4",
     title="further norms: BLEU on the test of IWSLT14 De-En, perplexity on the test of PTB",
-    source="PowerNorm, Table 4",
     claim="BRN, MABN and PN-V are above BN and below LN; GN is the best of the earlier norms, PN of all.",
     note=f"{NOTE} GN has as many groups as IWSLT14's model has heads, in both columns.",
     columns=(
@@ -146,7 +144,6 @@ POCKET_RESNET = "At pocket scale ResNet20 gets images of 16 x 16 and trains with
 FIGURE2 = Study(
     id="pn.figure2",
     title="distance between batch and running mean and variance in the first BN during training",
-    source="PowerNorm, Figure 2",
     claim="ResNet20's distances are orders of magnitude smaller; the Transformer's have extreme outliers.",
     note=f"{NOTE} {POCKET_RESNET}",
     columns=_statistics(("mean", "distance_mean"), ("variance", "distance_var")),
@@ -159,7 +156,6 @@ FIGURE2 = Study(
 FIGURE3 = Study(
     id="pn.figure3",
     title="gradient that mean and variance contribute to the input of the first BN during training",
-    source="PowerNorm, Figure 3",
     claim="The Transformer's vary by orders of magnitude more, and their outliers persist to the end.",
     note=f"{NOTE} {POCKET_RESNET}",
     columns=_statistics(("g_mu", "g_mu"), ("g_sigma2", "g_sigma2")),
@@ -169,7 +165,6 @@ FIGURE3 = Study(
 FIGURE4 = Study(
     id="pn.figure4",
     title="statistics and gradients of the first BN (variance) and PN-V (quadratic mean) during training",
-    source="PowerNorm, Figure 4",
     claim="The quadratic mean moves far less than the variance, and its gradient has far fewer outliers.",
     note=NOTE,
     columns=_statistics(
@@ -184,7 +179,6 @@ FIGURE4 = Study(
 FIGURE5 = Study(
     id="pn.figure5",
     title="BLEU on the test of IWSLT14 De-En by tokens a batch, at 4k tokens an update",
-    source="PowerNorm, Figure 5",
     claim="PN is above LN at every size; PN-V reaches LN at 4k alone; BN is poor and has no trend.",
     note=NOTE,
     columns=tuple(
@@ -207,7 +201,6 @@ FIGURE5 = Study(
 FIGURE6 = Study(
     id="pn.figure6",
     title="singular values of the word embedding after training on WMT14, the largest being 1",
-    source="PowerNorm, Figure 6",
     claim="PN's singular values fall more slowly than LN's.",
     note=NOTE,
     columns=(
@@ -220,7 +213,6 @@ FIGURE6 = Study(
 FIGURE7 = Study(
     id="pn.figure7",
     title="ratio of gamma to the quadratic mean of the batch in the layers of PN-V, on IWSLT14",
-    source="PowerNorm, Figure 7",
     claim="The ratio is at most 1 in every channel of every layer, so that Lemma 2 holds.",
     note=NOTE,
     columns=(

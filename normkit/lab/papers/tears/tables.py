@@ -18,6 +18,7 @@ WARMUPS = {
 DECAY = {"schedule": "validation_decay"}
 TWICE = {"lr": Times(2)}
 NO_WARMUP = {**DECAY, "warmup": 0, "lr": Times(0.607)}  # 3e-4 against a peak of 1 / sqrt(512 * 8000)
+RATE = {"paper": {"lr": 3e-4}}  # of NO_WARMUP
 
 PAIRS = {"gl-en": TED["gl"], "sk-en": TED["sk"], "en-vi": IWSLT15_VI, "en-he": TED["he"], "ar-en": TED["ar"]}
 
@@ -33,7 +34,6 @@ def _valid(title: str, settings: dict) -> Column:
 TABLE2 = Study(
     id="tears.table2",
     title="BLEU on the development set of en-vi by steps of warm-up, Xavier and SmallInit",
-    source="Transformers without Tears, Table 2",
     claim="PostNorm needs SmallInit to converge; PreNorm always does.",
     columns=tuple(_valid(title, settings) for title, settings in WARMUPS.items()),
     rows=(
@@ -47,7 +47,6 @@ TABLE2 = Study(
 TABLE3 = Study(
     id="tears.table3",
     title="BLEU on the tests of five low-resource pairs by placement and norm",
-    source="Transformers without Tears, Table 3",
     claim="PreNorm, FixNorm and ScaleNorm each add at least 0.3 BLEU on average, 1.1 together.",
     columns=_pairs("bleu"),
     rows=(
@@ -68,16 +67,10 @@ BEST = SMALL | PRE | SCALE | FIX
 TABLE4 = Study(
     id="tears.table4",
     title="BLEU on the development sets of PreNorm + FixNorm + ScaleNorm by learning rate schedule",
-    source="Transformers without Tears, Table 4",
     claim="No warm-up is as good as any schedule, except on gl-en; twice the learning rate does no harm.",
     columns=_pairs("bleu valid"),
     rows=(
-        Row(
-            "NoWarmup",
-            BEST | NO_WARMUP,
-            at={"paper": {"lr": 3e-4}},
-            printed=("18.00", "28.92", "28.91", "30.33", "35.40"),
-        ),
+        Row("NoWarmup", BEST | NO_WARMUP, ("18.00", "28.92", "28.91", "30.33", "35.40"), at=RATE),
         Row("InvSqrtDecay", BEST, ("22.18", "29.08", "28.84", "30.30", "35.33")),
         Row("ValDecay", BEST | DECAY, ("21.45", "29.46", "28.67", "30.69", "35.46")),
         Row("InvSqrtDecay + 2xLR", BEST | TWICE, ("21.92", "29.03", "28.76", "30.50", "35.33")),
@@ -88,26 +81,17 @@ TABLE4 = Study(
 TABLE5 = Study(
     id="tears.table5",
     title="BLEU on the development set of en-vi without warm-up, by layers of encoder and decoder",
-    source="Transformers without Tears, Table 5",
     claim="Without warm-up PostNorm fails at 5 and 6 layers, PreNorm at none.",
     columns=tuple(_valid(f"{depth} layers", {"model.depth": depth}) for depth in (4, 5, 6)),
     rows=(
-        Row(
-            "PostNorm",
-            SMALL | POST | LAYER | NO_WARMUP,
-            at={"paper": {"lr": 3e-4}},
-            printed=("18.31", "fails", "fails"),
-        ),
-        Row(
-            "PreNorm", SMALL | PRE | LAYER | NO_WARMUP, at={"paper": {"lr": 3e-4}}, printed=("28.33", "28.13", "28.32")
-        ),
+        Row("PostNorm", SMALL | POST | LAYER | NO_WARMUP, ("18.31", "fails", "fails"), at=RATE),
+        Row("PreNorm", SMALL | PRE | LAYER | NO_WARMUP, ("28.33", "28.13", "28.32"), at=RATE),
     ),
 )
 
 TABLE6 = Study(
     id="tears.table6",
     title="BLEU of the base model on newstest2014, WMT14 En-De",
-    source="Transformers without Tears, Table 6",
     claim="With much data PostNorm is above PreNorm, and ScaleNorm with FixNorm equals LayerNorm.",
     columns=(Column(title="newstest2014", metric="bleu", base=WMT14_DE),),
     rows=(
@@ -122,7 +106,6 @@ TABLE6 = Study(
 TABLE7 = Study(
     id="tears.table7",
     title="BLEU on the tests of five pairs by how many scales g are learned (PreNorm)",
-    source="Transformers without Tears, Table 7",
     claim="One g a norm is as good as one a channel; a fixed g needs a low learning rate.",
     columns=_pairs("bleu"),
     rows=(
@@ -145,7 +128,6 @@ TABLE7 = Study(
 TABLE8 = Study(
     id="tears.table8",
     title="perplexity with label smoothing on training data and test, LayerNorm and ScaleNorm (PreNorm)",
-    source="Transformers without Tears, Table 8",
     claim="No clear trend: the test falls more than the training for gl-en and sk-en.",
     columns=tuple(
         Column(title=f"{norm} {part}", metric=metric, settings=settings)
@@ -169,13 +151,12 @@ COMPARED = (
     Row("PreNorm + LN", SMALL | PRE | LAYER | PLAIN),
     Row("PreNorm + FixNorm + LN", SMALL | PRE | LAYER | FIX),
     Row("PreNorm + FixNorm + ScaleNorm", BEST),
-    Row("PreNorm + FixNorm + ScaleNorm, NoWarmup", BEST | NO_WARMUP, at={"paper": {"lr": 3e-4}}),
+    Row("PreNorm + FixNorm + ScaleNorm, NoWarmup", BEST | NO_WARMUP, at=RATE),
 )
 
 FIGURE1 = Study(
     id="tears.figure1",
     title="BLEU on the development set of en-vi during training",
-    source="Transformers without Tears, Figure 1",
     claim="PreNorm learns faster than PostNorm and stays above it; with ScaleNorm it ends highest.",
     columns=(_valid("best", {}),),
     rows=COMPARED,
@@ -184,7 +165,6 @@ FIGURE1 = Study(
 FIGURE2 = Study(
     id="tears.figure2",
     title="norm of the whole gradient during training on en-vi",
-    source="Transformers without Tears, Figure 2",
     claim="PostNorm's gradients are noisy, with sharp spikes to the end; PreNorm's are smaller, even without warm-up.",
     columns=columns(IWSLT15_VI, {"median": "gradient_norm", "spikes": "gradient_norm outliers"}),
     rows=COMPARED,
@@ -193,7 +173,6 @@ FIGURE2 = Study(
 FIGURE3 = Study(
     id="tears.figure3",
     title="learned g of ScaleNorm by sublayer, pairs with 100k examples or more",
-    source="Transformers without Tears, Figure 3",
     claim="g grows with depth, but in decoder-encoder attention, and most clearly in the decoder; it is smaller in"
     " attention the more data there is.",
     columns=(
@@ -207,7 +186,6 @@ FIGURE3 = Study(
 FIGURE4 = Study(
     id="tears.figure4",
     title="learned g of ScaleNorm with and without label smoothing, en-vi",
-    source="Transformers without Tears, Figure 4",
     claim="Without smoothing g is lower in the decoder's late layers, and far higher at the output.",
     columns=(Column(title="first norm", metric="learned_g", base=IWSLT15_VI),),
     rows=(

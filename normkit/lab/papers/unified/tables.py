@@ -25,7 +25,6 @@ PN, PN_STAR = _norm("power(groups=1)"), _norm("power(groups=0)")
 TABLE1 = Study(
     id="un.table1",
     title="BLEU of translation on the tests of IWSLT14 De-En and WMT14 En-Fr",
-    source="Unified Normalization, Table 1",
     claim="UN equals LN and is the best of the norms that fold; BN loses 4 to 5 points.",
     columns=(
         Column(title="IWSLT14", metric="bleu", base=IWSLT14_UN),
@@ -69,7 +68,6 @@ def _figures(line: str) -> tuple[str, ...]:
 TABLE2 = Study(
     id="un.table2",
     title="accuracy in percent of Swin-T and T2T-ViT-14 on ImageNet-1K, of T2T-ViT-14 on CIFAR-10 and CIFAR-100",
-    source="Unified Normalization, Table 2",
     claim="UN is the best of the norms that fold; MABN and PN* fail on T2T-ViT-14.",
     note=POCKET_VIT,
     columns=(
@@ -83,14 +81,13 @@ TABLE2 = Study(
         Row("BN, folds", BN, ("80.8", "79.8", "96.6", "88.2")),
         Row("MABN, folds", MABN, ("80.9", "FAIL", "/", "/")),
         Row("PN*, folds", PN_STAR, ("80.9", "FAIL", "/", "/")),
-        _un("UN, folds", ("81.0", "80.9", "98.3", "88.9"), outlier_filtration=True),
+        _un("UN, folds", ("81.0", "80.9", "98.3", "88.9"), **FILTERED),
     ),
 )
 
 TABLE3 = Study(
     id="un.table3",
     title="average precision of Faster R-CNN with Swin-T on COCO val2017 after 36 epochs",
-    source="Unified Normalization, Table 3",
     claim="UN is 0.3 below LN and above all other norms that fold.",
     note=POCKET_COCO,
     columns=_detection(FASTER_RCNN, "box"),
@@ -99,14 +96,13 @@ TABLE3 = Study(
         Row("BN, folds", BN, ("44.6", "66.8", "48.9", "30.4", "48.0", "57.8")),
         Row("MABN, folds", MABN, ("44.8", "66.8", "49.0", "29.0", "47.9", "57.3")),
         Row("PN*, folds", PN_STAR, ("44.3", "66.7", "48.4", "29.6", "47.4", "57.2")),
-        _un("UN, folds", ("45.2", "67.2", "49.7", "30.1", "48.4", "58.2"), outlier_filtration=True),
+        _un("UN, folds", ("45.2", "67.2", "49.7", "30.1", "48.4", "58.2"), **FILTERED),
     ),
 )
 
 TABLE4 = Study(
     id="un.table4",
     title="average precision of Mask R-CNN with Swin-T on COCO val2017 after 36 epochs, boxes and masks",
-    source="Unified Normalization, Table 4",
     claim="UN is close to LN, for boxes and for masks.",
     note=POCKET_COCO,
     columns=_detection(MASK_RCNN, "box", "mask"),
@@ -115,11 +111,7 @@ TABLE4 = Study(
         Row("BN, folds", BN, _figures("44.9 67.2 49.0 29.6 48.4 58.3 40.8 64.0 43.8 24.9 44.4 55.3")),
         Row("MABN, folds", MABN, _figures("45.1 67.2 49.6 30.0 48.3 57.7 41.0 64.2 44.1 24.9 44.7 55.0")),
         Row("PN*, folds", PN_STAR, _figures("44.6 66.8 48.9 29.1 47.6 57.6 40.7 63.7 43.6 24.1 43.8 54.9")),
-        _un(
-            "UN, folds",
-            _figures("45.6 67.6 50.4 29.6 49.2 58.9 41.4 64.8 44.5 25.2 45.1 55.7"),
-            outlier_filtration=True,
-        ),
+        _un("UN, folds", _figures("45.6 67.6 50.4 29.6 49.2 58.9 41.4 64.8 44.5 25.2 45.1 55.7"), **FILTERED),
     ),
 )
 
@@ -131,28 +123,26 @@ PARTS = (
 TABLE5 = Study(
     id="un.table5",
     title="parts of UN left out, average precision of Mask R-CNN with Swin-T on COCO val2017 after 12 epochs",
-    source="Unified Normalization, Table 5",
     claim="Each part adds something.",
     note=f"{PARTS} {POCKET_COCO}",
     columns=columns(MASK_RCNN_12, {"box AP": "box AP", "mask AP": "mask AP"}),
     rows=(
-        _un("1: GM, AM, alpha", ("42.8", "39.2"), outlier_filtration=True),
-        _un("2: AM, alpha", ("42.2", "38.8"), window=1, window_bkw=4, outlier_filtration=True),
-        _un("3: GM, alpha", ("42.4", "38.8"), window_bkw=1, outlier_filtration=True),
-        _un("4: GM, AM", ("42.4", "39.0"), alpha_bkw=0.0, outlier_filtration=True),
-        _un("5: GM", ("42.5", "39.0"), window_bkw=1, alpha_bkw=0.0, outlier_filtration=True),
+        _un("1: GM, AM, alpha", ("42.8", "39.2"), **FILTERED),
+        _un("2: AM, alpha", ("42.2", "38.8"), window=1, window_bkw=4, **FILTERED),
+        _un("3: GM, alpha", ("42.4", "38.8"), window_bkw=1, **FILTERED),
+        _un("4: GM, AM", ("42.4", "39.0"), alpha_bkw=0.0, **FILTERED),
+        _un("5: GM", ("42.5", "39.0"), window_bkw=1, alpha_bkw=0.0, **FILTERED),
     ),
 )
 
 TABLE6 = Study(
     id="un.table6",
     title="UN's window M, average precision of Mask R-CNN with Swin-T on COCO val2017 after 12 epochs (transposed)",
-    source="Unified Normalization, Table 6",
     claim="Any moderate window does.",
     note=POCKET_COCO,
     columns=TABLE5.columns,
     rows=tuple(
-        _un(f"M = {window}", printed, window=window, outlier_filtration=True)
+        _un(f"M = {window}", printed, window=window, **FILTERED)
         for window, printed in {
             2: ("42.8", "39.2"),
             4: ("42.8", "39.3"),
@@ -166,7 +156,6 @@ TABLE6 = Study(
 TABLE7 = Study(
     id="un.table7",
     title="UN with and without outlier filtration on ImageNet (accuracy) and COCO val2017 (average precision)",
-    source="Unified Normalization, Table 7",
     claim="Without filtration training fails, except for Swin-T on ImageNet.",
     note=POCKET_COCO,
     columns=(
@@ -177,7 +166,7 @@ TABLE7 = Study(
         Column(title="Mask RCNN mask AP", metric="mask AP", base=MASK_RCNN_12),
     ),
     rows=(
-        _un("with", ("80.9", "81.0", "42.2", "42.8", "39.2"), outlier_filtration=True),
+        _un("with", ("80.9", "81.0", "42.2", "42.8", "39.2"), **FILTERED),
         _un("without", ("FAIL", "80.7", "FAIL", "FAIL", "FAIL")),
     ),
 )
@@ -185,7 +174,6 @@ TABLE7 = Study(
 TABLE8 = Study(
     id="un.table8",
     title="memory (MB) and throughput (images a second) of Swin-T at inference, LN against UN folded, RTX 3090",
-    source="Unified Normalization, Table 8",
     claim="Folding saves 17.7% of the memory and adds 31.2% to the throughput on ImageNet, 6.1% and 24.2% on COCO.",
     note="`python benchmarks/swin.py` measures ours, all variants in one run, memory on GPUs alone. Shown are eager"
     " models in float32; docs/vision.md has compiled ones, other norms, and how much the rounds scatter.",
@@ -197,14 +185,13 @@ TABLE8 = Study(
     ),
     rows=(
         Row("LN", LN, ("9978", "1179.5", "955", "17.8")),
-        _un("UN", ("8213", "1547.8", "897", "22.1"), outlier_filtration=True),
+        _un("UN", ("8213", "1547.8", "897", "22.1"), **FILTERED),
     ),
 )
 
 TABLE9 = Study(
     id="un.table9",
     title="parts of UN left out, BLEU on the test of IWSLT14 De-En",
-    source="Unified Normalization, Table 9",
     claim="Without momentum in the backward training breaks down; the geometric mean is worth 0.9.",
     note=PARTS,
     columns=(Column(title="IWSLT14", metric="bleu", base=IWSLT14_UN),),
@@ -220,7 +207,6 @@ TABLE9 = Study(
 TABLE10 = Study(
     id="un.table10",
     title="UN's alpha, average precision on COCO val2017 and BLEU on the test of IWSLT14 De-En (transposed)",
-    source="Unified Normalization, Table 10",
     claim="COCO does not mind; translation fails at 0.6.",
     note=POCKET_COCO,
     columns=(
@@ -242,7 +228,6 @@ TABLE10 = Study(
 FIGURE1 = Study(
     id="un.figure1",
     title="training of Transformer (IWSLT14), T2T-ViT-14 (ImageNet) and Swin-T (COCO) by norm",
-    source="Unified Normalization, Figure 1",
     claim="Other norms that fold learn less well or crash; UN follows LN.",
     note=f"{POCKET_VIT} {POCKET_COCO}",
     columns=(
@@ -262,7 +247,6 @@ FIGURE1 = Study(
 FIGURE3 = Study(
     id="un.figure3",
     title="PNAC, channels whose statistics look normal over iterations, of activations and gradients",
-    source="Unified Normalization, Figure 3",
     claim="Activations lose normality in the course of training, gradients hardly.",
     columns=columns(IWSLT14_UN, {"activations": "pnac_activation", "gradients": "pnac_gradient"}),
     rows=(Row("MABN", MABN), _un("UN")),
@@ -271,7 +255,6 @@ FIGURE3 = Study(
 FIGURE4 = Study(
     id="un.figure4",
     title="statistics of a channel over iterations, geometric and arithmetic mean over the window",
-    source="Unified Normalization, Figure 4",
     claim="The range of activation statistics grows with depth and training; outliers pull the arithmetic mean, not the"
     " geometric.",
     columns=columns(
@@ -288,7 +271,6 @@ FIGURE4 = Study(
 FIGURE5 = Study(
     id="un.figure5",
     title="steps that outlier filtration drops, by depth, after 12, 24 and 36 epochs on COCO",
-    source="Unified Normalization, Figure 5",
     claim="Outliers come from deeper layers, and more of them as training goes on.",
     columns=(
         Column(title="Swin-T, share of steps, first norm", metric="filtered_rate", base=MASK_RCNN),
@@ -300,7 +282,6 @@ FIGURE5 = Study(
 FIGURE6 = Study(
     id="un.figure6",
     title="similarity (CKA) of T2T-ViT-14's feature maps with those of the model with LN",
-    source="Unified Normalization, Figure 6",
     claim="UN's features are closer to LN's than BN's are, most of all in shallow layers.",
     note="CKA on 1,000 test images, of norms, attention and feed-forward blocks. `normkit figure un.figure6` draws the"
     " maps from the run folders. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs, which is"
