@@ -93,22 +93,13 @@ def spread(heights: Sequence[float], distance: float) -> list[float]:
     >>> spread([0.5, 0.5, 0.0], 0.25)
     [0.375, 0.625, 0.0]
     """
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    blocks: list[tuple[float, list[int]]] = []  # mean height, members
-    for i in order:
-        blocks.append((heights[i], [i]))
-        while len(blocks) > 1:
-            (low, lows), (high, highs) = blocks[-2:]
-            if high - low >= distance * (len(lows) + len(highs)) / 2:
-                break
-            members = lows + highs
-            mean = (low * len(lows) + high * len(highs)) / len(members)
-            blocks[-2:] = [(mean, members)]
-    out = list(heights)
-    for mean, members in blocks:
-        for place, i in enumerate(members):
-            out[i] = mean + (place - (len(members) - 1) / 2) * distance
-    return out
+    import numpy as np
+    from scipy.optimize import isotonic_regression
+
+    order, steps = np.argsort(heights, kind="stable"), distance * np.arange(len(heights))
+    found = np.empty(len(heights))
+    found[order] = isotonic_regression(np.asarray(heights)[order] - steps).x + steps
+    return found.tolist()
 
 
 def figure_path(path: str | Path) -> Path:

@@ -5,6 +5,7 @@ policy in the page allows this script, by its hash, and no other, and forbids lo
 """
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -85,24 +86,6 @@ def page(
     """Make the page, with lines as dense as its size allows; a `live` page updates itself."""
     if not results:
         raise ValueError("no results to show; give at least one")
-    charts = panels(results, None, reader)
-    for points in POINTS:
-        data = _page(results, charts, title, command, sections, live, points, notes).encode("utf8", "replace")
-        if len(data) < LIMIT:
-            return data
-    raise ValueError(f"a page of {len(results)} results would be larger than {LIMIT / 1e6:.0f} MB; show fewer")
-
-
-def _page(
-    results: Results,
-    charts: Sequence[Panel],
-    title: str,
-    command: str,
-    sections: PageSections,
-    live: bool,
-    points: int,
-    notes: Sequence[str],
-) -> str:
     import jinja2
     from markupsafe import Markup
 
@@ -113,21 +96,17 @@ def _page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names, pooled = labels(results), pool(results)
+    names, pooled, charts = labels(results), pool(results), panels(results, None, reader)
     seeds = len(pooled) < len(results)
-    data = _data(results, charts if points else (), names, sections, points or FEWEST)
     scripts = [(TEMPLATES / name).read_text(encoding="utf8") for name in ("page.js", "live.js")[: 1 + live]]
     same, different = split([result["run"] for result in results.values()])
     here, elsewhere = split([result["where"] for result in results.values()])
-    return environment.get_template("page.html.j2").render(
+    render = functools.partial(
+        environment.get_template("page.html.j2").render,
         title=title,
         live=live,
         command=command,
         tables=[*_tables(pooled, "means over seeds: "), *_tables(results)] if seeds else _tables(results),
-        conclusions=[*notes, *sentences(pooled), *([] if points or not charts else [CROWDED])],
-        has_curves=bool(data["curves"]),
-        has_statistics=bool(data["statistics"]),
-        data=Markup(as_script(data)),
         findings=_by_sentence(sections.findings, names),
         unchecked=_by_sentence(sections.unchecked, names),
         studies=[study_tables.shown(table) for table in sections.studies],
@@ -144,6 +123,18 @@ def _page(
         scripts=[Markup(script) for script in scripts],
         digests=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
     )
+    conclusions = [*notes, *sentences(pooled)]
+    for points in POINTS:
+        data = _data(results, charts if points else (), names, sections, points or FEWEST)
+        made = render(
+            conclusions=[*conclusions, *([] if points or not charts else [CROWDED])],
+            has_curves=bool(data["curves"]),
+            has_statistics=bool(data["statistics"]),
+            data=Markup(as_script(data)),
+        ).encode("utf8", "replace")
+        if len(made) < LIMIT:
+            return made
+    raise ValueError(f"a page of {len(results)} results would be larger than {LIMIT / 1e6:.0f} MB; show fewer")
 
 
 def as_script(data: Any) -> str:
@@ -200,12 +191,16 @@ def _data(
     found = [losses(result) for result in results.values()]
     curves = []
     for title in ("training loss", "validation loss"):
-        lines = [_line(run, "", *by[title], points) for run, by in enumerate(found) if len(by[title][0]) > 1]
+        lines = [
+            {"run": run, "name": "", "x": thin(steps, points), "y": list(map(_round, thin(values, points)))}
+            for run, (steps, values) in enumerate(by[title] for by in found)
+            if len(steps) > 1
+        ]
         if lines:
             curves.append({"title": title.capitalize(), "lines": lines})
     quantities: dict[str, list[dict[str, Any]]] = {}
     for panel in charts:
-        sites = {site: [_round(value) for value in thin(values, points)] for site, values in panel.sites.items()}
+        sites = {site: list(map(_round, thin(values, points))) for site, values in panel.sites.items()}
         one = {"run": number[panel.folder], "x": thin(panel.steps, points), "sites": sites}
         quantities.setdefault(panel.quantity, []).append(one)
     return {
@@ -221,10 +216,6 @@ def _data(
     }
 
 
-def _line(run: int, name: str, steps: Sequence[int], values: Sequence[float | None], points: int) -> dict[str, Any]:
-    return {"run": run, "name": name, "x": thin(steps, points), "y": [_round(value) for value in thin(values, points)]}
-
-
 def _round(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
@@ -233,13 +224,11 @@ def _fold(name: str, fold: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": name,
         "foldable": fold.get("foldable") or summary.NONE,
-        "errors": [_error(fold.get(kind)) for kind in ("max_error", "native_error")],
+        "errors": [
+            summary.NONE if fold.get(kind) is None else f"{fold[kind]:.1e}" for kind in ("max_error", "native_error")
+        ],
         "rows": [{**row, "into": ", ".join(map(str, row.get("into") or []))} for row in fold.get("rows") or []],
     }
-
-
-def _error(value: float | None) -> str:
-    return summary.NONE if value is None else f"{value:.1e}"
 
 
 def _texts(settings: dict[str, Any]) -> dict[str, str]:

@@ -28,13 +28,10 @@ def curves(results: Results, path: str | Path) -> Path:
     Scales begin after the first twentieth of each run; a line that ends early belongs to a run that diverged.
     """
     path = canvas.figure_path(path)
-    names = labels(results)
-    found = {folder: losses(result) for folder, result in results.items()}
-    series = {
-        title: {folder: list(zip(*run[title], strict=True)) for folder, run in found.items()}
-        for title in ("training loss", "validation loss")
-    }
-    series = {title: lines for title, lines in series.items() if any(len(line) > 1 for line in lines.values())}
+    names = list(labels(results).values())
+    found = list(map(losses, results.values()))
+    series = {title: [run[title] for run in found] for title in ("training loss", "validation loss")}
+    series = {title: lines for title, lines in series.items() if any(len(steps) > 1 for steps, _ in lines)}
     if not series:
         raise ValueError("no learning curve: none of these results has two losses")
     with canvas.style():
@@ -42,14 +39,13 @@ def curves(results: Results, path: str | Path) -> Path:
         for place, (title, lines) in enumerate(series.items()):
             axes = figure.add_subplot(1, len(series), place + 1)
             ends = []
-            for number, (folder, line) in enumerate(lines.items()):
-                if line:
-                    steps, values = zip(*line, strict=True)
-                    marker = "o" if len(line) <= 20 else None
+            for number, (steps, values) in enumerate(lines):
+                if steps:
+                    marker = "o" if len(steps) <= 20 else None
                     axes.plot(steps, values, marker=marker, markersize=2.5, linewidth=1.3, **canvas.line_style(number))
-                    ends.append((values[-1], names[folder], canvas.line_style(number)))
+                    ends.append((values[-1], names[number], canvas.line_style(number)))
             axes.set(title=title, xlabel="step", yscale="log")
-            _limits(axes, list(lines.values()))
+            _limits(axes, lines)
             canvas.ticks(axes)
             canvas.label_ends(axes, ends)
         return canvas.save(figure, path)
@@ -91,9 +87,10 @@ def statistics(results: Results, path: str | Path) -> Path:
         return canvas.save(figure, path)
 
 
-def _limits(axes: "Axes", lines: Sequence[Sequence[tuple[int, float]]]) -> None:
+def _limits(axes: "Axes", lines: Sequence[tuple[list[int], list[float]]]) -> None:
     """Scale to the losses after the beginning, where runs differ."""
-    last = max(step for line in lines for step, _ in line)
-    later = [loss for line in lines for step, loss in line if step >= SKIP * last and loss > 0]
+    points = [point for line in lines for point in zip(*line, strict=True)]
+    last = max(step for step, _ in points)
+    later = [loss for step, loss in points if step >= SKIP * last and loss > 0]
     if later and min(later) < max(later):
         axes.set_ylim(min(later) * 0.98, max(later) * 1.02)

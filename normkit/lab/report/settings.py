@@ -1,6 +1,6 @@
 """Settings of several runs: common ones, different ones, and a label for each run."""
 
-from collections import Counter
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,9 +76,8 @@ def labels(results: Results) -> dict[Any, str]:
     """
     if len(kinds := groups(results)) > 1:  # the settings of another task say nothing about equal norms of one
         names = {folder: name for kind in kinds for folder, name in labels(kind).items()}
-        for name in _twice(names.values()):
-            for folder in [folder for folder in names if names[folder] == name]:
-                names[folder] = escape(f"{name}, {', '.join(dict.fromkeys(job(results[folder])))}")
+        for folder in itertools.chain(*_alike(names)):
+            names[folder] = escape(f"{names[folder]}, {', '.join(dict.fromkeys(job(results[folder])))}")
         return {folder: names[folder] for folder in results}
     models = {folder: result["run"].get("model") or {} for folder, result in results.items()}
     specs = _short([str(model.get("norm", "?")) for model in models.values()])
@@ -88,8 +87,7 @@ def labels(results: Results) -> dict[Any, str]:
         parts = [spec, *(["FixNorm"] if model.get("fixnorm") else [])]
         parts += ["scale loss"] if results[folder]["run"].get("scale_loss") else []
         names[folder] = escape(" + ".join(parts) + (f" ({'; '.join(rules)})" if rules else ""))
-    for name in _twice(names.values()):
-        same = [folder for folder in names if names[folder] == name]
+    for same in _alike(names):
         _, different = split([results[folder]["run"] for folder in same])
         different = {key: values for key, values in different.items() if key not in NAMING}
         # one setting suffices if it differs between all of them
@@ -97,15 +95,18 @@ def labels(results: Results) -> dict[Any, str]:
         for place, folder in enumerate(same):
             values = {key: different[key][place] for key in telling or different}
             parts = [f"{key}={value}" for key, value in values.items()]
-            names[folder] = ", ".join([name, *map(escape, parts)])
-    for name in _twice(names.values()):
-        for folder in [folder for folder in names if names[folder] == name]:
-            names[folder] = escape(f"{name}, {folder}")
+            names[folder] = ", ".join([names[folder], *map(escape, parts)])
+    for folder in itertools.chain(*_alike(names)):
+        names[folder] = escape(f"{names[folder]}, {folder}")
     return names
 
 
-def _twice(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
+def _alike(names: Mapping[Any, str]) -> list[list[Any]]:
+    """Folders with the same name, for each name of several."""
+    found: dict[str, list[Any]] = {}
+    for folder, name in names.items():
+        found.setdefault(name, []).append(folder)
+    return [folders for folders in found.values() if len(folders) > 1]
 
 
 def _short(specs: Sequence[str]) -> list[str]:

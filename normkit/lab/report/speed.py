@@ -46,9 +46,9 @@ def _numbers(row: dict[str, str], needed: set[str]) -> bool:
         return False
 
 
-def cases(rows: Rows) -> list[tuple[str, str, str]]:
-    """(pass, shape, type) in their order."""
-    return list(dict.fromkeys((row.get("pass", "block"), row["shape"], row["dtype"]) for row in rows))
+def case(row: dict[str, Any]) -> tuple[str, str, str]:
+    """(pass, shape, type) of a row."""
+    return row.get("pass", "block"), row["shape"], row["dtype"]
 
 
 def name(row: dict[str, Any]) -> str:
@@ -66,8 +66,8 @@ def table(rows: Rows) -> str:
          block 8x4 float32
     rms  1.00 (0.90-1.25)
     """
-    heads = cases(rows)
-    cells = {(name(row), row.get("pass", "block"), row["shape"], row["dtype"]): row for row in rows}
+    heads = list(dict.fromkeys(map(case, rows)))
+    cells = {(name(row), *case(row)): row for row in rows}
     lines = [["", *(" ".join(head) for head in heads)]]
     for norm in dict.fromkeys(map(name, rows)):
         line = [norm]
@@ -81,7 +81,7 @@ def table(rows: Rows) -> str:
 def ratios(rows: Rows, path: str | Path) -> Path:
     """Draw `table`: a panel for each pass, shape and type, a point for each norm."""
     path = canvas.figure_path(path)
-    heads = cases(rows)
+    heads = list(dict.fromkeys(map(case, rows)))
     norms = list(dict.fromkeys(name(row) for row in rows if not row["norm"].startswith("nn.")))
     with canvas.style():
         wide = min(len(heads), 4)
@@ -90,7 +90,7 @@ def ratios(rows: Rows, path: str | Path) -> Path:
         for number, head in enumerate(heads):
             axes = figure.add_subplot(tall, wide, number + 1)
             for row in rows:
-                if (row.get("pass", "block"), row["shape"], row["dtype"]) == head and name(row) in norms:
+                if case(row) == head and name(row) in norms:
                     height = norms.index(name(row))
                     low, middle, high = (float(row[k]) for k in ("low", "ratio", "high"))
                     axes.plot((low, high), (height, height), color=canvas.COLOURS[0], linewidth=1.5)
