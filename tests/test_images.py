@@ -19,8 +19,8 @@ import pytest
 from PIL import Image
 
 from normkit.lab.data.cifar import BATCHES, _decompress, read_cifar
-from normkit.lab.data.image_files import ImageFiles, read_image
-from normkit.lab.data.image_folder import Broken, ClassFolders, Memory, decode, image_batches
+from normkit.lab.data.image_files import Broken, ImageFiles, read_image
+from normkit.lab.data.image_folder import ClassFolders, Memory, decode, image_batches
 from normkit.lab.data.image_sets import find_images
 from normkit.lab.data.images import read_images
 from normkit.lab.data.shards import Rows, Tars

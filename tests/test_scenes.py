@@ -2,6 +2,7 @@
 
 import copy
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -213,6 +214,10 @@ def test_grey_images_become_rgb_and_other_files_raise(tmp_path):
         read_image(files, "text.png")
     with pytest.raises(ValueError, match="it is missing"):
         read_image(files, "other.png")
+    sizes = (124, 0x1007, 4, 4, 0, 0, 0, 32, 4)
+    (tmp_path / "new.dds").write_bytes(b"DDS " + struct.pack("<7I44x2I4s40x", *sizes, b"ABCD"))
+    with pytest.raises(ValueError, match=r"new\.dds cannot be read: Unimplemented pixel format"):
+        read_image(files, "new.dds")
     with pytest.raises(ValueError, match="no folder and no tar archive"):
         ImageFiles(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="not a tar archive"):

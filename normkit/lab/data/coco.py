@@ -144,7 +144,8 @@ def read_scenes(path: str | Path, files: ImageFiles, broken: Broken = "skip", em
         scenes.append(Scene(number, image["file_name"], *size, corners, classes, tuple(b.outline for b in boxes)))
         truth += scored
     if not scenes:
-        raise ValueError(f"{path} has no usable image; left out: {_format(left_out)}")
+        reasons = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items())) or "nothing"
+        raise ValueError(f"{path} has no usable image; left out: {reasons}")
     counts = {
         "images": len(scenes),
         "boxes": sum(len(scene.labels) for scene in scenes),
@@ -207,7 +208,7 @@ def _boxes(
     for annotation in annotations:
         where = f"annotation {annotation.get('id')} of {image['file_name']}"
         box = annotation["bbox"]
-        if not _four(box):
+        if not (isinstance(box, list) and len(box) == 4 and all(map(finite, box))):
             problem("boxes that are not four numbers", f"{where} has {box}")
             continue
         if not drawable(annotation.get("segmentation"), height, width):
@@ -241,11 +242,3 @@ def _scored(annotation: dict[str, Any], width: int, height: int) -> dict[str, An
     top, bottom = (min(max(at, 0), height) for at in (y, y + h))
     outline = annotation.get("segmentation") or [[left, top, right, top, right, bottom, left, bottom]]
     return {**annotation, "iscrowd": int(bool(annotation.get("iscrowd"))), "area": area, "segmentation": outline}
-
-
-def _four(box: object) -> bool:
-    return isinstance(box, list) and len(box) == 4 and all(map(finite, box))
-
-
-def _format(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items())) or "nothing"

@@ -78,32 +78,22 @@ def _sides(pattern: str, source: str, target: str) -> tuple[str, str]:
     return pattern.format(source), pattern.format(target)
 
 
-def _ted(language: str, subwords: int, counts: tuple[int, int, int], known: dict[str, Known], **more) -> Corpus:
+def _ted(language: str, subwords: int, counts: tuple[int, int, int], md5: dict[str, str] | None = None) -> Corpus:
     folder = f"{language}_en"
     files = {split: _sides(f"{folder}/{file}.{{}}", language, "en") for split, file in
              zip(SPLITS, ("train", "dev", "test"), strict=True)}  # fmt: skip
-    lines = {file: Known(count) for split, count in zip(SPLITS, counts, strict=True) for file in files[split]}
+    lines = {file: count for split, count in zip(SPLITS, counts, strict=True) for file in files[split]}
     return Corpus(
         name=f"ted.{language}",
         folder="ted_lowres",
         kind="parallel",
         files=files,
-        known={**lines, **known},
+        known={file: Known(count, (md5 or {}).get(file)) for file, count in lines.items()},
         subwords=subwords,
         origin="the TED corpus of Qi et al. 2018 (github.com/neulab/word-embeddings-for-nmt), "
         f"as {folder}/train.{language}, train.en, dev.*, test.*, Moses-tokenized",
-        **more,
     )
 
-
-_GALICIAN = {
-    "gl_en/train.gl": Known(11_233, "0bab35e777f135ecadf8e94f887d2a42"),
-    "gl_en/train.en": Known(11_233, "a4390b0b5eadf9793806289ada8e8cc7"),
-    "gl_en/dev.gl": Known(742, "fffb3abbf1ae58a1013fd2ee12bef33d"),
-    "gl_en/dev.en": Known(742, "9f10fecc5277a477db1adc6d6e6c53aa"),
-    "gl_en/test.gl": Known(1_112, "15346a03a1636ac5763d7933e23d55d9"),
-    "gl_en/test.en": Known(1_112, "e8a319306bc902266c17243a82c3c503"),
-}
 
 _ROWS = [
     Corpus(
@@ -165,18 +155,30 @@ _ROWS = [
         },
         origin="the Stanford NMT page (nlp.stanford.edu/projects/nmt), IWSLT'15 English-Vietnamese",
     ),
-    _ted("gl", 3000, (11_233, 742, 1_112), _GALICIAN),
+    _ted(
+        "gl",
+        3000,
+        (11_233, 742, 1_112),
+        {
+            "gl_en/train.gl": "0bab35e777f135ecadf8e94f887d2a42",
+            "gl_en/train.en": "a4390b0b5eadf9793806289ada8e8cc7",
+            "gl_en/dev.gl": "fffb3abbf1ae58a1013fd2ee12bef33d",
+            "gl_en/dev.en": "9f10fecc5277a477db1adc6d6e6c53aa",
+            "gl_en/test.gl": "15346a03a1636ac5763d7933e23d55d9",
+            "gl_en/test.en": "e8a319306bc902266c17243a82c3c503",
+        },
+    ),
     _ted(
         "sk",
         8000,
         (61_470, 2_271, 2_445),
         {
-            "sk_en/test.sk": Known(2_445, "2be1c75be57ae51b2e500f2cd08ff2f0"),
-            "sk_en/test.en": Known(2_445, "ad963e8a5417a7497ec155935a1e8160"),
+            "sk_en/test.sk": "2be1c75be57ae51b2e500f2cd08ff2f0",
+            "sk_en/test.en": "ad963e8a5417a7497ec155935a1e8160",
         },
     ),
-    _ted("he", 8000, (211_819, 4_515, 5_508), {}),
-    _ted("ar", 8000, (214_111, 4_714, 5_953), {}),
+    _ted("he", 8000, (211_819, 4_515, 5_508)),
+    _ted("ar", 8000, (214_111, 4_714, 5_953)),
     Corpus(
         name="wmt14.en-de",
         folder="wmt_en_de",

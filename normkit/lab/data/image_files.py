@@ -1,8 +1,10 @@
 """Image files by name, in a folder or in an uncompressed tar archive."""
 
+import contextlib
 import io
 import os
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,6 +13,10 @@ from torch import Tensor
 
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 TAIL = 64  # bytes at the end of a file that contain its end marker
+
+
+class Broken(ValueError):
+    """An image that cannot be read; the message has its name and the reason."""
 
 
 class ImageFiles:
@@ -44,7 +50,7 @@ class ImageFiles:
     def open(self, name: str) -> BinaryIO:
         """Open a file; OSError if it is missing."""
         if name not in self:
-            raise FileNotFoundError(f"{self.path} has no {name}")
+            raise FileNotFoundError("it is missing")
         if self._offsets is None:
             return (self.path / name).open("rb")
         offset, size = self._offsets[name]
@@ -54,35 +60,29 @@ class ImageFiles:
 
 
 def image_size(files: ImageFiles, name: str) -> tuple[int, int]:
-    """Return width and height of an image from its header; ValueError if it cannot be read.
+    """Return width and height of an image from its header; `Broken` if it cannot be read.
 
     Pixels are decoded only if the file does not end with the marker of its format.
     """
     from PIL import Image
 
-    try:
-        with files.open(name) as file, Image.open(file) as image:
-            size = image.size
-            file.seek(0, io.SEEK_END)
-            file.seek(-min(TAIL, file.tell()), io.SEEK_END)
-            whole = ENDS.get(image.format or "", b"") in file.read()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{name} cannot be read: {_reason(error)}") from None
+    with reading(name), files.open(name) as file, Image.open(file) as image:
+        size = image.size
+        file.seek(0, io.SEEK_END)
+        file.seek(-min(TAIL, file.tell()), io.SEEK_END)
+        whole = ENDS.get(image.format or "", b"") in file.read()
     if not whole:
         read_image(files, name)
     return size
 
 
 def read_image(files: ImageFiles, name: str) -> Tensor:
-    """Read an image as uint8 RGB `[3, height, width]`; ValueError if missing or damaged."""
+    """Read an image as uint8 RGB `[3, height, width]`; `Broken` if it cannot be read."""
     import numpy as np
     from PIL import Image
 
-    try:
-        with files.open(name) as file, Image.open(file) as image:
-            values = np.array(to_rgb(image))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{name} cannot be read: {_reason(error)}") from None
+    with reading(name), files.open(name) as file, Image.open(file) as image:
+        values = np.array(to_rgb(image))
     return torch.from_numpy(values).permute(2, 0, 1)
 
 
@@ -97,8 +97,16 @@ def to_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "it is missing"
-    text = str(error)
-    return "it is not an image of a known format" if text.startswith("cannot identify") else text
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise `Broken` if the image of this name cannot be read in the block."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        yield
+    except UnidentifiedImageError:  # its message has a memory address
+        raise Broken(f"{name} cannot be read: it is not an image of a known format") from None
+    except (OSError, ValueError, SyntaxError, NotImplementedError, Image.DecompressionBombError) as error:
+        file = getattr(error, "filename", None)
+        what = str(error).replace(str(file), "it") if file else str(error)
+        raise Broken(f"{name} cannot be read: {what or type(error).__name__}") from None

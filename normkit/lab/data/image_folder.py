@@ -9,14 +9,10 @@ import numpy as np
 import torch
 
 from normkit.files import open_regular
-from normkit.lab.data.image_files import to_rgb
+from normkit.lab.data.image_files import reading, to_rgb
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 WINDOW = 16  # groups of a file whose images are shuffled together
-
-
-class Broken(ValueError):
-    """An image that cannot be read; the message has its name and the reason."""
 
 
 class Split(Protocol):
@@ -110,9 +106,9 @@ def decode(split: Split, item: int, least: int = 0) -> Any:
     With `least`, a JPEG is decoded at a half, a fourth or an eighth of its size if both sides keep `least` pixels,
     which is faster.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    try:
+    with reading(split.name(item)):
         raw = split.raw(item)
         if isinstance(raw, np.ndarray):
             return Image.fromarray(raw)
@@ -120,12 +116,6 @@ def decode(split: Split, item: int, least: int = 0) -> Any:
             if least:
                 file.draft(None, (least, least))
             return to_rgb(file)
-    except UnidentifiedImageError:  # its message has a memory address
-        raise Broken(f"{split.name(item)} cannot be read: it is not an image of a known format") from None
-    except (OSError, ValueError, SyntaxError, NotImplementedError, Image.DecompressionBombError) as error:
-        file = getattr(error, "filename", None)
-        what = str(error).replace(str(file), "it") if file else str(error)
-        raise Broken(f"{split.name(item)} cannot be read: {what or type(error).__name__}") from None
 
 
 def image_batches(split: Split, size: int, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from normkit.files import cache_folder, write_whole
 from normkit.lab.data.corpora import SPLITS, Corpus, Located
@@ -104,7 +103,8 @@ def prepare(located: Located, *, subwords: int = 0, share: bool = False, on_stag
             ) from None
         raise
     if corpus.kind == "text":
-        streams = {split: _stream(_path(folder, split, "words")) for split in SPLITS}
+        maps = {split: np.memmap(_path(folder, split, "words"), np.int32, "c") for split in SPLITS}  # writes stay here
+        streams = {split: torch.from_numpy(stream) for split, stream in maps.items()}
         words = sum(len(line.split()) + 1 for (line,) in _lines(located, "test")) if size else 0
         return Text(located.name, **streams, vocabularies=vocabularies, words=words)
     bitexts = {split: Bitext(*(_open(folder, split, side, vocabularies) for side in vocabularies)) for split in SPLITS}
@@ -268,11 +268,6 @@ def _open(folder: Path, split: str, side: str, vocabularies: dict[str, Vocab]) -
     flat = np.memmap(_path(folder, split, side), _kind(side, vocabularies), "r")
     sizes = np.fromfile(_path(folder, split, side, "sizes"), np.int32)
     return Ragged(flat, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
-
-
-def _stream(path: Path) -> Tensor:
-    """Map running text from its file as one tensor; writes stay in memory."""
-    return torch.from_numpy(np.memmap(path, np.int32, "c"))
 
 
 def _path(folder: Path, split: str, side: str, what: str = "numbers") -> Path:

@@ -27,7 +27,7 @@ class SceneSet:
     """A detection data set: training and test split."""
 
     name: str
-    folder: str
+    """Its name, and that of its folder."""
     train: SplitPaths
     test: SplitPaths
     remark: str = ""
@@ -47,20 +47,17 @@ class SceneData:
     vocabularies: dict[str, Vocab]
 
 
-_PEDESTRIANS = "cis.upenn.edu/~jshi/ped_html, longer side 320 pixels, masks as COCO's run lengths"
 _SMALL = SplitPaths("instances.json", "images.tar", 128)
 
 SCENE_SETS: dict[str, SceneSet] = {
     "coco": SceneSet(
         name="coco",
-        folder="coco",
         train=SplitPaths("annotations/instances_train2017.json", "train2017", 118_287),
         test=SplitPaths("annotations/instances_val2017.json", "val2017", 5_000),
         origin="cocodataset.org: train2017, val2017 and annotations of 2017, unpacked",
     ),
     "coco128_320": SceneSet(
         name="coco128_320",
-        folder="coco128_320",
         train=_SMALL,
         test=_SMALL,
         remark="scored on what it was trained on",
@@ -68,10 +65,9 @@ SCENE_SETS: dict[str, SceneSet] = {
     ),
     "pennfudan_320": SceneSet(
         name="pennfudan_320",
-        folder="pennfudan_320",
         train=SplitPaths("train.json", "images.tar", 120),
         test=SplitPaths("val.json", "images.tar", 50),
-        origin=_PEDESTRIANS,
+        origin="cis.upenn.edu/~jshi/ped_html, longer side 320 pixels, masks as COCO's run lengths",
     ),
 }
 """By name."""
@@ -90,13 +86,12 @@ def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
     """
     if name in SCENE_SETS:
         each = SCENE_SETS[name]
-        folders = [root / part for root in data_roots() for part in (each.folder, name)]
+        folders = [root / name for root in data_roots()]
     elif Path(name).is_dir():
         folders = [Path(name)]
         images = "images.tar" if (Path(name) / "images.tar").is_file() else "images"
         each = SceneSet(
             name=Path(name).absolute().name,
-            folder=name,
             train=SplitPaths("train.json", images),
             test=SplitPaths("valid.json", images),
             origin="its owner",
@@ -106,7 +101,7 @@ def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
     missing = {folder: _missing(each, folder) for folder in folders}
     complete = next((folder for folder in folders if not missing[folder]), None)
     if complete is None:
-        raise not_here(f"the data set {name}", each.folder, each.origin, missing)
+        raise not_here(f"the data set {name}", name, each.origin, missing)
     return functools.partial(_read, each, complete, broken)
 
 

@@ -6,7 +6,6 @@ read last are kept in memory.
 """
 
 import collections
-import functools
 import hashlib
 import io
 import json
@@ -169,7 +168,10 @@ def _labels(file: Any, path: Path) -> np.ndarray:
 
 def _opened(path: Path) -> Any:
     """Open a Parquet file; ValueError if it is damaged or lacks a column."""
-    parquet = _parquet()
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ModuleNotFoundError("images in Parquet need pyarrow: pip install 'normkit[vision]'") from None
     try:
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
@@ -180,12 +182,3 @@ def _opened(path: Path) -> Any:
         file.close()
         raise ValueError(f"{path} lacks the column {' and '.join(sorted(missing))}; it has {names}")
     return file
-
-
-@functools.cache
-def _parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ModuleNotFoundError("images in Parquet need pyarrow: pip install 'normkit[vision]'") from None
-    return pyarrow.parquet

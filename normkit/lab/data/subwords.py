@@ -37,7 +37,8 @@ class Subwords(Vocab):
         learned.train_from_iterator((" ".join(line.split()) for line in lines), trainer)
         numbers = learned.get_vocab()
         symbols = sorted(numbers, key=lambda symbol: numbers[symbol])
-        merges = [pair for pair in _merges(learned) if not {*pair, "".join(pair)} & {*SPECIAL}]  # "</s>" may be text
+        found = json.loads(learned.to_str())["model"]["merges"]
+        merges = [pair for pair in found if not {*pair, "".join(pair)} & {*SPECIAL}]  # "</s>" may be text
         return cls(symbols[len(SPECIAL) :], merges, punctuation)
 
     @functools.cached_property
@@ -97,17 +98,9 @@ def _tokenizer(model: Any, punctuation: bool) -> Any:
     return tokenizer
 
 
-def _merges(tokenizer: Any) -> list[list[str]]:
-    found = json.loads(tokenizer.to_str())["model"]["merges"]
-    return [pair.split(" ") if isinstance(pair, str) else pair for pair in found]
-
-
 def _library() -> Any:
     try:
         import tokenizers
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
     except ImportError:
         raise ModuleNotFoundError(
             "subwords need the package tokenizers, which is not installed; pip install 'normkit[text]'"

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from normkit.lab.data.batches import endless
-from normkit.lab.data.image_folder import Broken, Split, decode, image_batches
+from normkit.lab.data.image_files import Broken
+from normkit.lab.data.image_folder import Split, decode, image_batches
 from normkit.lab.data.images import ImageData
 from normkit.lab.train.augment import Augmentation
 from normkit.lab.train.config import Run
