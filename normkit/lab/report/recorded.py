@@ -48,6 +48,18 @@ class Recorded(NamedTuple):
         found = self.recording.of(quantity)
         return {site: s for site, s in found.items() if not norms or self.recording.sites[site].startswith(norms)}
 
+    def complete_sites(self, quantities: Sequence[str], *norms: str) -> list[str]:
+        """The sites with all of these quantities, at such norms if there are any.
+
+        Raises:
+            ValueError: if there is no such site, as in a run in progress that has not written its first step whole.
+        """
+        every = [self.recording.of(quantity) for quantity in quantities]
+        some = self.sites(quantities[0], *norms) or every[0]
+        if sites := [site for site in some if all(site in each for each in every)]:
+            return sites
+        raise ValueError(f"{self.label} has no norm yet with all of {', '.join(quantities)}; wait for its next step")
+
 
 Drawn = tuple["Figure", Sequence[Recorded]]
 """A figure, and the runs that it shows."""

@@ -124,11 +124,7 @@ def figure7(runs: Sequence[Recorded]) -> Drawn:
     quantities = [f"gamma_over_psi_{name}" for name in QUARTILES]
     runs = with_quantities(runs, *quantities)
     run = first_sites(runs, quantities[0], "pnv")[0][0]
-    chosen = run.sites(quantities[0], "pnv") or run.sites(quantities[0])
-    # a run in progress may have written some quantities of its first step and not the others
-    sites = [site for site in chosen if all(site in run.recording.of(quantity) for quantity in quantities)]
-    if not sites:
-        raise ValueError(f"{run.label} has no norm yet with all of {', '.join(quantities)}; wait for its next step")
+    sites = run.complete_sites(quantities, "pnv")
     figure = canvas.figure(1.4 + 0.42 * len(sites), 3.4)
     axes = figure.add_subplot()
     boxes = []

@@ -78,11 +78,7 @@ def figure4(runs: Sequence[Recorded]) -> Drawn:
     activation = ("channel_activation", "channel_activation_am", "channel_activation_gm")
     gradient = ("channel_gradient", "channel_gradient_am")
     run = with_quantities(runs, *activation, *gradient)[0]
-    complete = [run.recording.of(quantity) for quantity in (*activation, *gradient)]
-    every = [site for site in run.sites(activation[0]) if all(site in series for series in complete)]
-    if not every:
-        raise ValueError(f"{run.label} has no norm yet with all of these quantities; wait for its next step")
-    sites = thin(every, LAYERS)
+    sites = thin(run.complete_sites((*activation, *gradient)), LAYERS)
     figure = canvas.figure(2.6 * len(sites) + 0.4, 4.2)
     panels = figure.subplots(2, len(sites), sharex=True, squeeze=False)
     styles = {
