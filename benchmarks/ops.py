@@ -9,7 +9,7 @@ warm-up. Run it on a quiet machine, with the settings of the Makefile (OMP_WAIT_
 
 import sweep
 
-from normkit.lab.norm_speed import FIELDS, measure
+from normkit.lab.norm_speed import measure
 
 TARGETS = {  # of the ratio to nn.LayerNorm
     "layer": 1.0, "rms": 1.0, "scale": 1.0, "power(groups=0)": 1.0, "power": 1.0, "pnv": 1.2, "batch": 1.2,
@@ -32,8 +32,8 @@ def main() -> None:
                 ours = row["provider"] != "torch"
                 row["target"] = "" if not ours else TARGETS[row["norm"]] if row["pass"] == "train" else INFERENCE
                 rows.append(row)
-                print("  ".join(f"{row[f]!s:>10s}" for f in (*FIELDS[3:], "target")), flush=True)
-    sweep.keep(args.out, (*FIELDS, "target"), rows)
+                print("  ".join(f"{value!s:>10s}" for value in list(row.values())[3:]), flush=True)
+    sweep.keep(args.out, tuple(rows[0]), rows)
 
 
 if __name__ == "__main__":

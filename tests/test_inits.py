@@ -1,12 +1,13 @@
 """Initial weights that shrink with depth, dropped layers, dropped words."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
 
 from normkit.lab.models.blocks import Embedding
-from normkit.lab.models.config import INITS, Model
+from normkit.lab.models.config import Init, Model
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.models.mt import Seq2Seq
 
@@ -50,7 +51,7 @@ def test_t_fixup_scales_values_outputs_and_word_vectors():
     torch.testing.assert_close(model.target_embedding.table.weight, decoder * plain.target_embedding.table.weight)
 
 
-@pytest.mark.parametrize("how", INITS)
+@pytest.mark.parametrize("how", get_args(Init))
 def test_every_init_can_be_trained_from(how):
     model = made(how)
     torch.manual_seed(1)

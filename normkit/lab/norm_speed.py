@@ -14,8 +14,6 @@ from normkit.norms import Norm, StatNorm, make, options
 
 LAYER = "nn.LayerNorm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FIELDS = ("device", "threads", "torch", "provider", "norm", "pass", "shape", "dtype", "rounds", "ms", "low", "ratio",
-          "high", "ceiling", "noise")  # fmt: skip
 
 
 def providers(spec: str, dim: int, compiled: bool = False) -> dict[str, nn.Module]:

@@ -1,13 +1,12 @@
 """Sizes and norms of a model, as one frozen dataclass."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 from normkit.lab.fields import Checked, limited
 from normkit.norms._options import require
 
 Init = Literal["xavier", "small", "ds", "fixup", "t-fixup"]
-INITS: tuple[str, ...] = get_args(Init)
 WIDEST = 2**20  # larger sizes exceed any memory, or never finish
 DEEPEST = 10_000
 

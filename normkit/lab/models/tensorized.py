@@ -30,12 +30,8 @@ class MultiLinear(nn.Module):
         self.dropout = nn.Dropout(dropout)
         angles = torch.arange(length)[:, None] * 10_000 ** (-torch.arange(0, width, 2) / width)
         self.register_buffer("positions", torch.cat([angles.sin(), angles.cos()], 1)[:, :width], persistent=False)
-        self.draw()
-
-    def draw(self, std: float = 0.02) -> None:
-        """Draw the weights from N(0, std squared), as the authors' code."""
         for weight in (self.query.weight, self.key.weight, self.value.weight, self.place.weight, self.out):
-            nn.init.normal_(weight, 0, std)
+            nn.init.normal_(weight, 0, 0.02)  # as the authors' code
 
     def mix(
         self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
