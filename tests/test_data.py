@@ -240,8 +240,8 @@ def test_bucketing_leaves_little_padding(words):
 
 
 def test_batches_resume_at_their_position():
-    def make(start=0):
-        return endless(lambda n: batches_of(SIZES, 60, bucketing=True, epoch=n), tuple, start)
+    def make(start=0, stride=1):
+        return endless(lambda n: batches_of(SIZES, 60, bucketing=True, epoch=n), tuple, start, stride)
 
     stream = make()
     whole = [next(stream) for _ in range(250)]
@@ -250,6 +250,8 @@ def test_batches_resume_at_their_position():
     for start in (0, 1, per_epoch - 1, per_epoch, 200):
         resumed = make(start)
         assert [next(resumed) for _ in range(10)] == whole[start : start + 10]
+    for start, stride in ((0, 3), (per_epoch - 1, 7)):  # as one of several processes
+        assert [batch for batch, _ in zip(make(start, stride), range(9), strict=False)] == whole[start::stride][:9]
 
 
 def test_batches_of_pairs_shift_the_target_and_pad():

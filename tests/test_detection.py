@@ -5,6 +5,7 @@ Average precision.
 
 import dataclasses
 import json
+import multiprocessing
 
 import pytest
 import safetensors.torch
@@ -169,6 +170,7 @@ def test_undecodable_image_is_replaced_and_counted_or_raises(tmp_path):
     assert train(run, tmp_path / "run")["data"]["broken"] == {"count": 1, "first": problems}, (
         "once, however often it is met"
     )
+    assert not multiprocessing.active_children()
     with pytest.raises(ValueError, match=r"002.png cannot be read.*; repair or remove it, or use --broken skip"):
         train(dataclasses.replace(run, broken="refuse", workers=0), tmp_path / "other")
     for path in (folder / "images").iterdir():

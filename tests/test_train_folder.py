@@ -296,4 +296,4 @@ def test_batches_of_many_shapes_do_without_the_attention_that_plans_for_each(run
     train(run, tmp_path, on_progress=lambda p: seen.update({p.stage: torch.backends.cuda.cudnn_sdp_enabled()}))
     assert before is torch.backends.cuda.cudnn_sdp_enabled() is True
     assert seen["training"] == allowed
-    assert seen.get("decoding", allowed) == allowed
+    assert seen.get("scoring", allowed) == allowed

@@ -332,7 +332,7 @@ def test_workers_make_the_same_batches(folder):
     data = read_images(str(folder))
     task = ImageClassification(run, classifier(TINY, 3), data)
     alone = [batch for batch, _ in zip(task.batches(2), range(3), strict=False)]
-    by_two = task._load(data.train, task._order(2), run.seed, 2)
+    by_two = ImageClassification(dataclasses.replace(run, workers=2), task.model, data).batches(2)
     for one in alone:
         for a, b in zip(one.tensors, next(by_two).tensors, strict=True):
             assert torch.equal(a, b)

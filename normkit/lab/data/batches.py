@@ -1,5 +1,6 @@
 """Batches of examples, in an order that depends on seed and epoch only, to resume runs."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -108,25 +109,26 @@ def _sorted(items: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return items[np.lexsort(keys.T[::-1])]
 
 
-def endless(epoch: Callable[[int], Sequence[Any]], collate: Callable[[Any], Any], start: int = 0) -> Iterator[Any]:
-    """Yield batches without end, from number `start` on.
+def endless(
+    epoch: Callable[[int], Sequence[Any]], collate: Callable[[Any], Any], start: int = 0, stride: int = 1
+) -> Iterator[Any]:
+    """Yield batches without end: number `start`, `start + stride`, ....
 
     Args:
         epoch: Returns the examples of each batch of the n-th epoch.
         collate: Makes a batch of its examples.
         start: Number of the first batch.
+        stride: Distance to the next one; those between are not collated.
 
     >>> stream = endless(lambda epoch: [[2 * epoch], [2 * epoch + 1]], tuple, start=3)
     >>> next(stream), next(stream)
     ((3,), (4,))
     """
-    number = 0
-    while start >= len(batches := epoch(number)):
-        number, start = number + 1, start - len(batches)
-    while True:
-        yield from map(collate, batches[start:])
-        number, start = number + 1, 0
+    at = start
+    for number in itertools.count():
         batches = epoch(number)
+        yield from map(collate, batches[at::stride])
+        at = at - len(batches) if at >= len(batches) else (at - len(batches)) % stride
 
 
 def pad(sequences: Sequence[Sequence[int]]) -> Tensor:

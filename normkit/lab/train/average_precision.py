@@ -38,7 +38,9 @@ def coco_results(number: int, categories: Sequence[int], detections: dict[str, T
     return rows
 
 
-def average_precision(truth: dict[str, Any], rows: list[dict[str, Any]], masks: bool) -> dict[str, float]:
+def average_precision(
+    truth: dict[str, Any], rows: list[dict[str, Any]], masks: bool, images: Sequence[int] | None = None
+) -> dict[str, float]:
     """Return average precision in percent: `box_ap`, `box_ap50`, ..., `mask_ap`, ....
 
     Small objects are below 32 x 32 pixels, large ones above 96 x 96; a size that the truth does not contain is left
@@ -48,6 +50,7 @@ def average_precision(truth: dict[str, Any], rows: list[dict[str, Any]], masks: 
         truth: COCO's JSON of the scored images.
         rows: Rows of `coco_results`.
         masks: Score masks too.
+        images: COCO's numbers of the images to score; by default all.
     """
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -61,6 +64,8 @@ def average_precision(truth: dict[str, Any], rows: list[dict[str, Any]], masks: 
             boxes = [{key: row[key] for key in row if key in KEYS[kind]} for row in rows]
             found = reference.loadRes(boxes) if rows else COCO()  # type: ignore[arg-type]
             evaluation = COCOeval(reference, found, kind)  # type: ignore[arg-type]
+            if images is not None:
+                evaluation.params.imgIds = list(images)
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()

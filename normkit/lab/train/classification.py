@@ -14,7 +14,7 @@ from normkit.lab.train.task import Batch, Task
 class Classification(Task):
     """Cross-entropy of the classes; accuracy in percent."""
 
-    def batches(self, start: int) -> Iterator[Batch]:
+    def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield random batches of `batch_tokens` images."""
         images, labels = self.data.train
         run = self.settings
@@ -22,7 +22,7 @@ class Classification(Task):
         def order(epoch: int) -> list[np.ndarray]:
             return batches_of([1] * len(labels), run.batch_tokens, bucketing=False, seed=run.seed, epoch=epoch)
 
-        return endless(order, lambda items: _batch(images[items], labels[items]), start)
+        return endless(order, lambda items: _batch(images[items], labels[items]), start, stride)
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy."""

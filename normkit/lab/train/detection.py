@@ -1,6 +1,5 @@
 """Object detection and instance segmentation: boxes and masks."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,15 +36,9 @@ class Detection(Task):
         if run.weights:
             start_backbone(run.weights, model)
 
-    def batches(self, start: int) -> Iterator[Batch]:
+    def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield random batches of `batch_tokens` images, of similar aspect ratio with bucketing."""
-        return self.skip_broken(load_batches(self.samples, self._order(start), self.settings.workers))
-
-    def train_dataloader(self) -> Iterator[Batch]:
-        """Yield the batches of this process; it does not read the images of the others."""
-        ranks, rank = self.trainer.world_size, self.trainer.global_rank
-        order = itertools.islice(self._order(self.start * ranks + rank), 0, None, ranks)
-        return self.skip_broken(load_batches(self.samples, order, self.settings.workers))
+        return self.skip_broken(load_batches(self.samples, self._order(start, stride), self.settings.workers))
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the groups of `Task`; Swin's tables of relative positions have no weight decay."""
@@ -81,10 +74,6 @@ class Detection(Task):
             "operators": torchvision_operators(),
         }
 
-    def on_device(self, batch: Batch) -> Batch:
-        """Move a batch to the device of the model."""
-        return self.transfer_batch_to_device(batch, self.device, 0)
-
     def forward_norms(self, model: Any, batch: Batch) -> Any:
         """Compute the feature maps of the backbone, which has all the norms."""
         images, _ = self.on_device(batch).tensors
@@ -93,7 +82,8 @@ class Detection(Task):
     @torch.no_grad()
     def _score(self, scenes: Scenes, many: int) -> dict[str, float]:
         """Return mean losses, average precision, and the number of images; `many` 0 uses all."""
-        was, rows, seen = self.model.training, list[dict[str, Any]](), list[int]()
+        model: Any = self.model
+        was, rows, seen = model.training, list[dict[str, Any]](), list[int]()
         totals: dict[str, float] = {}
         categories = list(scenes.categories)
         items = [Item(0, at) for at in spread(len(scenes), many or len(scenes))]
@@ -104,25 +94,27 @@ class Detection(Task):
             for each in self.skip_broken(batches, endless=False):
                 batch = self.on_device(each)
                 images, targets = batch.tensors
-                _prepare_losses(self.model)
+                model.train()  # it returns losses, with backbone and image sizes as at inference
+                model.backbone.eval()
+                model.transform.eval()
                 for part, loss in self.losses(batch).items():
                     totals[part] = totals.get(part, 0.0) + float(loss) * batch.words
-                self.model.eval()
-                for target, detections in zip(targets, self.model(images), strict=True):
+                model.eval()
+                for target, detections in zip(targets, model(images), strict=True):
                     seen.append(target["number"])
                     rows += coco_results(seen[-1], categories, detections)
-        self.model.train(was)
+        model.train(was)
         if not seen:
             raise ValueError(f"no image of {scenes.files.path} can be read")
         means = {part: total / len(seen) for part, total in totals.items()}
-        scores = average_precision(_restrict(scenes.truth, set(seen)), rows, self.detector.masks)
+        scores = average_precision(scenes.truth, rows, self.detector.masks, seen)
         return {"loss": sum(means.values()), **means, **scores, "n": len(seen)}
 
     def _samples(self, scenes: Scenes, augment: Augmentation | None) -> Samples:
         return Samples(scenes, masks=self.detector.masks, augment=augment, seed=self.settings.seed)
 
-    def _order(self, start: int) -> Iterator[list[Item]]:
-        """Yield the images of each batch, from number `start` on."""
+    def _order(self, start: int, stride: int) -> Iterator[list[Item]]:
+        """Yield the images of each batch, as `batches`."""
         run, scenes = self.settings, self.data.train.scenes
         shapes = [scene.width / scene.height for scene in scenes]
 
@@ -131,7 +123,7 @@ class Detection(Task):
             lists = batches_of(ones, run.batch_tokens, bucketing=run.bucketing, by=shapes, seed=run.seed, epoch=number)
             return [[Item(number, at) for at in each.tolist()] for each in lists]
 
-        return endless(epoch, list, start)
+        return endless(epoch, list, start, stride)
 
 
 @torch.no_grad()
@@ -166,19 +158,3 @@ def start_backbone(weights: str, model: Any) -> list[str]:
         if isinstance(norm, Norm):
             norm.reset_warmup()
     return [name for name in model.backbone.body.state_dict() if name.removeprefix("features.") not in state]
-
-
-def _prepare_losses(model: Any) -> None:
-    """Set a detector to return losses, with its backbone and image sizes as at inference."""
-    model.train()
-    model.backbone.eval()
-    model.transform.eval()
-
-
-def _restrict(truth: dict[str, Any], images: set[int]) -> dict[str, Any]:
-    """Return COCO's JSON of some images."""
-    return {
-        "images": [image for image in truth["images"] if image["id"] in images],
-        "annotations": [annotation for annotation in truth["annotations"] if annotation["image_id"] in images],
-        "categories": truth["categories"],
-    }

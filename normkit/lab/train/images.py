@@ -75,31 +75,23 @@ class ImageClassification(Task):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def batches(self, start: int) -> Iterator[Batch]:
-        """Yield random batches of `batch_tokens` images, made in this process."""
-        return self._load(self.data.train, self._order(start), self.settings.seed, 0)
-
-    def train_dataloader(self) -> Iterator[Batch]:
-        """Yield the batches of this process; it does not read the images of the others."""
-        ranks = self.trainer.world_size
-        order = itertools.islice(self._order(self.start * ranks), self.trainer.global_rank, None, ranks)
-        return self._load(self.data.train, order, self.settings.seed, self.settings.workers)
-
-    def _order(self, start: int) -> Iterator[Request]:
+    def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        """Yield random batches of `batch_tokens` images."""
         run, split = self.settings, self.data.train
 
         def epoch(number: int) -> list[list[int]]:
             return image_batches(split, run.batch_tokens, seed=run.seed, epoch=number)
 
-        return enumerate(endless(epoch, list, start), start)
+        order = zip(itertools.count(start, stride), endless(epoch, list, start, stride), strict=False)
+        return self._load(split, order, run.seed)
 
-    def _load(self, split: Split, order: Iterable[Request], seed: int | None, workers: int) -> Iterator[Batch]:
+    def _load(self, split: Split, order: Iterable[Request], seed: int | None) -> Iterator[Batch]:
         """Yield batches in an order; images that cannot be read are skipped, or an error."""
         loader = DataLoader(
             Loader(split, self.augmentation, seed),
             batch_size=None,
             sampler=order,  # type: ignore[reportArgumentType]
-            num_workers=workers,
+            num_workers=self.settings.workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # the loader would otherwise draw from the generator of dropout
         )
@@ -171,7 +163,7 @@ class ImageClassification(Task):
         model.eval()
         order = [(0, range(at, min(at + TEST_BATCH, count))) for at in range(0, count, TEST_BATCH)]
         total, seen = 0.0, 0
-        for batch in self._load(split, order, None, self.settings.workers):
+        for batch in self._load(split, order, None):
             images, labels = self.on_device(batch).tensors
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16-mixed"):
                 logits = self._logits(model, images).float()
@@ -190,7 +182,7 @@ class ImageClassification(Task):
     def test_images(self, count: int, size: int) -> Iterator[Tensor]:
         """Yield the first `count` test images in batches of `size`."""
         ends = range(size, min(count, len(self.data.test.labels)) + 1, size)
-        for batch in self._load(self.data.test, [(0, range(end - size, end)) for end in ends], None, 0):
+        for batch in self._load(self.data.test, [(0, range(end - size, end)) for end in ends], None):
             yield self.on_device(batch).tensors[0]
 
     def describe_data(self) -> dict[str, object]:

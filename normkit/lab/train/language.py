@@ -32,7 +32,7 @@ class Language(Task):
         super().__init__(run, model, data)
         self.carried: WeakKeyDictionary[nn.Module, Cache] = WeakKeyDictionary()
 
-    def batches(self, start: int) -> Iterator[Batch]:
+    def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield pieces in random order, or in order to a recurrent model.
 
         The cuts between pieces in random order move with each epoch.
@@ -45,7 +45,7 @@ class Language(Task):
         if self.settings.model.recurrent:
             count = (len(self.data.train) - 1) // (length * pieces)
             streams = _streams(self.data.train[: count * length * pieces + 1], length, pieces)
-            return endless(lambda _: streams, lambda batch: batch, start)
+            return endless(lambda _: streams, lambda batch: batch, start, stride)
 
         def order(epoch: int) -> list[list[int]]:
             generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
@@ -54,7 +54,7 @@ class Language(Task):
             shuffled = starts[torch.randperm(len(starts), generator=generator)].tolist()
             return [shuffled[at : at + pieces] for at in range(0, len(shuffled) - pieces + 1, pieces)]
 
-        return endless(order, lambda starts: _pieces(self.data.train, starts, length), start)
+        return endless(order, lambda starts: _pieces(self.data.train, starts, length), start, stride)
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy of the next words."""

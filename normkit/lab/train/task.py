@@ -38,13 +38,14 @@ class Task(lightning.LightningModule):
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__()
         self.settings, self.model, self.data = run, model, data
+        self.kind = "running"  # of the scores that are being computed
         self.outputs: dict[str, list[str]] = {}  # decoded test split, by kind of scores
         self.broken: set[str] = set()  # error messages of images that cannot be read
         self.start = 0  # batches that each process has trained on
-        self.hooks = contextlib.ExitStack()  # of the scale loss, while it trains
+        self.hooks = contextlib.ExitStack()  # of the scale loss, and batches with their workers, while it trains
 
-    def batches(self, start: int) -> Iterator[Batch]:
-        """Yield training batches without end from number `start` on, by the run's seed only."""
+    def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        """Yield training batch number `start`, `start + stride`, ..., by the run's seed only."""
         raise NotImplementedError
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
@@ -64,7 +65,8 @@ class Task(lightning.LightningModule):
     def train_dataloader(self) -> Iterator[Batch]:
         """Yield the batches of this process; several processes take turns."""
         ranks = self.trainer.world_size
-        return itertools.islice(self.batches(self.start * ranks + self.trainer.global_rank), 0, None, ranks)
+        found: Any = self.batches(self.start * ranks + self.trainer.global_rank, ranks)
+        return self.hooks.enter_context(contextlib.closing(found))
 
     def configure_model(self) -> None:
         """Shard the model for fsdp2."""
@@ -77,7 +79,7 @@ class Task(lightning.LightningModule):
             self.scales = self.hooks.enter_context(scale_loss(self.model))
 
     def on_train_end(self) -> None:
-        """Remove the hooks, and combine the error messages of all processes."""
+        """Remove the hooks, end the workers, and combine the error messages of all processes."""
         self.hooks.close()
         self.combine_broken()
 
@@ -176,11 +178,13 @@ class Task(lightning.LightningModule):
             Scores by kind of statistics: "running", and "calibrated" for norms with batch statistics.
         """
         on_stage("scoring")
-        scores = {"running": self.score_test()}
+        self.kind = "running"
+        scores = {self.kind: self.score_test()}
         if self.has_statistics():
             on_stage("scoring with calibrated statistics")
+            self.kind = "calibrated"
             with self.calibrated(itertools.islice(self.batches(0), self.calibration_batches)):
-                scores["calibrated"] = self.score_test()
+                scores[self.kind] = self.score_test()
         return scores
 
     @contextlib.contextmanager
@@ -205,7 +209,7 @@ class Task(lightning.LightningModule):
 
     def on_device(self, batch: Batch) -> Batch:
         """Move a batch to the device of the model."""
-        return batch._replace(tensors=tuple(tensor.to(self.device) for tensor in batch.tensors))
+        return self.transfer_batch_to_device(batch, self.device, 0)
 
     @torch.no_grad()
     def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:

@@ -26,7 +26,6 @@ class Translation(Task):
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
-        self.kind = "running"  # of the scores that are being computed
         self._train, self._valid, test = self.splits()
         self._test_items = spread(len(test), run.test_items or len(test))
         self._test = test.take(self._test_items)
@@ -52,7 +51,7 @@ class Translation(Task):
         references = [self.data.references[item] for item in self._test_items]
         return error_rates([decoded[item] for item in range(len(decoded))], references)
 
-    def batches(self, start: int) -> Iterator[Batch]:
+    def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield batches of `batch_tokens` symbols of source and target, bucketed by length or not."""
         run, table = self.settings, self._train
         if run.static:
@@ -61,8 +60,9 @@ class Translation(Task):
                 lambda epoch: static_batches(longest, run.batch_tokens, seed=run.seed, epoch=epoch),
                 lambda items: table.batch(items, static=run.model.max_length),
                 start,
+                stride,
             )
-        return endless(lambda epoch: self._order(table, epoch), table.batch, start)
+        return endless(lambda epoch: self._order(table, epoch), table.batch, start, stride)
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy per target symbol, without symbols that `mask_logits` masks."""
@@ -94,18 +94,10 @@ class Translation(Task):
             Scores of greedy search with "running" statistics; with those of "donors", other training items of the same
             lengths; "calibrated" on training batches; and of "beam" search with running statistics.
         """
-        self.model.eval()
-        scores, self.kind = {}, "running"
-        on_stage("decoding")
-        scores[self.kind] = self.score_test()
+        scores = super().score(on_stage)
         if self.has_statistics():
-            on_stage("decoding with statistics of donors")
+            on_stage("scoring with statistics of donors")
             scores["donors"] = self.score_donors("donors")
-            on_stage("calibrating")
-            batches = [batch for batch, _ in zip(self.batches(0), range(self.calibration_batches), strict=False)]
-            self.kind = "calibrated"
-            with self.calibrated(batches):
-                scores[self.kind] = self.score_test()
         on_stage("beam search")
         self.kind = "beam"
         scores[self.kind] = self.rate(self.decode_all(self.beam))
