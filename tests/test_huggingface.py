@@ -132,8 +132,9 @@ def test_half_precision_comes_back_as_it_was(tmp_path):
 def test_examples_are_made_from_the_configuration(name):
     model = case_of(name).model
     example = example_for(model)
+    del example["outputs"]
     with torch.no_grad():
-        assert model(**example.kwargs).logits.isfinite().all()
+        assert model(**example).logits.isfinite().all()
 
 
 def test_a_model_of_text_and_images_asks_for_an_example():

@@ -192,6 +192,11 @@ def test_a_run_that_has_ended_is_not_trained_again(tmp_path):
     """A study deletes its checkpoints, perhaps while another process is about to resume it."""
     short = dataclasses.replace(RUN, steps=3)
     result = train(short, tmp_path)
+    for name in ("run.json", "result.json"):  # as of a version without this setting
+        content = json.loads((tmp_path / name).read_text())
+        del content.get("run", content)["scale_loss"]
+        (tmp_path / name).write_text(json.dumps(content))
+    del result["run"]["scale_loss"]
     before, seen = (tmp_path / "model.safetensors").stat(), []
     assert train(short, tmp_path, resume=True, on_progress=seen.append) == json.loads(json.dumps(result))
     assert (tmp_path / "model.safetensors").stat() == before

@@ -6,7 +6,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from normkit.norms._options import PLAIN, Allowed, is_int, is_number, plain, require
 
@@ -46,20 +46,18 @@ class Checked:
     ValueError: rate must be a finite number; got inf
     """
 
+    prefix: ClassVar[str] = ""
+    """What error messages put before the name of a field."""
+
     def __post_init__(self):
-        prefix = self._prefix()
         for name, is_tuple, allowed, bounds in _checks(type(self)):
             value = getattr(self, name)
             value = tuple(map(plain, value)) if is_tuple and isinstance(value, list | tuple) else plain(value)
             object.__setattr__(self, name, value)
-            require(allowed.test(value), prefix + name, value, allowed.text)
+            require(allowed.test(value), self.prefix + name, value, allowed.text)
             if value is not None and not all(BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
-                require(False, prefix + name, value, _bounds(bounds))
-
-    @classmethod
-    def _prefix(cls) -> str:
-        """Return what error messages put before the name of a field."""
-        return ""
+                allowed_bounds = " and ".join(f"{BOUNDS[kind][0]} {bound}" for kind, bound in bounds.items())
+                require(False, self.prefix + name, value, allowed_bounds)
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
@@ -126,7 +124,3 @@ def _allowed(hint: Any) -> Allowed:
     if origin is dict:
         return Allowed("a mapping of texts to texts", lambda v: isinstance(v, dict) and all(map(fit, v.items())))
     return SINGLE.get(hint) or Allowed(f"settings of class {hint.__name__}", lambda v: isinstance(v, hint))
-
-
-def _bounds(bounds: Mapping[str, float]) -> str:
-    return " and ".join(f"{BOUNDS[kind][0]} {bound}" for kind, bound in bounds.items())

@@ -3,10 +3,9 @@
 import inspect
 import json
 import shutil
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,15 +20,11 @@ INPUT_FILES = (
 )  # fmt: skip
 
 
-class Example(NamedTuple):
-    """Keyword arguments for a model, and a function that picks the relevant output."""
-
-    kwargs: dict[str, Any]
-    outputs: Callable[[Any], Any] | None
-
-
-def example_for(model: Any) -> Example:
+def example_for(model: Any) -> dict[str, Any]:
     """Make a small random example for a model of Hugging Face from its configuration.
+
+    Returns:
+        Arguments of `fold` and `audit`: those of the model, and `outputs`, which picks the relevant output.
 
     Raises:
         ValueError: If the model takes neither tokens nor an image, or needs more.
@@ -60,14 +55,13 @@ def example_for(model: Any) -> Example:
             f"{type(model).__name__} needs more than {' and '.join(kwargs)} ({type(problem).__name__}: {problem}); "
             "call fold() in Python with an example"
         ) from problem
-    return Example(kwargs, outputs)
+    return {**kwargs, "outputs": outputs}
 
 
 def audit_dir(path: Path | str) -> Audit:
     """Audit the model in a folder."""
     model = load_pretrained(path)
-    example = example_for(model)
-    return audit(model, outputs=example.outputs, untie=_has_online_norms(model), **example.kwargs)
+    return audit(model, untie=_has_online_norms(model), **example_for(model))
 
 
 def fold_dir(path: Path | str, out: Path | str) -> Report:
@@ -76,9 +70,8 @@ def fold_dir(path: Path | str, out: Path | str) -> Report:
     if out.resolve() == path.resolve():
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
     model = load_pretrained(path)
-    example = example_for(model)
     untie = _has_online_norms(model)  # their gains alone can need an output layer of its own
-    folded, report = fold(model, outputs=example.outputs, untie=untie, **example.kwargs)
+    folded, report = fold(model, untie=untie, **example_for(model))
     save_pretrained(folded, out)
     copy_input_files(path, out)
     return report

@@ -12,7 +12,6 @@ from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report.settings import flat
 from normkit.lab.train.config import Run
 from normkit.lab.train.donors import DONORS
-from normkit.lab.train.folder import MOVABLE
 from normkit.names import pick
 from normkit.norms import options, parse
 from normkit.text import format_spec
@@ -338,21 +337,6 @@ def seeded(cell: Cell, out: Path, seed: int) -> tuple[Path, Run]:
 def seeds(folder: Path) -> dict[int, Path]:
     """Folders of a cell's seeds; a copy beside them, such as seed-0-old, is ignored."""
     return {int(path.name[5:]): path for path in folder.glob("seed-*") if re.fullmatch(r"seed-(0|[1-9]\d*)", path.name)}
-
-
-def differences(found: Settings, expected: Run) -> list[str]:
-    """Describe the settings, except MOVABLE, in which a result differs from the expected run."""
-    have, need = flat(dict(found)), flat(dataclasses.asdict(expected))
-    defaults = flat(dataclasses.asdict(Run(name="", task="", data="", steps=1)))
-    return [
-        f"{name} {have.get(name, defaults.get(name))!r} where the study has {value!r}"
-        for name, value in need.items()
-        if name not in MOVABLE and _as_json(have.get(name, defaults.get(name))) != _as_json(value)
-    ]
-
-
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _complete(run: Run, scale: str, folder: Path) -> Run:

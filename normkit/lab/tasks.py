@@ -96,7 +96,7 @@ TASKS: dict[str, TaskSpec] = {
         module=f"{_TRAIN}.mt:MachineTranslation",
         model=f"{_TRAIN}.build:seq2seq",
         example=f"{_TRAIN}.build:sentence_pairs",
-        data=f"{_TRAIN}.source:parallel_text",
+        data=f"{_TRAIN}.source:corpus",
         metrics=(BLEU,),
         decided_by="beam",
         settings=(*_PAIRS, "valid_bleu", "subwords", "model.mask_logits"),
@@ -106,7 +106,7 @@ TASKS: dict[str, TaskSpec] = {
         module=f"{_TRAIN}.language:Language",
         model=f"{_TRAIN}.build:language_model",
         example=f"{_TRAIN}.build:text",
-        data=f"{_TRAIN}.source:running_text",
+        data=f"{_TRAIN}.source:corpus",
         metrics=(PERPLEXITY,),
         settings=(
             "context",

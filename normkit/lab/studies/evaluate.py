@@ -13,6 +13,7 @@ from normkit.lab.timing import ROUNDS, Timings, measure
 from normkit.lab.train.fold_run import audit_run, fold_run
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.progress import Progress
+from normkit.lab.train.source import open_task
 
 WORDS = 64  # words that are decoded together for timing
 FOLDED = "folded"  # sub-folder of a run
@@ -49,7 +50,7 @@ def finish_job(
         loaded[folded_name], report = fold_run(loaded[to_fold])
         save(folders[to_fold] / FOLDED, loaded[folded_name])
         found[to_fold]["fold"] |= {"max_error": report.max_error, "native_error": report.native_error}
-        found[to_fold]["scores"]["folded"] = _scores(loaded[folded_name])
+        found[to_fold]["scores"]["folded"] = open_task(loaded[folded_name]).score_test()
     show("timing")
     timings = _timings(loaded, rounds)
     for name, result in found.items():
@@ -68,20 +69,12 @@ def finish_job(
         results.write(folders[name], result)
 
 
-def _scores(folded: Loaded) -> dict[str, float]:
-    from normkit.lab.data.embedded import SOURCES
-    from normkit.lab.train.translation import Translation
-
-    return Translation(folded.run, folded.model, SOURCES[folded.run.data]()).score_test()
-
-
 def _timings(models: Mapping[str, Loaded], rounds: int) -> Timings:
     from normkit.lab.data.embedded import cmudict
-    from normkit.lab.train.pairs import PairTable
+    from normkit.lab.train.pairs import PairTable, spread
 
     pairs = cmudict().test
-    batch = PairTable.of([pairs[number * len(pairs) // WORDS] for number in range(WORDS)]).batch(list(range(WORDS)))
-    source, given, _ = batch.tensors
+    source, given, _ = PairTable.of(pairs).batch(spread(len(pairs), WORDS)).tensors
     decoding = {name: lambda m=run.model: decode_along(m, source, given) for name, run in models.items()}
     return measure(decoding, rounds)
 

@@ -43,30 +43,27 @@ class Board:
             state = f"step {step:,} of {steps:,}   loss {progress.loss:.3f}"
         if progress.seconds_left is not None:
             state += f"   {progress.tokens_per_s:,.0f} {progress.unit}/s   {clock(progress.seconds_left)} left"
-        if self._live is not None:
-            with interrupted_after():
-                self._live.update(self._rows[title], total=steps, completed=step, state=state)
-        elif not training or step == steps or step / steps - self._printed.get(title, -1.0) >= 0.1:
+        tenth = step == steps or step / steps - self._printed.get(title, -1.0) >= 0.1
+        if self._live is not None or tenth or not training:
             self._printed[title] = step / steps
-            self._line(f"{title}: {state}")
+            self._show(title, state, total=steps, completed=step)
 
     def end(self, title: str, outcome: str) -> None:
         """Show the outcome of a run."""
-        if self._live is not None:
-            with interrupted_after():
-                self._live.update(self._rows[title], state=outcome)
-        else:
-            self._line(f"{title}: {outcome}")
+        self._show(title, outcome)
 
     def print(self, text: str) -> None:
         """Print a line that concerns no single run."""
         with interrupted_after():
             (self._live.console if self._live is not None else self.console).print(text, markup=False, highlight=False)
 
-    def _line(self, text: str) -> None:
-        text = f"[{clock(time.monotonic() - self.started)}] {text}"
+    def _show(self, title: str, state: str, **bar: Any) -> None:
         with interrupted_after():
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            if self._live is not None:
+                self._live.update(self._rows[title], state=state, **bar)
+            else:
+                text = f"[{clock(time.monotonic() - self.started)}] {title}: {state}"
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def clock(seconds: float) -> str:

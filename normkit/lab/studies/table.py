@@ -14,8 +14,9 @@ from normkit.files import write_whole
 from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report import results
 from normkit.lab.report.study_tables import NONE, NOT_YET, SCHEMA, cell_text
-from normkit.lab.study import Cell, Column, Study, differences, expand, seeded, seeds
+from normkit.lab.study import Cell, Column, Study, expand, seeded, seeds
 from normkit.lab.train.config import Run
+from normkit.lab.train.folder import differences
 from normkit.text import align, escape
 
 FAILURE = "failed.txt"  # in a run folder in place of a result, if training raised an error
@@ -102,7 +103,9 @@ def _data(result: Mapping[str, Any]) -> str | None:
 
 def check(folder: Path, found: Mapping[str, Any], expected: Run) -> None:
     """Raise ValueError if the settings in a folder are not those of the study's run."""
-    changed = differences(found, expected)
+    changed = [
+        f"{name} {before!r} where the study has {now!r}" for name, (before, now) in differences(found, expected).items()
+    ]
     if changed:
         raise ValueError(
             f"{folder} holds a run of other settings, which this table does not mix in: {'; '.join(changed[:3])}; "

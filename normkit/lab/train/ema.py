@@ -9,24 +9,8 @@ The first update copies everything. `AveragedModel` by default copies all buffer
 statistics of other weights, or averages integers too.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-
-
-class _Update:
-    """`average += (1 - decay) * (new - average)`; integers are copied."""
-
-    def __init__(self, decay: float):
-        self.decay = decay
-
-    @torch.no_grad()
-    def __call__(self, averaged: list[Tensor], new: list[Tensor], count: Tensor | int) -> None:
-        for old, value in zip(averaged, new, strict=True):
-            if old.is_floating_point():
-                old.lerp_(value, 1 - self.decay)
-            else:
-                old.copy_(value)
 
 
 def moving_average(model: nn.Module, decay: float) -> AveragedModel:
@@ -44,5 +28,13 @@ def moving_average(model: nn.Module, decay: float) -> AveragedModel:
     >>> float(average.module.weight.detach())
     2.0
     """
-    average = AveragedModel(model, multi_avg_fn=_Update(decay), use_buffers=True)  # type: ignore[reportArgumentType]
+
+    def update(averaged: list[Tensor], new: list[Tensor], count: Tensor | int) -> None:
+        for old, value in zip(averaged, new, strict=True):
+            if old.is_floating_point():
+                old.lerp_(value, 1 - decay)
+            else:
+                old.copy_(value)
+
+    average = AveragedModel(model, multi_avg_fn=update, use_buffers=True)  # type: ignore[reportArgumentType]
     return average.requires_grad_(False).eval()

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,19 +133,27 @@ def check_resumable(folder: Path, run: Run) -> None:
     """Raise a ValueError if the folder has a run with other settings."""
     if not (folder / "run.json").exists():
         return
-    before, now = (flat(dataclasses.asdict(each)) for each in (read_run(folder), run))
-    changed = [
-        f"{name} ({before[name]}, not {now[name]})" for name in now if name not in MOVABLE and now[name] != before[name]
-    ]
+    found = differences(dataclasses.asdict(read_run(folder)), run)
+    changed = [f"{name} ({before}, not {now})" for name, (before, now) in found.items()]
     if changed:
         raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
 
 
+def differences(found: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which others differ from a run: their value and the run's.
+
+    Those in MOVABLE are left out. Settings that an older version did not have get their defaults.
+    """
+    defaults, now = (flat(dataclasses.asdict(each)) for each in (Run(name="", task="", data="", steps=1), run))
+    before = {name: tuple(value) if isinstance(value, list) else value for name, value in flat(found).items()}
+    both = {name: (before.get(name, defaults.get(name)), value) for name, value in now.items()}
+    return {name: pair for name, pair in both.items() if name not in MOVABLE and pair[0] != pair[1]}
+
+
 def read_ended(folder: Path, run: Run) -> dict[str, Any] | None:
     """Return the result of this run, if the folder has it and it ended by itself."""
-    found, now = results.ended(folder), json.loads(run.to_json())
-    same = found is not None and all(found["run"].get(name) == now[name] for name in now if name not in MOVABLE)
-    return found if same else None
+    found = results.ended(folder)
+    return None if found is None or differences(found["run"], run) else found
 
 
 def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularies) -> None:

@@ -193,8 +193,7 @@ class RemovableText:
 
     def fold_and_save(self, model: nn.Module, out: Path) -> tuple[nn.Module, Report]:
         """Fold the model into a folder, with the tokenizer."""
-        example = example_for(model)
-        folded, report = fold(model, outputs=example.outputs, **example.kwargs)
+        folded, report = fold(model, **example_for(model))
         self.save(folded, out)
         return folded, report
 

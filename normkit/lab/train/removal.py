@@ -135,11 +135,14 @@ def remove_norms(
         _claim(state, {"folder": str(folder.resolve()), **dataclasses.asdict(settings)}, resume)
         torch.manual_seed(settings.seed)
         original = subject.model.eval()
-        show = _stages(on_progress, settings.steps)
         measured = state / "measured.json"
         kept: dict[str, Any] = {"quality": {}, "tail": {}}
         if measured.is_file():
             kept = json.loads(measured.read_text(encoding="utf8"))
+
+        def show(stage: str) -> None:
+            if on_progress is not None and on_progress("without norms", Progress(stage, 0, settings.steps)):
+                raise KeyboardInterrupt
 
         def measure(stage: str, model: nn.Module) -> None:
             if stage not in kept["quality"]:
@@ -212,11 +215,3 @@ def _claim(state: Path, settings: dict[str, Any], resume: bool) -> None:
     if resume:
         raise ValueError(f"{state.parent} holds no interrupted removal to resume; leave out --resume")
     write_whole(path, json.dumps(settings).encode())
-
-
-def _stages(on_progress: Callable[[str, Progress], object] | None, steps: int) -> Callable[[str], None]:
-    def show(stage: str) -> None:
-        if on_progress is not None and on_progress("without norms", Progress(stage, 0, steps)):
-            raise KeyboardInterrupt
-
-    return show

@@ -5,7 +5,7 @@ command line, `"lr"` in `run.json` and in studies. A function that needs one gro
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from normkit.lab.fields import Checked, limited
 from normkit.lab.models.config import Model
@@ -20,6 +20,8 @@ class Images(Checked):
     >>> Images(mixup=0.8, cutmix=1.0).mix_prob
     1.0
     """
+
+    prefix: ClassVar[str] = "images."
 
     crop: Literal["pad", "area", "none"] = "pad"
     """Training: a window of the image padded by `padding` black pixels; a resized window of 8 to 100 % of its area
@@ -46,10 +48,6 @@ class Images(Checked):
     """Training images held out for validation; 0 validates on the test split, as papers do."""
     channels_last: bool = False
     """Memory format of images and kernels, faster for convolutions on GPUs."""
-
-    @classmethod
-    def _prefix(cls) -> str:
-        return "images."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

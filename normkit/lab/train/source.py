@@ -75,17 +75,9 @@ def sequences(run: Run, on_stage: OnStage) -> Reader:
     return reader(run.data)
 
 
-def parallel_text(run: Run, on_stage: OnStage) -> Reader:
-    """Find a parallel corpus, or a folder of parallel text."""
-    return _corpus(run, "parallel", on_stage)
-
-
-def running_text(run: Run, on_stage: OnStage) -> Reader:
-    """Find a corpus of running text, or a folder of it."""
-    return _corpus(run, "text", on_stage)
-
-
-def _corpus(run: Run, kind: str, on_stage: OnStage) -> Reader:
+def corpus(run: Run, on_stage: OnStage) -> Reader:
+    """Find a corpus of parallel text for task mt, else of running text, or a folder of it."""
+    kind = "parallel" if run.task == "mt" else "text"
     if run.data in SOURCES:
         require(not run.subwords, "subwords", run.subwords, f"0 for {run.data}, which has no files to learn them from")
         return reader(run.data)
