@@ -4,14 +4,13 @@ import dataclasses
 import functools
 import math
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 from corpus_files import cache_with_kernels, sentences, write_corpus, write_text
-from forked import two_ranks
+from forked import Program, two_ranks
 
 import normkit
 from normkit.cli import main
@@ -410,6 +409,14 @@ def test_beam_search_splits_batches_that_exceed_memory(corpus, tmp_path, monkeyp
         train(changed(corpus, steps=5), tmp_path / "full")
 
 
+BY_TORCHRUN = """
+from torch.distributed.launcher import LaunchConfig, elastic_launch
+program = compile({!r}, "rank", "exec")
+config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="fork")
+elastic_launch(config, exec)(program)
+"""  # what the command `torchrun` calls; but its processes are forked, as each new Python would import Lightning
+
+
 def in_two_processes(run, folder, by_torchrun):
     """Train the rest of a run, started by torchrun or as it does; its result and weights."""
     program = (
@@ -417,10 +424,8 @@ def in_two_processes(run, folder, by_torchrun):
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
     )
     if by_torchrun:
-        command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable, "-c"]
-        command = [sys.executable, "-m", *command, program]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        status, _, err = Program(BY_TORCHRUN.format(program)).ended()
+        assert status == 0, err[-3000:]
     else:
         two_ranks(program)
     return results.read(folder), (folder / "model.safetensors").read_bytes()
