@@ -5,6 +5,7 @@ import os
 
 import pytest
 from forked import Program, free_port
+from worker_jobs import answer_of_ranks, job_with_forked_ranks
 
 from normkit.lab.report import results
 from normkit.lab.studies import runner
@@ -137,7 +138,8 @@ def test_hosts_train_one_model_and_the_first_writes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_study_may_have_several_devices(tmp_path, forked_workers):
+def test_a_run_of_a_study_may_have_several_devices(tmp_path, monkeypatch, forked_workers):
+    monkeypatch.setattr(runner, "study_job", job_with_forked_ranks)
     base = {"pocket": Base("tiny", RECIPES["vit_digits"], {**TINY, "devices": 2})}
     column = Column(title="accuracy", metric="accuracy", base=base)
     wild = {"lr": 1e30, "clip": 0.0, "warmup": 0, "model.norm": "layer"}
@@ -155,3 +157,13 @@ def test_a_run_of_a_study_may_have_several_devices(tmp_path, forked_workers):
     assert diverged["status"].startswith("diverged at step ")
     assert ticks.count((ours["folder"], 3)) == 1, "the first process alone reports"
     assert ours["device"].startswith("2 x ")
+
+
+def test_processes_of_one_run_start_from_a_worker_and_send_through_it(tmp_path, forked_workers):
+    """They are new Pythons, as on a machine with GPUs: what they get must be picklable."""
+    sent = []
+    with Workers(1, lambda title, message: sent.append((title, message))) as workers:
+        workers.submit("two", answer_of_ranks, tmp_path)
+        ((_, noted),) = workers.ended()
+    assert noted == ["0 of 2: False", "1 of 2: False"]
+    assert sent == [("two", "0")]

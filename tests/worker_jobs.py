@@ -3,11 +3,13 @@
 Every worker imports this file, which therefore imports next to nothing.
 """
 
+import functools
 import os
 import signal
+import sys
 import time
 
-from normkit.lab.studies.workers import send
+from normkit.lab.studies.workers import on_devices, send
 from normkit.lab.train.progress import Progress
 
 
@@ -37,6 +39,29 @@ def kill_one(folder, killed, over):
             os.kill(int((folder / "pids").read_text(encoding="utf8").split()[0]), signal.SIGKILL)
             killed.append(found[-1].name)
             return
+
+
+def job_with_forked_ranks(*arguments):
+    """A study's job, but the processes of its devices are forked: each new Python would import Lightning."""
+    from torch.multiprocessing.spawn import start_processes
+
+    from normkit.lab.studies.runner import study_job
+
+    starts = sys.modules["torch.multiprocessing.spawn"]
+    starts.spawn = functools.partial(start_processes, start_method="fork")
+    return study_job(*arguments)
+
+
+def answer_of_ranks(title, folder):
+    """Let two processes note their rank and what `send` returns, as those of a training do."""
+    on_devices(2, note_rank, title, folder)
+    return sorted(path.read_text(encoding="utf8") for path in folder.iterdir())
+
+
+def note_rank(title, folder):
+    """Write the variables of this process; of the two, the first alone sends."""
+    rank = os.environ["LOCAL_RANK"]
+    (folder / rank).write_text(f"{rank} of {os.environ['WORLD_SIZE']}: {send(title, rank)}", encoding="utf8")
 
 
 def answer(title, what):
