@@ -26,6 +26,11 @@ class Program:
         self.process = FORKS.Process(target=_run, args=(code, arguments, environment, cwd, self.output))
         self.process.start()
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self.process.pid or 0
+
     def printed(self) -> str:
         """Its output so far."""
         path = self.output / "out"
