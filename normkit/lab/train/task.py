@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,13 @@ class Task(lightning.LightningModule):
     A task defines `batches`, `loss`, `validation_batches` and `score_test`.
     """
 
-    calibration_batches: ClassVar[int] = 50
+    calibration_batches: int = 50
 
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__()
         self.settings, self.model, self.data = run, model, data
         self.kind = "running"  # of the scores that are being computed
+        self.calibration_batches = min(self.calibration_batches, run.steps)  # a short try is not to wait for more
         self.outputs: dict[str, list[str]] = {}  # decoded test split, by kind of scores
         self.broken: set[str] = set()  # error messages of images that cannot be read
         self.start = 0  # batches that each process has trained on

@@ -1,7 +1,7 @@
 """Sequence-to-sequence tasks: training, and error rates with three kinds of statistics."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ DECODED_TOGETHER = 250  # sentences; results do not depend on it
 class Translation(Task):
     """Cross-entropy with label smoothing; PER and WER of greedy and beam search."""
 
-    calibration_batches: ClassVar[int] = 200
+    calibration_batches: int = 200
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
