@@ -90,6 +90,11 @@ def wheel(sdist, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def core(wheel, tmp_path_factory):
+    return Environment(tmp_path_factory.mktemp("environment") / "core", wheel)
+
+
 def test_versions_agree(sdist, wheel):
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]["version"]
     assert normkit.__version__ == version
@@ -115,20 +120,18 @@ def test_wheel_holds_only_package_and_entry_point(wheel):
     assert any(name.endswith("LICENSE") for name in names)
 
 
-def test_torch_alone_is_enough_to_import_and_to_list(wheel, tmp_path):
-    environment = Environment(tmp_path / "core", wheel)
-    imported = environment.run("python", "-c", "import normkit; print(normkit.__file__, normkit.make('un', 8).spec)")
+def test_torch_alone_is_enough_to_import_and_to_list(core):
+    imported = core.run("python", "-c", "import normkit; print(normkit.__file__, normkit.make('un', 8).spec)")
     assert imported.returncode == 0, imported.stderr
-    assert imported.stdout.startswith(str(environment.packages))
-    listed = environment.run("normkit", "list")
+    assert imported.stdout.startswith(str(core.packages))
+    listed = core.run("normkit", "list")
     assert listed.returncode == 0, listed.stderr
     for name in ("layer", "power", "un", "g2p_cmudict"):
         assert name in listed.stdout
 
 
-def test_a_missing_extra_is_one_line(wheel, tmp_path):
-    environment = Environment(tmp_path / "core", wheel)
-    done = environment.run("normkit", "train", "g2p_cmudict")
+def test_a_missing_extra_is_one_line(core):
+    done = core.run("normkit", "train", "g2p_cmudict")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "pip install 'normkit[demo]'" in done.stderr
