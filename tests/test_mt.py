@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from corpus_files import cache_with_kernels, sentences, write_corpus, write_text
-from forked import Program, two_ranks
+from forked import torchrun, two_ranks
 
 import normkit
 from normkit.cli import main
@@ -409,25 +409,13 @@ def test_beam_search_splits_batches_that_exceed_memory(corpus, tmp_path, monkeyp
         train(changed(corpus, steps=5), tmp_path / "full")
 
 
-BY_TORCHRUN = """
-from torch.distributed.launcher import LaunchConfig, elastic_launch
-program = compile({!r}, "rank", "exec")
-config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="fork")
-elastic_launch(config, exec)(program)
-"""  # what the command `torchrun` calls; but its processes are forked, as each new Python would import Lightning
-
-
 def in_two_processes(run, folder, by_torchrun):
     """Train the rest of a run, started by torchrun or as it does; its result and weights."""
     program = (
         "from normkit.lab.train.config import Run; from normkit.lab.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
     )
-    if by_torchrun:
-        status, _, err = Program(BY_TORCHRUN.format(program)).ended()
-        assert status == 0, err[-3000:]
-    else:
-        two_ranks(program)
+    (torchrun if by_torchrun else two_ranks)(program)
     return results.read(folder), (folder / "model.safetensors").read_bytes()
 
 

@@ -42,7 +42,10 @@ def kill_one(folder, killed, over):
 
 
 def job_with_forked_ranks(*arguments):
-    """A study's job, but the processes of its devices are forked: each new Python would import Lightning."""
+    """A study's job, but the processes of its devices are forked.
+
+    Each new Python would import Lightning.
+    """
     from torch.multiprocessing.spawn import start_processes
 
     from normkit.lab.studies.runner import study_job
