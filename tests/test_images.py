@@ -330,6 +330,6 @@ def test_pictures_of_a_group_stay_near_each_other():
 
 def test_settings_of_images_are_refused_for_other_tasks():
     for field in dataclasses.fields(Images):
-        assert takers(f"images.{field.name}") == ["images"]
+        assert takers()[f"images.{field.name}"] == ["images"]
     with pytest.raises(ValueError, match=r"images\.flip .*left out for task digits; it applies to images"):
         Run(name="x", task="digits", data="digits", steps=1, images=Images(flip=0.1))

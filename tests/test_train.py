@@ -60,7 +60,7 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
     model = dataclasses.replace(recipe.model, width=16, hidden=24, depth=1, heads=2, norm=norm)
     run = dataclasses.replace(
         recipe, model=model, steps=24, warmup=3, lr=1e-2, valid_every=12, checkpoint_every=12, record_every=8,
-        threads=1, **({"test_items": 20} if recipe.task in takers("test_items") else {}),
+        threads=1, **({"test_items": 20} if recipe.task in takers()["test_items"] else {}),
     )  # fmt: skip
     ticks = []
     result = train(run, tmp_path, on_progress=ticks.append, command="as typed")

@@ -5,6 +5,7 @@ packages below `train` can read this table too.
 """
 
 import dataclasses
+import functools
 import pkgutil
 from typing import Any, Literal
 
@@ -172,10 +173,12 @@ def unit(task: str) -> str:
     return TASKS[task].unit if task in TASKS else "tokens"
 
 
-def takers(setting: str) -> list[str]:
-    """List the tasks that accept a setting; empty for a setting of all tasks.
+@functools.cache
+def takers() -> dict[str, list[str]]:
+    """List the tasks that accept a setting, by setting; those of all tasks are left out.
 
-    >>> takers("beam"), takers("lr")
-    (['g2p', 'mt'], [])
+    >>> takers()["beam"], "lr" in takers()
+    (['g2p', 'mt'], False)
     """
-    return [name for name, task in TASKS.items() if setting in task.settings]
+    settings = sorted({name for task in TASKS.values() for name in task.settings})
+    return {setting: [name for name, task in TASKS.items() if setting in task.settings] for setting in settings}

@@ -65,13 +65,13 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
             tested = before + (self.test_context or self.context)
             require(self.context <= longest, "context", self.context, f"at most max_length={longest}")
             require(tested <= longest, "test_context", tested, f"at most max_length={longest}, with test_memory")
-        for name in sorted({name for task in TASKS.values() for name in task.settings}):
+        for name, tasks in takers().items():
             *owner, field = name.split(".")
             settings = getattr(self, owner[0]) if owner else self
-            given, tasks = getattr(settings, field), takers(name)
-            default = given == settings.__dataclass_fields__[field].default
-            allowed = f"left out for task {self.task}; it applies to {' and '.join(tasks)}"
-            require(default or self.task in tasks, name, given, allowed)
+            given = getattr(settings, field)
+            if self.task not in tasks and given != settings.__dataclass_fields__[field].default:
+                allowed = f"left out for task {self.task}; it applies to {' and '.join(tasks)}"
+                require(False, name, given, allowed)
 
     def _check_schedule(self) -> None:
         """Check settings of the schedule against steps, learning rates and validations."""
