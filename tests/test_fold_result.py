@@ -317,3 +317,14 @@ def test_the_analysis_stays_on_the_cpu_whatever_the_default_device_is():
         assert to_rms(model, ids)[1].max_error < 1e-12
     finally:
         torch.set_default_device(None)
+
+
+def test_what_stays_of_a_norm_over_samples_gets_the_mask():
+    class Masked(Read):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x)
+
+    model = convert(Masked(nn.Linear(DIM, 4), spec="layer"), "instance", mask_from="mask")
+    x, mask = torch.randn(2, 7, DIM), torch.arange(14).view(2, 7) % 7 < torch.tensor([[7], [4]])
+    folded, _ = check(model, x, mask, actions="gain folded")
+    torch.testing.assert_close(folded(x, ~mask), model(x, ~mask))

@@ -347,3 +347,9 @@ def test_numbers_that_leave_the_model_as_lists_or_arrays_are_read(read):
         return a(y.clamp(-5, 5) if large else y) + b(y)
 
     both_agree(Two(limited), (torch.randn(2, 5, DIM),), (1e3 * torch.randn(2, 5, DIM),), "multiply-add")
+
+
+def test_lengths_that_are_all_alike_in_the_example():
+    model = Two(lambda y, a, b, lengths: a(y / lengths.max().item()) + b(y).mean())
+    x = torch.randn(2, 5, DIM)
+    both_agree(model, (x, torch.tensor([5, 5])), (x, torch.tensor([3, 4])), "add")

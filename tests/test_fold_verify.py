@@ -1,5 +1,9 @@
 """Verification in float64: inputs, comparison, and examples that prove nothing."""
 
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -242,3 +246,47 @@ def test_the_eps_of_rmsnorm_stays_that_of_the_models_type(dtype):
 @pytest.mark.parametrize("factor", [2.0, torch.tensor(2.0)])
 def test_an_output_of_one_number_may_be_multiplied(factor):
     check(Read(nn.Linear(DIM, 1), lambda self, y: self.reader(y) * factor), torch.randn(1, 1, DIM))
+
+
+@dataclass
+class Batch:
+    """An input of a model in an object."""
+
+    x: Tensor
+    mask: Tensor
+
+
+@pytest.mark.parametrize("wrap", [Batch, SimpleNamespace, lambda **fields: UserDict(fields)])
+def test_tensors_in_objects_are_varied_too(wrap):
+    def padded(self: Read, y: Tensor) -> Tensor:
+        return self.reader(F.pad(y, (0, 0, 0, -y.shape[1] % 4))).softmax(1)
+
+    class Objects(Read):
+        def forward(self, batch) -> Tensor:
+            given = batch if hasattr(batch, "x") else SimpleNamespace(**batch)
+            return super().forward(given.x * given.mask[..., None])
+
+    batch = wrap(x=torch.randn(2, 8, DIM), mask=torch.ones(2, 8))
+    _, report = check(Objects(nn.Linear(DIM, 4), padded), batch, actions="add")
+    assert report.tried[1:] == ("7 tokens, a batch of 3, masks that mask", "9 tokens")
+
+
+def test_tensors_that_are_no_buffers_get_float64():
+    class Plain(Read):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x @ self.matrices[0] @ self.matrices[1])
+
+    model = Plain(nn.Linear(DIM, 4))
+    model.matrices = [torch.randn(DIM, DIM), model.reader.weight.T @ model.reader.weight]  # the second has a gradient
+    check(model, torch.randn(3, 5, DIM), actions="folded")
+    assert model.matrices[0].dtype == torch.float32
+
+
+def test_sparse_buffers_and_inputs():
+    class Graphs(Read):
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+            return torch.sparse.mm(adjacency, torch.sparse.mm(self.edges, super().forward(x)))
+
+    model = Graphs(nn.Linear(DIM, 4))
+    model.register_buffer("edges", torch.eye(5).to_sparse())
+    check(model, torch.randn(5, DIM), torch.eye(5).to_sparse(), actions="folded")

@@ -3,6 +3,7 @@
 import copy
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from normkit.norms import StatNorm
 
@@ -83,8 +84,11 @@ def norms_with_statistics(model: nn.Module, verb: str) -> dict[str, StatNorm]:
     return norms
 
 
-def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model, also where weight norm or pruning keeps a computed weight."""
-    values = [value for module in model.modules() for value in vars(module).values()]
-    computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
-    return copy.deepcopy(model, {id(t): t.detach().clone() for t in computed})  # each forward computes them again
+def copy_model(model: nn.Module, wide: bool = False) -> nn.Module:
+    """Copy a model; with `wide`, tensors that are no parameters or buffers in float64."""
+    known = {id(t) for t in [*model.parameters(), *model.buffers()]}
+    leaves = tree_leaves([vars(module) for module in model.modules()])
+    plain = {id(t): t for t in leaves if isinstance(t, Tensor) and id(t) not in known}
+    memo = {key: t.detach().clone() for key, t in plain.items() if not t.is_leaf}  # weight norm computes them again
+    memo |= {key: t.detach().clone().double() for key, t in plain.items() if wide and t.is_floating_point()}
+    return copy.deepcopy(model, memo)

@@ -115,8 +115,8 @@ def export(
     if int8 is not None and path.suffix == ".pt2":
         raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
     with torch.no_grad():
-        expected = picked(example_call(model, *copied(example, kwexample), "export", (example, kwexample)), outputs)
-    wrapped = TensorModel(copy_model(model), *copied(example, kwexample), outputs).eval()
+        expected = picked(example_call(model, *copied((example, kwexample)), "export", (example, kwexample)), outputs)
+    wrapped = TensorModel(copy_model(model), *copied((example, kwexample)), outputs).eval()
     shapes = batch_axis(wrapped.given) if dynamic else None
     settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
     batches = calibration(settings, example, kwexample, shapes is not None) if settings else []

@@ -1,13 +1,15 @@
 """Call a model on a batch, and find the tensors in its output."""
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+T = TypeVar("T")
 
 
 def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
@@ -70,9 +72,9 @@ def example_call(
         ) from error
 
 
-def copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Copy the tensors of an example for one run, as a forward may change its input in place."""
-    return tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+def copied(value: T, change: Callable[[Tensor], Tensor] = Tensor.clone) -> T:
+    """Copy a value, such as arguments of a call, and change what `tensors` finds in it."""
+    return copy.deepcopy(value, {id(t): change(t) for t in tensors(value).values()})
 
 
 def describe(value: object) -> str:

@@ -68,7 +68,7 @@ def to_rms(
     done = _rewrite(survey.copy(), survey.trace, changed, producers)
     with torch.no_grad():
         given = example, kwexample
-        mine, theirs = (example_call(each, *copied(*given), "to_rms", given) for each in (done, model))
+        mine, theirs = (example_call(each, *copied(given), "to_rms", given) for each in (done, model))
         native = error(mine, theirs, outputs)
     record_changes(done)
     return done, Report(tuple(outcomes.values()), tuple(survey.calls), survey.absent, survey.prepared, worst, native)

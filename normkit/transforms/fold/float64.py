@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from normkit.transforms.fastpath import no_fast_path
+from normkit.transforms.invoke import copied
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -37,7 +37,7 @@ def on_cpu() -> Iterator[None]:
 
 def widened(example: Any) -> Any:
     """Copy an example, with floating-point tensors in float64; a forward may change its input."""
-    return tree_map_only(Tensor, lambda t: t.clone().double() if t.dtype.is_floating_point else t.clone(), example)
+    return copied(example, lambda t: t.clone().double() if t.dtype.is_floating_point else t.clone())
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:

@@ -105,7 +105,7 @@ def fold(
         folded = rewrite(survey.copy(), plan)
         with torch.no_grad():
             given = example, kwexample
-            out, expected = (example_call(each, *copied(*given), "fold", given) for each in (folded, model))
+            out, expected = (example_call(each, *copied(given), "fold", given) for each in (folded, model))
             native = error(out, expected, outputs)
     if count_infinite(out, outputs) > count_infinite(expected, outputs):
         raise RuntimeError(

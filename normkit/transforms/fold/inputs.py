@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normkit.transforms.fold.float64 import on_cpu
+from normkit.transforms.invoke import copied, tensors
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 Run = Callable[[str, bool, tuple, dict[str, Any]], object]  # label, whether sizes differ, arguments
@@ -103,7 +103,7 @@ def longer(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Call] | None:
 
 def _inputs(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Return all tensors of a call, and those that are data, not masks or flags."""
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
+    given = [t for t in tensors((args, kwargs)).values() if t.dim() > 0 and t.layout is torch.strided]
     return given, [t for t in given if not _is_flags(t)] or [t for t in given[:1] if t.dtype is not torch.bool]
 
 
@@ -115,7 +115,7 @@ def _label(changes: tuple[Change, ...]) -> str:
 def _changed(args: tuple, kwargs: dict[str, Any], changes: tuple[Change, ...], seed: int, top: int | None) -> Call:
     """Draw the inputs of a changed call."""
     generator, data = torch.Generator().manual_seed(seed), {id(t) for t in _inputs(args, kwargs)[1]}
-    return tree_map_only(Tensor, lambda t: _drawn(t, id(t) in data, changes, generator, top), (args, kwargs))
+    return copied((args, kwargs), lambda t: _drawn(t, id(t) in data, changes, generator, top))
 
 
 def _same_sizes(given: list[Tensor], data: list[Tensor]) -> list[Change]:
@@ -189,11 +189,11 @@ def _masking(t: Tensor) -> Tensor:
 
 
 def _tops(model: nn.Module, data: list[Tensor]) -> list[int | None]:
-    """Upper limits for integers that are constant in the example: rows of embeddings."""
+    """Upper limits for constant zeros and ones, rows of embeddings; None keeps constants."""
     if not any(not t.dtype.is_floating_point and bool((t == t.flatten()[0]).all()) for t in data):
         return [None]
-    rows = sorted({m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)})
-    return [*rows[::-1], None]
+    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)} or {2}
+    return [*sorted(rows, reverse=True), None]
 
 
 def _drawn(
@@ -214,6 +214,6 @@ def _drawn(
         spread = float(t.double().std(correction=0)) or 1.0
         return (noise.to(t.device) * spread + t.double().mean()).to(t.dtype)
     low, high = int(t.min()), int(t.max())
-    if low == high and top is not None and 0 <= low < top:
-        low, high = 0, top - 1
+    if low == high and top is not None and low >= 0:  # larger numbers are lengths, say
+        low, high = (0, top - 1) if low < 2 else (1, low)
     return torch.randint(low, high + 1, t.shape, generator=generator).to(t.device, t.dtype)

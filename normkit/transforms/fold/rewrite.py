@@ -18,7 +18,7 @@ from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.relations import NormNode, parameter
 from normkit.transforms.fold.report import GONE
 from normkit.transforms.fold.trace import Product, Source, View
-from normkit.transforms.hooks import channels_first
+from normkit.transforms.hooks import channels_first, take_hooks
 from normkit.transforms.masks import remove_routes
 from normkit.transforms.model_changes import save_buffer
 
@@ -167,6 +167,8 @@ def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.M
             new.register_buffer("weight", like.new_empty(0), persistent=False)
     elif action == "gain folded":
         new = _without_parameters(copy.deepcopy(node.rest), channel_dim).to(like)
+        if isinstance(new, Norm) and isinstance(old, Norm):
+            take_hooks(new, old)  # which pass the mask of a call
     else:
         weight = None if action == "add" else gain.to(like)
         new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)

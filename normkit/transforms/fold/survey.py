@@ -81,9 +81,9 @@ class Survey:
         if other:
             self._keep_tables_that_grow()
 
-    def copy(self) -> nn.Module:
+    def copy(self, wide: bool = False) -> nn.Module:
         """A copy of the original in its own type, its output layer untied if requested."""
-        model = fold_weights(copy_model(self.original))
+        model = fold_weights(copy_model(self.original, wide))
         for name, module in [*model.named_modules()]:
             if (whole := take_apart(module)[1]) is not None:
                 model = put_everywhere(model, name, whole)
@@ -93,7 +93,7 @@ class Survey:
 
     def double(self) -> nn.Module:
         """A copy in float64, with experts of Hugging Face models one by one."""
-        model = self.copy()
+        model = self.copy(wide=True)
         for module in model.modules():
             if isinstance(module, nn.RMSNorm) and module.eps is None:
                 module.eps = read_eps(module)  # of the model's own type, not of float64
@@ -236,30 +236,23 @@ def untie_embeddings(model: nn.Module) -> None:
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and id(weight) in tables and not isinstance(module, nn.Embedding):
-            copied = nn.Parameter(weight.detach().clone(), weight.requires_grad)
-            module.weight = copies.setdefault(id(weight), copied)
+            module.weight = copies.setdefault(id(weight), nn.Parameter(weight.detach().clone(), weight.requires_grad))
 
 
 def shared_memory(model: nn.Module) -> dict[str, str]:
     """Parameters that are different objects in the same memory, by name."""
-    seen: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        if not parameter.numel():
-            continue
-        storage = parameter.untyped_storage().data_ptr()
-        if storage in seen:
-            found[name], found[seen[storage]] = seen[storage], name
-        seen.setdefault(storage, name)
+    seen, found = dict[int, str](), dict[str, str]()
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        if t.numel() and (first := seen.setdefault(Trace.memory(t), name)) != name:
+            found[name], found[first] = first, name
     return found
 
 
 def own_storage(model: nn.Module) -> None:
     """Make each parameter and buffer contiguous in its own memory; ties stay."""
     seen: set[int] = set()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        storage = tensor.untyped_storage()
-        whole = tensor.is_contiguous() and storage.nbytes() == tensor.numel() * tensor.element_size()
-        if not whole or storage.data_ptr() in seen:
+    for tensor in (t for t in [*model.parameters(), *model.buffers()] if t.layout is torch.strided):
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if not (whole and tensor.is_contiguous()) or Trace.memory(tensor) in seen:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        seen.add(tensor.untyped_storage().data_ptr())
+        seen.add(Trace.memory(tensor))

@@ -151,6 +151,11 @@ class Trace:
         self.is_example = False  # the call that is traced is the user's example
         self._ordered: list[Source] = []
 
+    @staticmethod
+    def memory(tensor: Tensor) -> int:
+        """The address of a tensor's memory, the same for its views; sparse ones have none."""
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
     def source(self, key: Any, kind: str, name: str, size: int, product: Product | None = None) -> Source:
         """The source with that key, created on first use; its codes stay the same."""
         if key not in self.sources:

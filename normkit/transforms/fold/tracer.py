@@ -52,7 +52,7 @@ class Tracer(TorchDispatchMode):
         self.stack: list[str] = []
         self.inside_norm = 0
         tensors = (t for t in [*model.parameters(), *model.buffers()] if t.numel())
-        self.storages = {t.untyped_storage().data_ptr(): trace.names[id(t)] for t in tensors}
+        self.storages = {Trace.memory(t): trace.names[id(t)] for t in tensors}
         self.tables = self._tables(model)
 
     # -- shadows ------------------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ class Tracer(TorchDispatchMode):
             rule = MOVE_RULES.get(packet)
             if any(self._followed(t) for t in given) and not (rule and rule(self, packet, args, out)):
                 self._move(func, args, kwargs, out)
-            storages = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, Tensor)}
-            for tensor in (t for t in given if not self._followed(t) and storages - {t.untyped_storage().data_ptr()}):
+            storages = {Trace.memory(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+            for tensor in (t for t in given if not self._followed(t) and storages - {Trace.memory(t)}):
                 self.note_weight_reader(tensor, name)  # a copy of a weight will not change along with it
             return out
         if any(not t.numel() for t in given):  # an expert without rows: it reads, writes and adds nothing
@@ -185,12 +185,11 @@ class Tracer(TorchDispatchMode):
             if packet is aten.constant_pad_nd and len(args) > 2 and args[2] != 0:
                 args = (*args[:2], FOREIGN)
             moved = func(*args, **kwargs)
-        outs, moveds = ([out], [moved]) if isinstance(out, Tensor) else (list(out), list(moved))
-        self.shadows.update(zip(outs, moveds, strict=True))
+        self.shadows.update(zip(tree_leaves(out), tree_leaves(moved), strict=True))
 
     def _forget(self, written: Tensor) -> None:
-        storage = written.untyped_storage().data_ptr()
-        for tensor in [t for t in list(self.shadows.keys()) if t.untyped_storage().data_ptr() == storage]:
+        storage = Trace.memory(written)
+        for tensor in [t for t in list(self.shadows.keys()) if Trace.memory(t) == storage]:
             if tensor is not written:
                 self.note_reader(tensor, "an operation in place")
             del self.shadows[tensor]
@@ -199,9 +198,7 @@ class Tracer(TorchDispatchMode):
 
     def _parameter(self, tensor: Any) -> str | None:
         """The name of the parameter that a tensor is, or is a view of."""
-        if not isinstance(tensor, Tensor) or not tensor.numel():
-            return None
-        return self.storages.get(tensor.untyped_storage().data_ptr())
+        return self.storages.get(Trace.memory(tensor)) if isinstance(tensor, Tensor) and tensor.numel() else None
 
     def bias(self, tensor: Any, length: int) -> View | None:
         """The part of a parameter that a bias is."""
@@ -236,7 +233,8 @@ class Tracer(TorchDispatchMode):
             looked_up = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
             if not looked_up and not isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.MultiheadAttention):
                 tensors += [*module._parameters.values(), *module._buffers.values()]
-        return {id(t) for t in tensors if t is not None and t.dtype.is_floating_point and 1 < t.numel() <= 1 << 20}
+        dense = (t for t in tensors if t is not None and t.layout is torch.strided)
+        return {id(t) for t in dense if t.dtype.is_floating_point and 1 < t.numel() <= 1 << 20}
 
 
 @contextmanager

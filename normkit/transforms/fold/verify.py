@@ -48,15 +48,11 @@ def _difference(a: Tensor, b: Tensor) -> float:
     if not a.dtype.is_floating_point:
         return 0.0 if torch.equal(a, b) else float("inf")
     finite = b.isfinite()
-    if not torch.equal(a.isfinite(), finite):
+    if not torch.equal(a.isfinite(), finite) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
         return float("inf")
-    if not bool(finite.all()):
-        if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-            return float("inf")
-        a, b = a[finite], b[finite]
+    a, b = a[finite].double(), b[finite].double()
     if not a.numel():
         return 0.0
-    a, b = a.double(), b.double()
     size = b.abs()
     usual = size[size <= OUTLIER * middle].max() if (middle := size.unique().median()) else size.max()
     return float(((a - b).abs() / size.clamp(min=float(usual.clamp(min=1e-30)))).max())
