@@ -49,4 +49,4 @@ def _channels_to_the_front(norm: nn.Module, args: tuple, output: Any) -> Any:
     return output.movedim(-1, 1)
 
 
-LAYOUT = (_channels_to_the_end, _channels_to_the_front)
+LAYOUT_HOOKS = (_channels_to_the_end, _channels_to_the_front)

@@ -7,7 +7,7 @@ from normkit.norms import PowerNorm
 from normkit.watch.faults import LIMITS, NOT_CHECKED, Check, Finding, by_site
 from normkit.watch.recording import Recording, Row, Series, as_recording
 from normkit.watch.row_names import (
-    OF_BATCH,
+    UNTRACKED,
     format_sites,
     freezes_quadratic_means,
     keeps_batch_statistics,
@@ -50,7 +50,7 @@ CHECKS = (
         "add nk.scale_loss to the loss (normkit train --scale-loss 0.1), or use a per-token norm there", below=True),
         "token_share", keeps_batch_statistics),
     Check("evaluation", faults.evaluation, "gap_batch",
-          lambda norm: keeps_batch_statistics(norm) and not (freezes_quadratic_means(norm) or OF_BATCH in norm),
+          lambda norm: keeps_batch_statistics(norm) and not (freezes_quadratic_means(norm) or UNTRACKED in norm),
           steps=LIMITS["steps"]),
     Check("evaluation", faults.evaluation_quadratic, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
     Check("batch length", faults.batch_length, "length_share length_share_quadratic", relies_on_batch, 6,

@@ -7,7 +7,7 @@ from normkit.norms import NORMS, Norm, StatNorm, options, parse
 from normkit.text import escape, truncate
 
 NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)(|\..*)")  # the name of a site around its first part that is a number
-OF_BATCH = "(track_running_stats=False)"  # of PyTorch's BatchNorm, after its class: nothing is frozen
+UNTRACKED = "(track_running_stats=False)"  # follows the class of a BatchNorm that keeps nothing for evaluation
 RENAMED = {f"stray_{kind}": f"drift_{kind}" for kind in ("mean", "var", "quadratic")}  # in files of version 0.2.0
 
 
@@ -30,7 +30,7 @@ def norm_class(norm: str) -> tuple[type[Norm] | None, dict[str, object]]:
 
 
 def keeps_batch_statistics(norm: str) -> bool:
-    """Return True if a norm, as rows name it, has statistics of the batch.
+    """Return True if a norm, as rows name it, divides by statistics of batches.
 
     >>> [keeps_batch_statistics(norm) for norm in ("un(window=2)", "layer", "BatchNorm2d", "FrozenBatchNorm2d")]
     [True, False, True, False]
@@ -50,12 +50,12 @@ def freezes_quadratic_means(norm: str) -> bool:
 
 
 def relies_on_batch(norm: str) -> bool:
-    """Return True if a norm divides by the statistics of each batch while it trains.
+    """Return True if a norm trains with each batch's own statistics, and freezes others.
 
     >>> [relies_on_batch(norm) for norm in ("batch", "pnv", "BatchNorm2d", "un", "layer")]
     [True, True, True, False, False]
     """
-    return keeps_batch_statistics(norm) and not warms_up(norm) and OF_BATCH not in norm
+    return keeps_batch_statistics(norm) and not warms_up(norm) and UNTRACKED not in norm
 
 
 def warms_up(norm: str) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from normkit.norms import Norm, StatNorm
 from normkit.transforms.masks import fit, is_time_first, real_tokens
 from normkit.transforms.third_party import CannotRead, is_named_norm, is_parametrization, read_norm
-from normkit.watch.row_names import OF_BATCH
+from normkit.watch.row_names import UNTRACKED
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
@@ -78,7 +78,7 @@ def sites(model: nn.Module) -> list[Site]:
             found.append(Site(_unwrapped_name(name, model), module.spec, module, batch_axis=batch))
         elif not is_parametrization(name) and (is_named_norm(module) or _has_running_statistics(module)):
             norm = type(module).__name__
-            norm += OF_BATCH if "BatchNorm" in norm and getattr(module, "running_var", norm) is None else ""
+            norm += UNTRACKED if "BatchNorm" in norm and getattr(module, "running_var", 0) is None else ""
             found.append(Site(_unwrapped_name(name, model), norm, module, *_layout(module), batch))
     return found
 

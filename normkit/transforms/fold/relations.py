@@ -18,7 +18,7 @@ from normkit.norms import Norm
 from normkit.text import listed, unique
 from normkit.transforms.fold.forest import Forest, unite
 from normkit.transforms.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View
-from normkit.transforms.hooks import LAYOUT
+from normkit.transforms.hooks import LAYOUT_HOOKS
 from normkit.transforms.masks import GiveMask
 from normkit.transforms.third_party import equivalent
 
@@ -400,4 +400,4 @@ def parameter(model: nn.Module, name: str) -> Tensor:
 def own_hooks(module: nn.Module) -> bool:
     """True if a norm has hooks that the user registered."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return not all(hook in LAYOUT or isinstance(hook, GiveMask) for hook in hooks)
+    return not all(hook in LAYOUT_HOOKS or isinstance(hook, GiveMask) for hook in hooks)
