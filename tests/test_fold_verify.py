@@ -1,5 +1,6 @@
 """Verification in float64: inputs, comparison, and examples that prove nothing."""
 
+import threading
 from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -269,6 +270,15 @@ def test_tensors_in_objects_are_varied_too(wrap):
     batch = wrap(x=torch.randn(2, 8, DIM), mask=torch.ones(2, 8))
     _, report = check(Objects(nn.Linear(DIM, 4), padded), batch, actions="add")
     assert report.tried[1:] == ("7 tokens, a batch of 3, masks that mask", "9 tokens")
+
+
+def test_arguments_that_cannot_be_copied_are_passed_on():
+    class Locked(Read):
+        def forward(self, x: Tensor, lock) -> Tensor:
+            with lock:
+                return super().forward(x)
+
+    check(Locked(nn.Linear(DIM, 4)), torch.randn(3, 5, DIM), threading.Lock(), actions="folded")
 
 
 def test_tensors_that_are_no_buffers_get_float64():

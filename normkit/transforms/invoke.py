@@ -1,15 +1,15 @@
 """Call a model on a batch, and find the tensors in its output."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-T = TypeVar("T")
+from torch.utils._pytree import tree_map_only
 
 
 def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
@@ -72,9 +72,11 @@ def example_call(
         ) from error
 
 
-def copied(value: T, change: Callable[[Tensor], Tensor] = Tensor.clone) -> T:
-    """Copy a value, such as arguments of a call, and change what `tensors` finds in it."""
-    return copy.deepcopy(value, {id(t): change(t) for t in tensors(value).values()})
+def copied(given: tuple[Any, Any], change: Callable[[Tensor], Tensor] = Tensor.clone) -> tuple[Any, Any]:
+    """Copy the arguments `(args, kwargs)` of a call; `change` makes the copy of a tensor."""
+    with contextlib.suppress(TypeError):  # of what cannot be copied, such as a lock
+        return copy.deepcopy(given, {id(t): change(t) for t in tensors(given).values()})
+    return tree_map_only(Tensor, change, given)
 
 
 def describe(value: object) -> str:

@@ -56,9 +56,8 @@ def find_changes(model: Any) -> dict[str, Any]:
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config))
     norms: dict[str, Any] = {}
-    biases: dict[str, int] = {}
     buffers: list[str] = []  # that the architecture computes, such as positions, and that folding changed
-    plain: list[str] = []
+    biases, plain = dict[str, int](), list[str]()
     masks, modules = mask_arguments(model), dict(model.named_modules(remove_duplicate=False))
     apart = take_norms_apart(fresh, modules)
     for name, there in fresh.named_modules():
@@ -185,6 +184,5 @@ def _untied(model: Any, fresh: nn.Module) -> list[str]:
     mine = _ties(model)
     apart = {name for group in _ties(fresh) for name in group if not any(name in other for other in mine)}
     embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    return sorted(
-        owner for name in apart if (owner := name.removesuffix(".weight")) != name and owner not in embeddings
-    )
+    owners = {name.removesuffix(".weight") for name in apart if name.endswith(".weight")}
+    return sorted(owners - embeddings)
