@@ -25,7 +25,7 @@ from normkit.lab.train.detection import Detection, start_backbone
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.run import train
-from normkit.lab.train.scenes import Augmentation, Item, Samples
+from normkit.lab.train.scenes import Item, Samples, SceneAugmentation
 from normkit.norms import StatNorm
 from normkit.transforms import find
 
@@ -134,7 +134,7 @@ def test_augmentation_changes_picture_boxes_and_masks_alike(tmp_path):
     """Each box stays the frame of its mask, and masks stay on what is drawn."""
     data = find_scenes(str(scene_files.data_set(tmp_path)))()
     cropping = dataclasses.replace(TINY, crop=(30, 50))
-    samples = Samples(data.train, masks=True, augment=Augmentation(cropping))
+    samples = Samples(data.train, masks=True, augment=SceneAugmentation(cropping))
     sizes, things = set(), 0
     for epoch in range(6):
         for at in range(len(data.train)):
@@ -160,7 +160,7 @@ def test_undecodable_image_is_replaced_and_counted_or_raises(tmp_path):
     data = find_scenes(str(folder))()
     broken = (folder / "images" / "002.png").read_bytes()
     (folder / "images" / "002.png").write_bytes(broken[:200] + bytes(40) + broken[240:])
-    samples = Samples(data.train, masks=False, augment=Augmentation(TINY))
+    samples = Samples(data.train, masks=False, augment=SceneAugmentation(TINY))
     (_, target), problems = samples[Item(0, 1)]
     assert torch.equal(target["labels"], data.train.scenes[2].labels)
     assert len(problems) == 1
@@ -194,7 +194,7 @@ def test_augmentation_does_not_seed_gpus(tmp_path, monkeypatch):
     """A worker process cannot: dropout would depend on the number of workers."""
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail(f"GPUs seeded with {seed}"))
     data = find_scenes(str(scene_files.data_set(tmp_path)))()
-    assert Samples(data.train, masks=True, augment=Augmentation(TINY))[Item(0, 1)][1] == []
+    assert Samples(data.train, masks=True, augment=SceneAugmentation(TINY))[Item(0, 1)][1] == []
 
 
 @pytest.mark.parametrize("bucketing", [False, True])

@@ -20,7 +20,7 @@ from PIL import Image
 
 from normkit.lab.data.cifar import BATCHES, _decompress, read_cifar
 from normkit.lab.data.image_files import Broken, ImageFiles, read_image
-from normkit.lab.data.image_folder import ClassFolders, Memory, decode, image_batches
+from normkit.lab.data.image_folder import ClassFolders, ImageArray, decode, image_batches
 from normkit.lab.data.image_sets import find_images
 from normkit.lab.data.images import read_images
 from normkit.lab.data.shards import Rows, Tars
@@ -309,7 +309,7 @@ def test_held_out_images_are_fixed_and_not_trained_on(tmp_path):
 
 
 def test_epoch_draws_each_image_once_in_new_order():
-    split = Memory(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
+    split = ImageArray(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
     epochs = [image_batches(split, 4, seed=1, epoch=epoch) for epoch in (0, 0, 1)]
     assert epochs[0] == epochs[1] != epochs[2]
     for batches in epochs:
@@ -319,7 +319,7 @@ def test_epoch_draws_each_image_once_in_new_order():
 
 
 def test_pictures_of_a_group_stay_near_each_other():
-    split = Memory(np.zeros((400, 1, 1, 3), np.uint8), np.zeros(400))
+    split = ImageArray(np.zeros((400, 1, 1, 3), np.uint8), np.zeros(400))
     split.groups = np.arange(400) // 5  # 80 groups
     batches = image_batches(split, 8, seed=0)
     assert sorted(itertools.chain(*batches)) == list(range(400))

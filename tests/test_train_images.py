@@ -21,7 +21,7 @@ from normkit.lab.models.classifiers import classifier
 from normkit.lab.models.config import Model
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train import images as task_images
-from normkit.lab.train.augment import Augmentation
+from normkit.lab.train.augment import ImageAugmentation
 from normkit.lab.train.calibrate_run import calibrate_run
 from normkit.lab.train.config import Images, Run
 from normkit.lab.train.ema import moving_average
@@ -47,14 +47,14 @@ def cheap(tmp_path, monkeypatch):
 
 
 def album(size=32, count=12):
-    from normkit.lab.data.image_folder import Memory
+    from normkit.lab.data.image_folder import ImageArray
 
-    split = Memory(*made.pixels(count, size=size))
+    split = ImageArray(*made.pixels(count, size=size))
     return ImageData("made", split, split, split, {"classes": Vocab("abc")}, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
 def shown(settings, data, size=32, seed=5):
-    loader = Loader(data.train, Augmentation(settings, data, size), seed)
+    loader = Loader(data.train, ImageAugmentation(settings, data, size), seed)
     return loader[7, range(8)][:2]
 
 
@@ -63,7 +63,7 @@ def shown(settings, data, size=32, seed=5):
 
 def test_at_inference_a_picture_is_normalized_and_no_more():
     data = album()
-    images, labels, broken = Loader(data.test, Augmentation(Images(), data, 32), None)[0, range(4)]
+    images, labels, broken = Loader(data.test, ImageAugmentation(Images(), data, 32), None)[0, range(4)]
     wanted = (data.test.pixels[:4].transpose(0, 3, 1, 2) / 255 - np.reshape(data.mean, (3, 1, 1))) / np.reshape(
         data.std, (3, 1, 1)
     )
@@ -82,7 +82,7 @@ def test_large_jpegs_are_decoded_at_reduced_size(tmp_path):
         (1024, 600), (256, 150), (1024, 600), (1024, 600)
     ]  # fmt: skip
     assert decode(split, 1, 128).size == (1024, 600), "other kinds cannot"
-    views = Augmentation(Images(), album(), 32)
+    views = ImageAugmentation(Images(), album(), 32)
     assert views.least == 128
     shown = (
         views.test([decode(split, 0, 128)], torch.zeros(1))[0],
@@ -96,7 +96,7 @@ def test_at_inference_the_centre_is_cropped():
     frame = data.test.pixels.copy()
     frame[:, 3:-3, 3:-3] = 128
     data.test.pixels[:] = frame
-    images, _, _ = Loader(data.test, Augmentation(Images(test_crop=0.8), data, 32), None)[0, range(4)]
+    images, _, _ = Loader(data.test, ImageAugmentation(Images(test_crop=0.8), data, 32), None)[0, range(4)]
     assert float(images.std((0, 2, 3)).max()) < 1e-3, "the noisy edge of 4 pixels is cut off"
 
 
@@ -224,7 +224,7 @@ def test_averaged_run_resumes_to_the_same_bits(folder, tmp_path):
 @pytest.mark.parametrize("name", ["foo", "rand-x5", "rand-m9-n2x"])
 def test_unknown_augmentations_are_named(name):
     with pytest.raises(ValueError, match=rf"images\.rand_augment must be a name of timm, .*; got '{name}'"):
-        Augmentation(Images(rand_augment=name), album(), 16)
+        ImageAugmentation(Images(rand_augment=name), album(), 16)
 
 
 def test_settings_of_pictures_are_refused_elsewhere():

@@ -18,7 +18,7 @@ LARGEST = 700.0  # loss whose exponential is a number
 SKIPPED_START = 0.1  # statistics over a run leave out this first part of it
 
 
-class Metric(NamedTuple):
+class StudyMetric(NamedTuple):
     """One number of a run.
 
     Attributes:
@@ -58,8 +58,8 @@ def score(name: str, *kinds: str) -> Reader:
     return read
 
 
-def _score(about: str, name: str, *kinds: str, better: int, digits: int = 1) -> Metric:
-    return Metric(about, score(name, *kinds), better, digits, score(f"{name}_error", *kinds), *kinds[:1])
+def _score(about: str, name: str, *kinds: str, better: int, digits: int = 1) -> StudyMetric:
+    return StudyMetric(about, score(name, *kinds), better, digits, score(f"{name}_error", *kinds), *kinds[:1])
 
 
 def _best_valid(name: str) -> Reader:
@@ -144,13 +144,15 @@ def _largest_over_median(values: list[float]) -> float:
     return max(values) / max(statistics.median(values), 1e-30)
 
 
-def _of_quantity(name: str, definition: str) -> dict[str, Metric]:
+def _of_quantity(name: str, definition: str) -> dict[str, StudyMetric]:
     """Metrics of a recorded quantity."""
     return {
-        name: Metric(f"{definition}: first norm, median over the run", recorded(name, statistics.median), 0, 4),
-        f"{name} max": Metric(f"{definition}: first norm, largest over the run", recorded(name, max), 0, 4),
-        f"{name} outliers": Metric(f"{definition}: first norm, largest / median", recorded(name, _largest_over_median)),
-        f"{name} anywhere": Metric(f"{definition}: largest over run and norms", recorded(name, max, True), 0, 3),
+        name: StudyMetric(f"{definition}: first norm, median over the run", recorded(name, statistics.median), 0, 4),
+        f"{name} max": StudyMetric(f"{definition}: first norm, largest over the run", recorded(name, max), 0, 4),
+        f"{name} outliers": StudyMetric(
+            f"{definition}: first norm, largest / median", recorded(name, _largest_over_median)
+        ),
+        f"{name} anywhere": StudyMetric(f"{definition}: largest over run and norms", recorded(name, max, True), 0, 3),
     }
 
 
@@ -169,28 +171,28 @@ AVERAGE_PRECISION = {  # suffix in COCO's tables: suffix in result files, and th
     "m": ("_medium", " of medium objects"),
     "l": ("_large", " of large objects"),
 }
-STUDY_METRICS: dict[str, Metric] = {
+STUDY_METRICS: dict[str, StudyMetric] = {
     **{
         f"{metric.key}{suffix}": _score(f"{metric.about}, {about}", metric.key, kind, better=metric.better)
         for metric in (BLEU, PER, PERPLEXITY, ACCURACY, LOSS)
         for suffix, (kind, about) in KINDS.items()
     },
-    "bleu valid": Metric("best BLEU on the validation split", _best_valid("bleu"), 1),
-    "perplexity valid": Metric("perplexity on the validation split at the end", _valid_perplexity, -1),
-    "perplexity train": Metric("perplexity with label smoothing, last 5% of training", _train_perplexity, -1, 3),
+    "bleu valid": StudyMetric("best BLEU on the validation split", _best_valid("bleu"), 1),
+    "perplexity valid": StudyMetric("perplexity on the validation split at the end", _valid_perplexity, -1),
+    "perplexity train": StudyMetric("perplexity with label smoothing, last 5% of training", _train_perplexity, -1, 3),
     **{f"symbols {kind}": _score("symbols of an output", "symbols", kind, better=0) for kind in DONORS},
     "perplexity smoothed": _score("perplexity with label smoothing, test", "smoothed_perplexity", better=-1, digits=3),
-    "minutes to 80%": Metric("minutes of training to 80% validation accuracy", _minutes_to("accuracy", 80.0), -1),
+    "minutes to 80%": StudyMetric("minutes of training to 80% validation accuracy", _minutes_to("accuracy", 80.0), -1),
     **{
         f"{target} AP{suffix}": _score(f"average precision of {target}{about}", f"{target}_ap{key}", better=1)
         for target in ("box", "mask")
         for suffix, (key, about) in AVERAGE_PRECISION.items()
     },
-    "memory": Metric("peak MB allocated at inference", lambda _, r: r["speed"].get("inference_megabytes"), -1, 0),
-    "speed": Metric("items per second at inference", lambda _, r: r["speed"].get("inference_items_per_s"), 1),
-    "singular value": Metric("of the embedding, a tenth of the way down; the largest is 1", _singular_value, 1, 3),
-    "cka": Metric("similarity (CKA) of each layer with the same one of the first row, mean", _similarity(1), 1, 3),
-    "cka shallow": Metric("the same, mean over the first third of the layers", _similarity(3), 1, 3),
+    "memory": StudyMetric("peak MB allocated at inference", lambda _, r: r["speed"].get("inference_megabytes"), -1, 0),
+    "speed": StudyMetric("items per second at inference", lambda _, r: r["speed"].get("inference_items_per_s"), 1),
+    "singular value": StudyMetric("of the embedding, a tenth of the way down; the largest is 1", _singular_value, 1, 3),
+    "cka": StudyMetric("similarity (CKA) of each layer with the same one of the first row, mean", _similarity(1), 1, 3),
+    "cka shallow": StudyMetric("the same, mean over the first third of the layers", _similarity(3), 1, 3),
     **{
         name: metric
         for quantity, one in QUANTITIES.items()

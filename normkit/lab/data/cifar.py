@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from normkit.lab.data.image_folder import Memory
+from normkit.lab.data.image_folder import ImageArray
 
 PIXELS = 3 * 32 * 32
 BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 PYTHON_VERSION = ("data_batch_1", "train", "meta", "batches.meta")
 
 
-def read_cifar(folder: Path, classes: int) -> tuple[Memory, Memory, list[str]]:
+def read_cifar(folder: Path, classes: int) -> tuple[ImageArray, ImageArray, list[str]]:
     """Read training images, test images and the names of the classes from a folder.
 
     Raises:
@@ -39,7 +39,7 @@ def read_cifar(folder: Path, classes: int) -> tuple[Memory, Memory, list[str]]:
             folder, (*compressed, "test_batch.grad.xz", "train_labels.npy", "test_labels.npy", "label_names.txt")
         )
         parts = [
-            Memory(
+            ImageArray(
                 np.concatenate([_decompress(folder / file) for file in files]), _labels(folder / labels), str(folder)
             )
             for files, labels in ((compressed, "train_labels.npy"), (("test_batch.grad.xz",), "test_labels.npy"))
@@ -68,7 +68,7 @@ def _require_files(folder: Path, files: tuple[str, ...]) -> None:
         raise ValueError(f"{folder} lacks {', '.join(missing)}{hint}")
 
 
-def _binary(paths: list[Path], classes: int) -> Memory:
+def _binary(paths: list[Path], classes: int) -> ImageArray:
     head = 1 if classes == 10 else 2
     records = []
     for path in paths:
@@ -80,7 +80,7 @@ def _binary(paths: list[Path], classes: int) -> Memory:
         records.append(flat.reshape(-1, head + PIXELS))
     whole = np.concatenate(records)
     pixels = np.ascontiguousarray(whole[:, head:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    return Memory(pixels, whole[:, head - 1], str(paths[0].parent))
+    return ImageArray(pixels, whole[:, head - 1], str(paths[0].parent))
 
 
 def _decompress(path: Path) -> np.ndarray:

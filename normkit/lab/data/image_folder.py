@@ -37,10 +37,10 @@ class Split(Protocol):
         ...
 
 
-class Memory:
+class ImageArray:
     """Images in memory, `[n, height, width, 3]`, uint8.
 
-    >>> decode(Memory(np.zeros((2, 4, 6, 3), np.uint8), np.array([0, 1])), 1).size
+    >>> decode(ImageArray(np.zeros((2, 4, 6, 3), np.uint8), np.array([0, 1])), 1).size
     (6, 4)
     """
 
@@ -127,7 +127,7 @@ def image_batches(split: Split, size: int, *, seed: int = 0, epoch: int = 0) -> 
     Raises:
         ValueError: If there are fewer than `size` images.
 
-    >>> [len(batch) for batch in image_batches(Memory(np.zeros((5, 1, 1, 3), np.uint8), np.zeros(5)), 2)]
+    >>> [len(batch) for batch in image_batches(ImageArray(np.zeros((5, 1, 1, 3), np.uint8), np.zeros(5)), 2)]
     [2, 2]
     """
     count = len(split.labels)

@@ -97,8 +97,8 @@ def entries(
 
 
 @dataclasses.dataclass
-class Outcome:
-    """Outcome of a demo.
+class DemoResult:
+    """DemoResult of a demo.
 
     Attributes:
         found: Results by folder, in the order of the plan.
@@ -111,7 +111,7 @@ class Outcome:
     interrupted: bool
 
 
-def compare(plan: list[Entry], board: Board, command: str, processes: int = 2, rounds: int = ROUNDS) -> Outcome:
+def compare(plan: list[Entry], board: Board, command: str, processes: int = 2, rounds: int = ROUNDS) -> DemoResult:
     """Train all norms in parallel, then fold and time them; Ctrl-C keeps finished ones."""
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -143,7 +143,7 @@ def compare(plan: list[Entry], board: Board, command: str, processes: int = 2, r
             workers.stop()
             collect()
     by_folder = {entry.folder: found[entry.title] for entry in plan if entry.title in found}
-    return Outcome(by_folder, failed, interrupted)
+    return DemoResult(by_folder, failed, interrupted)
 
 
 def _ending(result: Any) -> str:

@@ -23,7 +23,7 @@ SHARP = 4  # times the model's size: a smaller image would be visible in the sma
 FILL = 0.45  # of the image's size: the longest translation of RandAugment, as in timm
 
 
-class Augmentation:
+class ImageAugmentation:
     """Makes tensors `[batch, 3, size, size]` of images, and labels or label mixtures."""
 
     def __init__(self, settings: Images, data: ImageData, size: int):

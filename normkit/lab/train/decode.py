@@ -10,7 +10,7 @@ from normkit.lab.models.blocks import Cache
 from normkit.lab.models.mt import Seq2Seq
 
 
-class Found(NamedTuple):
+class Hypotheses(NamedTuple):
     """Token numbers without begin and end, and the score of each sequence."""
 
     sequences: list[list[int]]
@@ -18,7 +18,7 @@ class Found(NamedTuple):
 
 
 @torch.no_grad()
-def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Found:
+def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Hypotheses:
     """Choose the most likely next symbol until the end.
 
     A sentence that has ended leaves the batch. The result does not depend on the other sentences of the batch.
@@ -51,7 +51,7 @@ def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Fou
             active, symbol, memory, real = active[rows], symbol[rows], memory[rows], real[rows]
             cache = {name: tuple(kept[rows] for kept in block) for name, block in cache.items()}
         last = symbol[:, None]
-    return Found([_cut(row) for row in found.tolist()], scores.tolist())
+    return Hypotheses([_cut(row) for row in found.tolist()], scores.tolist())
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def beam(
     length_penalty: float = 0.6,
     max_length: int | Tensor = 64,
     length_offset: float = 5.0,
-) -> Found:
+) -> Hypotheses:
     """Keep the best hypotheses at each step.
 
     Return that with the best `log p / penalty(length)`.
@@ -131,7 +131,7 @@ def beam(
         if fewer:
             active, history, scores = active[rows], history[rows], scores[rows]
             memory, real = memory[rows], real[rows]
-    return Found([_cut(row) for row in found.tolist()], best.tolist())
+    return Hypotheses([_cut(row) for row in found.tolist()], best.tolist())
 
 
 def _store(found: Tensor, best: Tensor, sentences: Tensor, sequences: Tensor, value: Tensor) -> None:

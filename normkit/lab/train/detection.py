@@ -13,7 +13,7 @@ from normkit.lab.models.torchvision_ops import torchvision_operators
 from normkit.lab.train.average_precision import average_precision, coco_results
 from normkit.lab.train.finetune import read_weights
 from normkit.lab.train.pairs import spread
-from normkit.lab.train.scenes import Augmentation, Item, Samples, load_batches
+from normkit.lab.train.scenes import Item, Samples, SceneAugmentation, load_batches
 from normkit.lab.train.task import Batch, Task
 from normkit.norms import Norm
 
@@ -32,7 +32,7 @@ class Detection(Task):
                     f"{data.name} has objects without outlines, and {run.model.arch} trains masks; use a faster_rcnn "
                     "model or add the outlines"
                 )
-        self.samples = self._samples(data.train, Augmentation(self.detector))
+        self.samples = self._samples(data.train, SceneAugmentation(self.detector))
         if run.weights:
             start_backbone(run.weights, model)
 
@@ -110,7 +110,7 @@ class Detection(Task):
         scores = average_precision(scenes.truth, rows, self.detector.masks, seen)
         return {"loss": sum(means.values()), **means, **scores, "n": len(seen)}
 
-    def _samples(self, scenes: Scenes, augment: Augmentation | None) -> Samples:
+    def _samples(self, scenes: Scenes, augment: SceneAugmentation | None) -> Samples:
         return Samples(scenes, masks=self.detector.masks, augment=augment, seed=self.settings.seed)
 
     def _order(self, start: int, stride: int) -> Iterator[list[Item]]:

@@ -13,7 +13,7 @@ from normkit.lab.data.batches import endless
 from normkit.lab.data.image_files import Broken
 from normkit.lab.data.image_folder import Split, decode, image_batches
 from normkit.lab.data.images import ImageData
-from normkit.lab.train.augment import Augmentation
+from normkit.lab.train.augment import ImageAugmentation
 from normkit.lab.train.config import Run
 from normkit.lab.train.ema import moving_average
 from normkit.lab.train.finetune import head_of, start_from
@@ -26,7 +26,7 @@ Request = tuple[int, Sequence[int]]  # the number of a batch and its images
 class Loader(Dataset):
     """Batches by number and images, made in the calling process, with error messages."""
 
-    def __init__(self, split: Split, augmentation: Augmentation, seed: int | None):
+    def __init__(self, split: Split, augmentation: ImageAugmentation, seed: int | None):
         self.split, self.augmentation, self.seed = split, augmentation, seed  # no seed: as at inference
 
     def __getitem__(self, request: Request) -> tuple[Tensor, Tensor, list[str]]:
@@ -59,7 +59,7 @@ class ImageClassification(Task):
 
     def __init__(self, run: Run, model: nn.Module, data: ImageData):
         super().__init__(run, model, data)
-        self.augmentation = Augmentation(run.images, data, run.model.image_size)
+        self.augmentation = ImageAugmentation(run.images, data, run.model.image_size)
         self.classes = len(data.vocabularies["classes"].plain())
         if run.weights:
             self.initialized = start_from(run.weights, model, self.classes)

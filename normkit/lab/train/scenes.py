@@ -57,7 +57,7 @@ class Samples(Dataset):
         return image.float() / 255, target
 
 
-class Augmentation:
+class SceneAugmentation:
     """Random flip and size, and for half of the images a random crop.
 
     As Swin-Transformer-Object-Detection trains (after DETR), with torchvision's transforms. Resizing has no
