@@ -94,6 +94,11 @@ def test_every_command_has_help(name, typed):
     assert err == ""
 
 
+def test_help_breaks_no_sentence(typed, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert re.search("Statistics of the new norms .*, else frozen", typed("remove-norms", "--help")[1])
+
+
 def test_list_shows_all_tables(typed):
     status, out, _ = typed("list")
     assert status == 0

@@ -30,6 +30,7 @@ def command(function: Callable[..., int]) -> Callable[[list[str]], int]:
     def run(arguments: list[str]) -> int:
         if not arguments and not inspect.signature(function).parameters:  # `list` must run without tyro
             return function()
+        function.__doc__ = re.sub(r"\n {8,}", " ", inspect.getdoc(function) or "")  # tyro keeps breaks in Args
         given = functools.wraps(function)(lambda *positional, **flags: (positional, flags))
         positional, flags = parse_arguments(given, arguments, function.__name__.strip("_").replace("_", "-"))
         return function(*positional, **flags)
