@@ -280,6 +280,14 @@ def _compiles_alike(spec: str, backend: str) -> None:
     assert_close(compiled(x, TWO), eager(x, TWO))
 
 
+@every
+@torch.no_grad()
+def test_compiles_whole_at_inference_without_gradients(spec):
+    torch._dynamo.reset()
+    norm, x = random_norm(spec).eval(), batch(0, 2, 4, DIM)
+    assert_close(torch.compile(norm, fullgraph=True, backend="eager")(x), norm(x))
+
+
 @pytest.mark.parametrize("choice", ["auto", "reference"])
 def test_a_second_derivative_through_batch_statistics_raises(choice):
     norm = random_norm("un(warmup=1)")

@@ -151,7 +151,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 def infer(norm: Any, x: Tensor) -> Tensor | None:
     """Apply a norm by its running statistics; None without a kernel or with gradients."""
-    if torch.is_grad_enabled() or dispatch.is_traced():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or dispatch.is_traced():
         return None
     kernels = dispatch.custom_kernels(x, norm.running.dtype)
     if kernels is None:
