@@ -26,8 +26,13 @@ def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> Value
 
     >>> print(unknown(["layer", "rms"], "laier", "norm"))
     there is no norm named 'laier' (did you mean 'layer'?); there are layer, rms
+    >>> print(unknown(["renorm", "rms"], "RMSNorm", "norm"))
+    there is no norm named 'RMSNorm' (did you mean 'rms'?); there are renorm, rms
     """
     known = list(known)
-    close = [each for each in known if name and each.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+    key, lower = name.lower(), {each.lower(): each for each in known}
+    starts = [each for each in lower if key and each.startswith(key)]
+    within = max((each for each in lower if len(each) > 2 and key.startswith(each)), key=len, default="")
+    close = [lower[each] for each in starts or [within] * bool(within) or difflib.get_close_matches(key, lower, n=1)]
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return ValueError(f"there is no {kind} named {name!r}{hint}; there are {', '.join(known)}{more}")

@@ -299,6 +299,9 @@ def test_modules_that_are_norms_by_name_only_are_refused():
             read_norm(module)
     with pytest.raises(ValueError, match="RMSNorm computes something else than its name suggests"):
         convert(nn.Sequential(RMSNorm()), "un")
+    unweighted = type("MyRMSNorm", (nn.Module,), {"eps": 1e-6})()
+    with pytest.raises(ValueError, match=r"MyRMSNorm cannot be read \(it has no weight, and no other .* channels\)"):
+        convert(nn.Sequential(unweighted), "un")
 
 
 def test_our_equivalent_of_a_reading_shares_nothing():

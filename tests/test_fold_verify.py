@@ -179,6 +179,9 @@ def test_a_norm_folds_into_grouped_products_and_into_raw_weights_without_shift()
     assert report.foldable == "1 of 1", str(report)
 
 
+OR_NONE = "or set to None what inference never uses"
+
+
 class Heads(nn.Module):
     """A norm, a layer that reads it, and another one that needs a further argument."""
 
@@ -199,7 +202,7 @@ class Heads(nn.Module):
     [
         ("cross_attn", "pass encoder_hidden_states"),
         ("experts", "pass more rows, which reach more experts"),
-        ("head", "give an example that does, whose forward also takes encoder_hidden_states, extra"),
+        ("head", f"give an example that does, whose forward also takes encoder_hidden_states, extra, {OR_NONE}"),
     ],
 )
 def test_reasons_name_arguments_that_would_use_idle_weights(name, advice):
@@ -208,6 +211,8 @@ def test_reasons_name_arguments_that_would_use_idle_weights(name, advice):
     assert why.startswith(f"no call that was tried used {name}.weight, which may read it; {advice}"), why
     _, report = fold(model, torch.randn(3, 5, DIM), torch.tensor(2.0))
     assert report.foldable == "1 of 1"
+    setattr(model, name, None)
+    assert fold(model, torch.randn(3, 5, DIM))[1].foldable == "1 of 1"
 
 
 @pytest.mark.parametrize("axis", [0, 1])

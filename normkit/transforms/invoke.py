@@ -138,7 +138,7 @@ def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mappin
         return "pass more rows, which reach more experts"
     left = [name for name, p in left.items() if p.default is None and not name.startswith(PLAIN_OPTIONS)]
     also = f", whose forward also takes {', '.join(left[:4])}" if left else ""
-    return f"give an example that does{also}"
+    return f"give an example that does{also}, or set to None what inference never uses"
 
 
 def arguments_left(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, inspect.Parameter]:

@@ -38,7 +38,7 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
     """
     axes = {model.get_submodule(n): at.channel_dim for n, at in find(model).items() if fnmatch.fnmatchcase(n, sites)}
     if not axes:
-        raise ValueError(f"the pattern {sites!r} matches no norm; the norms are {', '.join(find(model)) or 'none'}")
+        raise ValueError(f"the pattern {sites!r} matches no norm; the model has {', '.join(find(model)) or 'none'}")
     terms: list[Tensor] = []
 
     def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

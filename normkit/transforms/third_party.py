@@ -156,9 +156,9 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
                 reasons.append(str(error))
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
-    raise CannotRead(
-        f"{type(module).__name__} computes something else than its name suggests ({'; '.join(dict.fromkeys(reasons))})"
-    )
+    differs = any(reason.startswith("read as") for reason in reasons)
+    what = "computes something else than its name suggests" if differs else "cannot be read"
+    raise CannotRead(f"{type(module).__name__} {what} ({'; '.join(dict.fromkeys(reasons))})")
 
 
 @torch.no_grad()
@@ -252,10 +252,10 @@ def _dim(module: Any) -> int:
 
 def _affine(module: Any, kind: str, channel_dim: int = -1, unit_offset: bool = False) -> Found:
     """Read a per-token norm; with `unit_offset` it stores its gain minus 1."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    dim, weight, bias = _dim(module), getattr(module, "weight", None), getattr(module, "bias", None)
     if unit_offset:
         weight = nn.Parameter(1 + module.weight.detach(), module.weight.requires_grad)
-    return Found(_dim(module), read_eps(module), weight, bias, kind, channel_dim)
+    return Found(dim, read_eps(module), weight, bias, kind, channel_dim)
 
 
 def _batch(module: Any) -> Found:
