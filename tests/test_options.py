@@ -32,6 +32,16 @@ def test_signatures_show_every_option_with_its_default(name):
     assert "Annotated" not in str(inspect.signature(NORMS[name]))
 
 
+@pytest.mark.parametrize("name", NORMS)
+def test_device_and_dtype_are_arguments_as_in_torch(name):
+    norm = nk.make(name, 8, device="meta", dtype=torch.bfloat16)
+    assert {p.dtype for p in norm.parameters()} <= {torch.bfloat16}
+    assert all(t.is_meta for t in [*norm.parameters(), *norm.buffers()])
+    assert torch.bfloat16 not in {b.dtype for b in norm.buffers()}
+    assert {"device", "dtype"}.isdisjoint(nk.options(name))
+    assert NORMS[name](8, device=None, dtype=None).spec == nk.make(name, 8).spec  # as timm builds its norms
+
+
 def test_annotated_attributes_with_a_default_are_options():
     assert option_defaults(Mine) == {
         "eps": 1e-5, "affine": True, "bias": True, "size": 3, "kind": "a", "limit": None

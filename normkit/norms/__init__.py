@@ -55,7 +55,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def make(spec: str, dim: int) -> Norm:
+def make(spec: str, dim: int, **factory: Any) -> Norm:
     """Build a norm from its spec: a name, or a name with options.
 
     The same string names the norm in files, tables and plots.
@@ -63,6 +63,7 @@ def make(spec: str, dim: int) -> Norm:
     Args:
         spec: For example "layer" or "un(window=2)".
         dim: Number of channels.
+        **factory: `device` and `dtype`, as in PyTorch's modules.
 
     Returns:
         The norm, with initial parameters and state.
@@ -75,7 +76,7 @@ def make(spec: str, dim: int) -> Norm:
     """
     name, given = parse(spec)
     try:
-        return NORMS[name](dim, **given)
+        return NORMS[name](dim, **given, **factory)
     except ValueError as error:
         raise ValueError(f"{spec!r} with dim={dim!r}: {error}") from None
 

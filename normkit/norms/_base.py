@@ -6,7 +6,8 @@ step, `_state.py` their buffers, `_recompute.py` the records for activation chec
 class attributes into options.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import InitVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ class Norm(HasOptions):
         eps: Added to a variance or mean square before the root; 1e-5 as in most released code.
         affine: Learn a `weight` (and a `bias`) per channel.
         bias: Learn a `bias`; needs `affine`.
+        device: Of the parameters and the state, as in PyTorch's modules.
+        dtype: Of the parameters; state stays in float32 or wider.
 
     `mask[...]` is True where a token is real. Per-token norms check it and do not use it.
     `convert(mask_from=...)` passes masks by forward hooks; `norm.mask` is a default for callers that cannot pass one.
@@ -50,6 +53,9 @@ class Norm(HasOptions):
     eps: Epsilon = 1e-5
     affine: bool = True
     with_bias: bool = option(default=True, alias="bias")
+    if TYPE_CHECKING:  # arguments that are not stored
+        device: InitVar[torch.device | str | int | None] = None
+        dtype: InitVar[torch.dtype | None] = None
 
     def build(self) -> None:
         """Create parameters and buffers, from the options in `self`."""

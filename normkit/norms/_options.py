@@ -113,7 +113,7 @@ class HasOptions(nn.Module):
         cls.declared = {key: each for key, each in declared.items() if each.default is not inspect.Parameter.empty}
         cls.__signature__ = None if "__init__" in vars(cls) else _signature(cls.declared)
 
-    def __init__(self, dim: int, **options: Any):
+    def __init__(self, dim: int, *, device: Any = None, dtype: Any = None, **options: Any):
         super().__init__()
         require(is_int(dim) and 0 < dim < 2**31, "dim", dim, "a whole number above 0")
         self.dim = plain(dim)
@@ -124,6 +124,8 @@ class HasOptions(nn.Module):
             each.check(value)
             setattr(self, each.attribute, plain(value))
         self.build()
+        if device is not None or dtype is not None:
+            self.to(device, dtype)
 
     def build(self) -> None:
         """Create parameters and buffers, from the options in `self`."""
