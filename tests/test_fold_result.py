@@ -141,6 +141,14 @@ def test_the_report_prints_an_aligned_table():
     assert "in float64" in lines[4]
 
 
+def test_the_report_notes_a_comparison_that_shows_nothing():
+    model = nn.Sequential(nn.Linear(DIM, DIM), randomize(make("un", DIM)), nn.Linear(DIM, 2)).eval()
+    x = torch.randn(3, DIM)
+    assert "this shows nothing" not in str(fold(model, x)[1])
+    nn.init.zeros_(model[2].weight)  # as heads and gates often start
+    assert "this shows nothing" in str(fold(model, x)[1])
+
+
 def test_folded_encoder_in_pytorchs_fast_path_is_correct():
     case = CASES["torch_encoder_pre"]()
     model = convert(case.model, "batch", mask_from="src_key_padding_mask")

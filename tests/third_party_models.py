@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Randomize gains, biases and statistics of all norms, and biases of layers."""
+    """Randomize gains, biases and statistics of norms, biases of layers, zero weights."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(t: Tensor) -> Tensor:
@@ -49,6 +49,9 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
             bias = getattr(module, "bias", None)
             if isinstance(module, nn.Linear | nn.Conv2d) and bias is not None:
                 bias.copy_(0.2 * noise(bias) - 0.1)
+        for p in model.parameters():
+            if p.dim() > 1 and not p.any():  # a head of zeros hides everything before it
+                p.copy_(0.2 * noise(p) - 0.1)
     return model
 
 
