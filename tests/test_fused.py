@@ -111,6 +111,18 @@ def test_a_clamped_length_is_a_constant():
     assert_close(x.grad, torch.tensor([[1e5, 2e5], [0.0, 0.0]], **DOUBLE))
 
 
+@pytest.mark.parametrize("choice", ["fused", "auto", "reference"])
+@pytest.mark.parametrize("op", [ops.scale, ops.rms])
+def test_a_row_whose_squares_overflow_gets_no_gradient(op, choice):
+    x, weight = torch.tensor([[1e30, -2e30], [3.0, 4.0]], requires_grad=True), torch.ones(1, requires_grad=True)
+    with normkit.kernels(choice):
+        op(x, weight if op is ops.scale else None, None, 1e-5).backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert x.grad is not None
+    assert x.grad[0].tolist() == [0.0, 0.0]
+    assert x.grad[1].isfinite().all()
+    assert weight.grad is None or weight.grad.item() == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "spec", [*normkit.NORMS, "power(groups=0, warmup=1)", "renorm(warmup=0, r_until=1, d_until=1)"]

@@ -8,6 +8,7 @@ computes the gradient of a row divided by its length. All of them accept any fac
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -228,9 +229,11 @@ class Divide(torch.autograd.Function):
             return dx.to(kind).view(shape), dweight.to(weight.dtype), None, None
         # weight normalization is x * g / norm: it has this gradient, with 1 / norm^2 for what multiplies sum(g x) x.
         # A clamped row is divided by a constant: a norm that makes the second term vanish, and a g that makes up for it
-        scale = norm.view(-1, 1)
-        scale = torch.where(scale < ctx.eps, HUGE, scale) if ctx.length else width**0.5 / r
-        plain = r * scale
+        if ctx.length:
+            scale = F.threshold(norm.view(-1, 1), ctx.eps, HUGE)
+            plain = (r * scale).nan_to_num(1.0, torch.inf)  # 0 * inf where the sum of squares overflows: no gradient
+        else:
+            scale, plain = width**0.5 / r, torch.full_like(r, width**0.5)
         dx, dots = _wn_backward(dy, x, plain if given is None else plain * given, scale, 0)
         dweight = None if weight is None else (dots * plain).sum().view(weight.shape).to(weight.dtype)
         return dx.to(kind).view(shape), dweight, None, None
