@@ -173,6 +173,8 @@ def _two_processes(rank, world, folder):
     with normkit.record(model, every=1, to=f"{folder}/rows.csv") as rows:
         for _ in range(2):
             model(x).pow(3).sum().backward()
+        for empty in (1, 0):  # the other process must not wait for this one for ever
+            model(x[: 0 if rank == empty else None]).pow(3).sum().backward()
     assert bool(len(rows)) == (rank == 0)
 
 
@@ -182,8 +184,11 @@ def test_the_first_process_writes(tmp_path):
     rows = watch.read(tmp_path)
     both = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(1))
     joint = torch.cat([both[0, :4], both[1] * 2])
-    tokens = {row.site: row.value for row in rows if row.quantity == "tokens"}
-    assert tokens == {"0": 13, "1": 4}, "of all processes where the norm is synchronised, else of the first"
+    tokens = {(row.step, row.site): row.value for row in rows if row.quantity == "tokens"}
+    joint_steps = {(step, "0"): 13 for step in (1, 2)} | {(3, "0"): 4}  # without a batch there is nothing to record
+    assert tokens == joint_steps | {(step, "1"): 4 for step in (1, 2, 3)}, (
+        "of all processes where the norm is synchronised, else of the first"
+    )
     first = next(row.value for row in rows if row.quantity == "distance_mean" and row.site == "0")
     assert first == pytest.approx(float(joint.mean(0).norm() / 4), rel=1e-4)
 

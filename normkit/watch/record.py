@@ -17,7 +17,7 @@ from normkit.norms._options import is_int
 from normkit.norms._recompute import inside_backward
 from normkit.transforms.checks import check_is_model
 from normkit.transforms.invoke import input_and_mask
-from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient
+from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
 from normkit.watch.quantities import choose
 from normkit.watch.row_files import drop_after
 from normkit.watch.rows import Rows, Sink
@@ -246,9 +246,9 @@ class NormRecorder:
             return None
         x, mask = self._given(args, kwargs) if self._is_due() else (None, None)
         if self.site.can_measure(x) and isinstance(y, Tensor) and y.requires_grad and y.shape == x.shape:
-            step, moments, x = self.recorder.step, self.moments, x.detach()
+            step, known, x = self.recorder.step, self.moments, x.detach()
             mask = self.choose_mask(x, mask)  # now: another forward may come before the backward
-            y.register_hook(lambda dy: self.sample_gradient(step, x, dy, mask, moments))
+            y.register_hook(lambda dy: self.sample_gradient(step, x, dy, mask, known))
         self.moments = None
         return None
 
@@ -256,16 +256,19 @@ class NormRecorder:
     def sample_input(self, x: Tensor, mask: Tensor | None) -> Moments:
         """Measure the input; return its moments, which `sample_gradient` can use again."""
         mask, x = self.choose_mask(x, mask), self.site.channels_last(x)
+        if not x.numel():  # nothing to record, but other processes wait for this one's share
+            return moments(x, mask, self.site.module)
         fields = gather(self.site, self.memory, x, mask, self.recorder.padding.mask(x.shape[:-1]))
         self._add(self.recorder.step, fields, "x", fields["quadratic"])
         return fields["mean"], fields["var"], fields["count"]
 
     @torch.no_grad()
-    def sample_gradient(self, step: int, x: Tensor, dy: Tensor, mask: Tensor | None, moments: Moments | None) -> None:
+    def sample_gradient(self, step: int, x: Tensor, dy: Tensor, mask: Tensor | None, known: Moments | None) -> None:
         """Measure the gradient of the output; `mask` is that of its forward."""
         x, dy = self.site.channels_last(x), self.site.channels_last(dy)
-        fields = gather_gradient(self.site, x, dy, mask, moments)
-        self._add(step, fields, "g", fields["g_psi2"])
+        fields = gather_gradient(self.site, x, dy, mask, known)
+        if x.numel():
+            self._add(step, fields, "g", fields["g_psi2"])
 
     def choose_mask(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         """The mask of a norm; for a per-token one, that of batch statistics in its place."""

@@ -54,7 +54,7 @@ class Site:
 
     def can_measure(self, x: object) -> TypeGuard[Tensor]:
         """Return True for real numbers in the norm's channels."""
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
             return False
         kept = [t for t in (self.weight, *self.running().values()) if t is not None]
         return -x.dim() <= self.axis < x.dim() and all(len(t) in (1, x.shape[self.axis]) for t in kept)
