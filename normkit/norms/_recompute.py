@@ -16,14 +16,9 @@ from normkit.kernels import autograd
 from normkit.kernels.step_statistics import StepStatistics
 
 
-def inside_backward() -> bool:
-    """Return True if this forward is a recomputed one, run by a backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def is_recomputed() -> bool:
-    """Return True if this forward must change no state again; compiled code cannot detect it."""
-    return not torch.compiler.is_compiling() and inside_backward()
+    """Return True if a backward pass runs this forward again; compiled code cannot detect it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Records:
@@ -41,7 +36,7 @@ class Records:
 
     def add(self, statistics: StepStatistics, y: Tensor) -> None:
         """Keep the statistics of a forward as long as the graph of its output `y`."""
-        if torch.compiler.is_compiling() or inside_backward():
+        if torch.compiler.is_compiling() or is_recomputed():
             return
         self._last = statistics
         if y.grad_fn is None:  # frozen, or the first forward of reentrant checkpointing

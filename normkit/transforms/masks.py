@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm
-from normkit.norms._recompute import inside_backward
+from normkit.norms._recompute import is_recomputed
 
 MaskFrom = str | Mapping[str, str] | None
 
@@ -126,7 +126,7 @@ class GiveMask:
         mask = self.route.mask(self.argument)
         if mask is None or len(args) > 1 or kwargs.get("mask") is not None:
             return None
-        if self.route.over and not torch.compiler.is_compiling() and not inside_backward():
+        if self.route.over and not torch.compiler.is_compiling() and not is_recomputed():
             return None  # a compiled part cannot detect recomputation
         shape = (args[0] if args else kwargs["x"]).shape[:-1]
         if mask.shape[0] != mask.shape[1] and shape in (mask.shape, mask.shape[::-1]):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from normkit.norms import Norm
-from normkit.norms._recompute import inside_backward
+from normkit.norms._recompute import is_recomputed
 from normkit.transforms.convert import find
 from normkit.transforms.invoke import input_and_mask
 
@@ -46,7 +46,7 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
             x, mask = input_and_mask(args, kwargs)
             x = x if isinstance(norm, Norm) else x.movedim(axes[norm], -1)  # normkit's norms have channels last
             term = ScaleDeviation.apply(x, mask)
-            terms.extend([] if inside_backward() else [term])  # a recomputation saves the same tensors, and adds none
+            terms.extend([] if is_recomputed() else [term])  # a recomputation saves the same tensors, and adds none
 
     def loss() -> Tensor:
         if not terms:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from normkit.norms._recompute import inside_backward
+from normkit.norms._recompute import is_recomputed
 
 LISTENERS: dict[int, Any] = {}  # recorders; not imported here, for they import this module
 _KEYS = itertools.count(1)
@@ -42,7 +42,7 @@ def begin_step(ledger: Tensor, key: int) -> None:
 def sample_input(x: Tensor, mask: Tensor | None, ledger: Tensor, key: int, norm: int) -> None:
     """Measure the input of a norm."""
     listener = LISTENERS.get(key)
-    if listener is not None and listener.due and not inside_backward():
+    if listener is not None and listener.due and not is_recomputed():
         listener.norms[norm].sample_input(x, mask)
 
 

@@ -14,7 +14,7 @@ import normkit.watch.graph_ops as graph_ops
 from normkit.kernels.sync import is_distributed
 from normkit.norms import Norm
 from normkit.norms._options import is_int
-from normkit.norms._recompute import inside_backward
+from normkit.norms._recompute import is_recomputed
 from normkit.transforms.checks import check_is_model
 from normkit.transforms.invoke import input_and_mask
 from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
@@ -233,7 +233,7 @@ class NormRecorder:
                 graph_ops.sample_input(x, mask, self.recorder.ledger, self.recorder.key, self.index)
             return
         self.moments = None
-        if self._is_due() and not inside_backward():  # a repeated forward was measured before
+        if self._is_due() and not is_recomputed():  # a repeated forward was measured before
             x, mask = self._given(args, kwargs)
             self.moments = self.sample_input(x, mask) if self.site.can_measure(x) else None
 
@@ -284,7 +284,7 @@ class NormRecorder:
     def _is_due(self) -> bool:
         """Return True in a forward of a due step, also a recomputed one; not under torch.func."""
         recorder = self.recorder
-        measured = recorder.due and self.site.module.training and (recorder.active or inside_backward())
+        measured = recorder.due and self.site.module.training and (recorder.active or is_recomputed())
         return measured and not torch._C._are_functorch_transforms_active()
 
     def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
