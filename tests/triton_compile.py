@@ -47,7 +47,6 @@ WIDE = {
     "OUTPUT_SHIFT",
 }
 WIDE |= {
-    "DX_SCALE",
     "REMOVED",
     "FINITE",
     "RUNNING",
@@ -57,7 +56,7 @@ WIDE |= {
     "SAVED_GRAD",
     "SAVED_GAMMA",
     "SMOOTH_GRAD",
-    "SMOOTH",
+    "WINDOW_GRAD",
 }  # always float32; the others have the type of x
 
 
@@ -87,7 +86,7 @@ def cases():
         yield channels.merge_moments, none, given, down._replace(tile=64, block=32)
         yield (
             channels.column_backward,
-            {"DX", "REMOVED", "FACTOR", "OUTPUT_SCALE", "DX_SCALE"},
+            {"DX", "REMOVED", "FACTOR", "OUTPUT_SCALE"},
             {**given, "REAL": True},
             down,
         )
@@ -116,10 +115,11 @@ def cases():
         {**options, "RULE": "renorm", "CENTER": True},
         down._replace(tile=1),
     )
-    every = {"FINITE", "OUTPUT_SCALE", "OUTPUT_SHIFT", "SAVED_GRAD", "SAVED_GAMMA", "WINDOW", "SMOOTH"}
+    every = {"FINITE", "OUTPUT_SCALE", "OUTPUT_SHIFT", "SAVED_GRAD", "SAVED_GAMMA", "WINDOW_GRAD", "SMOOTH_GRAD"}
     for rule, used in (
-        ("exact", {"OUTPUT_SCALE", "OUTPUT_SHIFT"}), ("running", every - {"OUTPUT_SCALE", "OUTPUT_SHIFT", "WINDOW"}),
-        ("windowed", {"FINITE", "WINDOW", "SMOOTH"}),
+        ("exact", {"OUTPUT_SCALE", "OUTPUT_SHIFT"}),
+        ("running", every - {"OUTPUT_SCALE", "OUTPUT_SHIFT", "WINDOW_GRAD"}),
+        ("windowed", {"FINITE", "WINDOW_GRAD", "SMOOTH_GRAD"}),
     ):  # fmt: skip
         options = {"RULE": rule, "EXACT": True, "CLAMP": True, "CENTER": rule == "exact", "REAL": rule != "exact"}
         yield rules.grad_rule, every - used, options, down._replace(tile=64, block=32)

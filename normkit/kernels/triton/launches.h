@@ -96,7 +96,7 @@ inline void train_on_gpu(const TrainingStep& step, const Plan& plan, const at::T
     const std::int64_t n = step.n, channels = step.channels, center = options.center, last = center * channels;
     const float* none = nullptr;
     if (!step.decided) {
-        const bool known = options.known_in_advance, running = options.forward == Forward::RUNNING;
+        const bool known = options.known_in_advance;
         const std::int64_t share = plan.programs * channels, shares = plan.programs * plan.blocks;
         Scratch scratch(options_of_x, {center * share, share, plan.programs, shares});
         float *sum = scratch.take(center * share), *square = scratch.take(share), *count = scratch.take(plan.programs);
@@ -107,7 +107,7 @@ inline void train_on_gpu(const TrainingStep& step, const Plan& plan, const at::T
                options.eps);
         launch(plan, RULE, plan.sum_blocks, 1, sum, square, count, finite, made.step, state.running, state.step,
                state.skipped, state.window, made.batch, made.value, made.count, made.output_scale, made.output_shift,
-               made.saved_grad, made.saved_gamma, running ? state.smooth_grad : none, state.end, plan.programs,
+               made.saved_grad, made.saved_gamma, state.smooth_grad, state.end, plan.programs,
                shares, channels, state.slots, options.eps, options.rate, options.warmup, options.until_r,
                options.until_d, options.bound_r, options.bound_d, options.floor);
         if (state.averages)

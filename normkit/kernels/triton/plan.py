@@ -39,24 +39,13 @@ class Form(NamedTuple):
     clamp: bool
     center: bool
     known: bool  # the statistics, in advance
-    weight: bool
-    bias: bool
-    mask: bool
     real: bool  # gradient statistics sum over real rows
-    window: bool
-    window_grad: bool
-    smooth_grad: bool
-    end: bool  # of the warm-up, on the device
-    drift: bool
+    given: frozenset[str]  # parameters, mask and buffers
     dtypes: tuple[torch.dtype, torch.dtype]  # of activations, of parameters
     channels: int
     tile: int  # rows
     sum_tile: int  # shares
     device: int | None
-
-    def given(self, **names: str) -> set[str]:
-        """Names of what is given, by field."""
-        return {name for field, name in names.items() if getattr(self, field)}
 
 
 def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool) -> list[int]:
@@ -69,12 +58,15 @@ def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: boo
 
 def form(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, tile: int, sum_tile: int) -> Form:
     """Return what the kernels of a step depend on."""
-    weight, masked = norm.weight, mask is not None
+    weight, real = norm.weight, mask is not None and norm.pad_grad == "real"
+    tensors = {
+        "W": weight, "B": norm.bias, "MASK": mask, "WINDOW": rule.window, "WINDOW_GRAD": rule.window_grad,
+        "SMOOTH_GRAD": rule.smooth_grad, "END": rule.warmup if isinstance(rule.warmup, Tensor) else None,
+        "AVERAGES": rule.drift[0] if rule.drift else None,
+    }  # fmt: skip
     return Form(
-        rule.forward, rule.backward, rule.unbiased, rule.exact_early, rule.clamp, norm.center, known,
-        weight is not None, norm.bias is not None, masked, masked and norm.pad_grad == "real",
-        rule.window is not None, rule.window_grad is not None, rule.smooth_grad is not None,
-        isinstance(rule.warmup, Tensor), bool(rule.drift),
+        rule.forward, rule.backward, rule.unbiased, rule.exact_early, rule.clamp, norm.center, known, real,
+        frozenset(name for name, tensor in tensors.items() if tensor is not None),
         (x.dtype, torch.float32 if weight is None else weight.dtype), x.shape[-1], tile, sum_tile, x.device.index,
     )  # fmt: skip
 
@@ -107,14 +99,15 @@ def kernels(form: Form) -> tuple[int, ...]:
 
     Zeros stand for a kernel that is not launched.
     """
-    center, known, absent = form.center, form.known, (0, 0, 0)
+    given, center, known, absent = form.given, form.center, form.known, (0, 0, 0)
     constants = CONSTANTS.get(form.forward, set())
-    mean, end, mask = form.given(center="MEAN"), form.given(end="END"), form.given(mask="MASK")
-    affine, sum_ = form.given(weight="W", bias="B"), form.given(center="SUM")
+    mean, sum_ = ({"MEAN"}, {"SUM"}) if center else (set(), set())
+    weight = {"FACTOR"} if "W" in given else set()
+    mask, affine, end = given & {"MASK"}, given & {"W", "B"}, given & {"END"}
     saved = {"SAVED_GRAD", "SAVED_GAMMA"} if form.forward == "running" else set()
     finite = set() if form.backward == "exact" else {"FINITE"}
     shares = {"SQUARE", "COUNT", "FINITE", "NEXT"} | sum_
-    factors = {"DY", "X", "VAR"} | mask | mean | form.given(weight="FACTOR") | (constants - {"OUTPUT_SHIFT"})
+    factors = {"DY", "X", "VAR"} | mask | mean | weight | constants & {"OUTPUT_SCALE"}
     down = {**column_launch(1, form.channels).meta, "TILE": form.tile, "CENTER": center}
     across = {**sum_launch(1, form.channels), "TILE": form.sum_tile, "CENTER": center}
 
@@ -129,13 +122,13 @@ def kernels(form: Form) -> tuple[int, ...]:
         *made(
             rules.train_rule,
             {"RUNNING", "STEP", "SKIPPED", "BATCH", "VALUE", "TOTAL"} | shares | constants | saved | end
-            | form.given(window="WINDOW") | ({"SMOOTH_GRAD"} if saved else set()),
+            | given & {"WINDOW", "SMOOTH_GRAD"},
             **across, RULE=form.forward, UNBIASED=form.unbiased,
         ),
         *(made(
             rules.measure_drift, {"BATCH", "STEP", "NEXT", "AVERAGES", "LAG", "END"}, FAST=FAST, SLOW=SLOW,
             LARGEST=LARGEST_LAG, UNSEEN=UNSEEN, NOTICE=NOTICE, BLOCK=min(power_of_2(form.channels), 1024), num_warps=4,
-        ) if form.drift else absent),
+        ) if "AVERAGES" in given else absent),
         *made(columns.column_forward, {"X", "Y", "VAR"} | mean | affine | constants, **down),
         *made(
             columns.column_backward, {"SUMS"} | factors | finite | ({"DX", "REMOVED"} if known else set()),
@@ -144,7 +137,7 @@ def kernels(form: Form) -> tuple[int, ...]:
         *made(
             rules.grad_rule,
             {"SUMS", "COUNT", "STEP", "SKIPPED"} | finite | constants | saved | end | (set() if known else {"REMOVED"})
-            | form.given(weight="W", window_grad="WINDOW", smooth_grad="SMOOTH") | form.given(weight="DW", bias="DB"),
+            | given & {"W", "WINDOW_GRAD", "SMOOTH_GRAD"} | {f"D{name}" for name in affine},
             **across, REAL=form.real, RULE=form.backward, EXACT=form.exact_early, CLAMP=form.clamp,
         ),
         *(absent if known else made(

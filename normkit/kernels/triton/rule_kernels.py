@@ -177,13 +177,13 @@ def measure_drift(
 
 @triton.jit
 def grad_rule(
-    SUMS, FINITE, COUNT, STEP, W, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, SKIPPED, WINDOW,
-    SMOOTH, END, REMOVED, DW, DB,
+    SUMS, FINITE, COUNT, STEP, W, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, SKIPPED, WINDOW_GRAD,
+    SMOOTH_GRAD, END, REMOVED, DW, DB,
     programs, shares, channels, size, rate, warmup,
     RULE: tl.constexpr, EXACT: tl.constexpr, CLAMP: tl.constexpr, CENTER: tl.constexpr, REAL: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute DW, DB and the statistics to remove (REMOVED); update SMOOTH, WINDOW, SKIPPED."""
+    """Compute DW, DB and the statistics to remove (REMOVED); update SMOOTH_GRAD, WINDOW_GRAD, SKIPPED."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
     stride = channels * (4 if REAL else 2)
@@ -215,22 +215,22 @@ def grad_rule(
             if CLAMP:
                 decay = tl.minimum(decay, 1.0)
             value = before
-            smooth = tl.load(SMOOTH + channel, mask=real, other=0.0) - before * decay + rate * batch
+            smooth = tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0) - before * decay + rate * batch
         else:
             early = (step <= size) | (step < warmup)
-            value = window_mean(WINDOW, batch, 0, size, ok & False, channel, real, channels, False)
+            value = window_mean(WINDOW_GRAD, batch, 0, size, ok & False, channel, real, channels, False)
             for row in range(1, size):  # the oldest row is the first, and gives way
-                later = tl.load(WINDOW + row * channels + channel, mask=real, other=0.0)
-                tl.store(WINDOW + (row - 1) * channels + channel, later, mask=real & ok)
-            tl.store(WINDOW + (size - 1) * channels + channel, batch, mask=real & ok)
+                later = tl.load(WINDOW_GRAD + row * channels + channel, mask=real, other=0.0)
+                tl.store(WINDOW_GRAD + (row - 1) * channels + channel, later, mask=real & ok)
+            tl.store(WINDOW_GRAD + (size - 1) * channels + channel, batch, mask=real & ok)
             value = tl.where(early, batch, value)
             smooth = value
-            if SMOOTH is not None:
-                smooth = moved(tl.load(SMOOTH + channel, mask=real, other=0.0), value, rate)
+            if SMOOTH_GRAD is not None:
+                smooth = moved(tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0), value, rate)
                 value = smooth
-        if SMOOTH is not None:
+        if SMOOTH_GRAD is not None:
             tl.debug_barrier()
-            tl.store(SMOOTH + channel, smooth, mask=real & ok)
+            tl.store(SMOOTH_GRAD + channel, smooth, mask=real & ok)
         if EXACT:
             value = tl.where(early, batch, value)
         if (tl.program_id(0) == 0) & (good == 0):
