@@ -78,7 +78,7 @@ def kernel_flops(name: str, given: dict[str, Any]) -> int:
     if name == "row_backward":  # sum of squares, sums of dy and dy z, g, its sum with z, dx
         return 2 + 4 * has["sums"] + has["weight"] + 2 + 3
     groups = bool(given["groups"])
-    if name == "infer":
+    if name == "standardize":
         return 2 + bool(given["center"]) + 3 * groups
     if name == "train":
         return 2 + 3 * bool(given["center"]) + 2 + 3 * groups

@@ -26,6 +26,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 DRY, SMALL = "--dry" in sys.argv, "--small" in sys.argv
 if DRY:
@@ -40,9 +42,10 @@ from torch import Tensor
 import normkit
 from normkit.files import write_whole
 from normkit.kernels import ops
+from normkit.kernels.triton import columns
 from normkit.kernels.triton import entry as kernels
 from normkit.kernels.triton import rows as row_ops
-from normkit.kernels.triton.launch import Launch, cdiv, column_launch, row_launch
+from normkit.kernels.triton.launch import Launch, cdiv, column_launch, row_launch, sum_grid, sum_launch
 from normkit.lab.models.config import Model
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.norm_speed import skip_warmup
@@ -146,8 +149,8 @@ def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[lis
 
         def column(center=center, stat=stat, removed=removed):
             fresh, _ = kernels.moments(x, mask, center)
-            y, _ = kernels.standardize(x, stat, EPS, center, w, b)
-            dx, sums = kernels.standardize_grad(dy, x, stat, EPS, center, w, None, mask, removed)
+            y = kernels.standardize(x, stat, EPS, center, w, b)
+            dx, sums = kernels.standardize_grad(dy, x, stat, EPS, center, w, mask, removed)
             return [fresh, y, dx, sums]
 
         inv = torch.rsqrt(stat[-1].double() + EPS)
@@ -232,7 +235,7 @@ def timed(n: int, c: int, kind: torch.dtype) -> tuple[dict[str, Run], dict[str, 
                 continue
             backward[f"{op} {who}"] = back
     raw, weight, bias, stat, s = x.detach(), w.detach(), b.detach(), draw(2, c).abs() + 0.2, draw(2, c)
-    forward["power ours"] = lambda: kernels.standardize(raw, stat[1:], EPS, False, weight, bias, sums=True)
+    forward["power ours"] = lambda: known_in_advance(raw, stat[1], weight, bias)
     backward["power ours"] = lambda: kernels.standardize_grad(dy, raw, stat[1:], EPS, False, weight, removed=s[1:])
     forward["batch ours"] = lambda: (
         kernels.moments(raw, None, True), kernels.standardize(raw, stat, EPS, True, weight, bias),
@@ -242,6 +245,21 @@ def timed(n: int, c: int, kind: torch.dtype) -> tuple[dict[str, Run], dict[str, 
         kernels.standardize_grad(dy, raw, stat, EPS, True, weight, removed=s, sums=False),
     )
     return forward, backward
+
+
+def known_in_advance(x: Tensor, var: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Standardize and sum on one reading, and merge the sums."""
+    (n, c), y, at = x.shape, torch.empty_like(x), columns.column_launch(*x.shape)
+    square, count = (torch.empty(at.programs, size, device=x.device) for size in (c, 1))
+    columns.kernel.column_forward[(at.programs, cdiv(c, at.block))](
+        x, None, y, None, var, w, b, None, None, None, square, count, None, None, None, n, c, c, EPS, CENTER=False,
+        **at.meta,
+    )  # fmt: skip
+    columns.kernel.merge_moments[sum_grid(c)](
+        None, square, count, torch.empty_like(var), torch.empty_like(var[0]), at.programs, c, CENTER=False,
+        **sum_launch(at.programs, c),
+    )  # fmt: skip
+    return y
 
 
 # -- launches, steps, launch configurations ---------------------------------------------------------------------------
@@ -341,19 +359,15 @@ def tuning() -> Iterator[dict]:
         )
         _, saved = row_ops.forward(x, w, w, 0, EPS)
         both = row_launch(n, c), row_launch(n, c, backward=True), column_launch(n, c)
-        back = lambda at, x=x, dy=dy, w=w, saved=saved: row_ops.backward(  # noqa: E731
-            dy, x, w, saved, 0, EPS, 1, True, True, launch=at
-        )
-        power = lambda at, x=x, w=w, stat=stat: kernels.standardize(  # noqa: E731
-            x, stat, EPS, False, w, w, sums=True, launch=at
-        )
+        row, column = (row_ops, "row_launch"), (columns, "column_launch")
+        back = functools.partial(row_ops.backward, dy, x, w, saved, 0, EPS, 1, True, True)
         tasks = {
-            "layer forward": (lambda at, x=x, w=w: row_ops.forward(x, w, w, 0, EPS, launch=at), both[0], False),
-            "layer backward": (back, both[1], False),
-            "power forward": (power, both[2], True),
+            "layer forward": (functools.partial(row_ops.forward, x, w, w, 0, EPS), row, both[0]),
+            "layer backward": (back, row, both[1]),
+            "power forward": (functools.partial(known_in_advance, x, stat[0], w, w), column, both[2]),
         }
-        for name, (op, guess, wide) in tasks.items():
-            found = tune(op, guess, n, wide=wide)
+        for name, (op, chooser, guess) in tasks.items():
+            found = tune(op, chooser, guess, n)
             mine = next(ms for ms, at in found if at == guess)
             yield {"rows": n, "channels": c, "op": name, "heuristic": str(tuple(guess)), "ms": mine,
                    "best": str(tuple(found[0][1])), "best_ms": found[0][0], "gap": mine / found[0][0]}  # fmt: skip
@@ -371,17 +385,18 @@ def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Laun
                     yield Launch(tile, block, warps, max(1, min(programs, cdiv(rows, tile))))
 
 
-def tune(op: Callable[[Launch], object], guess: Launch, rows: int, *, wide: bool = False) -> list[tuple[float, Launch]]:
+def tune(op: Run, chooser: tuple[ModuleType, str], guess: Launch, rows: int) -> list[tuple[float, Launch]]:
     """Median time in ms of every candidate, the fastest first. Needs a GPU.
 
-    `op` runs the kernel as launched. `triton.autotune` does not fit: the number of programs decides the size of
-    buffers too, and the result serves to correct the heuristic, not to change the bits at run time.
+    `chooser` names the function that chooses the launch of `op`. `triton.autotune` does not fit: the number of programs
+    decides the size of buffers too, and the result serves to correct the heuristic, not to change the bits at run time.
     """
     import triton
 
     times = []
-    for launch in {guess, *candidates(guess, rows, wide=wide)}:
-        median = triton.testing.do_bench(lambda launch=launch: op(launch), warmup=5, rep=30, return_mode="median")
+    for launch in {guess, *candidates(guess, rows, wide=chooser[0] is columns)}:
+        with mock.patch.object(*chooser, lambda *_, launch=launch, **options: launch):
+            median = triton.testing.do_bench(op, warmup=5, rep=30, return_mode="median")
         times.append((float(median), launch))  # type: ignore[arg-type]
     return sorted(times)
 

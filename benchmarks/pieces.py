@@ -55,6 +55,7 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
     torch.manual_seed(0)
     x, dy = torch.randn(2, n, c).to(kind)
     w, b, a, inv = torch.rand(4, c) + 0.5
+    pair = torch.stack([a, a])  # a mean and a variance
     own, r = [w.to(kind), b.to(kind)], torch.rand(n, 1) + 0.5
     place, zero, length = torch.empty_like(x), torch.zeros(n, 1), 1 / r
     _, mean, rstd = torch.native_layer_norm(x, (c,), *own, EPS)
@@ -69,12 +70,12 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
         aten.native_batch_norm_backward(dy, x, w, None, None, a, inv, True, EPS, everything)
 
     def batch() -> None:
-        fused.column_moments(x, torch.float32)
+        fused.moments(x, None, True, torch.float32)
         fused.normalize(x, a, a, w, b, EPS)
         aten.native_batch_norm_backward(dy, x, w, None, None, a, inv, True, EPS, everything)
 
     def columns() -> None:
-        fused.column_moments(x, torch.float32)
+        fused.moments(x, None, True, torch.float32)
         fused.normalize(x, None, a, w, b, EPS)
         aten.native_batch_norm_backward(dy, x, w, None, None, a, inv, True, EPS, sums)
         dx = fused.normalize(x, None, a, w, b, EPS)
@@ -98,16 +99,16 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
     zeros = torch.zeros(c)
 
     def ours(*, center: bool = False, one_pass: bool = False, groups: int = 0) -> None:
-        mean, to_dx = a if center else None, (w, b, a)
+        stat = pair if center else pair[1:]
         if one_pass:
-            call("column_forward", x=x, y=torch.empty_like(x), mean=mean, scale=w, shift=b, stat=torch.empty(1, c),
+            call("column_forward", x=x, y=torch.empty_like(x), scale=w, shift=b, stat=torch.empty(1, c),
                  count=torch.empty(()), **sizes, groups=groups)  # fmt: skip
-            native.gradient(dy, x, mean, to_dx=to_dx, groups=groups, eps=EPS)
+            native.standardize_grad(dy, x, stat, EPS, center, w, removed=stat, groups=groups)
         else:
             native.moments(x, None, center)
-            native.standardize(x, mean, w, b)
-            native.gradient(dy, x, mean)
-            native.gradient(dy, x, mean, to_dx=to_dx, sums=False)
+            native.standardize(x, stat, EPS, center, w, b)
+            native.standardize_grad(dy, x, stat, EPS, center)
+            native.standardize_grad(dy, x, stat, EPS, center, w, removed=stat, sums=False)
 
     sizes = {"n": n, "channels": c, "eps": EPS}
 
@@ -149,7 +150,7 @@ def runs(n: int, c: int, kind: torch.dtype, *, inductor: bool) -> list[Run]:
         ("inference", "layer", "calls", 2, "", lambda: torch.native_layer_norm(x, (c,), *own, EPS)),
         ("inference", "any: 2 activations", "copy", 2, "", copies(1)),
         ("inference", "batch, renorm, power(groups=0), pnv, un, mabn", "C++", 2, "0.8",
-         lambda: native.standardize(x, None, w, zeros)),
+         lambda: native.multiply_add(x, w, zeros)),
         ("inference", "batch, renorm, power(groups=0), pnv, un, mabn", "calls", 2, "0.8",
          lambda: fused.normalize(x, None, a, w, b, 0.0)),
     ]  # fmt: skip

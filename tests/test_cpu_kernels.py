@@ -49,8 +49,8 @@ def columns():
 def test_columns(n, width, kind, masked, center, groups):
     torch.manual_seed(0)
     x, dy, eps = normal(n, width, kind=kind), normal(n, width, kind=kind), 1e-3
-    mean, scale, shift, dy_coefficient, x_coefficient, constant = normal(6, width).unbind(0)
-    mean, constant = (mean, constant) if center else (None, torch.zeros(width))
+    mean, scale, shift, factor = normal(4, width).unbind(0)
+    mean = mean if center else None
     mask = torch.rand(n) < 0.6 if masked else None
     keep = torch.ones(n, 1, dtype=torch.double) if mask is None else mask[:, None].double()
     wide = x.double().requires_grad_()
@@ -66,22 +66,25 @@ def test_columns(n, width, kind, masked, center, groups):
                    eps=eps, **sums)  # fmt: skip
     apart = u - (0 if mean is None else mean)
     assert_close(y.double(), apart.detach() * scale + shift, **FINE[kind])
-    assert torch.equal(native.standardize(x, mean, scale, shift, groups, eps), y)
     assert center or torch.equal(again, stat)
 
-    dx, sums = native.gradient(
-        dy, x, mean, mask, to_dx=(dy_coefficient, x_coefficient, constant), real=masked, groups=groups, eps=eps
-    )  # fmt: skip
-    given = dy.double() * dy_coefficient + keep * (apart.detach() * x_coefficient + constant)
+    var, removed = normal(width).abs() + 0.2, normal(1 + center, width)
+    used = var[None] if mean is None else torch.stack([mean, var])
+    z = apart.detach() * (var.double() + eps).rsqrt()
+    y = native.standardize(x, used, eps, center, scale, shift, groups)
+    assert_close(y.double(), z * scale + shift, **FINE[kind])
+    dx, sums = native.standardize_grad(dy, x, used, eps, center, factor, mask, removed, real=True, groups=groups)
+    taken = z * removed[-1] + (removed[0] if center else 0)
+    given = (var.double() + eps).rsqrt() * (dy.double() * factor - keep * taken)
     assert dx is not None
     rough = {"rtol": 2e-2, "atol": 3e-2} if kind is KINDS[1] else {"rtol": 1e-4, "atol": 1e-4}
     assert_close(dx.double(), torch.autograd.grad(u, wide, given)[0], **rough)
-    along = torch.stack([dy.double(), dy.double() * apart.detach()])
+    along = torch.stack([dy.double(), dy.double() * z])
     expected = along.sum(1)
     if masked:
         expected = torch.cat([expected, (along * keep).sum(1)])
     assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
-    assert native.gradient(dy, x, mean, mask, groups=groups, eps=eps)[0] is None
+    assert native.standardize_grad(dy, x, used, eps, center, mask=mask, groups=groups)[0] is None
 
 
 @needs_kernels
@@ -155,7 +158,7 @@ def test_halves_are_rounded_to_the_nearest_as_pytorch_does():
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.3895e38, 1e-40, -1e-40, 1.0])
     x = torch.cat([special, torch.randn(100_000 - len(special))]).bfloat16().view(-1, 50)
     scale = torch.cat([torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, 3.0]), torch.rand(47) * 2])  # ties among them
-    y = native.standardize(x, None, scale, torch.zeros(50))
+    y = native.multiply_add(x, scale, torch.zeros(50))
     expected = (x.float() * scale).bfloat16()
     assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -329,7 +332,7 @@ def test_invalid_arguments_of_c_kernels_raise():
     with pytest.raises(ValueError, match=r"shape \(3,\).*each of 4 rows"):
         native.moments(x, torch.ones(3, dtype=torch.bool), True)
     with pytest.raises(RuntimeError, match=r"scale is torch\.float64 on cpu"):
-        native.standardize(x, None, torch.ones(6, dtype=torch.float64), torch.zeros(6))
+        native.multiply_add(x, torch.ones(6, dtype=torch.float64), torch.zeros(6))
     with pytest.raises(RuntimeError, match=r"weight is torch\.float32 on meta"):
         ops.rms(x, torch.ones(6, device="meta"), None, 1e-5)
 
@@ -445,4 +448,5 @@ def test_arguments_are_checked_by_name_and_type():
         arguments.call("row_forward", x=x, y=x, n=2.5, channels=4, eps=0.0, length=False)
     with pytest.raises(RuntimeError, match=r"y is torch\.float64 on cpu; it must be torch\.float32, contiguous"):
         arguments.call("row_forward", x=x, y=x.double(), n=2, channels=4, eps=0.0, length=False)
-    assert {"column_forward", "column_backward", "row_forward", "row_backward", "infer"} == arguments.structs().keys()
+    kernels = {f"{side}_{way}" for side in ("column", "row") for way in ("forward", "backward")}
+    assert kernels | {"standardize"} == arguments.structs().keys()

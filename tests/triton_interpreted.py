@@ -71,7 +71,7 @@ def test_row_norms_and_their_gradients(name, affine, dtype):
         wide = [t.detach().double().requires_grad_() for t in inputs]
         given = iter(wide)
         xd, wd, bd = (None if t is None else next(given) for t in (x, w, b))
-        y, expected = row_ops._norm(x, w, b, kind, 1e-3, groups), reference(xd, wd, bd)
+        y, expected = row_ops.RowNorm.apply(x, w, b, kind, 1e-3, groups, None), reference(xd, wd, bd)
         assert y.dtype == dtype
         close(y, expected, dtype)
         got = torch.autograd.grad(y, inputs, strided(dy))
@@ -87,7 +87,7 @@ def test_rows_too_long_for_registers(name, monkeypatch):
     kind, groups, reference = NORMS[name]
     x, dy = (draw(*(SHAPES[3] if REAL else (5, 74))) for _ in range(2))
     w, b = draw(1 if name == "scale" else x.shape[1]).requires_grad_(), draw(x.shape[1]).requires_grad_()
-    y = row_ops._norm(x.requires_grad_(), w, b, kind, 1e-3, groups)
+    y = row_ops.RowNorm.apply(x.requires_grad_(), w, b, kind, 1e-3, groups, None)
     xd, wd, bd = (t.detach().double().requires_grad_() for t in (x, w, b))
     expected = reference(xd, wd, bd)
     close(y, expected)
@@ -100,7 +100,7 @@ def test_rows_too_long_for_registers(name, monkeypatch):
 def test_one_weight_for_several_groups():
     x, dy = draw(5, 24).requires_grad_(), draw(5, 24)
     w = draw(1).requires_grad_()
-    y = row_ops._norm(x, w, None, "scale", 1e-3, 3)
+    y = row_ops.RowNorm.apply(x, w, None, "scale", 1e-3, 3, None)
     xd, wd = (t.detach().double().requires_grad_() for t in (x, w))
     expected = ops.scale(xd.unflatten(-1, (3, 8)), wd, None, 1e-3).flatten(-2)
     close(y, expected)
@@ -113,7 +113,7 @@ def test_one_weight_for_several_groups():
 def test_rows_of_zeros_and_large_means():
     x = torch.zeros(3, 40, device=DEVICE, requires_grad=True)
     for name in ("layer", "rms", "rms outside", "scale"):
-        y = row_ops._norm(x, None, None, NORMS[name][0], 1e-3, 1)
+        y = row_ops.RowNorm.apply(x, None, None, NORMS[name][0], 1e-3, 1, None)
         (dx,) = torch.autograd.grad(y, x, draw(3, 40))
         assert torch.equal(y, torch.zeros_like(y))
         assert dx.isfinite().all()
@@ -169,29 +169,22 @@ def test_standardize_and_gradient_equal_the_reference(center, masked, dtype):
     n, c = SHAPES[0]
     x, dy = strided(draw(n, c, dtype=dtype)), strided(draw(n, c, dtype=dtype))
     stat, removed = draw(1 + center, c).abs() + 0.2, draw(1 + center, c)
-    weight, bias, post, shift, factor, back = (draw(c) for _ in range(6))
+    scale, shift, factor = (draw(c) for _ in range(3))
     mask = torch.rand(n, device=DEVICE) > 0.4 if masked else None
-    wide = [t.double() for t in (x, dy, stat, removed, weight, bias, post, shift, factor, back)]
-    xd, dyd, sd, rd, wd, bd, pd, hd, fd, kd = wide
+    xd, dyd, sd, rd, ad, bd, fd = (t.double() for t in (x, dy, stat, removed, scale, shift, factor))
     keep = torch.ones(n, 1, device=DEVICE) if mask is None else mask[:, None].double()
     inv = torch.rsqrt(sd[-1] + 1e-3)
     z = (xd - sd[0] if center else xd) * inv
 
-    y, sums = kernels.standardize(x, stat, 1e-3, center, weight, bias, post, shift, mask, sums=True)
-    close(y, wd * (pd * z + hd) + bd, dtype)
-    fresh, count = ops.moments(xd, mask, center)
-    close(sums[0], fresh)
-    assert sums[1] == count
-    plain, none = kernels.standardize(x, stat, 1e-3, center)
-    assert none is None
-    close(plain, z, dtype)
+    close(kernels.standardize(x, stat, 1e-3, center, scale, shift), ad * z + bd, dtype)
+    close(kernels.standardize(x, stat, 1e-3, center), z, dtype)
 
-    dx, sums = kernels.standardize_grad(dy, x, stat, 1e-3, center, factor, back, mask, removed, real=True)
+    dx, sums = kernels.standardize_grad(dy, x, stat, 1e-3, center, factor, mask, removed, real=True)
     s0 = rd[0] if center else 0
-    close(dx, kd * inv * (fd * dyd - keep * (s0 + z * rd[-1])), dtype)
+    close(dx, inv * (fd * dyd - keep * (s0 + z * rd[-1])), dtype)
     pairs = [dyd, dyd * z] + ([keep * dyd, keep * dyd * z] if masked else [])
     close(sums, torch.stack([p.sum(0) for p in pairs]))
-    alone, _ = kernels.standardize_grad(dy, x, stat, 1e-3, center, factor, back, mask, removed, sums=False)
+    alone, _ = kernels.standardize_grad(dy, x, stat, 1e-3, center, factor, mask, removed, sums=False)
     assert torch.equal(alone, dx)
     nothing, again = kernels.standardize_grad(dy, x, stat, 1e-3, center, mask=mask, real=True)
     assert nothing is None

@@ -28,10 +28,10 @@ class Standardize(torch.autograd.Function):
         ctx.norm, ctx.groups, ctx.has_bias = norm, groups, bias is not None
         ctx.block, ctx.buffers = dispatch.current_block(), {} if torch.compiler.is_compiling() else dict(norm._buffers)
         ctx.save_for_backward(x, weight, *statistics.tensors())
-        return ops.standardize(
-            x, statistics.value, norm.eps, norm.center, weight, bias, statistics.output_scale,
-            statistics.output_shift, groups=groups,
-        )  # fmt: skip
+        output_scale, output_shift = statistics.output_scale, statistics.output_shift
+        scale = weight if output_scale is None else reference.affine(output_scale, weight, None)
+        shift = bias if output_shift is None else reference.affine(output_shift, weight, bias)
+        return ops.standardize(x, statistics.value, norm.eps, norm.center, scale, shift, groups)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
@@ -76,7 +76,9 @@ def _backward(
         grad_sums = all_reduce(grad_sums) if norm.sync else grad_sums
         count = statistics.count
         removed = norm.take_gradient(grad_sums / count.clamp(min=1), count, statistics.step, saved)
-        dx = op(factor, statistics.dx_scale, removed=removed, sums=False)[0]
+        if (dx_scale := statistics.dx_scale) is not None:
+            factor, removed = reference.product(value.dtype, factor, dx_scale), removed * dx_scale
+        dx = op(factor, removed=removed, sums=False)[0]
     dbias, dweight = sums[0], sums[1]  # of all rows
     for constant in (output_scale, grad_scale):
         dweight = dweight if constant is None else dweight * constant

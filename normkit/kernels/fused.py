@@ -21,25 +21,6 @@ BLOCK = 4096  # rows at a time: the kernels add up one row after another; more b
 HUGE = 1e18  # its square is still finite
 
 
-def column_moments(rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance `[C]` of `rows [N, C]`, computed in `wide`.
-
-    >>> [m.tolist() for m in column_moments(torch.tensor([[1.0], [3.0]]), torch.float32)]
-    [[2.0], [1.0]]
-    """
-    mean = var = None
-    if rows.dtype is not wide:  # running statistics only set the type; a momentum of 0 leaves them alone
-        mean, var = rows.new_zeros(2, rows.shape[1], dtype=wide)
-    blocks = rows.contiguous().split(BLOCK)
-    found = [torch.batch_norm_update_stats(block, mean, var, 0.0) for block in blocks]
-    if len(found) == 1:
-        return found[0]
-    means, variances = (torch.stack(each) for each in zip(*found, strict=True))
-    share = means.new_tensor([[len(block) / len(rows)] for block in blocks])
-    mean = (means * share).sum(0)
-    return mean, ((variances + (means - mean).square()) * share).sum(0)
-
-
 def moments(x: Tensor, mask: Tensor | None, center: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the real rows of `x`, and the number of these rows."""
     rows = x.reshape(-1, x.shape[-1])
@@ -48,29 +29,37 @@ def moments(x: Tensor, mask: Tensor | None, center: bool, dtype: torch.dtype) ->
     count = rows.new_full((), rows.shape[0], dtype=dtype)
     if rows.shape[0] == 0:
         return rows.new_zeros(1 + center, rows.shape[1], dtype=dtype), count
-    mean, var = column_moments(rows, dtype)
+    mean = var = None
+    if rows.dtype is not dtype:  # running statistics only set the type; a momentum of 0 leaves them alone
+        mean, var = rows.new_zeros(2, rows.shape[1], dtype=dtype)
+    blocks = rows.contiguous().split(BLOCK)
+    found = [torch.batch_norm_update_stats(block, mean, var, 0.0) for block in blocks]
+    mean, var = found[0]
+    if len(found) > 1:
+        means, variances = (torch.stack(each) for each in zip(*found, strict=True))
+        share = means.new_tensor([[len(block) / len(rows)] for block in blocks])
+        mean = (means * share).sum(0)
+        var = ((variances + (means - mean).square()) * share).sum(0)
     return torch.stack([mean, var]) if center else torch.addcmul(var, mean, mean)[None], count
 
 
 def standardize(
-    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
-    output_scale: Tensor | None = None, output_shift: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None
+) -> Tensor:
     """Standardize with given statistics: see `reference.standardize`."""
-    scale, shift = reference.output_vectors(stat.dtype, weight, bias, output_scale, output_shift)
+    scale, shift = (None if vector is None else vector.to(stat.dtype) for vector in (scale, shift))
     return normalize(x, stat[0] if center else None, stat[-1], scale, shift, eps)
 
 
 def standardize_grad(
     dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
-    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
-    real: bool = False,
+    mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True, real: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradient of `standardize`: see `reference.standardize_grad`."""
     wide, rows, dys = stat.dtype, x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
     if dys.dtype is not rows.dtype:
         rows, dys = rows.to(wide), dys.to(wide)
-    inv, dy_coefficient, taken = reference.gradient_vectors(stat, eps, factor, dx_scale, removed)
+    inv, dy_coefficient, taken = reference.gradient_vectors(stat, eps, factor, removed)
     mean = stat[0] if center else None
     dx = out = None
     if sums:

@@ -98,16 +98,14 @@ def moments(
 
 
 def standardize(
-    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
-    output_scale: Tensor | None = None, output_shift: Tensor | None = None, groups: int = 0,
+    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None,
+    groups: int = 0,
 ) -> Tensor:  # fmt: skip
     """Standardize with given statistics: see `reference.standardize`."""
     kind = dispatch.select(x, "standardize", stat.dtype)
     if kind == "native":
-        vectors = reference.scale_and_shift(stat, eps, weight, bias, output_scale, output_shift)
-        return cpu.standardize(x, stat[0] if center else None, *vectors, groups, eps)
-    y = _module(kind).standardize(x, stat, eps, center, weight, bias, output_scale, output_shift)
-    return y[0] if kind == "triton" else y
+        return cpu.standardize(x, stat, eps, center, scale, shift, groups)
+    return _module(kind).standardize(x, stat, eps, center, scale, shift)
 
 
 def select_grad(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int = 0) -> str:
@@ -125,12 +123,12 @@ def select_grad(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int = 0) -> st
 
 def standardize_grad(
     dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
-    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
-    real: bool = False, groups: int = 0, kind: str = "",
+    mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True, real: bool = False, groups: int = 0,
+    kind: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradient of `standardize`: `reference.standardize_grad`; `kind` is from `select_grad`."""
     kind = kind or select_grad(dy, x, stat.dtype, groups)
-    given = dy, x, stat, eps, center, factor, dx_scale, mask, removed, sums, real
+    given = dy, x, stat, eps, center, factor, mask, removed, sums, real
     if kind == "native":
         return cpu.standardize_grad(*given, groups=groups)
     return _module(kind).standardize_grad(*given)
@@ -141,7 +139,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     if not torch.is_grad_enabled() and dispatch.can_join(x, scale.dtype):
         shift = shift.to(scale.dtype)
         if scale.dtype is torch.float32 and dispatch.can_use_native(x):
-            return cpu.standardize(x, None, scale.contiguous(), shift.contiguous())
+            return cpu.multiply_add(x, scale.contiguous(), shift.contiguous())
         return fused.multiply_add(x, scale, shift)
     return reference.multiply_add(x, scale, shift)
 
@@ -157,4 +155,4 @@ def infer(norm: Any, x: Tensor) -> Tensor | None:
     if kernels is None:
         return None
     dispatch.select(x, "infer", norm.running.dtype)
-    return kernels.infer(norm, x)
+    return kernels.standardize(x, norm.running, norm.eps, norm.center, norm.weight, norm.bias, norm.groups)

@@ -153,26 +153,26 @@ def moments(
 
 
 def standardize(
-    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
-    output_scale: Tensor | None = None, output_shift: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Standardize with given statistics `[k, C]`, then scale and shift.
-
-    `y = weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`.
+    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None
+) -> Tensor:
+    """Standardize with given statistics `[k, C]`: `y = scale * (x - mean) / sqrt(var + eps) + shift`.
 
     >>> standardize(torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), 0.0, True).tolist()
     [[2.0], [4.0]]
     """
-    scale, shift = scale_and_shift(stat, eps, weight, bias, output_scale, output_shift)
+    inv = torch.rsqrt(stat[-1] + eps)
+    scale = inv if scale is None else inv * scale.to(inv.dtype)
+    shift = torch.zeros_like(inv) if shift is None else shift.to(inv.dtype)
     return multiply_add(x, scale, shift - stat[0] * scale if center else shift)
 
 
 def standardize_grad(
     dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
-    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
-    real: bool = False,
+    mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True, real: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradient of `standardize`: dx, and the sums over rows of dy and of dy * z.
+
+    `dx = (factor * dy - removed[0] - z * removed[-1]) / sqrt(var + eps)`, the first of these only if `center`.
 
     Args:
         dy: Gradient of the output, `[..., C]`.
@@ -180,8 +180,7 @@ def standardize_grad(
         stat: Statistics of the forward pass, `[k, C]`.
         eps: Added to the variance.
         center: Whether `stat` has a mean.
-        factor: Product of all that multiplies dy on its way to z (weight, output_scale, grad_scale), `[C]`.
-        dx_scale: Constant factor on dx, `[C]`.
+        factor: Product of all that multiplies dy on its way to z, `[C]`.
         mask: `[...]`, True where a row is real. Nothing is removed from the gradient of the others.
         removed: Gradient statistics to remove, `[k, C]`; None for sums alone.
         sums: Compute the sums, `[2, C]`.
@@ -191,7 +190,7 @@ def standardize_grad(
         dx (None without `removed`) and the sums (None without `sums`).
     """
     rows, dys = (t.reshape(-1, x.shape[-1]).to(stat.dtype) for t in (x, dy))
-    inv, dy_coefficient, taken = gradient_vectors(stat, eps, factor, dx_scale, removed)
+    inv, dy_coefficient, taken = gradient_vectors(stat, eps, factor, removed)
     mean = stat[0] if center else None  # z = (x - mean) * inv is never written out: both join [C] factors
     keep = None if mask is None else mask.reshape(-1, 1)
     dx = out = None
@@ -233,34 +232,11 @@ def product(dtype: torch.dtype, *factors: Tensor | None) -> Tensor | None:
     return functools.reduce(torch.mul, given) if given else None
 
 
-def output_vectors(
-    dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, output_scale: Tensor | None,
-    output_shift: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Factor on z and constant after it, `[C]`; None for 1 and 0."""
-    shift = None if output_shift is None else product(dtype, weight, output_shift)
-    if bias is not None:
-        shift = bias.to(dtype) if shift is None else shift + bias
-    return product(dtype, weight, output_scale), shift
-
-
-def scale_and_shift(
-    stat: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None, output_scale: Tensor | None,
-    output_shift: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Vectors of `standardize` as `(x - mean) * scale + shift`, `[C]`."""
-    scale, shift = output_vectors(stat.dtype, weight, bias, output_scale, output_shift)
-    inv = torch.rsqrt(stat[-1] + eps)
-    scale = inv if scale is None else inv * scale
-    return scale, torch.zeros_like(scale) if shift is None else shift
-
-
 def gradient_vectors(
-    stat: Tensor, eps: float, factor: Tensor | None, dx_scale: Tensor | None, removed: Tensor | None
+    stat: Tensor, eps: float, factor: Tensor | None, removed: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """1 / sqrt(var + eps), the coefficient of dy in dx, and `removed` with its sign and scale."""
     inv = torch.rsqrt(stat[-1] + eps)
     if removed is None:
         return inv, None, None
-    scale = inv if dx_scale is None else inv * dx_scale
-    return inv, scale if factor is None else scale * factor, removed * -scale
+    return inv, inv if factor is None else inv * factor, removed * -inv

@@ -63,12 +63,14 @@ struct RowBackward {  // row_backward
     int center;
 };
 
-struct Infer {  // infer: a norm by its running statistics
+struct Standardize {  // standardize: y = weight * (output_scale * z + output_shift) + bias, z by given statistics
     const void* x;
     void* y;
-    const float* running;  // [1 + center, channels]
+    const float* stat;  // [1 + center, channels]
     const float* weight;
     const float* bias;
+    const float* output_scale;
+    const float* output_shift;
     std::int64_t n;
     std::int64_t channels;
     std::int64_t groups;

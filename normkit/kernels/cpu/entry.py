@@ -1,7 +1,5 @@
 """Operations with C++ kernels: tensors float32 or bfloat16, vectors `[C]` float32."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,50 +19,43 @@ def moments(x: Tensor, mask: Tensor | None, center: bool, groups: int = 0, eps: 
 
 
 def standardize(
-    x: Tensor, mean: Tensor | None, scale: Tensor, shift: Tensor, groups: int = 0, eps: float = 0.0
-) -> Tensor:
-    """`(x - mean) * scale + shift`."""
+    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None,
+    groups: int = 0,
+) -> Tensor:  # fmt: skip
+    """Standardize with given statistics: see `reference.standardize`."""
     (n, channels), x = _sizes(x), _contiguous(x)
-    y = torch.empty_like(x)
-    call("column_forward", x=x, y=y, mean=mean, scale=scale, shift=shift, n=n, channels=channels, groups=groups,
-         eps=float(eps))  # fmt: skip
+    y, scale, shift = torch.empty_like(x), _expanded(scale, channels), _expanded(shift, channels)
+    call("standardize", x=x, y=y, stat=stat.contiguous(), weight=scale, bias=shift, n=n, channels=channels,
+         groups=groups, eps=float(eps), center=center)  # fmt: skip
     return y
 
 
-def gradient(
-    dy: Tensor, x: Tensor, mean: Tensor | None, mask: Tensor | None = None, *,
-    to_dx: tuple[Tensor, Tensor, Tensor] | None = None, sums: bool = True, real: bool = False, groups: int = 0,
-    eps: float = 0.0,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute dx and the sums over rows of dy and of `dy * (x - mean)`.
-
-    The sums are `[2, C]`; with `real`, `[4, C]`: over all rows, then over real ones.
-
-    With `to_dx = (dy_coefficient, x_coefficient, constant)`, dx is `dy_coefficient * dy + x_coefficient * (x - mean) +
-    constant`, in the padding `dy_coefficient * dy`.
-    """
-    (n, channels), dy, x = _sizes(x), _contiguous(dy), _contiguous(x)
-    dx, out = None if to_dx is None else torch.empty_like(x), _vectors(x, 4 if real else 2) if sums else None
-    dy_coefficient, x_coefficient, constant = to_dx or (None, None, None)
-    call("column_backward", dy=dy, x=x, mask=_real(mask, n), dx=dx, mean=mean, dy_coefficient=dy_coefficient,
-         x_coefficient=x_coefficient, constant=constant, sums=out, n=n, channels=channels, groups=groups,
-         eps=float(eps), real=real)  # fmt: skip
-    return dx, out
+def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """`x * scale + shift`."""
+    (n, channels), x = _sizes(x), _contiguous(x)
+    y = torch.empty_like(x)
+    call("column_forward", x=x, y=y, scale=scale, shift=shift, n=n, channels=channels)
+    return y
 
 
 def standardize_grad(
     dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
-    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
-    real: bool = False, groups: int = 0,
+    mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True, real: bool = False, groups: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradient of standardizing with given statistics: see `reference.standardize_grad`."""
-    inv, dy_coefficient, taken = reference.gradient_vectors(stat, eps, factor, dx_scale, removed)
-    to_dx = None if taken is None or dy_coefficient is None else (dy_coefficient, taken[-1] * inv, taken[0])
-    mean, real = stat[0] if center else None, real and mask is not None
-    dx, out = gradient(dy, x, mean, mask, to_dx=to_dx, sums=sums, real=real, groups=groups, eps=eps)
+    (n, channels), dy, x = _sizes(x), _contiguous(dy), _contiguous(x)
+    real = real and mask is not None
+    out = _vectors(x, 4 if real else 2) if sums else None
+    inv, dy_coefficient, taken = reference.gradient_vectors(stat, eps, factor, removed)
+    dx = x_coefficient = constant = None
+    if taken is not None:
+        dx, x_coefficient, constant = torch.empty_like(x), taken[-1] * inv, taken[0]
+    call("column_backward", dy=dy, x=x, mask=_real(mask, n), dx=dx, mean=stat[0] if center else None,
+         dy_coefficient=dy_coefficient, x_coefficient=x_coefficient, constant=constant, sums=out, n=n,
+         channels=channels, groups=groups, eps=float(eps), real=real)  # fmt: skip
     if out is not None:
         out[1::2] *= inv
-    return None if dx is None else dx.view(x.shape), out
+    return dx, out
 
 
 def divide(
@@ -83,11 +74,8 @@ class Divide(torch.autograd.Function):
         ctx.eps, ctx.length, ctx.center = eps, length, center
         (n, channels), x = _sizes(x), _contiguous(x)
         y = torch.empty_like(x)
-        factor, constant = _expanded(weight, channels), _expanded(bias, channels)
-        if factor is None and constant is not None:
-            factor = torch.ones_like(constant)
-        call("row_forward", x=x, y=y, weight=factor, bias=constant, n=n, channels=channels, eps=float(eps),
-             length=length, center=center)  # fmt: skip
+        call("row_forward", x=x, y=y, weight=_expanded(weight, channels), bias=_expanded(bias, channels), n=n,
+             channels=channels, eps=float(eps), length=length, center=center)  # fmt: skip
         return y
 
     @staticmethod
@@ -104,15 +92,6 @@ class Divide(torch.autograd.Function):
              channels=channels, eps=float(ctx.eps), length=ctx.length, center=ctx.center)  # fmt: skip
         dweight = None if weight is None or sums is None else sums[1].sum_to_size(weight.shape).to(weight.dtype)
         return dx, dweight, None if bias is None or sums is None else sums[0].to(bias.dtype), None, None, None
-
-
-def infer(norm: Any, x: Tensor) -> Tensor:
-    """A norm by its running statistics, layer-scale included."""
-    (n, channels), x = _sizes(x), _contiguous(x)
-    y, weight, bias = torch.empty_like(x), _expanded(norm.weight, channels), _expanded(norm.bias, channels)
-    call("infer", x=x, y=y, running=norm.running, weight=weight, bias=bias, n=n, channels=channels, groups=norm.groups,
-         eps=float(norm.eps), center=norm.center)  # fmt: skip
-    return y
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -42,12 +42,14 @@ void row_forward(const RowForward& given, int threads) {
             const auto apart = [=](int64_t c) { return u[c] - mean; };
             const float square = total(0, channels, [=](int64_t c) { return apart(c) * apart(c); });
             const float r = Factor(square, channels, eps, length).value;
-            if (weight && bias)
-                results.write(i, 0, channels, [=](int64_t c) { return apart(c) * r * weight[c] + bias[c]; });
-            else if (weight)
-                results.write(i, 0, channels, [=](int64_t c) { return apart(c) * r * weight[c]; });
-            else
-                results.write(i, 0, channels, [=](int64_t c) { return apart(c) * r; });
+            const auto pass = [&](auto weighted, auto biased) {
+                constexpr bool WEIGHTED = weighted, BIASED = biased;
+                results.write(i, 0, channels, [=](int64_t c) {
+                    const float y = WEIGHTED ? apart(c) * r * weight[c] : apart(c) * r;
+                    return BIASED ? y + bias[c] : y;
+                });
+            };
+            specialize(pass, weight, bias);
         }
     });
 }

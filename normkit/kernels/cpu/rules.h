@@ -74,22 +74,15 @@ inline void affine(const float* variance, const float* weight, const float* bias
     }
 }
 
-// Standardize by `given.running`, then by the constants of a training step.
 template <class T>
-void standardize(const Infer& given, const float* output_scale, const float* output_shift, int threads) {
+void standardize(const Standardize& given, int threads) {
     Floats scale, shift;
-    affine(given.running + given.center * given.channels, given.weight, given.bias, output_scale, output_shift,
-           given.channels, given.eps, scale, shift);
-    const ColumnForward pass{.x = given.x, .y = given.y, .mean = given.center ? given.running : nullptr,
+    affine(given.stat + given.center * given.channels, given.weight, given.bias, given.output_scale,
+           given.output_shift, given.channels, given.eps, scale, shift);
+    const ColumnForward pass{.x = given.x, .y = given.y, .mean = given.center ? given.stat : nullptr,
                              .scale = scale.data(), .shift = shift.data(), .n = given.n, .channels = given.channels,
                              .groups = given.groups, .eps = given.eps};
     column_forward<T>(pass, threads);
-}
-
-// The norm at inference, by its `running` statistics.
-template <class T>
-void infer(const Infer& given, int threads) {
-    standardize<T>(given, nullptr, nullptr, threads);
 }
 
 // Compute the statistics of the batch, apply the rule and update the state. If the statistics are known in advance, y
@@ -166,10 +159,11 @@ void train(const TrainingStep& given, int threads) {
         if (options.known_in_advance) return;
     }
     const Decisions& made = given.decisions;
-    const Infer pass{.x = given.x, .y = given.y, .running = made.value, .weight = given.weight, .bias = given.bias,
-                     .n = given.n, .channels = given.channels, .groups = options.groups, .eps = options.eps,
-                     .center = options.center};
-    standardize<T>(pass, made.output_scale, made.output_shift, threads);
+    const Standardize pass{.x = given.x, .y = given.y, .stat = made.value, .weight = given.weight, .bias = given.bias,
+                           .output_scale = made.output_scale, .output_shift = made.output_shift, .n = given.n,
+                           .channels = given.channels, .groups = options.groups, .eps = options.eps,
+                           .center = options.center};
+    standardize<T>(pass, threads);
 }
 
 // Compute dx and the gradients of weight and bias, apply the rule and update the state. If the gradient statistics to

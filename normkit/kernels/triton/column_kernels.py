@@ -138,7 +138,7 @@ def merge_moments(
 
 @triton.jit
 def column_backward(
-    DY, X, MASK, DX, MEAN, VAR, FACTOR, OUTPUT_SCALE, DX_SCALE, REMOVED, SUMS, FINITE,
+    DY, X, MASK, DX, MEAN, VAR, FACTOR, OUTPUT_SCALE, REMOVED, SUMS, FINITE,
     rows, channels, dy_stride, x_stride, eps,
     CENTER: tl.constexpr, REAL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def column_backward(
 
     The sums are those of dy and of dy * z.
 
-    `dx = DX_SCALE / sqrt(var + eps) * (FACTOR * OUTPUT_SCALE * dy - s0 - z * s1)`, nothing removed from rows of
+    `dx = 1 / sqrt(var + eps) * (FACTOR * OUTPUT_SCALE * dy - s0 - z * s1)`, nothing removed from rows of
     padding. With REAL, SUMS also has the sums over real rows: `[programs, 4, C]` instead of `[programs, 2, C]`. FINITE,
     for the rule that follows: 1 if no sum of shares can overflow.
     """
@@ -154,18 +154,15 @@ def column_backward(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
     inv = 1.0 / tl.sqrt(load_vector(VAR, channel, real, 1.0) + eps)
-    mean = tl.zeros_like(inv)
-    if CENTER:
-        mean = load_vector(MEAN, channel, real, 0.0)
+    mean = load_vector(MEAN, channel, real, 0.0)
     factor = load_vector(FACTOR, channel, real, 1.0) * load_vector(OUTPUT_SCALE, channel, real, 1.0)
     if DX is not None:
-        scale = inv * load_vector(DX_SCALE, channel, real, 1.0)
-        direct = scale * factor
+        direct = inv * factor
         s0, last = tl.zeros_like(inv), channel
         if CENTER:
-            s0 = scale * load_vector(REMOVED, channel, real, 0.0)
+            s0 = inv * load_vector(REMOVED, channel, real, 0.0)
             last += channels
-        s1 = scale * load_vector(REMOVED, last, real, 0.0)
+        s1 = inv * load_vector(REMOVED, last, real, 0.0)
     total = tl.zeros([TILE, BLOCK], tl.float32)
     dot = tl.zeros([TILE, BLOCK], tl.float32)
     real_total = tl.zeros([TILE, BLOCK], tl.float32)

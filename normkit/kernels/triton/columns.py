@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.kernels.triton import column_kernels
-from normkit.kernels.triton.launch import Launch, cdiv, column_launch, sum_grid, sum_launch
+from normkit.kernels.triton.launch import cdiv, column_launch, sum_grid, sum_launch
 from normkit.kernels.triton.rows import add_up, as_rows, contiguous, device_of, group_rms, sum_buffer
 
 kernel: Any = column_kernels  # type checkers take a launch for a plain call
@@ -14,33 +14,48 @@ kernel: Any = column_kernels  # type checkers take a launch for a plain call
 
 def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tuple[Tensor, Tensor]:
     """As `reference.moments`, in two launches; `x` has its own type, the results are float32."""
-    found = _forward(x, mask, None, None, (None,) * 4, center, 0.0, True, None)
-    assert found is not None
-    return found
+    rows = as_rows(x)
+    n, channels = rows.shape
+    stat, count = sum_buffer((1 + center, channels), x), sum_buffer((), x)
+    if n == 0 or channels == 0:
+        return stat, count
+    launch = column_launch(n, channels)
+    sizes = (channels * center, channels, 1)  # the programs' means, second moments and counts
+    shares = [x.new_empty((launch.programs, size), dtype=torch.float32) if size else None for size in sizes]
+    with device_of(rows):
+        kernel.column_forward[(launch.programs, cdiv(channels, launch.block))](
+            rows, flags(mask), *(None,) * 7, *shares, *(None,) * 3, n, channels, rows.stride(0), 0.0, CENTER=center,
+            **launch.meta,
+        )  # fmt: skip
+        kernel.merge_moments[sum_grid(channels)](
+            *shares, stat, count, launch.programs, channels, CENTER=center, **sum_launch(launch.programs, channels)
+        )
+    return stat, count
 
 
 def standardize(
-    x: Tensor, stat: Tensor, eps: float, center: bool, weight: Tensor | None = None, bias: Tensor | None = None,
-    output_scale: Tensor | None = None, output_shift: Tensor | None = None, mask: Tensor | None = None,
-    sums: bool = False, launch: Launch | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """As `reference.standardize`; with `sums`, also the moments of x and the count."""
+    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None,
+    groups: int = 0,
+) -> Tensor:  # fmt: skip
+    """As `reference.standardize`, in one launch, and one of layer-scale with `groups`."""
+    rows, stat = as_rows(group_rms(x, eps, groups) if groups else x), stat.contiguous()
+    n, channels = rows.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    vectors = weight, bias, output_scale, output_shift
-    return y, _forward(x, mask, y, stat, vectors, center, eps, sums, launch)
-
-
-def infer(norm: Any, x: Tensor) -> Tensor:
-    """A norm by its running statistics: one launch, and one of layer-scale."""
-    x = group_rms(x, norm.eps, norm.groups) if norm.groups else x
-    weight, bias = (None if p is None else p.expand(x.shape[-1]) for p in (norm.weight, norm.bias))
-    return standardize(x, norm.running, norm.eps, norm.center, weight, bias)[0]
+    if n == 0 or channels == 0:
+        return y
+    launch = column_launch(n, channels)
+    scale, shift = (None if vector is None else vector.expand(channels).contiguous() for vector in (scale, shift))
+    with device_of(rows, stat):
+        kernel.column_forward[(launch.programs, cdiv(channels, launch.block))](
+            rows, None, y, stat[0], stat[-1], scale, shift, *(None,) * 8, n, channels, rows.stride(0),
+            eps, CENTER=center, **launch.meta,
+        )  # fmt: skip
+    return y
 
 
 def standardize_grad(
     dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
-    dx_scale: Tensor | None = None, mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True,
-    real: bool = False, launch: Launch | None = None,
+    mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True, real: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """As `reference.standardize_grad`; one launch computes dx and sums."""
     rows, dys = as_rows(x), as_rows(dy)
@@ -50,12 +65,12 @@ def standardize_grad(
     out = sum_buffer((height, channels), x) if sums else None
     if n == 0 or channels == 0:
         return dx, out
-    launch = launch or column_launch(n, channels)
+    launch = column_launch(n, channels)
     shares = x.new_empty((launch.programs, height * channels), dtype=torch.float32) if sums else None
     stat = stat.contiguous()
     with device_of(x):
         kernel.column_backward[(launch.programs, cdiv(channels, launch.block))](
-            dys, rows, flags(mask), dx, stat[0], stat[-1], contiguous(factor), None, contiguous(dx_scale),
+            dys, rows, flags(mask), dx, stat[0] if center else None, stat[-1], contiguous(factor), None,
             contiguous(removed), shares, None, n, channels, dys.stride(0), rows.stride(0), eps, CENTER=center,
             REAL=real, **launch.meta,
         )  # fmt: skip
@@ -67,29 +82,3 @@ def standardize_grad(
 def flags(mask: Tensor | None) -> Tensor | None:
     """A mask as 0 and 1, one per row; no copy of a contiguous one."""
     return None if mask is None else mask.reshape(-1).contiguous().view(torch.uint8)
-
-
-def _forward(
-    x: Tensor, mask: Tensor | None, y: Tensor | None, stat: Tensor | None, vectors: tuple[Tensor | None, ...],
-    center: bool, eps: float, sums: bool, launch: Launch | None,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """One launch; two with `sums`, the moments of x and the count of rows."""
-    rows = as_rows(x)
-    n, channels = rows.shape
-    launch = launch or column_launch(n, channels)
-    fresh = (sum_buffer((1 + center, channels), x), sum_buffer((), x)) if sums else None
-    if n == 0 or channels == 0:
-        return fresh
-    sizes = (channels * center, channels, 1) if sums else (0, 0, 0)  # the programs' means, second moments and counts
-    shares = [x.new_empty((launch.programs, size), dtype=torch.float32) if size else None for size in sizes]
-    mean, var = (None, None) if stat is None else (stat.contiguous()[0], stat.contiguous()[-1])
-    with device_of(rows, var):
-        kernel.column_forward[(launch.programs, cdiv(channels, launch.block))](
-            rows, flags(mask), y, mean, var, *map(contiguous, vectors), *shares, None, None, None, n, channels,
-            rows.stride(0), eps, CENTER=center, **launch.meta,
-        )  # fmt: skip
-        if fresh is not None:
-            kernel.merge_moments[sum_grid(channels)](
-                *shares, *fresh, launch.programs, channels, CENTER=center, **sum_launch(launch.programs, channels)
-            )
-    return fresh

@@ -1,9 +1,9 @@
 """All operations that have Triton kernels, with the signatures of `kernels/reference.py`."""
 
-from normkit.kernels.triton.columns import infer, moments, standardize, standardize_grad
+from normkit.kernels.triton.columns import moments, standardize, standardize_grad
 from normkit.kernels.triton.plan import plan
 from normkit.kernels.triton.rows import group, group_rms, layer, rms, scale
 
 __all__ = [
-    "group", "group_rms", "infer", "layer", "moments", "plan", "rms", "scale", "standardize", "standardize_grad",
+    "group", "group_rms", "layer", "moments", "plan", "rms", "scale", "standardize", "standardize_grad",
 ]  # fmt: skip

@@ -2,114 +2,96 @@
 
 import contextlib
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from normkit.kernels import reference
 from normkit.kernels.triton import row_kernels
-from normkit.kernels.triton.launch import LONGEST, Launch, cdiv, column_launch, row_launch, sum_grid, sum_launch
+from normkit.kernels.triton.launch import LONGEST, cdiv, column_launch, row_launch, sum_grid, sum_launch
 
 kernel: Any = row_kernels  # type checkers take a launch for a plain call
 KINDS = {"layer": 0, "rms": 1, "rms_plus_eps": 2, "scale": 3}
 
 
-class Saved(NamedTuple):
-    """Mean and factor of each row, for the backward pass: `[rows, groups]`, float32."""
-
-    mean: Tensor
-    inv: Tensor
-
-
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """As `reference.layer`."""
-    return _norm(x, weight, bias, "layer", eps)
+    op = functools.partial(reference.layer, eps=eps)
+    return RowNorm.apply(x, weight, bias, "layer", eps, 1, op)  # type: ignore[return-value]
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
     """As `reference.rms`."""
-    return _norm(x, weight, bias, "rms" if inside else "rms_plus_eps", eps)
+    op = functools.partial(reference.rms, eps=eps, inside=inside)
+    return RowNorm.apply(x, weight, bias, "rms" if inside else "rms_plus_eps", eps, 1, op)  # type: ignore[return-value]
 
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """As `reference.scale`."""
-    return _norm(x, weight, bias, "scale", eps)
+    op = functools.partial(reference.scale, eps=eps)
+    return RowNorm.apply(x, weight, bias, "scale", eps, 1, op)  # type: ignore[return-value]
 
 
 def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
     """As `reference.group`."""
-    return _norm(x, weight, bias, "layer", eps, groups)
+    op = functools.partial(reference.group, eps=eps, groups=groups)
+    return RowNorm.apply(x, weight, bias, "layer", eps, groups, op)  # type: ignore[return-value]
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
     """As `reference.group_rms`."""
-    return _norm(x, None, None, "rms", eps, groups)
-
-
-def _norm(x, weight, bias, kind: str, eps: float, groups: int = 1) -> Tensor:
-    return RowNorm.apply(x, weight, bias, KINDS[kind], eps, groups)
+    op = lambda x, *_: reference.group_rms(x, eps, groups)  # noqa: E731
+    return RowNorm.apply(x, None, None, "rms", eps, groups, op)  # type: ignore[return-value]
 
 
 class RowNorm(torch.autograd.Function):
-    """A row norm. Differentiated twice, it uses plain operations."""
+    """A row norm. Differentiated twice, it uses plain operations: those of `op(x, weight, bias)`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, kind, eps, groups):  # noqa: D102
-        y, saved = forward(x, weight, bias, kind, eps, groups)
-        ctx.save_for_backward(x, weight, bias, *saved)
-        ctx.options = kind, eps, groups
+    def forward(ctx, x, weight, bias, kind, eps, groups, op):  # noqa: D102
+        y, saved = forward(x, weight, bias, KINDS[kind], eps, groups)
+        ctx.save_for_backward(x, weight, bias, saved)
+        ctx.kind, ctx.eps, ctx.groups, ctx.op = KINDS[kind], eps, groups, op
         return y
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
-        x, weight, bias, mean, inv = ctx.saved_tensors
-        wanted, (kind, eps, groups) = ctx.needs_input_grad[:3], ctx.options
+        x, weight, bias, saved = ctx.saved_tensors
         if torch.is_grad_enabled():  # it is differentiated twice
-            op = functools.partial(_by_reference, kind=kind, eps=eps, groups=groups)
-            return *reference.differentiable_grad(op, dy, x, weight, bias), None, None, None
-        given = dy, x, weight, Saved(mean, inv), kind, eps, groups
-        dtype = None if bias is None else bias.dtype
-        return *backward(*given, wanted[1], wanted[2], dtype), None, None, None
-
-
-def _by_reference(x, weight, bias, kind: int, eps: float, groups: int) -> Tensor:
-    """The same norm by PyTorch's operations, which can be differentiated twice."""
-    if kind == KINDS["layer"]:
-        return reference.group(x, weight, bias, eps, groups) if groups > 1 else reference.layer(x, weight, bias, eps)
-    if groups > 1:
-        return reference.group_rms(x, eps, groups)
-    if kind == KINDS["scale"]:
-        return reference.scale(x, weight, bias, eps)
-    return reference.rms(x, weight, bias, eps, inside=kind == KINDS["rms"])
+            grads = reference.differentiable_grad(ctx.op, dy, x, weight, bias)
+        else:
+            _, want_weight, want_bias, *_ = ctx.needs_input_grad
+            given = dy, x, weight, saved, ctx.kind, ctx.eps, ctx.groups
+            grads = backward(*given, want_weight, want_bias, None if bias is None else bias.dtype)
+        return *grads, None, None, None, None
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: int, eps: float, groups: int = 1,
-    launch: Launch | None = None,
-) -> tuple[Tensor, Saved]:  # fmt: skip
-    """Compute y and row statistics, in one launch."""
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: int, eps: float, groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Compute y, and mean and factor of each row, `[2, rows, groups]`, in one launch."""
     rows, channels, width = _sizes(x, groups)
     flat = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    saved = Saved(*torch.empty(2, rows, groups, dtype=torch.float32, device=x.device).unbind(0))
+    saved = torch.empty(2, rows, groups, dtype=torch.float32, device=x.device)
     if rows == 0 or channels == 0:
         return y, saved
     weight = weight if weight is None or is_scalar(weight, channels) else weight.expand(channels)
     bias = None if bias is None else bias.expand(channels)
-    launch = launch or row_launch(rows, width)
+    launch = row_launch(rows, width)
     body = kernel.row_forward if width <= LONGEST else kernel.long_forward
     with device_of(x, weight):
         body[(launch.programs, groups)](
-            flat, contiguous(weight), contiguous(bias), y, *saved, rows, width, flat.stride(0), eps,
+            flat, contiguous(weight), contiguous(bias), y, *saved.unbind(0), rows, width, flat.stride(0), eps,
             KIND=kind, SCALAR=is_scalar(weight, channels), **launch.meta,
         )  # fmt: skip
     return y, saved
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, saved: Saved, kind: int, eps: float, groups: int,
-    want_weight: bool, want_bias: bool, bias_dtype: torch.dtype | None = None, launch: Launch | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, kind: int, eps: float, groups: int,
+    want_weight: bool, want_bias: bool, bias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias: one launch, and one for the parameters."""
     rows, channels, width = _sizes(x, groups)
@@ -121,7 +103,7 @@ def backward(
         return dx, dw, db
     flat, dy = as_rows(x), as_rows(dy)
     fits = width <= LONGEST
-    launch = launch or (row_launch(rows, width, backward=True) if fits else column_launch(rows, channels))
+    launch = row_launch(rows, width, backward=True) if fits else column_launch(rows, channels)
     shares, empty = (launch.programs, channels), functools.partial(x.new_empty, dtype=torch.float32)
     biases = None if db is None else empty(shares)
     weights = None if dw is None else empty((launch.programs * groups, 1) if scalar and fits else shares)
@@ -129,17 +111,17 @@ def backward(
     with device_of(x):
         if fits:
             kernel.row_backward[(launch.programs, groups)](
-                dy, flat, contiguous(weight), *saved, dx, weights, biases, rows, width, *strides, eps,
+                dy, flat, contiguous(weight), *saved.unbind(0), dx, weights, biases, rows, width, *strides, eps,
                 KIND=kind, SCALAR=scalar, **launch.meta,
             )  # fmt: skip
         else:
             kernel.long_backward[(rows, groups)](
-                dy, flat, contiguous(weight), *saved, dx, width, *strides, eps,
+                dy, flat, contiguous(weight), *saved.unbind(0), dx, width, *strides, eps,
                 KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 2, num_warps=8,
             )  # fmt: skip
             if dw is not None or db is not None:
                 kernel.row_sums[(launch.programs, cdiv(channels, launch.block))](
-                    dy, flat, *saved, weights, biases, rows, width, groups, *strides,
+                    dy, flat, *saved.unbind(0), weights, biases, rows, width, groups, *strides,
                     CENTER=kind == KINDS["layer"], **launch.meta,
                 )  # fmt: skip
         if dw is not None and not scalar:
