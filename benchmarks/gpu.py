@@ -357,12 +357,12 @@ def tuning() -> Iterator[dict]:
             draw(c),
             draw(1, c).abs() + 0.2,
         )
-        _, saved = row_ops.forward(x, w, w, 0, EPS)
+        _, saved = row_ops.forward(x, w, w, "layer", EPS)
         both = row_launch(n, c), row_launch(n, c, backward=True), column_launch(n, c)
         row, column = (row_ops, "row_launch"), (columns, "column_launch")
-        back = functools.partial(row_ops.backward, dy, x, w, saved, 0, EPS, 1, True, True)
+        back = functools.partial(row_ops.backward, dy, x, w, saved, "layer", EPS, 1, True, True)
         tasks = {
-            "layer forward": (functools.partial(row_ops.forward, x, w, w, 0, EPS), row, both[0]),
+            "layer forward": (functools.partial(row_ops.forward, x, w, w, "layer", EPS), row, both[0]),
             "layer backward": (back, row, both[1]),
             "power forward": (functools.partial(known_in_advance, x, stat[0], w, w), column, both[2]),
         }

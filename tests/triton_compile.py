@@ -64,15 +64,15 @@ def cases():
     """Yield (kernel, pointers that are None, constants, launch), each option on and off."""
     for width in (384, 4096):
         forward, backward = row_launch(4096, width), row_launch(4096, width, backward=True)
-        for kind in range(4) if width == 384 else (0, 3):
-            plain = {"KIND": kind, "SCALAR": kind == 3}
+        for kind in ("layer", "rms", "rms_plus_eps", "scale") if width == 384 else ("layer", "scale"):
+            plain = {"KIND": kind, "SCALAR": kind == "scale"}
             yield rows.row_forward, set(), plain, forward
             yield rows.row_backward, set(), plain, backward
-        yield rows.row_backward, {"W", "DW", "DB"}, {"KIND": 0, "SCALAR": False}, backward
-    yield rows.row_backward, set(), {"KIND": 0, "SCALAR": False}, row_launch(4096, 8192, backward=True)
+        yield rows.row_backward, {"W", "DW", "DB"}, {"KIND": "layer", "SCALAR": False}, backward
+    yield rows.row_backward, set(), {"KIND": "layer", "SCALAR": False}, row_launch(4096, 8192, backward=True)
     long = row_launch(64, 40000)
-    yield rows.long_forward, set(), {"KIND": 0, "SCALAR": False}, long
-    yield rows.long_backward, set(), {"KIND": 0, "SCALAR": False}, long._replace(block=4096, warps=8)
+    yield rows.long_forward, set(), {"KIND": "layer", "SCALAR": False}, long
+    yield rows.long_backward, set(), {"KIND": "layer", "SCALAR": False}, long._replace(block=4096, warps=8)
     down = column_launch(4096, 512)
     yield rows.row_sums, set(), {"CENTER": True}, down
     for none in (set(), {"MORE", "MORE_OUT"}):

@@ -9,19 +9,13 @@ import triton.language as tl
 
 from normkit.kernels.triton.shared_kernels import load_vector, total_of_shares
 
-# Divisors of a row. eps enters each in another place.
-DEVIATION: tl.constexpr = tl.constexpr(0)  # sqrt(var + eps), the mean removed
-ROOT_MEAN_SQUARE: tl.constexpr = tl.constexpr(1)  # sqrt(mean(x^2) + eps)
-RMS_PLUS_EPS: tl.constexpr = tl.constexpr(2)  # sqrt(mean(x^2)) + eps
-LENGTH: tl.constexpr = tl.constexpr(3)  # max(||x||, eps)
-
 
 @triton.jit
 def inverse(square, width, eps, KIND: tl.constexpr):
-    """The factor of a row from its sum of squares."""
-    if KIND == RMS_PLUS_EPS:
+    """The factor of a row from its sum of squares, from which "layer" has removed the mean."""
+    if KIND == "rms_plus_eps":
         inv = 1.0 / (tl.sqrt(square / width) + eps)
-    elif KIND == LENGTH:
+    elif KIND == "scale":
         inv = 1.0 / tl.maximum(tl.sqrt(square), eps)
     else:
         inv = 1.0 / tl.sqrt(square / width + eps)
@@ -31,10 +25,10 @@ def inverse(square, width, eps, KIND: tl.constexpr):
 @triton.jit
 def share(dot, inv, width, eps, KIND: tl.constexpr):
     """Share of z to subtract from the gradient of a row, from `dot = sum(g * z)`."""
-    if KIND == RMS_PLUS_EPS:
+    if KIND == "rms_plus_eps":
         rest = 1.0 - eps * inv  # rms / (rms + eps); 0 for a row of zeros, whose z is 0 as finite
         part = tl.where(rest > 0, dot / width / tl.where(rest > 0, rest, 1.0), 0.0)
-    elif KIND == LENGTH:
+    elif KIND == "scale":
         part = tl.where(inv * eps < 1.0, dot, 0.0)  # a clamped length is a constant
     else:
         part = dot / width
@@ -64,7 +58,7 @@ def row_forward(
     inside = (row < rows)[:, None] & (column < width)[None, :]
     out = row[:, None] * (width * groups) + channel[None, :]
     x = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-    if KIND == DEVIATION:
+    if KIND == "layer":
         mean = tl.sum(x, 1) / width
         x = tl.where(inside, x - mean[:, None], 0.0)
         tl.store(MEAN + row * groups + group, mean, mask=row < rows)
@@ -99,7 +93,7 @@ def row_backward(
         dy = tl.load(DY + row[:, None] * dy_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         z = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         inv = tl.load(INV + row * groups + group, mask=row < rows, other=0.0)
-        if KIND == DEVIATION:
+        if KIND == "layer":
             mean = tl.load(MEAN + row * groups + group, mask=row < rows, other=0.0)
             z = tl.where(inside, z - mean[:, None], 0.0)
         z = z * inv[:, None]
@@ -110,7 +104,7 @@ def row_backward(
         g = dy * w
         part = share(tl.sum(g * z, 1), inv, width, eps, KIND)
         dx = g - z * part[:, None]
-        if KIND == DEVIATION:
+        if KIND == "layer":
             dx = dx - (tl.sum(g, 1) / width)[:, None]
         dx = dx * inv[:, None]
         out = row[:, None] * (width * groups) + channel[None, :]
@@ -137,7 +131,7 @@ def long_forward(
         column = first + tl.arange(0, BLOCK)
         real = column < width
         x = load_vector(X + row * x_stride, group * width + column, real, 0.0)
-        if KIND == DEVIATION:  # Chan, Golub and LeVeque merge of means and squared deviations
+        if KIND == "layer":  # Chan, Golub and LeVeque merge of means and squared deviations
             count = tl.sum(tl.where(real, 1.0, 0.0), 0)
             here = tl.sum(x, 0) / count
             x = tl.where(real, x - here, 0.0)
@@ -149,7 +143,7 @@ def long_forward(
             square += tl.sum(x * x, 0)
     inv = inverse(square, width, eps, KIND)
     tl.store(INV + row * groups + group, inv)
-    if KIND == DEVIATION:
+    if KIND == "layer":
         tl.store(MEAN + row * groups + group, mean)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -182,7 +176,7 @@ def long_backward(
     group, groups = tl.program_id(1), tl.num_programs(1)
     inv = tl.load(INV + row * groups + group)
     mean = 0.0
-    if KIND == DEVIATION:
+    if KIND == "layer":
         mean = tl.load(MEAN + row * groups + group)
     dot, total = 0.0, 0.0
     for first in range(0, width, BLOCK):
@@ -197,7 +191,7 @@ def long_backward(
             DY + row * dy_stride, X + row * x_stride, W, mean, inv, first, width, SCALAR, BLOCK
         )
         dx = g - z * part
-        if KIND == DEVIATION:
+        if KIND == "layer":
             dx = dx - total / width
         dx = dx * inv
         out = row * (width * groups) + group * width + column

@@ -12,7 +12,6 @@ from normkit.kernels.triton import row_kernels
 from normkit.kernels.triton.launch import LONGEST, cdiv, column_launch, row_launch, sum_grid, sum_launch
 
 kernel: Any = row_kernels  # type checkers take a launch for a plain call
-KINDS = {"layer": 0, "rms": 1, "rms_plus_eps": 2, "scale": 3}
 
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -50,9 +49,9 @@ class RowNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, kind, eps, groups, op):  # noqa: D102
-        y, saved = forward(x, weight, bias, KINDS[kind], eps, groups)
+        y, saved = forward(x, weight, bias, kind, eps, groups)
         ctx.save_for_backward(x, weight, bias, saved)
-        ctx.kind, ctx.eps, ctx.groups, ctx.op = KINDS[kind], eps, groups, op
+        ctx.kind, ctx.eps, ctx.groups, ctx.op = kind, eps, groups, op
         return y
 
     @staticmethod
@@ -68,7 +67,7 @@ class RowNorm(torch.autograd.Function):
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: int, eps: float, groups: int = 1
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Compute y, and mean and factor of each row, `[2, rows, groups]`, in one launch."""
     rows, channels, width = _sizes(x, groups)
@@ -90,7 +89,7 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, kind: int, eps: float, groups: int,
+    dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, kind: str, eps: float, groups: int,
     want_weight: bool, want_bias: bool, bias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias: one launch, and one for the parameters."""
@@ -122,7 +121,7 @@ def backward(
             if dw is not None or db is not None:
                 kernel.row_sums[(launch.programs, cdiv(channels, launch.block))](
                     dy, flat, *saved.unbind(0), weights, biases, rows, width, groups, *strides,
-                    CENTER=kind == KINDS["layer"], **launch.meta,
+                    CENTER=kind == "layer", **launch.meta,
                 )  # fmt: skip
         if dw is not None and not scalar:
             add_up(weights, dw, biases, db)
