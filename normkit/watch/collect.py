@@ -54,8 +54,6 @@ class Memory:
 
     def average(self, batch: Fields, count: Tensor) -> Fields:
         """Update the averages with a usable batch; return those before it, empty at first."""
-        if not batch:
-            return {}
         new = torch.stack(list(batch.values()))
         if self.running is None or self.running.shape != new.shape:  # what has no size of its own takes others
             self.running, self.samples, self.share = torch.full_like(new, torch.nan), 0, LengthShare()
