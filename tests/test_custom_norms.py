@@ -70,3 +70,21 @@ def test_batched_gradients_of_a_norm_that_keeps_their_statistics_raise(choice, m
         with normkit.kernels("reference"):
             torch.autograd.grad(exact(x), x, torch.randn(3, 6, 4), is_grads_batched=True)
     assert norm.skipped_grad == norm.window_g.abs().sum() == 0
+
+
+def test_a_derived_norm_with_a_constructor_of_its_own_folds():
+    class Clipped(normkit.norms.LayerNorm):
+        def __init__(self, dim):
+            super().__init__(dim, eps=0.5)
+            self.most = 1.0
+
+        def normalize(self, x, mask):
+            return super().normalize(x.clamp(-self.most, self.most), mask)
+
+    norm = Clipped(4).eval()
+    nn.init.uniform_(norm.weight)
+    model = nn.Sequential(norm, nn.Linear(4, 2)).eval()
+    folded, report = normkit.fold(model, x := torch.randn(3, 4))
+    assert report.count("gain folded") == 1
+    assert folded[0].weight is None
+    torch.testing.assert_close(folded(x), model(x))
