@@ -242,6 +242,17 @@ def test_parameters_of_untied_and_of_parametrized_layers_are_counted():
     assert report.saved == count(model) - count(folded) == 2 * DIM + DIM + 2
 
 
+@pytest.mark.parametrize("second", ["un", "layer"])
+def test_a_gain_that_two_norms_share_is_counted_once(second):
+    model = nn.Sequential(make("un", DIM), nn.Linear(DIM, DIM), make(second, DIM), nn.Linear(DIM, 2)).eval()
+    model[2].weight = model[0].weight
+    folded, report = fold(model, torch.randn(3, DIM))
+    assert report.saved == count(model) - count(folded), str(report)
+    model = nn.Sequential(*model[:3], nn.Flatten()).eval()  # the second stays
+    folded, report = fold(model, torch.randn(3, DIM))
+    assert report.saved == count(model) - count(folded), str(report)
+
+
 def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 

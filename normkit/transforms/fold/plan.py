@@ -12,7 +12,7 @@ from normkit.transforms.fold.conditioning import Conditioning
 from normkit.transforms.fold.float64 import on_cpu
 from normkit.transforms.fold.position import position
 from normkit.transforms.fold.relations import NormNode, Relations, new_bias
-from normkit.transforms.fold.report import Outcome
+from normkit.transforms.fold.report import UNREPLACED, Outcome
 from normkit.transforms.fold.solve import Solver, smallest_clash
 from normkit.transforms.fold.trace import Product, Trace, View
 
@@ -54,6 +54,7 @@ class FoldPlan:
         self._producers: dict[int, list[str]] = defaultdict(list)
         self._note_layers()
         self.outcomes = {name: self._outcome(node) for name, node in self.relations.norms.items()}
+        self._count_shared()
         self._charge()
 
     def affine(self, node: NormNode) -> tuple[Tensor, Tensor]:
@@ -105,6 +106,17 @@ class FoldPlan:
             why = why.split("; nor into")[0] + ": the gain is folded, one addition stays"
             return replace(outcome, action="add", into=into, why=why, saved=saved)
         return replace(outcome, action="multiply-add", why=why, saved=saved)
+
+    def _count_shared(self) -> None:
+        """Count a parameter of several modules once if all are norms that go, else not at all."""
+        rows = self.outcomes.values()
+        gone = {self.model.get_submodule(row.name): row.name for row in rows if row.action not in UNREPLACED}
+        for key, parameter in self.model.named_parameters():
+            users = dict.fromkeys(self.model.get_submodule(owner) for owner, _ in self.trace.owners[key])
+            names = [gone[module] for module in users if module in gone]
+            for name in names[1:] if len(names) == len(users) else names:
+                saved = self.outcomes[name].saved - parameter.numel()
+                self.outcomes[name] = replace(self.outcomes[name], saved=saved)
 
     def _charge(self) -> None:
         """Count every bias that has to be made against a norm that it is made for."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from normkit.text import align
 
 GONE = ("folded", "folded back")
+UNREPLACED = ("kept", "gain changed")  # the module stays
 
 
 @dataclass(frozen=True)
