@@ -300,6 +300,9 @@ def test_bad_input_raises():
         blend(Blocks(), "un", steps=1, gap=1, order=["norm9", "*"])
     with pytest.raises(ValueError, match=r"order leaves out final; add a pattern"):
         blend(Blocks(), "un", steps=1, gap=1, order=["h.*"])
+    for order in ([3], "h.*"):
+        with pytest.raises(ValueError, match="order must be a list of patterns"):
+            blend(Blocks(), "un", steps=1, gap=1, order=order)
     with pytest.raises(ValueError, match=r"gap must be a whole number of at least 0; got -1"):
         blend(Blocks(), "un", steps=1, gap=-1)
     with pytest.raises(ValueError, match=r"blend\(\) found no norm"):

@@ -327,6 +327,8 @@ def test_wrapped_compiled_and_quantized_models_raise():
     compiled[0].forward = torch.compile(compiled[0].forward)
     with pytest.raises(TypeError, match="0 is compiled; compile after"):
         convert(compiled, "un")
+    with pytest.raises(TypeError, match=r"unreadable\(\) takes an nn\.Module"):
+        unreadable(3)
     with pytest.raises(TypeError, match=r"takes an nn\.Module"):
         convert("model", "un")
     quantized = copy.deepcopy(model)

@@ -37,6 +37,8 @@ def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
             seen.append(float(loss.detach()))
     assert seen[-1] < seen[0] / 2
     assert not model[1]._forward_pre_hooks
+    with pytest.raises(ValueError, match=r"sites must be a pattern of names .*; got 3"), scale_loss(model, 3):
+        pass
     with pytest.raises(ValueError, match=r"matches no norm; the model has 1"), scale_loss(model, "ln*"):
         pass
     with pytest.raises(ValueError, match="the model has none"), scale_loss(model[0]):

@@ -85,10 +85,10 @@ class Norm(HasOptions):
 
     def _without(self, option: str) -> "Norm":
         """Copy the norm for inference, with an option switched off and without hooks."""
-        kind, like = type_before_parametrizations(self), self._tensor()
-        copy = kind.__new__(kind)  # a class derived from a norm may have a constructor with other arguments
+        kind: Any = type_before_parametrizations(self)
+        copy, like = kind.__new__(kind), self._tensor()  # a derived class may have a constructor with other arguments
         HasOptions.__init__(copy, self.dim, **{name: self.option(name) for name in self.declared} | {option: False})
-        vars(copy).update({name: value for name, value in vars(self).items() if name not in vars(copy)})
+        vars(copy).update({name: value for name, value in vars(self).items() if not hasattr(copy, name)})
         copy.to(like.device, like.dtype).load_state_dict({name: getattr(self, name) for name in copy.state_dict()})
         return copy.eval()
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
-from normkit.norms._options import is_int
+from normkit.norms._options import is_int, require
 from normkit.norms._recompute import is_recomputed
 from normkit.transforms.checks import check_not_wrapped, copy_model
 from normkit.transforms.convert import chosen_sites, find, replace_all, replacement
 from normkit.transforms.hooks import copy_without_hooks
 from normkit.transforms.masks import MaskFrom
-from normkit.transforms.third_party import equivalent, read_norm
+from normkit.transforms.third_party import read_norm
 
 Schedule = Literal["linear", "cosine"]
 
@@ -192,10 +192,10 @@ def blend(
         tensor(1.)
     """
     for name, value, least in (("steps", steps, 1), ("gap", gap, 0)):
-        if not is_int(value) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
-    if schedule not in ("linear", "cosine"):
-        raise ValueError(f'schedule must be "linear" or "cosine"; got {schedule!r}')
+        require(is_int(value) and value >= least, name, value, f"a whole number of at least {least}")
+    require(schedule in ("linear", "cosine"), "schedule", schedule, '"linear" or "cosine"')
+    names = order is None or (isinstance(order, list | tuple) and all(isinstance(each, str) for each in order))
+    require(names, "order", order, "a list of patterns of names, first to last")
     chosen = chosen_sites(model, to, where, "blend")
     starts = {name: gap * place for place, name in enumerate(_in_order(list(chosen), order))}
     first_start = max(starts.values()) + steps if first_last else None
@@ -273,9 +273,8 @@ def _blended(old: nn.Module, spec: str, when: dict, like: Tensor | None) -> Blen
         new, outgoing = (copy_without_hooks(norm, dict(own)) for norm in (new, old))
     else:
         found = read_norm(old)
-        outgoing = equivalent(found)
+        outgoing = replacement(old, found.kind, like)
         frozen = found.running is not None and not hasattr(old, "momentum")  # nothing moves its statistics
-        outgoing = outgoing if like is None or found.weight is not None else outgoing.to(like.device, like.dtype)
         for key in ("weight", "bias"):
             mine, theirs = getattr(new, key), getattr(outgoing, key)
             if mine is not None and theirs is not None and mine.shape == theirs.shape:

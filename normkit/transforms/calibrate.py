@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
-from normkit.norms._options import is_int
+from normkit.norms._options import is_int, require
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.invoke import call, check_batches, input_and_mask
 
@@ -57,8 +57,7 @@ def calibrate(
     """
     check_not_wrapped(model, "calibrate")
     check_not_meta(model, "calibrate")
-    if not is_int(passes) or passes < 1:
-        raise ValueError(f"passes must be a whole number of at least 1; got {passes!r}")
+    require(is_int(passes) and passes >= 1, "passes", passes, "a whole number of at least 1")
     check_batches(batches, "calibrate()")
     if passes > 1 and iter(batches) is batches:
         raise ValueError(f"passes={passes} reads the batches {passes} times; give a list or a loader, not a generator")

@@ -68,6 +68,7 @@ def unreadable(model: nn.Module) -> dict[str, str]:
         >>> unreadable(nn.Sequential(nn.InstanceNorm1d(4)))
         {'0': 'no reader for the class name InstanceNorm1d'}
     """
+    check_is_model(model, "unreadable")
     named = {name: _try_read(module) for name, module in outermost(model).items() if is_named_norm(module)}
     return {name: str(reading) for name, reading in named.items() if isinstance(reading, CannotRead)}
 

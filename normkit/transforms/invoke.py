@@ -166,7 +166,10 @@ def tensors(output: Any, outputs: Callable[[Any], Any] | None = None, depth: int
         >>> list(tensors({"logits": torch.zeros(1), "past": (torch.zeros(2), None)}))
         ['logits', 'past.0']
     """
-    output = outputs(output) if outputs else output
+    try:
+        output = outputs(output) if outputs else output
+    except Exception as problem:
+        raise ValueError(f"could not apply outputs= to what the model returned: {problem}") from problem
     if isinstance(output, Tensor):
         return {"": output}
     if depth == 0 or output is None or isinstance(output, PLAIN):

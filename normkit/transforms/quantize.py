@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from normkit.norms._options import require
 from normkit.transforms.invoke import arguments, describe, describe_call
 
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
@@ -47,8 +48,7 @@ class Int8:
                 f"int8= takes batches to calibrate on, such as a list of tensors, or Int8(batches, ...); got "
                 f"{self.batches!r}"
             )
-        if self.scope not in SCOPES:
-            raise ValueError(f"Int8(scope={self.scope!r}) is unknown; allowed: {', '.join(map(repr, SCOPES))}")
+        require(self.scope in [*SCOPES], "scope", self.scope, " or ".join(map(repr, SCOPES)))
 
 
 def calibration(int8: Int8, args: tuple, kwargs: dict[str, Any], dynamic: bool) -> list[list[Tensor]]:

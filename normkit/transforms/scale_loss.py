@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from normkit.norms import Norm
+from normkit.norms._options import require
 from normkit.norms._recompute import is_recomputed
 from normkit.transforms.convert import find
 from normkit.transforms.invoke import input_and_mask
@@ -36,6 +37,7 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         >>> with scale_loss(model) as scales:
         ...     loss = model(torch.randn(8, 4)).square().mean() + 0.1 * scales()
     """
+    require(isinstance(sites, str), "sites", sites, "a pattern of names of norms, such as 'encoder.*'")
     axes = {model.get_submodule(n): at.channel_dim for n, at in find(model).items() if fnmatch.fnmatchcase(n, sites)}
     if not axes:
         raise ValueError(f"the pattern {sites!r} matches no norm; the model has {', '.join(find(model)) or 'none'}")

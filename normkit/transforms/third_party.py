@@ -101,8 +101,6 @@ def equivalent(found: Found) -> Norm:
         'rms(eps=1e-06)'
     """
     name, given = parse(found.kind)
-    if name == "scale":  # the length is a single number; here it is spread over the channels
-        raise CannotRead("ScaleNorm is read from normkit's own class only")
     affine = found.weight is not None or found.bias is not None
     given = {"affine": affine, "bias": found.bias is not None, **given, "eps": found.eps}
     norm = make(write(name, given), found.dim)
