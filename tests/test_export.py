@@ -163,8 +163,12 @@ def test_bad_input_raises(tmp_path, monkeypatch):
         export(model, tmp_path / "m.onnx", torch.randn(2, 3))
     with pytest.raises(ValueError, match="no tensor"):
         export(model, tmp_path / "m.onnx", torch.randn(2, 4), outputs=lambda out: None)
+    with pytest.raises(ValueError, match="could not apply outputs= to what the model returned"):
+        export(model, tmp_path / "m.pt2", torch.randn(2, 4), outputs=3)
     with pytest.raises(ValueError, match="computes something else"):
         export(model, tmp_path / "m.pt2", torch.randn(2, 4), tolerance=-1.0)
+    with pytest.raises(ValueError, match="tolerance must be a number; got 'low'"):
+        export(model, tmp_path / "m.pt2", torch.randn(2, 4), tolerance="low")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ImportError, match=r"pip install 'normkit\[export\]'"):
         export(model, tmp_path / "m.onnx", torch.randn(2, 4))

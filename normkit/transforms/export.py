@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import normkit.transforms.openvino_executorch as openvino_executorch
-from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
+from normkit.norms._options import is_number, require
+from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model, needs
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import copied, example_call, tensors
 from normkit.transforms.openvino_executorch import Ran
@@ -107,6 +108,7 @@ def export(
     check_not_wrapped(model, "export")
     check_not_training(model, "export")
     check_not_meta(model, "export")
+    require(is_number(tolerance), "tolerance", tolerance, "a number")
     path = Path(path)
     if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):
         raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
@@ -150,10 +152,8 @@ class TensorModel(nn.Module):
     ):
         super().__init__()
         self.model, self.outputs = model, outputs
-        leaves, self.spec = tree_flatten((args, kwargs))
-        self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.given: tuple[Tensor, ...] = tuple(leaves[i] for i in self.slots)
+        self.call = args, kwargs
+        self.given: tuple[Tensor, ...] = tuple(leaf for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor))
         known = list(inspect.signature(model.forward).parameters)
         known += [f"input_{i}" for i in range(len(known), len(args))]  # of *args
         paths = tensors((dict(zip(known, args, strict=False)), kwargs))
@@ -161,10 +161,8 @@ class TensorModel(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors of the output, in order."""
-        leaves = list(self.rest)
-        for slot, tensor in zip(self.slots, inputs, strict=True):
-            leaves[slot] = tensor
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        left = iter(inputs)
+        args, kwargs = tree_map_only(Tensor, lambda _: next(left), self.call)
         return picked(self.model(*args, **kwargs), self.outputs)
 
 
@@ -232,11 +230,9 @@ def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batc
 
 
 def _onnx(model: TensorModel, path: Path, shapes: Any) -> Ran:
-    try:
+    with needs("export() to ONNX", "export"):
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
-    except ImportError as missing:
-        raise ImportError(f"export() to ONNX needs {missing.name}; pip install 'normkit[export]'") from missing
     with torch.no_grad():
         written = torch.onnx.export(
             model, model.given, dynamic_shapes=shapes, input_names=model.names, dynamo=True, verbose=False

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from normkit.transforms.checks import needs
 from normkit.transforms.model_changes import KEY, apply_changes, write_changes
 
 VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
@@ -244,8 +245,6 @@ def _transformers() -> Any:
             for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
                 del sys.modules[name]
             sys.modules["torchvision"] = None  # type: ignore[assignment]
-    try:
+    with needs("a model of Hugging Face", "huggingface"):
         import transformers
-    except ImportError as missing:
-        raise ImportError("models of Hugging Face need transformers; pip install 'normkit[huggingface]'") from missing
     return transformers

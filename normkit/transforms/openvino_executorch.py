@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from normkit.transforms.checks import needs
 from normkit.transforms.quantize import Int8
 
 Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runtime, its outputs
@@ -17,10 +18,8 @@ Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runti
 
 def write_openvino(program: ExportedProgram, given: Sequence[Tensor], path: Path) -> Ran:
     """Write an OpenVINO model and run it in float32 (bfloat16 is the default on some CPUs)."""
-    try:
+    with needs("export() to OpenVINO", "openvino"):
         import openvino
-    except ImportError as missing:
-        raise ImportError("export() to OpenVINO needs openvino; pip install 'normkit[openvino]'") from missing
     return _run_openvino(openvino.convert_model(program), given, path)
 
 
@@ -28,12 +27,10 @@ def quantize_openvino(
     source: Path, path: Path, given: Sequence[Tensor], batches: list[list[Tensor]], int8: Int8
 ) -> Ran:
     """Quantize an OpenVINO model by nncf, and run it."""
-    try:
+    with needs("export(int8=) to OpenVINO", "openvino"):
         import nncf
+        import openvino
         from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, QuantizationParameters
-    except ImportError as missing:
-        raise ImportError("export(int8=) to OpenVINO needs nncf; pip install 'normkit[openvino]'") from missing
-    import openvino
 
     graph = openvino.Core().read_model(str(source))
     producers = [op.input_value(0).get_node() for op in graph.get_ops() if op.get_type_name() == "Softmax"]
@@ -66,14 +63,12 @@ def quantize_executorch(
     program: ExportedProgram, given: Sequence[Tensor], path: Path, batches: list[list[Tensor]], int8: Int8
 ) -> Ran:
     """Quantize a program by torchao's PT2E for XNNPACK, write it, and run it."""
-    try:
+    with needs("export(int8=) to .pte", "executorch"):
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
             XNNPACKQuantizer,
             get_symmetric_quantization_config,
         )
         from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-    except ImportError as missing:
-        raise ImportError(f"export(int8=) to .pte needs {missing.name}; pip install 'normkit[executorch]'") from missing
 
     def wanted(node: torch.fx.Node) -> bool:
         if int8.scope == "products":
@@ -124,13 +119,11 @@ def write_executorch(program: ExportedProgram, given: Sequence[Tensor], path: Pa
     pieces that it takes. XNNPACK has no LayerNorm, so each one splits the model. Without `pads` paddings stay outside
     of XNNPACK, which does not load those of integers.
     """
-    try:
+    with needs("export() to .pte", "executorch"):
         from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
         from executorch.runtime import Runtime
-    except ImportError as missing:
-        raise ImportError(f"export() to .pte needs {missing.name}; pip install 'normkit[executorch]'") from missing
     configs = [config for config in ALL_PARTITIONER_CONFIGS if pads or config.__name__ != "ConstantPadConfig"]
     lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner(configs=configs)])
     nodes = [node for node in lowered.exported_program().graph.nodes if node.op == "call_function"]
