@@ -7,10 +7,7 @@ from torch import nn
 
 T = TypeVar("T", bound=nn.Module)
 
-HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
-)  # fmt: skip
+HOOKS = [key for key in vars(nn.Module()) if "forward" in key or "backward" in key]  # not those of state_dict
 
 
 def take_hooks(new: nn.Module, old: nn.Module) -> None:

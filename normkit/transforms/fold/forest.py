@@ -58,7 +58,16 @@ def unite(size: int, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor) -> F
         while bool((parent[parent] != parent).any()):
             by, up, parent = by * by[parent] ** up, up * up[parent], parent[parent]
         factor, power, root = factor * by[root] ** power, power * up[root], parent[root]
-    return Forest(root, power, factor, *_close(root, power, factor, a, b, exponent, ratio))
+    value, free = torch.ones(size, dtype=torch.float64), root == torch.arange(size)
+    same = power[a] == power[b] * exponent
+    square = (ratio * factor[b] ** exponent / factor[a]) ** power[a]  # s[root] ** 2, where the exponents differ
+    positive = ~same & (square > 0) & (root[a] != 0)
+    value[root[a][positive]] = square[positive].sqrt()
+    free[root[a][~same]] = False
+    free[:1] = False
+    found = factor * value[root] ** power
+    error = (found[a] / (ratio * found[b] ** exponent) - 1).abs()
+    return Forest(root, power, factor, value, free, ~(error < 1e-11))
 
 
 def components(size: int, pairs: Iterable[tuple[int, int]]) -> Tensor:
@@ -70,21 +79,3 @@ def components(size: int, pairs: Iterable[tuple[int, int]]) -> Tensor:
     a, b = torch.tensor([*pairs], dtype=torch.long).view(-1, 2).T
     one = torch.ones(len(a), dtype=torch.float64)
     return unite(size, a, b, one, one).root
-
-
-def _close(
-    root: Tensor, power: Tensor, factor: Tensor, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Values of the roots, a mask of free ones, and a mask of edges that contradict a cycle."""
-    value = torch.ones(len(root), dtype=torch.float64)
-    other = ratio * factor[b] ** exponent
-    same = power[a] == power[b] * exponent
-    square = (other / factor[a]) ** power[a]  # s[root] ** 2, where the exponents differ
-    positive = ~same & (square > 0) & (root[a] != 0)
-    value[root[a][positive]] = square[positive].sqrt()
-    free = root == torch.arange(len(root))
-    free[root[a][~same]] = False
-    free[:1] = False
-    found = factor * value[root] ** power
-    error = (found[a] / (ratio * found[b] ** exponent) - 1).abs()
-    return value, free, ~(error < 1e-11)

@@ -6,6 +6,7 @@ Node `c` is the channel with code `c`; node 0 is everything that is not followed
 
 import inspect
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -103,6 +104,9 @@ class Relations:
         self.inputs: dict[Product, Tensor] = {}
         self.outputs = {source.product: source.codes for source in trace.sources.values()
                         if source.product is not None and (source.kind != "table" or source.reads)}  # fmt: skip
+        self.uses: dict[str, list[Product]] = defaultdict(list)  # of each weight
+        for product in self.outputs:
+            self.uses[product.view.parameter].append(product)
         for name in trace.norms:
             self._norm(name, reasons.get(name))
         for source in trace.sources.values():
@@ -113,7 +117,7 @@ class Relations:
         self.stream = trace.streams()
         self._weights()
         self._biases()
-        idle, tables, beside = unused_weights(trace, model)
+        idle, tables, beside = unused_weights(trace, model, self.uses)
         for source in trace.sources.values():  # an expert, another head, a branch may use it in a later call
             own = {n: why for (place, n), why in beside.items() if place == source.name.rpartition(".")[0]}
             vectors = own if source.kind == "norm" else tables
@@ -204,10 +208,7 @@ class Relations:
 
     def _weights(self) -> None:
         """Uses of one array ask for the same change, element by element."""
-        uses: dict[str, list[Product]] = defaultdict(list)
-        for product in self.outputs:
-            uses[product.view.parameter].append(product)
-        for name, products in uses.items():
+        for name, products in self.uses.items():
             why = ""
             if name in self.trace.entangled:
                 why = f"{name} shares memory with {self.trace.entangled[name]}"
@@ -274,7 +275,6 @@ class Relations:
 
     def _biases(self) -> None:
         """A product whose bias cannot change, or that can have none, passes no shift."""
-        weights = {product.view.parameter for product in self.outputs}
         shared: dict[str, list[tuple[Product, View]]] = defaultdict(list)
         for product, nodes in self.outputs.items():
             bias = self.trace.biases.get(product)
@@ -288,7 +288,7 @@ class Relations:
             elif bias is not None:
                 shared[bias.parameter].append((product, bias))
                 consumers = sorted(self.trace.weight_consumers.get(bias.parameter, ()))
-                if consumers or bias.parameter in weights or bias.parameter in self.trace.entangled:
+                if consumers or bias.parameter in self.uses or bias.parameter in self.trace.entangled:
                     why = f"{bias.parameter} is also read by {listed(consumers) or 'something else'}"
                     self._pin_both(product, why, inputs=False)
         for name, uses in shared.items():
@@ -319,21 +319,18 @@ class Relations:
         return {self.stream[source.base] for source, _ in self.trace.by_code(nodes.double())}
 
 
-def unused_weights(trace: Trace, model: nn.Module) -> list[dict[Any, str]]:
+def unused_weights(trace: Trace, model: nn.Module, used: dict[str, list[Product]]) -> list[dict[Any, str]]:
     """Weights that no call used all of, by channels: what may read as many, and vectors.
 
     A vector may be added to tokens, or take their place. Those beside a norm, by module, may be gains of its output.
     """
-    used: dict[str, list[Product]] = defaultdict(list)
-    for source in trace.sources.values():
-        if source.product and (source.kind != "table" or source.reads):
-            used[source.product.view.parameter].append(source.product)
     known = {*trace.weight_consumers, *(bias.parameter for bias in trace.biases.values())}
     own = tuple(f"{norm}." for norm in trace.norms)
     readers, vectors, gains = names = [defaultdict[Any, list[str]](list) for _ in range(3)]
     norms = [(norm, torch.ones(each.dim)) for norm, each in trace.norms.items() if ("norm", norm) not in trace.sources]
     for key, p in [*model.named_parameters(), *model.named_buffers(), *norms]:
-        if p.is_floating_point() and not key.startswith(own) and key not in known and not _all_used(p, used[key]):
+        products = used.get(key, ())
+        if p.is_floating_point() and not key.startswith(own) and key not in known and not _all_used(p, products):
             owner, layers = key.rpartition(".")[0], nn.Linear | nn.modules.conv._ConvNd
             has_one_output = p.dim() > 1 and p.shape[0] == 1 and isinstance(model.get_submodule(owner), layers)
             lengths = [length for length in p.shape if length > 1]
@@ -343,13 +340,13 @@ def unused_weights(trace: Trace, model: nn.Module) -> list[dict[Any, str]]:
                 gains[place, p.numel()].append(key)
     found = []
     for of, does in zip(names, ("read it", "be added to it", "change it"), strict=True):
-        parts = {n: listed(f"all of {key}" if used[key] else key for key in keys) for n, keys in of.items()}
+        parts = {n: listed(f"all of {key}" if key in used else key for key in keys) for n, keys in of.items()}
         texts = {n: f"no call that was tried used {part}, which may {does}" for n, part in parts.items()}
         found.append({n: f"{text}; {trace.advice(of[n])}" for n, text in texts.items()})
     return found
 
 
-def _all_used(weight: Tensor, products: list[Product]) -> bool:
+def _all_used(weight: Tensor, products: Iterable[Product]) -> bool:
     """True if products use all elements of a weight; of tables other inputs read more."""
     whole = (prod(each.view.size) == weight.numel() or (each.takes_shift and weight.dim() < 3) for each in products)
     if any(whole):

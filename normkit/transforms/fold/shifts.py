@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from normkit.transforms.fold.relations import Equation, Link, Relations, equation, united
-from normkit.transforms.fold.trace import Source
 
 Expression = dict[int, Tensor]  # variable: its factor in every lane; the key CONSTANT: the constant
 CONSTANT = -1
@@ -116,8 +115,9 @@ class Shifts:
     def _ranks(self, relations: Relations) -> Tensor:
         """The cost of a shift: 0 nothing, 1 an existing bias, 2 a bias to be made, 3 a table."""
         ranks = torch.zeros(relations.trace.codes, dtype=torch.long)
-        for source in relations.trace.sources.values():
-            ranks[source.codes] = _rank(source, relations)
+        for product, nodes in relations.outputs.items():
+            if product.kind != "gain":
+                ranks[nodes] = 3 if product.takes_shift else 1 if product in relations.trace.biases else 2
         return torch.zeros_like(ranks).scatter_reduce_(0, self.forest.root, ranks, "amax")
 
     def _systems(self, equations: list[Equation], ranks: Tensor) -> list[System]:
@@ -159,10 +159,3 @@ def _lanes(systems: Iterable[list[Line]], equations: list[Equation], ranks: Tens
             system.equations.append((equations[k].norm, [variables[column] for column in used], factors, constant))
         result.append(system)
     return result
-
-
-def _rank(source: Source, relations: Relations) -> int:
-    product = source.product
-    if product is None or product.kind == "gain":
-        return 0
-    return 3 if product.takes_shift else 1 if product in relations.trace.biases else 2

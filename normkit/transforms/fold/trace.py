@@ -19,9 +19,15 @@ class View(NamedTuple):
     """Part of a parameter as `[groups, in, positions, out]`, by size and stride."""
 
     parameter: str
-    size: tuple[int, int, int, int]
-    stride: tuple[int, int, int, int]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
+
+    @staticmethod
+    def at(parameter: str, part: Tensor) -> "View":
+        """The view of a parameter that a tensor `[groups, in, positions, out]` is."""
+        stride = [step if length > 1 else 0 for length, step in zip(part.shape, part.stride(), strict=True)]
+        return View(parameter, tuple(part.shape), tuple(stride), int(part.storage_offset()))
 
     @staticmethod
     def row(parameter: str, length: int, offset: int = 0) -> "View":

@@ -29,12 +29,11 @@ def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     plain = weight.dim() > 1 and 0 not in weight.stride() and kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
     if parameter is None or tracer._parameter(x) is not None or not plain:
         return False
-    groups, inputs, outputs, *stride = [1, *weight.shape][-3:] + [0, *weight.stride()][-3:]
-    view = View(parameter, (groups, inputs, 1, outputs), (*stride[:2], 0, stride[2]), weight.storage_offset())
-    rows = channel_rows(shadow, -1)
     if packet is aten.bmm:
-        rows, places = shadow.movedim(1, 0).flatten(1), [0, *places]
-    return tracer.product("matmul", view, bias, rows, out, *places)
+        part, rows, places = weight[:, :, None], shadow.movedim(1, 0).flatten(1), [0, *places]
+    else:
+        part, rows = weight[None, :, None], channel_rows(shadow, -1)
+    return tracer.product("matmul", View.at(parameter, part), bias, rows, out, *places)
 
 
 def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -42,15 +41,12 @@ def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, A
     parameter = tracer._parameter(weight)
     if parameter is None or not weight.is_contiguous():
         return False
-    first, second, positions = weight.shape[0] // groups, weight.shape[1], weight[0, 0].numel()
-    size, stride = (groups, second, positions, first), (first * weight.stride(0), weight.stride(1), 1, weight.stride(0))
-    if transposed:
-        size, stride = (groups, first, positions, second), (stride[0], stride[3], 1, stride[1])
-    view = View(parameter, size, stride, weight.storage_offset())
+    kernels = weight.unflatten(0, (groups, -1)).flatten(3)
+    part = kernels.permute(0, 1, 3, 2) if transposed else kernels.permute(0, 2, 3, 1)
     rows = channel_rows(tracer.origins(x), 1)
     if transposed or any(padding):  # outputs read different parts of the kernel
         rows = torch.cat([rows, torch.zeros_like(rows[:1])])
-    return tracer.product("convolution", view, bias, rows, out, 1)
+    return tracer.product("convolution", View.at(parameter, part), bias, rows, out, 1)
 
 
 def _embedding(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -58,8 +54,7 @@ def _embedding(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
     parameter = tracer._parameter(weight)
     if parameter is None or not weight.is_contiguous():
         return False
-    size, stride = (1, weight.shape[0], 1, weight.shape[1]), (0, weight.stride(0), 0, 1)
-    return tracer.product("embedding", View(parameter, size, stride, weight.storage_offset()), None, None, out, -1)
+    return tracer.product("embedding", View.at(parameter, weight[None, :, None]), None, None, out, -1)
 
 
 def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -101,9 +96,9 @@ def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool
     parameter, dim = tracer._parameter(gain), _channel_axis(tracer.shadow(x), out)
     if parameter is None or tracer.shadow(gain) is None or dim is None or gain.numel() != out.shape[dim]:
         return False
-    if (stride := gain.expand(out.shape).stride(dim)) == 0:
+    if gain.expand(out.shape).stride(dim) == 0:
         return False
-    view = View(parameter, (gain.numel(), 1, 1, 1), (stride, 0, 0, 0), int(gain.storage_offset()))
+    view = View.at(parameter, gain.view(-1, 1, 1, 1))
     return tracer.product("gain", view, None, channel_rows(tracer.origins(x), dim), out, dim)
 
 
