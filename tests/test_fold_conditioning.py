@@ -115,7 +115,7 @@ def test_a_gain_that_exceeds_the_limit_is_not_folded_to_leave_an_addition():
 
 @pytest.mark.parametrize("spread", [0.5, "16", float("nan")])
 def test_a_limit_that_is_no_ratio_is_refused(spread):
-    with pytest.raises(ValueError, match="spread is a ratio of ranges, at least 1"):
+    with pytest.raises(ValueError, match="spread must be a ratio of ranges, at least 1"):
         fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(3, 4), spread=spread)
 
 

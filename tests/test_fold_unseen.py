@@ -194,7 +194,7 @@ def test_a_folded_weight_that_its_type_cannot_hold_is_refused():
         model[0].weight.mul_(1e-4), model[0].bias.zero_(), model[2].weight.mul_(30)
     x = torch.randn(3, 4)
     fold(model, x)
-    with pytest.raises(RuntimeError, match=r"Fold it in float32: model.float\(\)"):
+    with pytest.raises(RuntimeError, match=r"Transform it in float32: model.float\(\)"):
         fold(model.half(), x.half())
 
 

@@ -97,7 +97,7 @@ def test_the_writers_write_no_mean_any_more():
         (lambda m, x: torch.nn.functional.rms_norm(x, (DIM,)).sum(), "also read by"),
         (lambda m, x: m.out.weight.sum(), "out.weight is also read by aten.sum"),
         (lambda m, x: m.out.bias.sum(), "out.bias is also read by aten.sum"),
-        (lambda m, x: m.final(torch.ones_like(x) + x).sum(), "no layer's output is added"),
+        (lambda m, x: m.final(torch.ones_like(x) + x).sum(), "added to something that is no layer's output"),
     ],
 )
 def test_a_reader_that_depends_on_the_mean_keeps_the_layer_norm(also, why):

@@ -11,16 +11,12 @@ from normkit.text import unique
 from normkit.transforms.convert import put_everywhere, replacement, take_place
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.fold.float64 import on_cpu
-from normkit.transforms.fold.fold import TOLERANCE
 from normkit.transforms.fold.position import position
 from normkit.transforms.fold.relations import Relations
 from normkit.transforms.fold.report import Outcome, Report
 from normkit.transforms.fold.rewrite import change
-from normkit.transforms.fold.survey import Survey
+from normkit.transforms.fold.survey import TOLERANCE, Survey
 from normkit.transforms.fold.trace import ZERO, Product, Source, Trace
-from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import copied, example_call
-from normkit.transforms.model_changes import record_changes
 
 
 def to_rms(
@@ -47,7 +43,7 @@ def to_rms(
 
     Raises:
         ValueError: If the model has no LayerNorm, is in training mode, or the example does not fit.
-        RuntimeError: If the result differs in float64.
+        RuntimeError: If the result differs in float64, or changed weights overflow in half precision.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).eval()
@@ -66,12 +62,7 @@ def to_rms(
         survey.require_repeatable()
         raise RuntimeError(f"to_rms() cannot verify this model: outputs differ by {worst:.1e} in float64")
     done = _rewrite(survey.copy(), survey.trace, changed, producers)
-    with torch.no_grad():
-        given = example, kwexample
-        mine, theirs = (example_call(each, *copied(given), "to_rms", given) for each in (done, model))
-        native = error(mine, theirs, outputs)
-    record_changes(done)
-    return done, Report(tuple(outcomes.values()), tuple(survey.calls), survey.absent, survey.prepared, worst, native)
+    return done, survey.report(done, outcomes, worst)
 
 
 def _centres(kind: str) -> bool:
@@ -88,8 +79,9 @@ def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
     for name, found in trace.norms.items():
         outcome = Outcome(name, found.kind, position(trace, name), "kept", why="it does not centre")
         if _centres(found.kind):
-            sources = _stream(trace, name)
-            why = _obstacle(relations, name, found.dim, sources)
+            streams = relations.streams_of(trace.inputs.get(name, torch.zeros(0, 2))[:, 0])
+            sources = [source for source in trace.sources.values() if relations.stream[source.base] in streams]
+            why = _obstacle(relations, name, found.dim, streams, sources)
             own = [] if why else [source.product for source in sources if source.product]
             producers |= dict.fromkeys(own, found.dim)
             into = unique(product.layer for product in own)
@@ -98,55 +90,43 @@ def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
     return outcomes, producers
 
 
-def _stream(trace: Trace, name: str) -> list[Source]:
-    """All that is added up to the input of a norm, or is made of it by sums."""
-    stream = trace.streams()
-    read = trace.inputs.get(name, torch.zeros(0, 2))
-    own = {stream[source.base] for source, _ in trace.by_code(read[:, 0])}
-    return [source for source in trace.sources.values() if stream[source.base] in own]
+def _obstacle(relations: Relations, name: str, width: int, streams: set[int], sources: list[Source]) -> str:
+    """The reason why streams, made of `sources`, keep their mean; empty if they may lose it.
 
-
-def _obstacle(relations: Relations, name: str, width: int, sources: list[Source]) -> str:
-    """The reason why a stream has to keep its mean; empty if it may lose it."""
+    `name` is a norm that reads them.
+    """
     trace = relations.trace
     if name not in trace.inputs:
         return "it never ran"
-    places = [trace.inputs[name]]
     for source in sources:
-        places += [pairs for pairs, _ in source.terms]
-        if any(bool((pairs[:, 0] < ZERO).any()) for pairs, _ in source.terms):
-            return f"something that is no layer's output is added to its input in {source.name or 'the model'}"
         if source.kind == "norm":
             return f"the output of norm {source.name}, which has a mean, is part of its input"
         if source.kind == "input":
             return "the model input is part of its input"
         for by in source.reads:
-            norm = by.removeprefix("norm ") if isinstance(by, str) and by.startswith("norm ") else ""
-            if norm and not _centres(trace.norms[norm].kind):
+            norm = by.removeprefix("norm ") if isinstance(by, str) else ""
+            if norm in trace.norms and not _centres(trace.norms[norm].kind):
                 return f"its stream is also read by {by}, which does not centre"
-            if isinstance(by, Product) and by.kind == "gain":
-                return f"its stream is multiplied by a parameter in {by.owner}"
-            if not norm and not isinstance(by, Source):
-                return f"its stream is also read by {by if isinstance(by, str) else by.view.parameter}"
+            if isinstance(by, Product):
+                return f"its stream is also read by {by.view.parameter}"
         product = source.product
         if product is not None and product.kind == "gain":
             return f"{product.layer} multiplies each channel by a number of its own"
         whole = product is None or product.kind == "table" or (product.view.size[0], product.view.outputs) == (1, width)
         if not whole or source.size % width:
             return f"{source.name} writes only a part of the channels"
-    for pairs in places:
+    for link in relations.links:
+        ends = relations.streams_of(torch.cat([link.a, link.b]))
+        fixed = bool(ends - streams) or bool((link.b == 0).any())
+        if ends & streams and fixed and link.why and not link.why.startswith("read by norm "):
+            return f"its stream is also {link.why}" if link.why.startswith("read by ") else link.why
+    for pairs in [trace.inputs[name], *(pairs for source in sources for pairs, _ in source.terms)]:
         if bool((pairs[:, 0] < ZERO).any()):
             return "its input is not written by layers alone"
         for source, codes in trace.by_code(pairs[:, 0]):
             own = pairs[torch.isin(pairs[:, 0], codes)]
             if not torch.equal((own[:, 0] - source.base).long() % width, own[:, 1].long()):
                 return f"{source.name} writes its channels in another order"
-    stream = {relations.stream[source.base] for source in sources}
-    for link in relations.links:
-        ends = relations.streams_of(torch.cat([link.a, link.b]))
-        fixed = bool(ends - stream) or bool((link.b == 0).any())
-        if ends & stream and fixed and link.why and not link.why.startswith("read by norm "):
-            return link.why
     return ""
 
 

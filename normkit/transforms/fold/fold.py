@@ -2,21 +2,18 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
+from normkit.norms._options import is_number, require
 from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.progress import steps
 from normkit.transforms.fold.report import Report
 from normkit.transforms.fold.rewrite import largest_factor, rewrite
-from normkit.transforms.fold.survey import Survey
-from normkit.transforms.fold.verify import count_infinite, error
-from normkit.transforms.invoke import check_batches, copied, example_call
-from normkit.transforms.model_changes import record_changes
-
-TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
+from normkit.transforms.fold.survey import TOLERANCE, Survey
+from normkit.transforms.invoke import check_batches
 
 
 def fold(
@@ -80,8 +77,8 @@ def fold(
           (1): Linear(in_features=4, out_features=2, bias=True)
         )
     """
-    if spread is not None and not (isinstance(spread, int | float) and spread >= 1):
-        raise ValueError(f"spread is a ratio of ranges, at least 1, or None for no limit; got {spread!r}")
+    allowed = "a ratio of ranges, at least 1, or None for no limit"
+    require(spread is None or (is_number(spread) and spread >= 1), "spread", spread, allowed)
     if balance is not None:
         check_batches(balance, "balance")
     with steps("fold") as step:
@@ -103,19 +100,8 @@ def fold(
         del survey.model
         step("rewrite")
         folded = rewrite(survey.copy(), plan)
-        with torch.no_grad():
-            given = example, kwexample
-            out, expected = (example_call(each, *copied(given), "fold", given) for each in (folded, model))
-            native = error(out, expected, outputs)
-    if count_infinite(out, outputs) > count_infinite(expected, outputs):
-        raise RuntimeError(
-            f"fold() verified the result in float64 (error {worst:.1e}), but in the model's own type the folded model "
-            "has outputs that are not finite: a folded weight exceeds what its type holds. "
-            "Fold it in float32: model.float()"
-        )
-    record_changes(folded)
-    rows, calls = tuple(plan.outcomes.values()), tuple(survey.calls)
-    return folded, Report(rows, calls, survey.absent, survey.prepared, worst, native, largest_factor(plan), plan.spread)
+        report = survey.report(folded, plan.outcomes, worst)
+    return folded, replace(report, largest_factor=largest_factor(plan), spread=plan.spread)
 
 
 def _one_by_one(survey: Survey, plan: FoldPlan, conditions: dict[str, Any]) -> tuple[FoldPlan, float]:

@@ -20,15 +20,18 @@ from normkit.transforms.checks import (
 from normkit.transforms.convert import find, put_everywhere, unreadable
 from normkit.transforms.fold.float64 import in_float64, widened
 from normkit.transforms.fold.inputs import Call, longer, variants
+from normkit.transforms.fold.report import Outcome, Report
 from normkit.transforms.fold.trace import Product, Trace
 from normkit.transforms.fold.tracer import tracing
-from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import advice, arguments, arguments_left, example_call, tensors
+from normkit.transforms.fold.verify import count_infinite, error
+from normkit.transforms.invoke import advice, arguments, arguments_left, copied, example_call, tensors
+from normkit.transforms.model_changes import record_changes
 from normkit.transforms.norm_act import take_apart
 from normkit.transforms.third_party import read_eps
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
+TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
 
 
 class Survey:
@@ -70,13 +73,12 @@ class Survey:
         self.trace.entangled = shared_memory(model)
         self.given = args, kwargs
         self.trace.advice = lambda weights: advice(model, weights, *self.given)
-        args, kwargs = widened(self.given)
         self.expected: dict[str, Outputs] = {}
         self.failure = ""  # of the last model that was compared
         with in_float64():
-            others = variants(self.model, args, kwargs, other, self._record)
-            self._record(EXAMPLE, False, args, kwargs)
-        self.calls: dict[str, Call] = {EXAMPLE: (args, kwargs), **others}
+            others = variants(self.model, *widened(self.given), other_shapes=other, run=self._record)
+            self._record(EXAMPLE, False, *self.given)
+        self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
         self.absent = tuple(name for name in arguments_left(model, *self.given) if "mask" in name)
         if other:
             self._keep_tables_that_grow()
@@ -110,9 +112,8 @@ class Survey:
         self.trace.measuring, self.trace.is_example, number = True, False, 0
         with in_float64():
             for number, batch in enumerate(batches, 1):
-                given = arguments(batch)
                 try:
-                    self._follow(*given, shown=given)
+                    self._follow(*arguments(batch))
                 except ValueError as problem:
                     raise ValueError(f"batch {number} of balance: {problem}") from problem
         if not number:
@@ -126,13 +127,13 @@ class Survey:
         self.trace.resizable |= resized
         self.trace.measuring = self.trace.is_example = label == EXAMPLE
         try:
-            self.expected[label] = self._follow(args, kwargs, self.given)
+            self.expected[label] = self._follow(args, kwargs)
         except Exception:
             self.trace = before
             raise
 
-    def _follow(self, args: tuple, kwargs: dict[str, Any], shown: tuple) -> Outputs:
-        args, kwargs = widened((args, kwargs))
+    def _follow(self, *given: Any) -> Outputs:
+        args, kwargs = widened(given)
         passed = tensors((args, kwargs))
         with tracing(self.trace, self.model) as tracer:
             for path, tensor in passed.items():
@@ -140,21 +141,16 @@ class Survey:
                     dim = 1 if tensor.dim() == 4 else -1
                     size = tensor.shape[dim]  # another one in another call, where this axis is no channels'
                     tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
-            out = example_call(self.model, args, kwargs, self.verb, shown, "a float64 copy of the model")
-            try:
-                given = tensors(out, self.outputs)
-            except Exception as problem:
-                raise ValueError(
-                    f"{self.verb}() could not apply outputs= to what the model returned: {problem}"
-                ) from problem
-        self._require_numbers(out, given)
-        answer = {path: t.clone() for path, t in given.items()}
-        for path in given:
-            tracer.note_reader(given[path], f"the model output ({path})" if path else "the model output")
-        held = [*passed.values(), *([] if self.outputs else given.values())]
+            out = example_call(self.model, args, kwargs, self.verb, given, "a float64 copy of the model")
+            picked = tensors(out, self.outputs)
+        self._require_numbers(out, picked)
+        answer = {path: t.clone() for path, t in picked.items()}
+        for path in picked:
+            tracer.note_reader(picked[path], f"the model output ({path})" if path else "the model output")
+        held = [*passed.values(), *([] if self.outputs else picked.values())]
         known = {id(each) for t in held for each in (t, t._base)} | tracer.tables  # of a view, what it is a view of
         if self.outputs:  # else the output may hold more than `tensors` finds
-            del out, given  # the last references to them but those of the model and of cycles
+            del out, picked  # the last references to them but those of the model and of cycles
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
             gc.collect()
         for tensor in [t for t in tracer.shadows.keys() if id(t) not in known]:  # noqa: SIM118
@@ -166,7 +162,7 @@ class Survey:
         tables = {key.view.parameter for key in self.trace.sources if isinstance(key, Product) and key.kind == "table"}
         for name, table in [(name, table) for name, table in self.model.named_buffers() if name in tables]:
             owner, _, key = name.rpartition(".")
-            module, (args, kwargs) = self.model.get_submodule(owner), self.calls[EXAMPLE]
+            module, (args, kwargs) = self.model.get_submodule(owner), widened(self.given)
             for axis in (axis for axis, length in enumerate(table.shape) if length > 1):
                 module._buffers[key] = short = table.narrow(axis, 0, 1)  # so that any input is longer
                 with in_float64(), contextlib.suppress(Exception):
@@ -216,6 +212,24 @@ class Survey:
                     return float("inf")
                 worst = max(worst, error(out, self.expected[label]))
         return worst
+
+    @torch.no_grad()
+    def report(self, changed: nn.Module, outcomes: dict[str, Outcome], worst: float) -> Report:
+        """Compare a changed model in its own type, and record its changes.
+
+        A RuntimeError if its weights overflow there.
+        """
+        models, given = (changed, self.original), self.given
+        out, expected = (example_call(each, *copied(given), self.verb, given) for each in models)
+        if count_infinite(out, self.outputs) > count_infinite(expected, self.outputs):
+            raise RuntimeError(
+                f"{self.verb}() verified the result in float64 (error {worst:.1e}), but in the model's own type it has "
+                "outputs that are not finite: a changed weight exceeds what its type holds. Transform it in float32: "
+                "model.float()"
+            )
+        record_changes(changed)
+        native = error(out, expected, self.outputs)
+        return Report(tuple(outcomes.values()), tuple(self.calls), self.absent, self.prepared, worst, native)
 
     def require_repeatable(self) -> None:
         """Raise a ValueError for a forward that is random or keeps state.
