@@ -54,15 +54,8 @@ from normkit.lab.timing import ROUNDS, Timings, measure
 DEVICE = "cpu" if DRY else "cuda"
 EPS = 1e-5
 SHAPES = [
-    (4096, 512),
-    (8192, 768),
-    (32768, 384),
-    (16384, 1024),
-    (16384, 2048),
-    (8192, 4096),
-    (16384, 8192),
-    (65536, 8192),
-]
+    (4096, 512), (8192, 768), (32768, 384), (16384, 1024), (16384, 2048), (8192, 4096), (16384, 8192), (65536, 8192),
+]  # fmt: skip
 SHAPES = [(6, 20), (9, 32)] if DRY else SHAPES
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BOUND = {"bf16": 6e-3, "fp32": 1e-5}
@@ -252,11 +245,10 @@ def known_in_advance(x: Tensor, var: Tensor, w: Tensor, b: Tensor) -> Tensor:
     (n, c), y, at = x.shape, torch.empty_like(x), columns.column_launch(*x.shape)
     square, count = (torch.empty(at.programs, size, device=x.device) for size in (c, 1))
     columns.kernel.column_forward[(at.programs, cdiv(c, at.block))](
-        x, None, y, None, var, w, b, None, None, None, square, count, None, None, None, n, c, c, EPS, CENTER=False,
-        **at.meta,
+        x, None, y, None, var, w, b, *(None,) * 3, square, count, *(None,) * 3, n, c, c, EPS, CENTER=False, **at.meta,
     )  # fmt: skip
     columns.kernel.merge_moments[sum_grid(c)](
-        None, square, count, torch.empty_like(var), torch.empty_like(var[0]), at.programs, c, CENTER=False,
+        None, square, count, torch.empty_like(var), count[0].clone(), at.programs, c, CENTER=False,
         **sum_launch(at.programs, c),
     )  # fmt: skip
     return y
@@ -351,20 +343,14 @@ def tuning() -> Iterator[dict]:
     if DRY:
         return
     for n, c in SHAPES[:-1]:
-        x, dy, w, stat = (
-            draw(n, c, dtype=torch.bfloat16),
-            draw(n, c, dtype=torch.bfloat16),
-            draw(c),
-            draw(1, c).abs() + 0.2,
-        )
-        _, saved = row_ops.forward(x, w, w, "layer", EPS)
-        both = row_launch(n, c), row_launch(n, c, backward=True), column_launch(n, c)
-        row, column = (row_ops, "row_launch"), (columns, "column_launch")
-        back = functools.partial(row_ops.backward, dy, x, w, saved, "layer", EPS, 1, True, True)
+        x, dy, w, var = *(draw(n, c, dtype=torch.bfloat16) for _ in range(2)), draw(c), draw(c).abs() + 0.2
+        layer = functools.partial(row_ops.forward, x, w, w, "layer", EPS)
+        power = functools.partial(known_in_advance, x, var, w, w)
+        back = functools.partial(row_ops.backward, dy, x, w, layer()[1], "layer", EPS, 1, True, True)
         tasks = {
-            "layer forward": (functools.partial(row_ops.forward, x, w, w, "layer", EPS), row, both[0]),
-            "layer backward": (back, row, both[1]),
-            "power forward": (functools.partial(known_in_advance, x, stat[0], w, w), column, both[2]),
+            "layer forward": (layer, (row_ops, "row_launch"), row_launch(n, c)),
+            "layer backward": (back, (row_ops, "row_launch"), row_launch(n, c, backward=True)),
+            "power forward": (power, (columns, "column_launch"), column_launch(n, c)),
         }
         for name, (op, chooser, guess) in tasks.items():
             found = tune(op, chooser, guess, n)
@@ -396,8 +382,7 @@ def tune(op: Run, chooser: tuple[ModuleType, str], guess: Launch, rows: int) -> 
     times = []
     for launch in {guess, *candidates(guess, rows, wide=chooser[0] is columns)}:
         with mock.patch.object(*chooser, lambda *_, launch=launch, **options: launch):
-            median = triton.testing.do_bench(op, warmup=5, rep=30, return_mode="median")
-        times.append((float(median), launch))  # type: ignore[arg-type]
+            times.append((float(triton.testing.do_bench(op, warmup=5, rep=30, return_mode="median")), launch))
     return sorted(times)
 
 

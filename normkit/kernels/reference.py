@@ -155,7 +155,9 @@ def moments(
 def standardize(
     x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor:
-    """Standardize with given statistics `[k, C]`: `y = scale * (x - mean) / sqrt(var + eps) + shift`.
+    """Standardize with given statistics `[k, C]`.
+
+    `y = scale * z + shift` with `z = (x - mean) / sqrt(var + eps)`.
 
     >>> standardize(torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), 0.0, True).tolist()
     [[2.0], [4.0]]

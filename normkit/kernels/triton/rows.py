@@ -45,7 +45,7 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
 
 
 class RowNorm(torch.autograd.Function):
-    """A row norm. Differentiated twice, it uses plain operations: those of `op(x, weight, bias)`."""
+    """A row norm. Differentiated twice, it uses the plain `op(x, weight, bias)`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, kind, eps, groups, op):  # noqa: D102

@@ -183,7 +183,7 @@ def grad_rule(
     RULE: tl.constexpr, EXACT: tl.constexpr, CLAMP: tl.constexpr, CENTER: tl.constexpr, REAL: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute DW, DB and the statistics to remove (REMOVED); update SMOOTH_GRAD, WINDOW_GRAD, SKIPPED."""
+    """Compute DW, DB and the statistics to remove (REMOVED); update the state."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
     stride = channels * (4 if REAL else 2)
