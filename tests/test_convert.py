@@ -299,9 +299,20 @@ def test_modules_that_are_norms_by_name_only_are_refused():
             read_norm(module)
     with pytest.raises(ValueError, match="RMSNorm computes something else than its name suggests"):
         convert(nn.Sequential(RMSNorm()), "un")
-    unweighted = type("MyRMSNorm", (nn.Module,), {"eps": 1e-6})()
-    with pytest.raises(ValueError, match=r"MyRMSNorm cannot be read \(it has no weight, and no other .* channels\)"):
-        convert(nn.Sequential(unweighted), "un")
+
+
+def test_a_norm_without_a_weight_takes_its_size_from_an_attribute():
+    class MyRMSNorm(nn.Module):
+        def forward(self, x):
+            return nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+    model = nn.Sequential(nn.Linear(4, 4), MyRMSNorm(), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"MyRMSNorm cannot be read \(it has no weight; set its normalized_shape"):
+        convert(model, "un")
+    model[1].normalized_shape = (4,)
+    same, x = convert(model, "rms"), torch.randn(3, 4)
+    assert same[1].spec == "rms(eps=1e-06, affine=False)"
+    torch.testing.assert_close(same(x), model(x))
 
 
 def test_our_equivalent_of_a_reading_shares_nothing():

@@ -242,7 +242,7 @@ def _dim(module: Any) -> int:
             )
         return int(shape[0])
     if weight is None:
-        raise CannotRead("it has no weight, and no other attribute has its number of channels")
+        raise CannotRead("it has no weight; set its normalized_shape = (channels,)")
     if not isinstance(weight, Tensor) or weight.dim() != 1:
         raise CannotRead("it has no weight with one number a channel")
     return weight.numel()
