@@ -172,7 +172,7 @@ def test_bad_batches_and_formats_are_named(mixer, tmp_path, monkeypatch):
         export(mixer, tmp_path / "missing" / "m.onnx", x)
     with pytest.raises(ValueError, match="form of the example"):
         export(mixer, path, x, dynamic=False, int8=[torch.randn(2, 16)])
-    with pytest.raises(ValueError, match="allowed: 'products', 'stream'"):
+    with pytest.raises(ValueError, match="scope must be 'products' or 'stream'; got 'sums'"):
         Int8([x], "sums")
     with pytest.raises(ValueError, match=r"export\(int8=\) writes \.onnx, \.xml or \.pte; got 'm\.pt2'"):
         export(mixer, tmp_path / "m.pt2", x, int8=[x])

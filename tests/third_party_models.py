@@ -49,8 +49,8 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
             bias = getattr(module, "bias", None)
             if isinstance(module, nn.Linear | nn.Conv2d) and bias is not None:
                 bias.copy_(0.2 * noise(bias) - 0.1)
-        for p in model.parameters():
-            if p.dim() > 1 and not p.any():  # a head of zeros hides everything before it
+        for name, p in model.named_parameters():
+            if p.dim() > 1 and "bias" not in name and not p.any():  # a head of zeros hides everything before it
                 p.copy_(0.2 * noise(p) - 0.1)
     return model
 
