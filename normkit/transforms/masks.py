@@ -164,8 +164,9 @@ def fit(mask: Tensor, shape: torch.Size, time_first: bool) -> Tensor | None:
     if mask.shape == shape:
         return mask
     batch, tokens = mask.shape
-    if len(shape) == 1:
-        return mask.flatten() if shape[0] == batch * tokens else None
+    if len(shape) == 1:  # [batch * tokens], or [batch * tokens * heads]
+        heads, rest = divmod(shape[0], batch * tokens)
+        return None if rest else mask.flatten().repeat_interleave(heads)
     if batch == 1 and shape[0] != 1 and not time_first:  # one mask for the whole batch
         return fit(mask.expand(shape[0], tokens), shape, time_first)
     if len(shape) == 3 and tuple(shape[:2]) == (batch, tokens):  # [batch, tokens, heads]

@@ -1,43 +1,91 @@
-"""Take apart modules of norm and activation, such as timm's `BatchNormAct2d`."""
+"""Take apart modules of a norm and an activation or a gate, such as timm's `BatchNormAct2d`, Mamba's `RMSNormGated`."""
 
 import copy
+import itertools
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from normkit.norms import Norm
+from normkit.norms import Norm, make
 from normkit.transforms.hooks import copy_without_hooks, take_hooks
-from normkit.transforms.third_party import example_of, is_named_norm, read_norm, runnable
+from normkit.transforms.third_party import example_of, is_named_norm, read_eps, read_norm, runnable, write
+
+
+class GatedNorm(nn.Module):
+    """A norm whose input (Mamba 2) or output (Qwen3-Next) is multiplied by an activation of a gate."""
+
+    def __init__(self, norm: Norm, activation: nn.Module, gates_input: bool):
+        super().__init__()
+        self.norm, self.activation, self.gates_input = norm, activation, gates_input
+        self.variance_epsilon = norm.eps  # read with the weight
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Return the norm's weight, which Mamba 2 passes to a kernel of its own in training.
+
+        Raises:
+            RuntimeError: On a GPU, where that kernel would compute an RMSNorm in place of the norm.
+        """
+        if any(t.is_cuda for t in (*self.norm.parameters(), *self.norm.buffers())):
+            raise RuntimeError("the model would train with its own kernel for RMSNorm; call it with use_cache=True")
+        return getattr(self.norm, "weight", None)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalize `x[..., dim]`, with a gate of its shape."""
+        if gate is None:
+            return self.norm(x)
+        factor = self.activation(gate.to(torch.promote_types(gate.dtype, torch.float32)))
+        return (self.norm(x * factor) if self.gates_input else self.norm(x) * factor).to(x.dtype)
 
 
 @torch.no_grad()
-def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | None]:
-    """Return the norm of a module, and the module as a sequence of norm and activation.
+def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | GatedNorm | None]:
+    """Return the norm of a module, and the module with that norm as `norm`.
 
-    The sequence has the norm as `norm`, then the module's own children. Any other module is returned with None.
+    This is a `GatedNorm`, or a sequence of the norm and the module's own children. Any other module is returned with
+    None.
     """
-    rest = {name: child for name, child in module.named_children() if type(child) is not nn.Identity}
-    if not rest or "norm" in rest or isinstance(module, Norm) or is_parametrized(module) or not is_named_norm(module):
+    if isinstance(module, Norm) or is_parametrized(module) or not is_named_norm(module):
         return module, None
-    norm = copy.copy(module)
-    norm._modules = {name: nn.Identity() for name in module._modules}
-    take_hooks(norm, nn.Identity())
-    whole = nn.Sequential(OrderedDict(norm=norm, **rest))
     try:
         with torch.device("cpu"):  # also where models are built on meta
-            found = read_norm(norm)
-            theirs, mine = (copy_without_hooks(runnable(each)).float().eval() for each in (module, whole))
-            x = example_of(theirs, found).movedim(-1, found.channel_dim)
-            if not torch.equal(theirs.forward(x.clone()), mine(x)):
-                return module, None
+            for norm, whole in _candidates(module):
+                found = read_norm(norm)
+                theirs, mine = (copy_without_hooks(runnable(each)).float().eval() for each in (module, whole))
+                x = example_of(theirs, found).movedim(-1, found.channel_dim)
+                inputs = [(x, x.roll(1, 0)), (x / 100, x)] if isinstance(whole, GatedNorm) else [(x,)]
+                if all(_agree(theirs, mine, *each) for each in inputs):
+                    take_hooks(whole, module)
+                    whole.training = module.training
+                    return norm, whole
     except Exception:  # no norm that can be read, or one that takes other inputs
-        return module, None
-    take_hooks(whole, module)
-    whole.training = module.training
-    return norm, whole
+        pass
+    return module, None
+
+
+def _candidates(module: Any) -> Iterator[tuple[nn.Module, nn.Sequential | GatedNorm]]:
+    """Ways to take a module apart: its norm, and the module with that norm as `norm`."""
+    if type(module).__name__.endswith(("NormGated", "GatedRMSNorm")):
+        norm = make(write("rms", {"eps": read_eps(module), "bias": False}), len(module.weight))
+        norm.weight = module.weight
+        for activation, gates_input in itertools.product((nn.SiLU(), nn.Sigmoid()), (True, False)):
+            yield norm.train(module.training), GatedNorm(norm, activation, gates_input)
+    rest = {name: child for name, child in module.named_children() if type(child) is not nn.Identity}
+    if rest and "norm" not in rest:
+        norm = copy.copy(module)
+        norm._modules = {name: nn.Identity() for name in module._modules}
+        take_hooks(norm, nn.Identity())
+        yield norm, nn.Sequential(OrderedDict(norm=norm, **rest))
+
+
+def _agree(theirs: nn.Module, mine: nn.Module, x: Tensor, *gate: Tensor) -> bool:
+    """Compare two modules; those with a gate may round in another order."""
+    y, same = theirs.forward(x.clone(), *gate), mine(x, *gate)
+    return torch.allclose(y, same, rtol=1e-4, atol=1e-5 * float(y.abs().max())) if gate else torch.equal(y, same)
 
 
 def take_norms_apart(model: nn.Module, norms: Collection[str]) -> set[str]:

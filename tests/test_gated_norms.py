@@ -1,0 +1,98 @@
+"""Norms with a gate, as in Mamba 2 and Qwen3-Next, are taken apart."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normkit as nk
+from normkit.transforms.convert import find
+from normkit.transforms.norm_act import GatedNorm
+
+DIM, HEADS = 8, 3
+
+
+class MyRMSNormGated(nn.Module):
+    """As in Mamba 2 if the gate comes first, else as in Qwen3-Next (silu) or Kimi Linear (sigmoid)."""
+
+    def __init__(self, gates_input: bool = True, activation=F.silu, groups: int = 1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.variance_epsilon, self.gates_input, self.activation, self.groups = 1e-3, gates_input, activation, groups
+
+    def forward(self, x, gate):
+        factor = self.activation(gate.float())
+        y = x.float() * factor if self.gates_input else x.float()
+        y = y.unflatten(-1, (self.groups, -1))
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        y = self.weight * y.flatten(-2)
+        return (y if self.gates_input else y * factor).to(x.dtype)
+
+
+class OnGpu(nn.Module):
+    """A norm whose weight is on a GPU, as far as one can tell."""
+
+    def parameters(self, recurse: bool = True):
+        return iter([SimpleNamespace(is_cuda=True)])
+
+
+class Mixer(nn.Module):
+    """Heads are normalized in rows, as in Qwen3-Next."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(DIM, 2 * HEADS * DIM), norm, nn.Linear(HEADS * DIM, DIM)
+
+    def forward(self, x, real=None):
+        y, gate = self.into(x).view(-1, 2, DIM).unbind(1)
+        return self.out(self.norm(y, gate).view(*x.shape[:-1], -1))
+
+
+KINDS = [(True, F.silu), (False, F.silu), (False, torch.sigmoid)]
+
+
+@pytest.mark.parametrize(("gates_input", "activation"), KINDS)
+def test_a_norm_with_a_gate_is_converted_alone_and_folds(gates_input, activation):
+    torch.manual_seed(0)
+    model, x = Mixer(MyRMSNormGated(gates_input, activation)).eval(), torch.randn(2, 5, DIM)
+    assert list(find(model)) == ["norm"]
+    same = nk.convert(model, "rms")
+    assert isinstance(same.norm, GatedNorm)
+    torch.testing.assert_close(same(x), model(x))
+    gain, half = nk.fold(model, x)[0].bfloat16(), x.bfloat16()
+    torch.testing.assert_close(same.bfloat16()(half), gain(half), rtol=0.1, atol=0.05)
+    new = nk.convert(model, "un").train()
+    new(torch.randn(4, 5, DIM)).sum().backward()
+    folded, report = nk.fold(new.eval(), x)
+    assert report.foldable == "1 of 1", str(report)
+    assert report.max_error < 1e-12
+    assert type(folded.norm.norm) is nn.Identity
+    fitted = nk.fit_norms(nk.convert(model, "un"), model, [torch.randn(50, 5, DIM)])
+    assert (fitted(x) - model(x)).square().mean() < 0.5 * model(x).var()
+
+
+def test_masks_reach_heads_in_rows():
+    model = nk.convert(Mixer(MyRMSNormGated(gates_input=False)), "un(warmup=0)", mask_from="real").train()
+    x, real = torch.randn(2, 5, DIM), torch.arange(5) < torch.tensor([[5], [2]])
+    model(x, real=real)
+    mine = model.norm.norm.running.clone()
+    model.norm.norm.reset_parameters()
+    rows = x[real][None]
+    model(rows, real=torch.ones(rows.shape[:2], dtype=torch.bool))
+    torch.testing.assert_close(mine, model.norm.norm.running)
+
+
+def test_the_weight_can_be_read_where_no_kernel_takes_it():
+    model = nk.convert(Mixer(MyRMSNormGated()), "un")
+    assert model.norm.weight is model.norm.norm.weight
+    assert model.norm.variance_epsilon == 1e-3
+    assert nk.fold(model.eval(), torch.randn(2, 5, DIM))[0].norm.weight is None
+    with pytest.raises(RuntimeError, match="use_cache=True"):
+        GatedNorm.weight.fget(SimpleNamespace(norm=OnGpu()))
+
+
+def test_groups_of_channels_stay():
+    with pytest.raises(ValueError, match="no reader for the class name MyRMSNormGated"):
+        nk.convert(Mixer(MyRMSNormGated(groups=2)), "un")
