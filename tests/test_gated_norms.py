@@ -15,7 +15,7 @@ DIM, HEADS = 8, 3
 
 
 class MyRMSNormGated(nn.Module):
-    """As in Mamba 2 if the gate comes first, else as in Qwen3-Next (silu) or Kimi Linear (sigmoid)."""
+    """A gate on the input, as in Mamba 2, or on the output, as in Qwen3-Next and Kimi Linear."""
 
     def __init__(self, gates_input: bool = True, activation=F.silu, groups: int = 1):
         super().__init__()

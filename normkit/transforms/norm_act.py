@@ -1,4 +1,7 @@
-"""Take apart modules of a norm and an activation or a gate, such as timm's `BatchNormAct2d`, Mamba's `RMSNormGated`."""
+"""Take apart modules of a norm and an activation, or of a norm and a gate.
+
+Such as timm's `BatchNormAct2d` and the `RMSNormGated` of Mamba 2.
+"""
 
 import copy
 import itertools
@@ -16,7 +19,10 @@ from normkit.transforms.third_party import example_of, is_named_norm, read_eps, 
 
 
 class GatedNorm(nn.Module):
-    """A norm whose input (Mamba 2) or output (Qwen3-Next) is multiplied by an activation of a gate."""
+    """A norm with a gate, an activation of which multiplies its input or output.
+
+    The input in Mamba 2, the output in Qwen3-Next.
+    """
 
     def __init__(self, norm: Norm, activation: nn.Module, gates_input: bool):
         super().__init__()
