@@ -181,8 +181,15 @@ def test_training_mode_is_refused():
         fold(model, torch.randn(3, DIM))
 
 
+def test_reports_name_norms_that_cannot_be_read():
+    model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4), nn.InstanceNorm1d(3)).eval()
+    report = fold(model, torch.randn(2, 3, DIM))[1]
+    assert "left as they are, since they cannot be read: 2 (no reader for the class name InstanceNorm1d)" in str(report)
+    assert report.unreadable == audit(model, torch.randn(2, 3, DIM)).unreadable
+
+
 def test_models_without_norms_and_quantized_ones_raise():
-    with pytest.raises(ValueError, match="no norm that it can read; it saw 0: no reader"):
+    with pytest.raises(ValueError, match=r"no norm that it can read; it saw 0 \(no reader"):
         fold(nn.Sequential(nn.InstanceNorm1d(3)).eval(), torch.randn(3, 3))
     model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4)).eval()
     model[1].weight = nn.Parameter(torch.zeros(4, DIM, dtype=torch.int8), requires_grad=False)

@@ -93,6 +93,21 @@ def test_the_weight_can_be_read_where_no_kernel_takes_it():
         GatedNorm.weight.fget(SimpleNamespace(norm=OnGpu()))
 
 
+def test_scale_loss_measures_what_norms_read():
+    model, x = Mixer(MyRMSNormGated()), torch.randn(2, 5, DIM)
+    with pytest.raises(ValueError, match="the model has none"), nk.scale_loss(model):
+        pass
+    new = nk.convert(model, "un")
+    with nk.scale_loss(new) as scales:
+        new(x)
+        y, gate = new.into(x).view(-1, 2, DIM).unbind(1)
+        after = scales()
+    alone = nn.Sequential(nk.RMSNorm(DIM))
+    with nk.scale_loss(alone) as scales:
+        alone(y * F.silu(gate))
+        torch.testing.assert_close(after, scales())
+
+
 def test_groups_of_channels_stay():
     with pytest.raises(ValueError, match="no reader for the class name MyRMSNormGated"):
         nk.convert(Mixer(MyRMSNormGated(groups=2)), "un")

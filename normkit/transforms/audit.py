@@ -42,4 +42,4 @@ def audit(
     """
     survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "audit")
     plan = FoldPlan(survey.trace, survey.model)
-    return Audit(tuple(plan.outcomes.values()), tuple(survey.calls), survey.absent, survey.prepared)
+    return Audit(*survey.facts(plan.outcomes))

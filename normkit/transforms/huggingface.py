@@ -165,7 +165,7 @@ def load_pretrained(folder: Path | str) -> Any:
 
 def _config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder")
+        raise ValueError(f"{path} is no folder; load models of the Hub by their class's from_pretrained")
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a model of Hugging Face is a folder with config and weights")
     try:

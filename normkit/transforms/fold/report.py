@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from normkit.text import align
+from normkit.text import align, listed
 
 GONE = ("folded", "folded back")
 UNREPLACED = ("kept", "gain changed")  # the module stays
@@ -36,12 +36,14 @@ class Audit:
 
     `tried` are labels of the calls. `absent` are masks that the model takes and the example does not have. `prepared`
     is the number of parameters that went before: those of parametrizations, less those of the copies that `untie` made.
+    `unreadable` are modules named like norms that stay as they are, with the reason.
     """
 
     rows: tuple[Outcome, ...]
     tried: tuple[str, ...]
     absent: tuple[str, ...] = ()
     prepared: int = 0
+    unreadable: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Outcome]:
         return iter(self.rows)
@@ -69,7 +71,8 @@ class Audit:
             text = "; ".join(part for part in (", ".join(row.into), row.why) if part)
             lines.append((row.name or "(the model)", row.norm, row.position, row.action, text, f"{row.saved:,}"))
         absent = f"\nnot in the example, so taken as never given: {', '.join(self.absent)}" if self.absent else ""
-        return f"{align(lines)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved{absent}"
+        left = f"\nleft as they are, since they cannot be read: {listed(self.unreadable, 4)}" if self.unreadable else ""
+        return f"{align(lines)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved{absent}{left}"
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,9 @@ class Survey:
         self.model = self.double()
         self.prepared = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in self.model.parameters())
         own_storage(self.model)
+        self.unreadable = tuple(f"{name} ({why})" for name, why in unreadable(self.model).items())
         if not (found := find(self.model)):
-            seen = ", ".join(f"{name}: {why}" for name, why in unreadable(model).items())
-            reason = f"it saw {seen}" if seen else "a folded model has none"
+            reason = f"it saw {', '.join(self.unreadable)}" if self.unreadable else "a folded model has none"
             raise ValueError(f"{verb}() found no norm that it can read; {reason}")
         self.trace = Trace(self.model, found)
         self.trace.entangled = shared_memory(model)
@@ -229,7 +229,11 @@ class Survey:
             )
         record_changes(changed)
         native = error(out, expected, self.outputs)
-        return Report(tuple(outcomes.values()), tuple(self.calls), self.absent, self.prepared, worst, native)
+        return Report(*self.facts(outcomes), max_error=worst, native_error=native)
+
+    def facts(self, outcomes: dict[str, Outcome]) -> tuple[Any, ...]:
+        """Return the fields of an `Audit`."""
+        return tuple(outcomes.values()), tuple(self.calls), self.absent, self.prepared, self.unreadable
 
     def require_repeatable(self) -> None:
         """Raise a ValueError for a forward that is random or keeps state.
