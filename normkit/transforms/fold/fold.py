@@ -68,7 +68,7 @@ def fold(
         RuntimeError: If folded weights overflow in half precision.
 
     Example:
-        >>> import normkit
+        >>> import torch, normkit
         >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
         >>> folded, report = fold(model, torch.randn(3, 4))
         >>> folded
