@@ -31,8 +31,8 @@ def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> Value
     """
     known = list(known)
     key, lower = name.lower(), {each.lower(): each for each in known}
-    starts = [each for each in lower if key and each.startswith(key)]
-    within = max((each for each in lower if len(each) > 2 and key.startswith(each)), key=len, default="")
-    close = [lower[each] for each in starts or [within] * bool(within) or difflib.get_close_matches(key, lower, n=1)]
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    longer = [each for each in lower if key and each.startswith(key)]
+    shorter = sorted((each for each in lower if len(each) > 2 and key.startswith(each)), key=len, reverse=True)
+    close = longer or shorter or difflib.get_close_matches(key, lower, n=1)
+    hint = f" (did you mean {lower[close[0]]!r}?)" if close else ""
     return ValueError(f"there is no {kind} named {name!r}{hint}; there are {', '.join(known)}{more}")

@@ -9,7 +9,8 @@ from torch import nn
 
 import normkit as nk
 from normkit.transforms.convert import find
-from normkit.transforms.norm_act import GatedNorm
+from normkit.transforms.masks import fit
+from normkit.transforms.take_apart import GatedNorm
 
 DIM, HEADS = 8, 3
 
@@ -90,7 +91,11 @@ def test_the_weight_can_be_read_where_no_kernel_takes_it():
     assert model.norm.variance_epsilon == 1e-3
     assert nk.fold(model.eval(), torch.randn(2, 5, DIM))[0].norm.weight is None
     with pytest.raises(RuntimeError, match="use_cache=True"):
-        GatedNorm.weight.fget(SimpleNamespace(norm=OnGpu()))
+        GatedNorm.weight.fget(SimpleNamespace(norm=OnGpu(), training=True))
+
+
+def test_a_mask_of_an_empty_batch_fits_rows():
+    assert fit(torch.ones(0, 5, dtype=torch.bool), torch.Size([0]), time_first=False).shape == (0,)
 
 
 def test_scale_loss_measures_what_norms_read():

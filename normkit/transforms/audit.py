@@ -42,4 +42,4 @@ def audit(
     """
     survey = Survey(model, example, kwexample, outputs, untie, other_shapes, "audit")
     plan = FoldPlan(survey.trace, survey.model)
-    return Audit(*survey.facts(plan.outcomes))
+    return Audit(**survey.facts(plan.outcomes))

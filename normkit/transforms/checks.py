@@ -1,8 +1,6 @@
-"""Check that a model can be transformed and packages are installed, and copy a model."""
+"""Check that a model can be transformed, and copy it."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -84,15 +82,6 @@ def norms_with_statistics(model: nn.Module, verb: str) -> dict[str, StatNorm]:
             f"{verb}() found no norm with running statistics; convert(model, 'un') or another offline norm first"
         )
     return norms
-
-
-@contextmanager
-def needs(what: str, extra: str) -> Iterator[None]:
-    """Let the ImportError of a package name the extra of normkit that installs it."""
-    try:
-        yield
-    except ImportError as missing:
-        raise ImportError(f"{what} needs {missing.name}; pip install 'normkit[{extra}]'") from missing
 
 
 def copy_model(model: nn.Module, wide: bool = False) -> nn.Module:

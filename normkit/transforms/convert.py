@@ -16,7 +16,7 @@ from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.hooks import channels_first, take_hooks
 from normkit.transforms.masks import MaskFrom, argument_of_norms, route_mask
 from normkit.transforms.model_changes import record_changes
-from normkit.transforms.norm_act import take_apart
+from normkit.transforms.take_apart import take_apart
 from normkit.transforms.third_party import (
     CannotRead,
     Found,

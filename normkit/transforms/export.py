@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import normkit.transforms.openvino_executorch as openvino_executorch
 from normkit.norms._options import is_number, require
-from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model, needs
+from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
+from normkit.transforms.extras import needs
 from normkit.transforms.fold.verify import error
 from normkit.transforms.invoke import copied, example_call, tensors
 from normkit.transforms.openvino_executorch import Ran

@@ -13,7 +13,7 @@ from normkit.transforms.calibrate import evaluating, restored_on_error
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.fastpath import no_fast_path
 from normkit.transforms.invoke import call, check_batches, input_and_mask
-from normkit.transforms.norm_act import take_norms_apart
+from normkit.transforms.take_apart import take_norms_apart
 
 Forward = Callable[[nn.Module, Any], Any] | None
 

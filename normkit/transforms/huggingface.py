@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from normkit.transforms.checks import needs
+from normkit.transforms.extras import needs
 from normkit.transforms.model_changes import KEY, apply_changes, write_changes
-from normkit.transforms.norm_act import GatedNorm
+from normkit.transforms.take_apart import GatedNorm
 
 VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -101,8 +101,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
         old.unlink()  # of the model that was here; it would put nothing in the place of all norms of this one
     with _quiet(_transformers()):
         model.save_pretrained(folder, variant=VARIANT if changes else None)
-    ours = any(isinstance(module, GatedNorm) for module in model.modules())
-    if changes and not ours and all(change["is"] == "identity" for change in changes["norms"].values()):
+    gated = any(isinstance(module, GatedNorm) for module in model.modules())  # which is of normkit
+    if changes and not gated and all(change["is"] == "identity" for change in changes["norms"].values()):
         (folder / "load.py").write_text(LOAD, encoding="utf8")
 
 

@@ -165,7 +165,7 @@ def fit(mask: Tensor, shape: torch.Size, time_first: bool) -> Tensor | None:
         return mask
     batch, tokens = mask.shape
     if len(shape) == 1:  # [batch * tokens], or [batch * tokens * heads]
-        heads, rest = divmod(shape[0], batch * tokens)
+        heads, rest = divmod(shape[0], max(batch * tokens, 1))
         return None if rest else mask.flatten().repeat_interleave(heads)
     if batch == 1 and shape[0] != 1 and not time_first:  # one mask for the whole batch
         return fit(mask.expand(shape[0], tokens), shape, time_first)

@@ -18,7 +18,7 @@ from normkit.transforms.affine import Affine
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.hooks import channels_first
 from normkit.transforms.masks import mask_arguments, route_mask
-from normkit.transforms.norm_act import take_norms_apart
+from normkit.transforms.take_apart import take_norms_apart
 
 KEY = "normkit"  # in config.json
 

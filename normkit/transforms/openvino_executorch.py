@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from normkit.transforms.checks import needs
+from normkit.transforms.extras import needs
 from normkit.transforms.quantize import Int8
 
 Ran = tuple[dict[str, int], str, Any]  # operations with their counts, the runtime, its outputs

@@ -14,7 +14,7 @@ from normkit.norms._options import require
 from normkit.norms._recompute import is_recomputed
 from normkit.transforms.convert import find
 from normkit.transforms.invoke import input_and_mask
-from normkit.transforms.norm_act import GatedNorm, take_apart
+from normkit.transforms.take_apart import GatedNorm, take_apart
 
 
 @contextmanager
@@ -39,9 +39,11 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         ...     loss = model(torch.randn(8, 4)).square().mean() + 0.1 * scales()
     """
     require(isinstance(sites, str), "sites", sites, "a pattern of names of norms, such as 'encoder.*'")
-    found = {name: (model.get_submodule(name), at.channel_dim) for name, at in find(model).items()}
-    for name in [name for name, (norm, _) in found.items() if isinstance(take_apart(norm)[1], GatedNorm)]:
-        del found[name]  # what its norm reads is known inside of it only, before it is converted
+    found = {
+        name: (norm, reading.channel_dim)
+        for name, reading in find(model).items()
+        if not isinstance(take_apart(norm := model.get_submodule(name))[1], GatedNorm)  # hooks see no gated input
+    }
     axes = dict(each for name, each in found.items() if fnmatch.fnmatchcase(name, sites))
     if not axes:
         raise ValueError(f"the pattern {sites!r} matches no norm; the model has {', '.join(found) or 'none'}")

@@ -98,7 +98,7 @@ def entries(
 
 @dataclasses.dataclass
 class DemoResult:
-    """DemoResult of a demo.
+    """Result of a demo.
 
     Attributes:
         found: Results by folder, in the order of the plan.

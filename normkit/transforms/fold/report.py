@@ -91,8 +91,9 @@ class Report(Audit):
     spread: float = 1.0
 
     def __str__(self) -> str:
-        same = self.max_error == 0 and any(row.into for row in self)  # rounding leaves an error where norms matter
-        zero = "; no output changed by a single bit: where layers after the norms are zero, this shows nothing" * same
+        zero = ""
+        if self.max_error == 0 and any(row.into for row in self):  # rounding leaves an error where norms matter
+            zero = "\nno output changed by a single bit: where layers after the norms are zero, this shows nothing"
         return (
             f"{super().__str__()}\ncompared on: {'; '.join(self.tried)}\n"
             f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type{zero}\n"

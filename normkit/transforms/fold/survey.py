@@ -26,7 +26,7 @@ from normkit.transforms.fold.tracer import tracing
 from normkit.transforms.fold.verify import count_infinite, error
 from normkit.transforms.invoke import advice, arguments, arguments_left, copied, example_call, tensors
 from normkit.transforms.model_changes import record_changes
-from normkit.transforms.norm_act import take_apart
+from normkit.transforms.take_apart import take_apart
 from normkit.transforms.third_party import read_eps
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
@@ -132,7 +132,8 @@ class Survey:
             self.trace = before
             raise
 
-    def _follow(self, *given: Any) -> Outputs:
+    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> Outputs:
+        given = args, kwargs
         args, kwargs = widened(given)
         passed = tensors((args, kwargs))
         with tracing(self.trace, self.model) as tracer:
@@ -229,11 +230,13 @@ class Survey:
             )
         record_changes(changed)
         native = error(out, expected, self.outputs)
-        return Report(*self.facts(outcomes), max_error=worst, native_error=native)
+        return Report(**self.facts(outcomes), max_error=worst, native_error=native)
 
-    def facts(self, outcomes: dict[str, Outcome]) -> tuple[Any, ...]:
-        """Return the fields of an `Audit`."""
-        return tuple(outcomes.values()), tuple(self.calls), self.absent, self.prepared, self.unreadable
+    def facts(self, outcomes: dict[str, Outcome]) -> dict[str, Any]:
+        """Return the fields of an `Audit`, by name."""
+        rows, tried = tuple(outcomes.values()), tuple(self.calls)
+        facts = {"absent": self.absent, "prepared": self.prepared, "unreadable": self.unreadable}
+        return {"rows": rows, "tried": tried, **facts}
 
     def require_repeatable(self) -> None:
         """Raise a ValueError for a forward that is random or keeps state.

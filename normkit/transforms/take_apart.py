@@ -27,7 +27,7 @@ class GatedNorm(nn.Module):
     def __init__(self, norm: Norm, activation: nn.Module, gates_input: bool):
         super().__init__()
         self.norm, self.activation, self.gates_input = norm, activation, gates_input
-        self.variance_epsilon = norm.eps  # read with the weight
+        self.variance_epsilon = norm.eps  # Mamba 2 reads it where it reads `weight`
 
     @property
     def weight(self) -> Tensor | None:
@@ -36,7 +36,7 @@ class GatedNorm(nn.Module):
         Raises:
             RuntimeError: On a GPU, where that kernel would compute an RMSNorm in place of the norm.
         """
-        if any(t.is_cuda for t in (*self.norm.parameters(), *self.norm.buffers())):
+        if self.training and any(t.is_cuda for t in (*self.norm.parameters(), *self.norm.buffers())):
             raise RuntimeError("the model would train with its own kernel for RMSNorm; call it with use_cache=True")
         return getattr(self.norm, "weight", None)
 
@@ -77,9 +77,9 @@ def _candidates(module: Any) -> Iterator[tuple[nn.Module, nn.Sequential | GatedN
     """Ways to take a module apart: its norm, and the module with that norm as `norm`."""
     if type(module).__name__.endswith(("NormGated", "GatedRMSNorm")):
         norm = make(write("rms", {"eps": read_eps(module), "bias": False}), len(module.weight))
-        norm.weight = module.weight
+        norm.train(module.training).weight = module.weight
         for activation, gates_input in itertools.product((nn.SiLU(), nn.Sigmoid()), (True, False)):
-            yield norm.train(module.training), GatedNorm(norm, activation, gates_input)
+            yield norm, GatedNorm(norm, activation, gates_input)
     rest = {name: child for name, child in module.named_children() if type(child) is not nn.Identity}
     if rest and "norm" not in rest:
         norm = copy.copy(module)
