@@ -46,19 +46,21 @@ class Layer:
 class RMS:
     """Zhang & Sennrich 2019: y = gamma x / sqrt(mean x^2 + eps), without bias.
 
-    Their code: x / (sqrt(mean x^2) + eps).
+    Their code: x / (sqrt(mean x^2) + eps). With groups each run of C / G channels is divided by its own root.
     """
 
-    def __init__(self, dim, eps=1e-5, eps_at="inside"):
-        self.eps, self.inside = eps, eps_at == "inside"
+    def __init__(self, dim, eps=1e-5, eps_at="inside", groups=1):
+        self.eps, self.inside, self.groups = eps, eps_at == "inside", groups
 
     def step(self, x, dy, keep, weight):
-        square = (x**2).mean(-1, keepdims=True)
+        runs = (*x.shape[:-1], self.groups, -1)
+        a, g = x.reshape(runs), (weight * dy).reshape(runs)
+        square = (a**2).mean(-1, keepdims=True)
         root = np.sqrt(square + self.eps) if self.inside else np.sqrt(square)
         divisor = root if self.inside else root + self.eps
-        z, g = x / divisor, weight * dy
         # d divisor / dx = x / (C root), so dx = g / divisor - x / (root divisor^2) mean(g x)
-        dx = g / divisor - x / (root * divisor**2) * (g * x).mean(-1, keepdims=True)
+        dx = (g / divisor - a / (root * divisor**2) * (g * a).mean(-1, keepdims=True)).reshape(x.shape)
+        z = (a / divisor).reshape(x.shape)
         return {"y": weight * z, "dx": dx, "weight": (dy * z).sum(ROWS)}
 
 

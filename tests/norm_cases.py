@@ -28,6 +28,7 @@ VARIANTS = [
     "group(groups=2, over='sample')",
     "switchable(over='sample')",
     "scale(unit_init=True)",
+    "rms",
     "rms(eps_at='outside', bias=True)",
 ]
 

@@ -87,14 +87,6 @@ def moments_over(x: Tensor, axes: tuple[int, ...], keep: Tensor | None = None) -
     return mean, torch.where(count > 0, squares, 1) / count.clamp(min=1)
 
 
-def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
-    """Divide each of `groups` runs of channels by its root mean square: layer-scale.
-
-    Shen et al. 2020, section 4.2; `GroupScaling1D` in their code. No parameters.
-    """
-    return rms(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
-
-
 def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """`y * weight + bias`, either of them optional."""
     y = y if weight is None else y * weight

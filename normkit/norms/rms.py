@@ -4,9 +4,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from normkit.kernels import ops
+from normkit.kernels import ops, reference
 from normkit.norms._base import RowNorm
-from normkit.norms._options import option
+from normkit.norms._options import Count, option, require
 
 
 class RMSNorm(RowNorm):
@@ -15,14 +15,27 @@ class RMSNorm(RowNorm):
     Args:
         bias: Learn a `bias`; off, as in the paper.
         eps_at: "inside" the root, as in today's models, or "outside", `x / (rms + eps)`, as in the authors' code.
+        groups: Divide each of so many groups of neighboring channels by its own root mean square, as Mamba 2 does.
 
     >>> import torch
     >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 3.0]])).round(decimals=4).tolist()
     [[1.0, 1.0]]
+    >>> RMSNorm(4, eps=0.0, groups=2)(torch.tensor([[3.0, 3.0, 5.0, -5.0]])).round(decimals=4).tolist()
+    [[1.0, 1.0, 1.0, -1.0]]
     """
 
     with_bias: bool = option(default=False, alias="bias")
     eps_at: Literal["inside", "outside"] = "inside"
+    groups: Count = 1
+
+    def build(self) -> None:  # noqa: D102
+        require(self.dim % self.groups == 0, "groups", self.groups, f"a divisor of dim={self.dim}")
+        super().build()
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return ops.rms(x, self.weight, self.bias, self.eps, inside=self.eps_at == "inside")
+        inside = self.eps_at == "inside"
+        if self.groups == 1:
+            return ops.rms(x, self.weight, self.bias, self.eps, inside=inside)
+        split = x.to(reference.wide_type(x, self.weight)).unflatten(-1, (self.groups, -1))
+        y = ops.rms(split, None, None, self.eps, inside=inside).flatten(-2)
+        return reference.affine(y, self.weight, self.bias).to(x.dtype)

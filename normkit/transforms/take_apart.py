@@ -76,7 +76,9 @@ def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | GatedNorm 
 def _candidates(module: Any) -> Iterator[tuple[nn.Module, nn.Sequential | GatedNorm]]:
     """Ways to take a module apart: its norm, and the module with that norm as `norm`."""
     if type(module).__name__.endswith(("NormGated", "GatedRMSNorm")):
-        norm = make(write("rms", {"eps": read_eps(module), "bias": False}), len(module.weight))
+        dim = len(module.weight)
+        groups = getattr(module, "n_groups", dim // getattr(module, "group_size", dim))
+        norm = make(write("rms", {"eps": read_eps(module), "groups": groups}), dim)
         norm.train(module.training).weight = module.weight
         for activation, gates_input in itertools.product((nn.SiLU(), nn.Sigmoid()), (True, False)):
             yield norm, GatedNorm(norm, activation, gates_input)

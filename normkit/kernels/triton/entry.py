@@ -2,8 +2,6 @@
 
 from normkit.kernels.triton.columns import moments, standardize, standardize_grad
 from normkit.kernels.triton.plan import plan
-from normkit.kernels.triton.rows import group, group_rms, layer, rms, scale
+from normkit.kernels.triton.rows import group, layer, rms, scale
 
-__all__ = [
-    "group", "group_rms", "layer", "moments", "plan", "rms", "scale", "standardize", "standardize_grad",
-]  # fmt: skip
+__all__ = ["group", "layer", "moments", "plan", "rms", "scale", "standardize", "standardize_grad"]

@@ -38,12 +38,6 @@ def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gro
     return RowNorm.apply(x, weight, bias, "layer", eps, groups, op)  # type: ignore[return-value]
 
 
-def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
-    """As `reference.group_rms`."""
-    op = lambda x, *_: reference.group_rms(x, eps, groups)  # noqa: E731
-    return RowNorm.apply(x, None, None, "rms", eps, groups, op)  # type: ignore[return-value]
-
-
 class RowNorm(torch.autograd.Function):
     """A row norm. Differentiated twice, it uses the plain `op(x, weight, bias)`."""
 

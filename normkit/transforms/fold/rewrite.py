@@ -180,6 +180,6 @@ def _without_parameters(rest: nn.Module, channel_dim: int) -> nn.Module:
     """PyTorch's own version of a norm without parameters where there is one."""
     if channel_dim == -1 and type(rest) is LayerNorm:
         return nn.LayerNorm(rest.dim, rest.eps, elementwise_affine=False)
-    if channel_dim == -1 and type(rest) is RMSNorm and rest.eps_at == "inside":
+    if channel_dim == -1 and type(rest) is RMSNorm and rest.eps_at == "inside" and rest.groups == 1:
         return nn.RMSNorm(rest.dim, rest.eps, elementwise_affine=False)
     return rest if channel_dim == -1 else channels_first(rest)
