@@ -37,7 +37,10 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
     "recurrent_gemma": {"lru_width": 16, "block_types": ["recurrent", "attention"]},
     "mamba": {"state_size": 4},
     "falcon_mamba": {"state_size": 4},
-    "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 4},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_ssm": 32, "mamba_n_groups": 2, "mamba_rms_norm": True},
+    "zamba2": {"n_mamba_heads": 4, "mamba_ngroups": 2, "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1},
+    "nemotron_h": {"mamba_num_heads": 4, "n_groups": 2, "layers_block_type": ["mamba", "attention"]},
     "switch_transformers": {"num_sparse_encoder_layers": 1},
     "esm": {"mask_token_id": 3},
     "xlm": {"emb_dim": 16},
@@ -61,9 +64,9 @@ CAUSAL = (
     "gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss "
     "gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe inkling_text "
     "internlm3 jais2 jamba jetmoe lfm2 lfm2_moe llama4_text longcat_flash mamba mamba2 mellum minicpm3 minimax "
-    "minimax_m2 ministral mixtral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 olmoe openai-gpt opt "
-    "pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss "
-    "smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlstm youtu"
+    "minimax_m2 ministral mixtral modernbert-decoder mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmoe openai-gpt "
+    "opt pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss "
+    "smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlstm youtu zamba2"
 ).split()
 MASKED = (
     "albert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert "
