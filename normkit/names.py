@@ -12,10 +12,13 @@ def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
 
     Raises:
         ValueError: if there is none; see `unknown`.
+        TypeError: if the name is no string.
 
     >>> pick({"layer": 1}, "layer", "norm")
     1
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a {kind} is chosen by its name, a string; got {name!r}")
     if name not in table:
         raise unknown(table, name, kind)
     return table[name]

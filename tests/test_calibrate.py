@@ -140,7 +140,7 @@ def test_bad_input_is_named_and_leaves_the_model_alone():
 @pytest.mark.parametrize("batches", [torch.ones(5, 6), "train", {"x": torch.ones(5, 6)}, nn.Linear(2, 2)])
 def test_one_batch_is_no_batches(batches):
     given = re.escape(describe(batches))
-    for transform in (calibrate, lambda model, batches: fit_norms(model, model, batches)):
+    for transform in (calibrate, lambda model, batches: fit_norms(model, chain("layer"), batches)):
         with pytest.raises(TypeError, match=rf"got one {given}\. Give a list of it, \[x\], or a loader"):
             transform(chain("un"), batches)
     with pytest.raises(ValueError, match="all its tokens were padding"):

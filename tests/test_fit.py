@@ -86,7 +86,7 @@ def test_bad_input_raises():
     with pytest.raises(ValueError, match="no batches"):
         fit_norms(convert(original, "un"), original, [])
     with pytest.raises(ValueError, match="no norm with running statistics"):
-        fit_norms(original, original, data)
+        fit_norms(model_of(1), original, data)
     with pytest.raises(ValueError, match="it has no 2"):
         fit_norms(convert(original, "un"), nn.Sequential(nn.Linear(DIM, DIM)), data)
     with pytest.raises(ValueError, match="no finite activations of real tokens at 2"):

@@ -380,10 +380,10 @@ def test_a_resumed_recorder_gives_the_same_rows():
 
 def test_values_out_of_range_are_rejected():
     for options, words in (
-        ({"every": 0}, "every must be at least 1; got 0"),
+        ({"every": 0}, "every must be a whole number of at least 1; got 0"),
         ({"quantities": ["nope"]}, "there is no quantity 'nope'; there are distance_mean"),
-        ({"alpha": 1.0}, "alpha must be at least 0 and below 1"),
-        ({"keep": 0}, "keep must be at least 1 row"),
+        ({"alpha": 1.0}, "alpha must be a number of at least 0 and below 1; got 1.0"),
+        ({"keep": 0}, "keep must be a whole number of at least 1; got 0"),
     ):
         with pytest.raises(ValueError, match=words), normkit.record(nn.LayerNorm(3), **options):
             pass
@@ -392,9 +392,9 @@ def test_values_out_of_range_are_rejected():
 def test_arguments_of_wrong_type_raise(tmp_path):
     for model, options, error, words in (
         ("m", {}, TypeError, r"record\(\) takes an nn\.Module; got str"),
-        (nn.LayerNorm(3), {"every": "5"}, TypeError, "every must be a whole number; got '5'"),
-        (nn.LayerNorm(3), {"every": True}, TypeError, "every must be a whole number; got True"),
-        (nn.LayerNorm(3), {"channel": 0.5}, TypeError, "channel must be a whole number; got 0.5"),
+        (nn.LayerNorm(3), {"every": "5"}, ValueError, "every must be a whole number of at least 1; got '5'"),
+        (nn.LayerNorm(3), {"every": True}, ValueError, "every must be a whole number of at least 1; got True"),
+        (nn.LayerNorm(3), {"channel": 0.5}, ValueError, "channel must be a whole number of at least 0; got 0.5"),
         (nn.LayerNorm(3), {"to": tmp_path / "no" / "x.csv"}, ValueError, "there is no folder .*no for x.csv; make it"),
         (nn.Linear(4, 4), {}, ValueError, "found no norm: classes seen: Linear"),
     ):

@@ -286,7 +286,7 @@ def test_a_path_for_rows_is_checked_first_and_stays(tmp_path, monkeypatch):
         pass
     with pytest.raises(ValueError, match="is no file of rows"), record(model, to="other.csv", start=1):
         pass
-    with pytest.raises(ValueError, match="start must be at least 0; got -1"), record(model, start=-1):
+    with pytest.raises(ValueError, match="start must be a whole number of at least 0; got -1"), record(model, start=-1):
         pass
     with record(model, every=1, to="rows.csv"):
         monkeypatch.chdir(tmp_path / "folder.csv")

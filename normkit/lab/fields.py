@@ -8,7 +8,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
-from normkit.norms._options import PLAIN, Allowed, is_int, is_number, plain, require
+from normkit.arguments import is_int, is_number, plain, require
+from normkit.norms._options import PLAIN, Allowed
 
 LARGEST = 2**62
 SINGLE = PLAIN | {

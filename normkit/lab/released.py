@@ -32,10 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from normkit.arguments import is_int, require
 from normkit.kernels import ops
 from normkit.norms import mabn, power, un
 from normkit.norms._base import Norm, Split
-from normkit.norms._options import Count, OldShare, Steps, Window, is_int, option_defaults, require
+from normkit.norms._options import Count, OldShare, Steps, Window, option_defaults
 from normkit.norms._stat_norm import StatNorm
 
 Gradients = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

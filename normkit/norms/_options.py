@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import numbers
 import operator
 import types
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, datacla
 
 from torch import nn
 
+from normkit.arguments import is_int, is_number, plain, require
 from normkit.names import unknown
 
 
@@ -18,29 +18,6 @@ class Allowed(NamedTuple):
 
     text: str
     test: Callable[[Any], bool]
-
-
-def require(ok: bool, name: str, value: object, allowed: str) -> None:
-    """Raise a ValueError with the given and the allowed value unless `ok`."""
-    if not ok:
-        raise ValueError(f"{name} must be {allowed}; got {value!r}")
-
-
-def is_int(value: object) -> bool:
-    """Return True for whole numbers; True and False are none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """Return True for numbers; True and False are none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def plain(value: Any) -> Any:
-    """Convert numbers of NumPy and other libraries to int or float, which a spec can hold."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 # Types of options. Whole numbers must fit a counter on the device, windows its

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from normkit.arguments import is_number, require
+
 
 class FixNorm(nn.Module):
     """Parametrization of an embedding by rows of length one, `E = W / ||w||`.
@@ -18,6 +20,7 @@ class FixNorm(nn.Module):
 
     def __init__(self, eps: float = 1e-12):
         super().__init__()
+        require(is_number(eps) and eps >= 0, "eps", eps, "a number of at least 0")
         self.eps = eps
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -49,6 +52,7 @@ def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.E
         raise ValueError("this embedding's weight is parametrized already; FixNorm goes on a plain nn.Embedding")
     if embedding.sparse or embedding.max_norm is not None:
         raise ValueError("FixNorm has dense gradients and rows of length one: no sparse=True, no max_norm")
+    require(init is None or (is_number(init) and init > 0), "init", init, "a number above 0 or None")
     if init is not None:
         nn.init.uniform_(embedding.weight, -init, init)
         if embedding.padding_idx is not None:

@@ -5,10 +5,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from normkit.arguments import require
 from normkit.kernels import ops
 from normkit.kernels.kernel_rule import NEVER, KernelRule
 from normkit.norms._base import Split
-from normkit.norms._options import OldShare, Steps, Warmup, require
+from normkit.norms._options import OldShare, Steps, Warmup
 from normkit.norms._stat_norm import Stat
 from normkit.norms._state import read_with
 from normkit.norms._warmup import WarmupNorm

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.arguments import require
 from normkit.kernels import reference, sync
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.norms._base import Norm, Split
-from normkit.norms._options import Count, OldShare, option, require
+from normkit.norms._options import Count, OldShare, option
 from normkit.norms._recompute import Records, snapshot
 from normkit.norms._state import usable
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from normkit.arguments import require, require_functions
+
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
@@ -30,6 +32,7 @@ def weight_norm(model: nn.Module, initialize: Callable[[], Any] | None = None, l
     >>> bool(weight_norm(model, lambda: model(x))(x).mean(0).abs().max() < 1e-5)
     True
     """
+    require_functions(initialize=initialize)
     found = _matching(model, layers, rows=True)
     before = {layer: copy.deepcopy(layer.state_dict()) for layer in found}
     for layer in found:
@@ -82,6 +85,7 @@ def fold_weights(model: nn.Module) -> nn.Module:
     >>> fold_weights(spectral_norm(nn.Sequential(nn.Linear(4, 3))))[0]
     Linear(in_features=4, out_features=3, bias=True)
     """
+    require(isinstance(model, nn.Module), "model", model, "an nn.Module")
     module: Any
     plain: dict[Any, Any] = {}  # of modules that share a matrix, the weight and what it came from
     for module in list(model.modules()):
@@ -98,6 +102,8 @@ def fold_weights(model: nn.Module) -> nn.Module:
 
 
 def _matching(model: nn.Module, layers: str, rows: bool) -> list[Any]:
+    require(isinstance(model, nn.Module), "model", model, "an nn.Module")
+    require(isinstance(layers, str), "layers", layers, "a pattern of names of layers, such as 'encoder.*'")
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, LAYERS)]
     named = [(name, module) for name, module in named if not parametrize.is_parametrized(module)]

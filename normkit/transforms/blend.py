@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from normkit.arguments import is_int, require
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
-from normkit.norms._options import is_int, require
 from normkit.norms._recompute import is_recomputed
 from normkit.transforms.checks import check_not_wrapped, copy_model
 from normkit.transforms.convert import chosen_sites, find, replace_all, replacement
@@ -236,7 +236,7 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
     blends = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Blend)}
     if not blends:
         raise ValueError(f"settle() found nothing that blends; the norms are {', '.join(find(model)) or 'none'}")
-    if early is False and (waiting := {name: m for name, m in blends.items() if not m.done}):
+    if not early and (waiting := {name: m for name, m in blends.items() if not m.done}):
         name, first = next(iter(waiting.items()))
         raise ValueError(
             f"{len(waiting)} of {len(blends)} blends are not done: {name} has made {int(first.step)} of {first.end} "

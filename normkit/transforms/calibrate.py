@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.arguments import is_int, require, require_functions
 from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
-from normkit.norms._options import is_int, require
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.invoke import call, check_batches, input_and_mask
 
@@ -57,6 +57,7 @@ def calibrate(
     """
     check_not_wrapped(model, "calibrate")
     check_not_meta(model, "calibrate")
+    require_functions(forward=forward, on_progress=on_progress)
     require(is_int(passes) and passes >= 1, "passes", passes, "a whole number of at least 1")
     check_batches(batches, "calibrate()")
     if passes > 1 and iter(batches) is batches:
@@ -102,7 +103,8 @@ def _measure(model, norms, batches, forward, index, on_progress) -> dict[StatNor
 
     def join(norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
         x, mask = input_and_mask(args, kwargs)
-        batch, count = ops.moments(norm.rest(x).double(), norm.check(x, mask), norm.center)
+        mask = norm.check(x, mask)
+        batch, count = ops.moments(norm.rest(x).double(), mask, norm.center)
         joint[norm] = sync.join(*joint[norm], batch, count, norm.center) if norm in joint else (batch, count)
         if index == 0:  # the norm then divides by the statistics of this batch
             norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))
@@ -122,7 +124,7 @@ def _measure(model, norms, batches, forward, index, on_progress) -> dict[StatNor
     for name, norm in norms.items():
         stat, count = joint[norm]
         if not count > 0:
-            raise ValueError(f"calibrate() found no statistics for {name}: all its tokens were padding")
+            raise ValueError(f"calibrate() found no statistics for {name}: all its tokens were padding or missing")
         if not stat.isfinite().all():
             raise ValueError(f"calibrate() found no statistics for {name}: its input was not finite")
     return {norm: stat for norm, (stat, _) in joint.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import normkit.transforms.openvino_executorch as openvino_executorch
-from normkit.norms._options import is_number, require
+from normkit.arguments import as_path, is_number, require, require_functions
 from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.transforms.extras import needs
 from normkit.transforms.fold.verify import error
@@ -109,16 +109,20 @@ def export(
     check_not_wrapped(model, "export")
     check_not_training(model, "export")
     check_not_meta(model, "export")
-    require(is_number(tolerance), "tolerance", tolerance, "a number")
-    path = Path(path)
+    require_functions(outputs=outputs)
+    require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")
+    path = as_path(path, "path")
     if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):
         raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
-    if not path.parent.is_dir():
-        raise ValueError(f"export() found no folder {path.parent} for {path.name}; make it first, or name another")
+    if not path.parent.is_dir() or path.is_dir():
+        what = "is a folder; name a file" if path.is_dir() else "is in no folder; make it first, or name another"
+        raise ValueError(f"export() writes a file, and {path} {what}")
     if int8 is not None and path.suffix == ".pt2":
         raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
     with torch.no_grad():
         expected = picked(example_call(model, *copied((example, kwexample)), "export", (example, kwexample)), outputs)
+    if not any(t.isfinite().any() for t in expected):
+        raise ValueError("export() cannot verify anything: no number of the model output is finite on the example")
     wrapped = TensorModel(copy_model(model), *copied((example, kwexample)), outputs).eval()
     shapes = batch_axis(wrapped.given) if dynamic else None
     settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
@@ -171,7 +175,8 @@ def picked(output: Any, outputs: Callable[[Any], Any] | None) -> tuple[Tensor, .
     """Return the tensors of an output that are exported; a ValueError if there are none."""
     found = tuple(tensors(output, outputs).values())
     if not found:
-        raise ValueError(f"export() found no tensor in the model output ({type(output).__name__}); pass outputs=")
+        where = f"the model output ({type(output).__name__})" if outputs is None else "what outputs= picks"
+        raise ValueError(f"export() found no tensor in {where}; pass outputs= that picks some")
     return found
 
 
@@ -214,7 +219,8 @@ def _write(model: TensorModel, path: Path, shapes: Any) -> Ran:
     if path.suffix == ".xml":
         return openvino_executorch.write_openvino(program, model.given, path)
     with torch.no_grad():
-        torch.export.save(program, path)
+        torch.export.save(program, buffer := io.BytesIO())  # to a file on a full disk, it ends the process
+        path.write_bytes(buffer.getbuffer())
         return operations_of(program), "torch.export", torch.export.load(path).module()(*model.given)
 
 

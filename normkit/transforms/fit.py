@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.arguments import require_functions
 from normkit.kernels import ops
 from normkit.norms import RepBN, StatNorm
 from normkit.transforms.calibrate import evaluating, restored_on_error
@@ -51,6 +52,9 @@ def fit_norms(
     for each in (model, like):
         check_not_wrapped(each, "fit_norms")
         check_not_meta(each, "fit_norms")
+    if model is like:
+        raise ValueError("fit_norms() got one model twice; pass the original as `like`, and convert a copy of it")
+    require_functions(forward=forward)
     check_batches(batches, "fit_norms()")
     if not (batches := list(batches)):
         raise ValueError("fit_norms() was given no batches")
@@ -75,6 +79,8 @@ def fit_norms(
             x, y = (torch.cat([t.flatten(0, -2) for t in each]).double() for each in zip(*rows, strict=True))
             if not (x.isfinite().all() and y.isfinite().all() and len(x)):
                 raise ValueError(f"fit_norms() found no finite activations of real tokens at {name}")
+            if x.shape != y.shape:
+                raise ValueError(f"fit_norms() takes the model that was converted as `like`; {name} differs in size")
             _solve(norms[name], x, y)
     return model
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from normkit.arguments import as_path
 from normkit.transforms.extras import needs
 from normkit.transforms.model_changes import KEY, apply_changes, write_changes
 from normkit.transforms.take_apart import GatedNorm
@@ -84,7 +85,7 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
         TypeError: If the model is not one of transformers.
         ValueError: If a blend is not settled, normkit cannot rebuild a module, or the folder holds other weights.
     """
-    folder = Path(folder)
+    folder = as_path(folder, "folder")
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         raise TypeError(
             f"save_pretrained() takes a model of transformers; got {type(model).__name__}. For others, save "
@@ -123,7 +124,7 @@ def load_pretrained(folder: Path | str) -> Any:
             weights, weights only as pickles, code of its own, or quantized weights; if transformers does not have
             the architecture.
     """
-    path = Path(folder)
+    path = as_path(folder, "folder")
     config = _config(path)
     variant = _only_variant(path)
     transformers = _transformers()

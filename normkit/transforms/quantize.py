@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from normkit.norms._options import require
+from normkit.arguments import require
 from normkit.transforms.invoke import arguments, describe, describe_call
 
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from normkit.arguments import require
 from normkit.norms import Norm
-from normkit.norms._options import require
 from normkit.norms._recompute import is_recomputed
+from normkit.transforms.checks import check_is_model
 from normkit.transforms.convert import find
 from normkit.transforms.invoke import input_and_mask
 from normkit.transforms.take_apart import GatedNorm, take_apart
@@ -38,6 +39,7 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         >>> with scale_loss(model) as scales:
         ...     loss = model(torch.randn(8, 4)).square().mean() + 0.1 * scales()
     """
+    check_is_model(model, "scale_loss")
     require(isinstance(sites, str), "sites", sites, "a pattern of names of norms, such as 'encoder.*'")
     found = {
         name: (norm, reading.channel_dim)

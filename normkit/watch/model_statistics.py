@@ -5,8 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from normkit.arguments import require
 from normkit.norms import StatNorm, SwitchableNorm
 from normkit.transforms.calibrate import evaluating
+from normkit.transforms.checks import check_is_model
 
 
 @torch.no_grad()
@@ -29,6 +31,8 @@ def train_eval_gap(model: nn.Module, loss: Callable[[], Tensor | float]) -> tupl
     >>> train < 1.01, evaluation > 50
     (True, True)
     """
+    check_is_model(model, "train_eval_gap")
+    require(callable(loss), "loss", loss, "a function without arguments that computes the loss")
     batch_norms = (StatNorm, SwitchableNorm, nn.modules.batchnorm._BatchNorm)
     before = {module: dict(module._buffers) for module in model.modules()}
     values = {id(t): t.clone() for buffers in before.values() for t in buffers.values() if t is not None}

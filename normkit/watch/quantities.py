@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normkit.arguments import require
 from normkit.watch.normality import p_normal
 from normkit.watch.row_names import current_name
 
@@ -194,8 +195,10 @@ def choose(names: str | Iterable[str] | None) -> dict[str, Quantity]:
     """
     cheap = [name for name, quantity in QUANTITIES.items() if not quantity.expensive]
     groups = {"default": cheap, "all": list(QUANTITIES)}
-    given = [names] if isinstance(names, str) else ["default"] if names is None else names
+    names = "default" if names is None else names
+    given = [names] if isinstance(names, str) else names if isinstance(names, Iterable) else []
     chosen = [each for name in given for each in groups.get(name, [current_name(name)])]
     if unknown := [name for name in chosen if name not in QUANTITIES]:
         raise ValueError(f"there is no quantity {unknown[0]!r}; there are {', '.join(QUANTITIES)}, default and all")
+    require(bool(chosen), "quantities", names, "names of quantities, default or all")
     return {name: QUANTITIES[name] for name in dict.fromkeys(chosen)}

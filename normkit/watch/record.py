@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import normkit.watch.graph_ops as graph_ops
+from normkit.arguments import is_int, is_number, require
 from normkit.kernels.sync import is_distributed
 from normkit.norms import Norm
-from normkit.norms._options import is_int
 from normkit.norms._recompute import is_recomputed
 from normkit.transforms.checks import check_is_model
 from normkit.transforms.invoke import input_and_mask
@@ -59,7 +59,7 @@ def record(
         The rows recorded so far.
 
     Raises:
-        TypeError: if `model` is no `nn.Module`, or a count is no whole number.
+        TypeError: if `model` is no `nn.Module`, or `to` neither path nor function.
         ValueError: for an unknown quantity, a value out of range, a model without norms or sharded by FSDP2, or a file
             `to` that has rows where `start` is 0.
 
@@ -295,17 +295,13 @@ class NormRecorder:
         return args[0] if args else next(iter(kwargs.values())), None
 
 
-def _check(model: nn.Module, alpha: float, **counts: object) -> None:
+def _check(model: nn.Module, alpha: float, **counts: int) -> None:
     """Check the arguments of a recorder."""
     check_is_model(model, "record")
     for option, number in counts.items():
-        if not is_int(number):
-            raise TypeError(f"{option} must be a whole number; got {number!r}")
         least = 1 if option == "every" else 0
-        if number < least:  # type: ignore[operator]
-            raise ValueError(f"{option} must be at least {least}; got {number}")
-    if not 0 <= alpha < 1:
-        raise ValueError(f"alpha must be at least 0 and below 1; got {alpha}")
+        require(is_int(number) and number >= least, option, number, f"a whole number of at least {least}")
+    require(is_number(alpha) and 0 <= alpha < 1, "alpha", alpha, "a number of at least 0 and below 1")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ValueError(
             "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can. Train without recording:"

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -43,6 +43,14 @@ class Series(NamedTuple):
         return max((value for value in self.values if math.isfinite(value)), default=math.nan)
 
 
+def checked_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield rows; a TypeError for anything else."""
+    for row in rows if isinstance(rows, Iterable) else [rows]:
+        if not isinstance(row, Row):
+            raise TypeError(f"a recording consists of rows, as normkit.record gives them; got {type(row).__name__}")
+        yield row
+
+
 class Recording:
     """Recorded values of a run, as series by quantity and site.
 
@@ -58,9 +66,7 @@ class Recording:
 
     def add(self, rows: Iterable[Row]) -> None:
         """Add rows, steps ascending."""
-        for row in rows:
-            if not isinstance(row, Row):
-                raise TypeError(f"a recording consists of rows, as normkit.record gives them; got {type(row).__name__}")
+        for row in checked_rows(rows):
             series = self.quantities.setdefault(row.quantity, {})
             if row.site not in series:
                 series[row.site] = Series(row.norm, [], [])
@@ -94,8 +100,6 @@ def as_recording(rows: Iterable[Row] | Recording) -> Recording:
         TypeError: for anything but rows.
         ValueError: without any row.
     """
-    if not isinstance(rows, Iterable | Recording):
-        raise TypeError(f"a recording consists of rows, as normkit.record gives them; got {type(rows).__name__}")
     found = rows if isinstance(rows, Recording) else Recording(rows)
     if not found.quantities:
         raise ValueError("there are no rows to judge; record some with normkit.record")

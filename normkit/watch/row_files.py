@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from normkit.arguments import as_path
 from normkit.files import open_regular, write_whole
-from normkit.watch.recording import Recording, Row
+from normkit.watch.recording import Recording, Row, checked_rows
 from normkit.watch.row_names import current_name
 
 FILE = "rows.csv"
@@ -18,7 +19,8 @@ HEAD = ",".join(Row._fields)
 class Appender:
     """Appends rows to a CSV file as whole lines, after a header if the file is new."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: str | Path):
+        path = as_path(path, "to")
         if path.suffix != ".csv":
             raise ValueError(f"a file that grows is a .csv; got {path.name}. Rows.save writes .parquet at the end")
         if not path.parent.is_dir():
@@ -87,7 +89,7 @@ def write(path: str | Path, rows: Iterable[Row]) -> None:
     Raises:
         ValueError: for another kind of file, or for Parquet without pyarrow.
     """
-    path = Path(path)
+    path, rows = as_path(path, "path"), checked_rows(rows)
     if path.suffix == ".csv":
         data = to_csv(rows).encode()
     elif path.suffix == ".parquet":
@@ -108,7 +110,7 @@ def read(path: str | Path) -> list[Row]:
     Raises:
         ValueError: if there is no such file, or it holds anything but rows; the message names it.
     """
-    path = Path(path)
+    path = as_path(path, "path")
     if path.is_dir():
         names = (FILE, "rows.parquet")
         inside = [path / name for name in names if (path / name).is_file()]
@@ -146,7 +148,7 @@ class RunReader:
         Raises:
             ValueError: if the file holds anything but rows; the message names it.
         """
-        path = Path(folder) / FILE
+        path = as_path(folder, "folder") / FILE
         try:
             with open_regular(path) as file:
                 position, before, found = self._read.get(path, (0, b"", Recording()))

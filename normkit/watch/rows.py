@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normkit.arguments import is_int, require
 from normkit.watch.recording import Row
 from normkit.watch.row_files import Appender, write
 
@@ -37,14 +38,13 @@ class Rows:
     """
 
     def __init__(self, keep: int = 200_000, to: Sink = None) -> None:
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1 row; got {keep}")
+        require(is_int(keep) and keep >= 1, "keep", keep, "a whole number of at least 1")
         self.keep = keep
         self.refresh: Callable[[], None] = lambda: None
         self._held: collections.deque[Row] = collections.deque(maxlen=keep)
         self._waiting: collections.deque[Waiting] = collections.deque()
         self._count = 0  # rows waiting
-        self._send = to if to is None or callable(to) else Appender(Path(to))
+        self._send = to if to is None or callable(to) else Appender(to)
 
     def add(self, new: Waiting) -> None:
         """Add numbers without waiting for the device."""

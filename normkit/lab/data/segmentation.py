@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.norms._options import is_number
+from normkit.arguments import is_number
 
 
 def filled(outline: Any, height: int, width: int) -> Tensor:

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from normkit.arguments import require
 from normkit.lab.fields import Checked, limited
-from normkit.norms._options import require
 
 Init = Literal["xavier", "small", "ds", "fixup", "t-fixup"]
 WIDEST = 2**20  # larger sizes exceed any memory, or never finish

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normkit.arguments import require
 from normkit.lab.models.blocks import Cache
 from normkit.lab.models.config import Model
-from normkit.norms._options import require
 
 
 class WeightDropLSTM(nn.LSTM):

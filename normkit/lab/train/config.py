@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Self
 
+from normkit.arguments import require
 from normkit.lab.tasks import TASKS, takers
 from normkit.lab.train.settings import (
     Architecture,
@@ -20,7 +21,6 @@ from normkit.lab.train.settings import (
     Schedule,
 )
 from normkit.norms import parse
-from normkit.norms._options import require
 
 __all__ = ["Images", "Run"]
 

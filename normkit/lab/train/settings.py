@@ -7,9 +7,9 @@ command line, `"lr"` in `run.json` and in studies. A function that needs one gro
 import dataclasses
 from typing import ClassVar, Literal
 
+from normkit.arguments import require
 from normkit.lab.fields import Checked, limited
 from normkit.lab.models.config import Model
-from normkit.norms._options import require
 from normkit.watch.quantities import choose
 
 

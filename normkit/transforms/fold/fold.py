@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from normkit.norms._options import is_number, require
+from normkit.arguments import is_number, require
 from normkit.transforms.fold.plan import FoldPlan
 from normkit.transforms.fold.progress import steps
 from normkit.transforms.fold.report import Report

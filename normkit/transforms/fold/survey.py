@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit.arguments import require_functions
 from normkit.norms import fold_weights
 from normkit.transforms.checks import (
     check_not_meta,
@@ -58,8 +59,9 @@ class Survey:
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
-        if (passed := tensors((args, kwargs))) and not any(t.numel() for t in passed.values()):
-            raise ValueError(f"{verb}() cannot verify anything on an empty example; pass a batch with rows")
+        require_functions(outputs=outputs)
+        if (passed := tensors((args, kwargs))) and not any(t.numel() and not t.is_meta for t in passed.values()):
+            raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.other = other
         self.model = self.double()
