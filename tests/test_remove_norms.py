@@ -137,6 +137,18 @@ def test_a_pretrained_model_loses_its_norms(pretrained, text, tmp_path):
         remove_norms(pretrained, tmp_path / "out", Removal(steps=5, text=str(text)), resume=True)
 
 
+@pytest.mark.parametrize("loss", ["outputs", "task"])
+def test_a_resumed_removal_goes_on_with_the_memory_that_it_stopped_with(loss, tmp_path):
+    train(CARRIED, tmp_path / "run")
+    settings = Removal(steps=4, loss=loss, lr=0.1)
+    remove_norms(tmp_path / "run", tmp_path / "whole", settings)
+    with pytest.raises(KeyboardInterrupt):
+        remove_norms(tmp_path / "run", tmp_path / "parts", settings, on_progress=lambda _, progress: progress.step == 2)
+    remove_norms(tmp_path / "run", tmp_path / "parts", settings, resume=True)
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+
+
 def test_an_interrupted_removal_resumes_to_the_same_weights(run, tmp_path):
     settings = Removal(steps=6, loss="task", lr=1e-3)
     remove_norms(run, tmp_path / "whole", settings)

@@ -35,6 +35,9 @@ class Outputs(NamedTuple):
     logits: bool
 
 
+Tensors = dict[str, Tensor]
+
+
 class Distillation(NamedTuple):
     """Loss of a model against a teacher: outputs and inner activations, without labels.
 
@@ -111,6 +114,7 @@ def fit(
     dropout: bool = False,
     frozen: bool = True,
     checkpoint: Path | None = None,
+    carried: tuple[Callable[[], Tensors], Callable[[Tensors], object]] = (dict, dict),
     every: int = 100,
     on_progress: Callable[[Progress], object] | None = None,
 ) -> None:
@@ -127,6 +131,7 @@ def fit(
         dropout: Train with the model's dropout.
         frozen: Keep the statistics of norms: they train as they will be at inference, and cannot drift.
         checkpoint: File to write every `every` steps and on interrupt; removed by the caller.
+        carried: Functions that return and restore the state that models carry from batch to batch, for the checkpoint.
         every: Steps between checkpoints.
         on_progress: Called at each step; if it returns True, training stops after writing the checkpoint.
 
@@ -145,7 +150,10 @@ def fit(
         lr=lr, betas=BETAS, fused=True,
     )  # fmt: skip
     warmup = min(100, steps // 10 + 1)
-    start = _resume(checkpoint, model, optimizer) if checkpoint is not None and checkpoint.exists() else 0
+    start = 0
+    if checkpoint is not None and checkpoint.exists():
+        start, state = _resume(checkpoint, model, optimizer)
+        carried[1](state)
     for step, batch in zip(range(start, steps), batches(start), strict=False):
         torch.manual_seed(step)  # for dropout, so that a resumed run is the same
         for group in optimizer.param_groups:
@@ -159,21 +167,22 @@ def fit(
         optimizer.step()
         stopped = on_progress is not None and on_progress(Progress("training", step + 1, steps, float(value.detach())))
         if checkpoint is not None and (stopped or (step + 1) % every == 0) and step + 1 < steps:
-            _save(checkpoint, model, optimizer, step + 1)
+            _save(checkpoint, model, optimizer, step + 1, carried[0]())
         if stopped:
             raise KeyboardInterrupt
     model.eval()
 
 
-def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    state = {f"model.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, carried: Tensors) -> None:
+    state = {f"carried.{name}": tensor.detach().contiguous().clone() for name, tensor in carried.items()}
+    state |= {f"model.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for index, values in optimizer.state_dict()["state"].items():
         state |= {f"optimizer.{index}.{key}": value.detach().clone() for key, value in values.items()}
     write_whole(path, safetensors.torch.save(state, metadata={"step": json.dumps(step)}))
 
 
-def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint into model and optimizer, and return its step."""
+def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, Tensors]:
+    """Load a checkpoint into model and optimizer, and return its step and the carried state."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             step = json.loads(file.metadata()["step"])
@@ -187,4 +196,4 @@ def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> i
             _, index, name = key.split(".")
             moments.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    return step
+    return step, {k.removeprefix("carried."): v for k, v in state.items() if k.startswith("carried.")}

@@ -6,7 +6,7 @@ A run of ours, or a Hugging Face folder with text.
 import copy
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from normkit.lab.train.distill import Outputs, distance, pooled
 from normkit.lab.train.embedding_rows import scale_rows
 from normkit.lab.train.fold_run import fold_run, with_norms
 from normkit.lab.train.folder import Loaded, load, save
+from normkit.lab.train.language import Language
 from normkit.lab.train.source import open_task
 from normkit.norms import Norm
 from normkit.transforms import Report, fold, load_pretrained, save_pretrained
@@ -51,10 +52,29 @@ class RemovableRun:
         """Return the model whose norms are replaced."""
         return self.model
 
-    def batches(self, start: int) -> Iterator[Any]:
-        """Yield training batches from a number on, other ones than training began with."""
+    def batches(self, start: int, fresh: bool = True) -> Iterator[Any]:
+        """Yield training batches from a number on, other ones than training began with.
+
+        A model that carries state begins without it, unless `fresh` is False.
+        """
         for number, batch in enumerate(self.task.batches(100_000 + start)):
-            yield batch if number else batch._replace(fresh=True)  # a model that carries state read something else
+            yield batch._replace(fresh=True) if fresh and not number else batch
+
+    def carried(self, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+        """Return the state that models carry into their next batches, for `carry`."""
+        states = [getattr(self.task, "carried", {}).get(model, {}) for model in models]
+        numbered = ((i, name, parts) for i, state in enumerate(states) for name, parts in state.items())
+        return {f"{i} {part} {name}": t for i, name, parts in numbered for part, t in enumerate(parts)}
+
+    def carry(self, models: Sequence[nn.Module], state: dict[str, Tensor]) -> None:
+        """Restore what `carried` returned."""
+        found: list[dict[str, dict[int, Tensor]]] = [{} for _ in models]
+        for key, tensor in state.items():
+            number, part, name = key.split(" ", 2)
+            found[int(number)].setdefault(name, {})[int(part)] = tensor
+        for model, parts in zip(models, found, strict=True):
+            if isinstance(self.task, Language):
+                self.task.carried[model] = {name: tuple(t for _, t in sorted(p.items())) for name, p in parts.items()}
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the logits."""
@@ -139,8 +159,11 @@ class RemovableText:
         found = self.tokenizer(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
         return {key: found[key] for key in ("input_ids", "attention_mask")}
 
-    def batches(self, start: int) -> Iterator[dict[str, Tensor]]:
-        """Yield batches without end from a number on; texts of a batch have similar lengths."""
+    def batches(self, start: int, fresh: bool = True) -> Iterator[dict[str, Tensor]]:
+        """Yield batches without end from a number on; texts of a batch have similar lengths.
+
+        `fresh` is for models that carry state, which these do not.
+        """
         rows = TOGETHER * BATCH
         blocks, block, skip = len(self.train) // rows, start // TOGETHER, start % TOGETHER
         while True:
@@ -149,6 +172,13 @@ class RemovableText:
             order = random.Random(block).sample(range(TOGETHER), TOGETHER)
             yield from (self.encode(texts[i * BATCH : (i + 1) * BATCH]) for i in order[skip:])
             block, skip = block + 1, 0
+
+    def carried(self, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+        """Return nothing: no model carries state."""
+        return {}
+
+    def carry(self, models: Sequence[nn.Module], state: dict[str, Tensor]) -> None:
+        """Restore nothing."""
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
         """Call the model."""

@@ -156,9 +156,11 @@ def remove_norms(
             loss: Any = Distillation(original, subject.outputs, sites)
             if isinstance(subject, RemovableRun) and settings.loss == "task":
                 loss = subject.loss
+            begin, models = FITTED + settings.seed * 7919, (model, original)
             fit(
-                model, loss, lambda start: subject.batches(FITTED + settings.seed * 7919 + start), steps=settings.steps,
-                lr=lr, dropout=settings.loss == "task", frozen=settings.frozen, checkpoint=_checkpoint(state, stage),
+                model, loss, lambda start: subject.batches(begin + start, fresh=not start), steps=settings.steps, lr=lr,
+                dropout=settings.loss == "task", frozen=settings.frozen, checkpoint=_checkpoint(state, stage),
+                carried=(lambda: subject.carried(models), lambda tensors: subject.carry(models, tensors)),
                 on_progress=on_progress and functools.partial(on_progress, stage),
             )  # fmt: skip
 
