@@ -4,9 +4,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from normkit.arguments import require
 from normkit.kernels import ops, reference
 from normkit.norms._base import RowNorm
-from normkit.norms._options import Count, option, require
+from normkit.norms._options import Count, option
 
 
 class RMSNorm(RowNorm):
