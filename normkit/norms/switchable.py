@@ -58,7 +58,7 @@ class SwitchableNorm(Norm):
         if x.numel() == 0:  # with gradients of zeros
             y = reference.affine(x, self.weight, self.bias) + 0 * (self.mean_logits + self.var_logits).sum()
             return y.to(x.dtype)
-        shape = (len(x) if x.dim() > 1 else 1, -1)
+        shape = (x.shape[0] if x.dim() > 1 else 1, -1)  # `len` would fix the batch in an export
         wide = x.to(torch.promote_types(x.dtype, self.running.dtype)).reshape(*shape, self.dim)
         keep = None if mask is None else mask.reshape(*shape, 1)
         if self.over == "token":
