@@ -130,7 +130,12 @@ def _transformers(kind: str, mapping: str, pictures: bool = False) -> nn.Module:
     name = name if isinstance(name, str | None) else name[0]
     config = _configuration(kind, PICTURES if pictures else set())
     torch.manual_seed(0)
-    return randomize(getattr(transformers, name or CLASSES[kind])(config)).eval()
+    model = getattr(transformers, name or CLASSES[kind])(config)
+    for place, module in model.named_modules() if kind == "nanochat" else ():
+        if type(module).__name__ == "NanoChatRMSNorm":  # it has no weight, so it does not store its size
+            heads = config.num_attention_heads if place.endswith(("q_norm", "k_norm")) else 1
+            module.normalized_shape = (config.hidden_size // heads,)
+    return randomize(model).eval()
 
 
 def _given(*shape: int) -> Tensor:

@@ -64,6 +64,7 @@ A model without a number could not be folded, and the last column has the error.
 `fold` keeps norms that a weight may read which the example does not use: one of five in DINOv2, for its mask token.
 With an example that uses the weight they fold. Models with experts get 16 rows here, which reach all experts of all
 models but LongCat-Flash. BiT computes the weights of its convolutions in each forward, so that no norm folds into them.
+NanoChat's norms have no weight, so `normalized_shape = (channels,)` was set on each of them before the conversion.
 
 In diffusion Transformers a norm's output is multiplied by `1 + scale`, and a shift is added, both computed from the
 time step. The gain of a frozen norm folds into what reads the sum and into the layer that computes the shift. One
