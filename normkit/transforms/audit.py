@@ -25,7 +25,7 @@ def audit(
 
     Args:
         model: The model, in evaluation mode.
-        *example: The arguments of a call of the model.
+        *example: The arguments of a call of the model, or one batch of a loader that is a mapping of keywords.
         outputs: Picks what you use of the model's output, such as `lambda out: out.logits`, as in `fold`.
         untie: Give an output layer that is tied to an embedding a copy of its own first.
         other_shapes: Also try other lengths and sizes, not only another batch.

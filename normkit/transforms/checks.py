@@ -3,6 +3,7 @@
 import copy
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from normkit.norms import StatNorm
@@ -56,8 +57,11 @@ def check_not_quantized(model: nn.Module, verb: str) -> None:
 
 
 def check_not_meta(model: nn.Module, verb: str) -> None:
-    """Raise a ValueError for parameters or buffers on the meta device, without values."""
-    if names := [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]:
+    """Raise a ValueError for tensors without values, on the meta device or of lazy modules."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if lazy := [name for name, t in tensors if is_lazy(t)]:
+        raise ValueError(f"{verb}() takes a model with values; {lazy[0]} has no shape yet. Call the model once before")
+    if names := [name for name, t in tensors if t.is_meta]:
         raise ValueError(
             f"{verb}() runs the model, and {len(names)} of its tensors are on the meta device, without values "
             f"({names[0]}). Load the weights first: model.load_state_dict(state, assign=True)"

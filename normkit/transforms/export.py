@@ -22,7 +22,7 @@ from normkit.arguments import as_path, is_number, require, require_functions
 from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.transforms.extras import needs
 from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import copied, example_call, tensors
+from normkit.transforms.invoke import copied, example_call, tensors, unpacked
 from normkit.transforms.openvino_executorch import Ran
 from normkit.transforms.quantize import Int8, calibration, quantize_onnx
 
@@ -82,7 +82,7 @@ def export(
         model: The model, in evaluation mode.
         path: File to write. The suffix selects the format: `.onnx` (runs in onnxruntime), `.pt2` (`torch.export`),
             `.xml` (OpenVINO) or `.pte` (ExecuTorch for XNNPACK; its shapes are fixed).
-        *example: Arguments of a call of the model; with `dynamic`, of at least two samples.
+        *example: Arguments of a call of the model; with `dynamic`, of at least two samples. Or one mapping of keywords.
         outputs: Picks what to export of the output, such as `lambda out: out.logits`. By default all tensors.
         dynamic: Leave the first axis of every input, the batch, open.
         tolerance: Largest accepted error of the float model, relative to the largest output.
@@ -119,6 +119,7 @@ def export(
         raise ValueError(f"export() writes a file, and {path} {what}")
     if int8 is not None and path.suffix == ".pt2":
         raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
+    example, kwexample = unpacked(model, example, kwexample)
     with torch.no_grad():
         expected = picked(example_call(model, *copied((example, kwexample)), "export", (example, kwexample)), outputs)
     if not any(t.isfinite().any() for t in expected):

@@ -46,6 +46,15 @@ def arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
 
 
+def unpacked(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments of an example; one mapping holds keywords if the forward has them."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        with contextlib.suppress(TypeError):  # the model takes a mapping
+            inspect.signature(model.forward).bind(**args[0])
+            return arguments(args[0])
+    return args, kwargs
+
+
 def check_batches(batches: object, what: str) -> None:
     """Raise a TypeError for a single batch, each of whose rows would be used as a batch."""
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | str | bytes | Mapping):

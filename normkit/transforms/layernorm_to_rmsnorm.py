@@ -19,6 +19,7 @@ from normkit.transforms.fold.survey import TOLERANCE, Survey
 from normkit.transforms.fold.trace import ZERO, Product, Source, Trace
 
 
+@torch.inference_mode(False)  # the result may be trained
 def to_rms(
     model: nn.Module, *example: Any, outputs: Callable[[Any], Any] | None = None, untie: bool = False, **kwexample: Any
 ) -> tuple[nn.Module, Report]:
@@ -33,7 +34,7 @@ def to_rms(
 
     Args:
         model: The model, in evaluation mode.
-        *example: The arguments of a call of the model.
+        *example: The arguments of a call of the model, or one batch of a loader that is a mapping of keywords.
         outputs: Picks what you use of the model's output, such as `lambda out: out.logits`.
         untie: Give an output layer that is tied to an embedding a copy of its own first.
         **kwexample: The keyword arguments of the call.

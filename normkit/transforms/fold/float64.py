@@ -1,11 +1,12 @@
 """Run a model in float64, whatever types it asks for."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from normkit.transforms.fastpath import no_fast_path
@@ -60,6 +61,14 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options:
     return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weight.shape[2])])
 
 
+def circular(input: Tensor, pad: Sequence[int], mode: str = "circular", value: float | None = None) -> Tensor:
+    """Pad as `torch.nn.functional.pad`, by an index for each axis, which a trace follows."""
+    for axis, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
+        length = input.shape[-axis]
+        input = input.index_select(-axis, torch.arange(-before, length + after, device=input.device) % length)
+    return input
+
+
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # of PyTorch, and of transformers where PyTorch has none
 
 
@@ -75,6 +84,8 @@ class Double(TorchFunctionMode):
             args[0].isfinite()  # one that it sees
         if getattr(func, "__name__", "") in GROUPED and args[0].dtype == torch.float64:
             return grouped_mm(*args, **kwargs)
+        if func is F.pad and "circular" in (*args[2:3], kwargs.get("mode")):
+            return circular(*args, **kwargs)
         return func(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from normkit.arguments import is_number, require
@@ -16,6 +17,7 @@ from normkit.transforms.fold.survey import TOLERANCE, Survey
 from normkit.transforms.invoke import check_batches
 
 
+@torch.inference_mode(False)  # the result may be trained
 def fold(
     model: nn.Module,
     *example: Any,
@@ -44,7 +46,7 @@ def fold(
 
     Args:
         model: The model, in evaluation mode.
-        *example: The arguments of a call of the model.
+        *example: The arguments of a call of the model, or one batch of a loader that is a mapping of keywords.
         outputs: Picks what you use of the model's output, such as `lambda out: out.logits`. What you use cannot change,
             so a norm whose output it is stays.
         untie: Give an output layer that is tied to an embedding a copy of its own. Offline norms do not need it; it

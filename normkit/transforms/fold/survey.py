@@ -25,7 +25,7 @@ from normkit.transforms.fold.report import Outcome, Report
 from normkit.transforms.fold.trace import Product, Trace
 from normkit.transforms.fold.tracer import tracing
 from normkit.transforms.fold.verify import count_infinite, error
-from normkit.transforms.invoke import advice, arguments, arguments_left, copied, example_call, tensors
+from normkit.transforms.invoke import advice, arguments, arguments_left, copied, example_call, tensors, unpacked
 from normkit.transforms.model_changes import record_changes
 from normkit.transforms.take_apart import take_apart
 from normkit.transforms.third_party import read_eps
@@ -60,6 +60,7 @@ class Survey:
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
         require_functions(outputs=outputs)
+        args, kwargs = unpacked(model, args, kwargs)
         if (passed := tensors((args, kwargs))) and not any(t.numel() and not t.is_meta for t in passed.values()):
             raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
@@ -72,6 +73,7 @@ class Survey:
             reason = f"it saw {', '.join(self.unreadable)}" if self.unreadable else "a folded model has none"
             raise ValueError(f"{verb}() found no norm that it can read; {reason}")
         self.trace = Trace(self.model, found)
+        self.held = [*self.model.parameters(), *self.model.buffers()]  # also if replaced: a trace goes by their ids
         self.trace.entangled = shared_memory(model)
         self.given = args, kwargs
         self.trace.advice = lambda weights: advice(model, weights, *self.given)
@@ -138,6 +140,7 @@ class Survey:
         given = args, kwargs
         args, kwargs = widened(given)
         passed = tensors((args, kwargs))
+        state = {name: (t, t._version) for name, t in own_tensors(self.model)}
         with tracing(self.trace, self.model) as tracer:
             for path, tensor in passed.items():
                 if tensor.dtype.is_floating_point and tensor.dim() > 2:
@@ -150,8 +153,11 @@ class Survey:
         answer = {path: t.clone() for path, t in picked.items()}
         for path in picked:
             tracer.note_reader(picked[path], f"the model output ({path})" if path else "the model output")
+        now = dict(own_tensors(self.model))
+        for name in (name for name, (t, version) in state.items() if now.get(name) is not t or t._version != version):
+            self.trace.weight_consumers[name].add("its module, which changes it in forward")
         held = [*passed.values(), *([] if self.outputs else picked.values())]
-        known = {id(each) for t in held for each in (t, t._base)} | tracer.tables  # of a view, what it is a view of
+        known = {id(each) for t in held for each in (t, t._base)}  # of a view, what it is a view of
         if self.outputs:  # else the output may hold more than `tensors` finds
             del out, picked  # the last references to them but those of the model and of cycles
         if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
@@ -181,8 +187,7 @@ class Survey:
         for path, t in picked.items():
             if t.dtype.is_floating_point and (t.isnan().any() or (t.numel() and not t.isfinite().any())):
                 what = "no number is finite" if not t.isfinite().any() else "some numbers are NaN"
-                named = [*self.model.named_parameters(), *self.model.named_buffers()]
-                broken = [name for name, each in named if each.isnan().any() or (each == torch.inf).any()]
+                broken = [name for name, t in own_tensors(self.model) if t.isnan().any() or (t == torch.inf).any()]
                 hint = [f"{name} is not finite; load or compute it again" for name in broken]
                 raise ValueError(
                     f"{self.verb}() cannot verify anything on the example: {what} in the output"
@@ -222,7 +227,7 @@ class Survey:
 
         A RuntimeError if its weights overflow there.
         """
-        models, given = (changed, self.original), self.given
+        models, given = map(copy_model, (changed, self.original)), self.given  # a forward may write to buffers
         out, expected = (example_call(each, *copied(given), self.verb, given) for each in models)
         if count_infinite(out, self.outputs) > count_infinite(expected, self.outputs):
             raise RuntimeError(
@@ -262,10 +267,15 @@ def untie_embeddings(model: nn.Module) -> None:
             module.weight = copies.setdefault(id(weight), nn.Parameter(weight.detach().clone(), weight.requires_grad))
 
 
+def own_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a model, by name."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 def shared_memory(model: nn.Module) -> dict[str, str]:
     """Parameters that are different objects in the same memory, by name."""
     seen, found = dict[int, str](), dict[str, str]()
-    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+    for name, t in own_tensors(model):
         if t.numel() and (first := seen.setdefault(Trace.memory(t), name)) != name:
             found[name], found[first] = first, name
     return found

@@ -63,17 +63,16 @@ def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out
     if isinstance(a, Tensor) and isinstance(b, int | float) and b == 0 and tracer.shadow(a) is not None:
         tracer.shadows[out] = tracer.shadow(a)  # Python's sum() begins with 0
         return True
-    if kwargs.get("alpha", 1) != 1 or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
-    minus = packet in (aten.sub, aten.sub_)
-    if not minus and (_add_bias(tracer, a, b, out) or _add_bias(tracer, b, a, out)):
+    factor = float(kwargs.get("alpha", 1)) * (-1 if packet in (aten.sub, aten.sub_) else 1)
+    if factor == 1 and (_add_bias(tracer, a, b, out) or _add_bias(tracer, b, a, out)):
         return True
     shadows = [tracer.origins(t).expand(out.shape) for t in (a, b)]
     dim = next((axis for shadow in shadows if (axis := _channel_axis(shadow, out)) is not None), None)
     if dim is None:
         return False
-    factors = (1.0, -1.0 if minus else 1.0)
-    terms = [(channel_pairs(shadow, dim), factor) for shadow, factor in zip(shadows, factors, strict=True)]
+    terms = [(channel_pairs(shadow, dim), by) for shadow, by in zip(shadows, (1.0, factor), strict=True)]
     return _combine(tracer, [a, b], terms, out, dim)
 
 
@@ -135,6 +134,14 @@ def _index_put(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
         return False
     pairs = torch.cat([channel_pairs(before, -1), channel_pairs(written, -1)]).unique(dim=0)
     return _combine(tracer, [into, rows], [(pairs, 1.0)], out, -1)
+
+
+def _masked_scatter(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
+    """Rows written over whole rows where a mask is true, as those of an image over its tokens."""
+    into, mask, rows = args
+    if into.shape != out.shape or (mask.dim() and mask.shape[-1] > 1 and mask.stride(-1) != 0):
+        return False
+    return _index_put(tracer, packet, (into, [mask.expand(out.shape)[..., 0]], rows), {}, out)
 
 
 def _picked(tracer: "Tracer", packet: Any, args: tuple, out: Tensor) -> bool:
@@ -301,6 +308,7 @@ RULES: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys((aten.mean, aten.sum, *POSITIONS), _average),
     **dict.fromkeys((aten.index_add, aten.index_add_), _index_add),
     **dict.fromkeys((aten.index_put, aten.index_put_), _index_put),
+    **dict.fromkeys((aten.masked_scatter, aten.masked_scatter_), _masked_scatter),
     **dict.fromkeys((aten.where, aten.masked_fill), _masked),
     aten.as_strided_: _restride,
 }

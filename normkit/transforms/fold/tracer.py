@@ -32,13 +32,19 @@ MOVES = {  # operations that put elements elsewhere and compute nothing
     aten.stack, aten.roll, aten.flip, aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten.repeat, aten.index,
     aten.index_select, aten.gather, aten.unfold, aten.im2col, aten.pixel_unshuffle, aten.pixel_shuffle,
     aten.constant_pad_nd, aten._to_copy, aten.reflection_pad1d, aten.reflection_pad2d, aten.replication_pad1d,
-    aten.replication_pad2d, aten.reflection_pad3d, aten.replication_pad3d, aten.channel_shuffle,
+    aten.replication_pad2d, aten.reflection_pad3d, aten.replication_pad3d, aten.channel_shuffle, aten.slice_scatter,
+    aten.select_scatter,
 }  # fmt: skip
 SAME_ELEMENTS = {aten.clone, aten.alias, aten.detach, aten.lift_fresh, aten._to_copy}
 SHAPES_ONLY = {  # operations that read a tensor's shape and type, not its numbers
     aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_empty,
     aten.new_full, aten.rand_like, aten.randn_like, aten.is_same_size, aten.sym_size, aten.sym_numel, aten.sym_stride,
 }  # fmt: skip
+SIMPLER = {  # operations in terms of those that have a rule
+    aten.neg: lambda x: x * -1,
+    aten.lerp: lambda x, end, weight: x + (end - x) * weight,
+    aten.addcmul: lambda x, a, b, value=1: x + a * b * value,
+}
 ZEROS = {aten.zeros, aten.zeros_like, aten.new_zeros}
 
 
@@ -51,7 +57,7 @@ class Tracer(TorchDispatchMode):
         self.shadows: Any = WeakIdKeyDictionary()
         self.stack: list[str] = []
         self.inside_norm = 0
-        tensors = (t for t in [*model.parameters(), *model.buffers()] if t.numel())
+        tensors = (t for t in [*model.parameters(), *model.buffers()] if id(t) in trace.names and t.numel())
         self.storages = {Trace.memory(t): trace.names[id(t)] for t in tensors}
         self.tables = self._tables(model)
 
@@ -125,6 +131,9 @@ class Tracer(TorchDispatchMode):
     @on_cpu()
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket in SIMPLER and "out" not in kwargs:
+            with self:
+                return SIMPLER[func.overloadpacket](*args, **kwargs)
         if func.overloadpacket is aten.as_strided_:
             self.stride_before = args[0].stride()
         out = func(*args, **kwargs)
@@ -233,7 +242,7 @@ class Tracer(TorchDispatchMode):
             looked_up = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
             if not looked_up and not isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.MultiheadAttention):
                 tensors += [*module._parameters.values(), *module._buffers.values()]
-        dense = (t for t in tensors if t is not None and t.layout is torch.strided)
+        dense = (t for t in tensors if id(t) in self.trace.names and t.layout is torch.strided)
         return {id(t) for t in dense if t.dtype.is_floating_point and 1 < t.numel() <= 1 << 20}
 
 

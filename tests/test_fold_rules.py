@@ -1,0 +1,62 @@
+"""Operations that pass coordinates: multiples, interpolation, rows in the place of others."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fold_cases import DIM, both_agree_on
+from torch import Tensor, nn
+
+from normkit.norms import make
+
+
+class Passed(nn.Module):
+    """A layer that reads `how(norm's output, another layer's output, input)`."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.norm, self.beside, self.last, self.how = make("batch", DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.how(self.norm(torch.tanh(x)), self.beside(x), x))
+
+
+HOW = {
+    "neg": lambda y, z, x: -y,
+    "add with a factor": lambda y, z, x: torch.add(z, y, alpha=2),
+    "sub with a factor": lambda y, z, x: torch.sub(z, y, alpha=3),
+    "lerp": lambda y, z, x: y.lerp(z, 0.3),
+    "addcmul": lambda y, z, x: torch.addcmul(y, z, torch.sigmoid(x), value=2),
+    "slice_scatter": lambda y, z, x: y.slice_scatter(z[:, :2], 1, 0, 2),
+    "select_scatter": lambda y, z, x: y.select_scatter(z[:, 1], 1, 0),
+    "masked_scatter": lambda y, z, x: y.masked_scatter((x[..., :1] > 1).expand_as(y), z),
+    "masked_scatter, one column": lambda y, z, x: y.masked_scatter(x[..., :1] > 1, z),
+    "circular": lambda y, z, x: F.pad(y.mT, (1, 2), "circular").mT,
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_operations_that_pass_coordinates(name):
+    x = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(0)).clamp(max=0.9)  # masks nothing
+    both_agree_on(Passed(HOW[name]), (x,), (torch.randn(3, 7, DIM),), "folded")
+
+
+@pytest.mark.parametrize("width", [DIM, 1])
+def test_elements_of_any_row_written_over_a_norm_keep_it(width):
+    masks = {DIM: lambda y, z, x: y.masked_scatter(x > 1, z), 1: lambda y, z, x: y.masked_scatter(x[0, 0] > 1, z)}
+    both_agree_on(Passed(masks[width]), (torch.zeros(2, 5, DIM),), (torch.randn(3, 7, DIM),), "multiply-add")
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_convolution_with_circular_padding_takes_the_shift_too(dims):
+    class Picture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = make("batch", 3)
+            self.convolution = getattr(nn, f"Conv{dims}d")(3, 2, 3, padding=1, padding_mode="circular")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.convolution(self.norm(torch.tanh(x).movedim(1, -1)).movedim(-1, 1))
+
+    both_agree_on(Picture(), (torch.randn(2, 3, *[5] * dims),), (torch.randn(1, 3, *[4] * dims),), "folded")
