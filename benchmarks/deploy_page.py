@@ -1,7 +1,6 @@
 """Tables of benchmarks/results/deploy-*.json for docs/ and README."""
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 from deploy import RUNTIMES
 from deploy_models import MODELS, NORMS
 
+from normkit.lab.report import markdown
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PLACE = re.compile(r"(<!-- measured: deploy -->\n).*?(<!-- /measured -->)", re.DOTALL)
 SHORTEST = 5  # ms; shorter calls scatter too much for the headline
 HEADLINE = ("float32", "int8", "cosine in int8, LayerNorm", "cosine in int8, folded")
 INFERENCE = """# Inference, folded
@@ -84,7 +84,7 @@ def cpu(where: dict[str, Any]) -> str:
 
 def headline(folder: Path = RESULTS) -> str:
     """Times of the folded model relative to LayerNorm in onnxruntime, batch 1."""
-    lines = [f"| model | {' | '.join(HEADLINE)} |", f"|---{'|---' * len(HEADLINE)}|"]
+    lines = []
     in_onnx = [result for result in results(folder) if result["rows"][0]["runtime"] == "onnxruntime"]
     shown = [r for r in in_onnx if r["rows"][0]["batch"] == 1 and r["rows"][0]["ms"] >= SHORTEST]
     for result in shown:
@@ -95,12 +95,12 @@ def headline(folder: Path = RESULTS) -> str:
         cells += [span(row, "to_best") for row in best]
         fastest, *slower = (f"{row['cosine']:.4f}" for row in sorted(layer, key=lambda row: not row["is_best"]))
         cells += [f"{fastest} ({', '.join(slower)})", *(f"{row['cosine']:.4f}" for row in best)]
-        lines.append(f"| {MODELS[rows[0]['model']][0]} | {' | '.join(cells)} |")
+        lines.append([MODELS[rows[0]["model"]][0], *cells])
     where, n = shown[0]["where"], shown[0]["rows"][0]["n"]
     commits = ", ".join(dict.fromkeys(result["where"]["commit"][:7] for result in shown))
     names = ", ".join(f"`{result['rows'][0]['model']}`" for result in shown)
     return "\n".join([
-        *lines, "",
+        markdown.table(["model", *HEADLINE], lines), "",
         (f"Time with `un` folded relative to LayerNorm in onnxruntime, batch 1, one pinned thread of an {cpu(where)}, "
         f"n = {n} rounds by turns,\nmedian (20th to 80th percentile), commit {commits}. Int8 by the faster of two "
         "schemes, with the cosine to float32; in brackets LayerNorm in the\nslower one. Only MiniLM's weights are "
@@ -112,9 +112,9 @@ def headline(folder: Path = RESULTS) -> str:
     ])  # fmt: skip
 
 
-def table(rows: Iterable[dict[str, Any]]) -> list[str]:
+def table(rows: Iterable[dict[str, Any]]) -> str:
     """All variants of one model in one runtime."""
-    lines = ["| precision | norm | ms | alike | best | cosine | MB file, peak | operations | Q, DQ |", "|---" * 9 + "|"]
+    lines = []
     for row in rows:
         kind = f"{row['precision']} {row['recipe']}".strip()
         ratios = [span(row, key) for key in ("to_same", "to_best")]
@@ -122,10 +122,11 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
         memory = f"{row['file_mb']:.1f}, {row['memory_mb'] or float('nan'):.0f}" if "file_mb" in row else ""
         in_onnx = row["precision"] == "int8" and row["runtime"] == "onnxruntime"
         pairs = f"{row['quantize']}, {row['dequantize']}" if in_onnx else ""
-        cells = [kind, NORMS[row["norm"]], f"{row['ms']:.2f}", *ratios, cosine, memory, str(row.get("operations", "")),
-                 pairs]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        ms = f"{row['ms']:.2f}"
+        lines.append([kind, NORMS[row["norm"]], ms, *ratios, cosine, memory, row.get("operations", ""), pairs])
+    return markdown.table(
+        ["precision", "norm", "ms", "alike", "best", "cosine", "MB file, peak", "operations", "Q, DQ"], lines
+    )
 
 
 def overview(found: list[dict[str, Any]]) -> str:
@@ -139,11 +140,9 @@ def overview(found: list[dict[str, Any]]) -> str:
         ratios = [best.get(precision, "-") for precision in precisions]
         cells.setdefault((first["model"], first["batch"]), {})[first["runtime"]] = "; ".join(ratios)
     runtimes = [name for name in RUNTIMES if any(name in row for row in cells.values())]
-    lines = [f"| model | batch | {' | '.join(runtimes)} |", f"|---|---{'|---' * len(runtimes)}|"]
-    for (model, batch), row in cells.items():
-        values = [row.get(name, "-") for name in runtimes]
-        lines.append(f"| {MODELS[model][0]} | {batch} | {' | '.join(values)} |")
-    return "\n".join(lines)
+    lines = [[MODELS[model][0], batch, *(row.get(name, "-") for name in runtimes)]
+             for (model, batch), row in cells.items()]  # fmt: skip
+    return markdown.table(["model", "batch", *runtimes], lines)
 
 
 def inference(folder: Path = RESULTS) -> str:
@@ -158,7 +157,7 @@ def inference(folder: Path = RESULTS) -> str:
             notes = {NORMS[row["norm"]]: row["note"] for row in rows if row.get("note")}
             parts += [f"{name}: {note}." for name, note in notes.items()] + ([""] if notes else [])
         seen = title
-        parts += [f"**{first['runtime']}, batch {first['batch']}**", "", *table(rows), ""]
+        parts += [f"**{first['runtime']}, batch {first['batch']}**", "", table(rows), ""]
         device = f"{first['n']} rounds, one thread of an {cpu(where)}, torch {where['torch']}"
         noise = f"a variant to itself {first['noise']:.3f}"
         parts += [f"{device}; {noise}; commit {where['commit'][:7]}: `{result['command']}`", ""]
@@ -169,5 +168,5 @@ def write_pages(folder: Path = RESULTS) -> None:
     """Write docs/inference.md and the marked parts of docs/deploying.md and README.md."""
     (ROOT / "docs" / "inference.md").write_text(inference(folder), encoding="utf8")
     for page in (ROOT / "docs" / "deploying.md", ROOT / "README.md"):
-        text = page.read_text(encoding="utf8")
-        page.write_text(PLACE.sub(lambda match: f"{match[1]}{headline(folder)}\n{match[2]}", text), encoding="utf8")
+        made = {"deploy": headline(folder)}
+        page.write_text(markdown.fill(page.read_text(encoding="utf8"), made.get), encoding="utf8")

@@ -10,29 +10,21 @@ writes the table of docs/detection.md from result files.
 """
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 
 import torch
 
 from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.train.detection import Detection
+from normkit.lab.report import markdown
 from normkit.lab.train.environment import environment
 from normkit.lab.train.fold_run import fold_run
-from normkit.lab.train.folder import Loaded, load
+from normkit.lab.train.folder import load
 from normkit.lab.train.pairs import spread
-from normkit.lab.train.source import source
+from normkit.lab.train.source import open_task
 
 COLORS = ["#ff3b30", "#34c759", "#0a84ff", "#ffd60a", "#bf5af2", "#ff9f0a", "#64d2ff", "#ff375f"]
 HEIGHT = 230  # of a scene in the picture
-
-
-def task_of(loaded: Loaded) -> Detection:
-    """The task of a run, with its data."""
-    return Detection(
-        dataclasses.replace(loaded.run, weights=""), loaded.model, source(loaded.run, lambda stage: None)()
-    )
 
 
 def folded(folders: list[Path]) -> dict[str, object]:
@@ -48,8 +40,8 @@ def folded(folders: list[Path]) -> dict[str, object]:
                 "norms": len(report),
                 "outcomes": {action: report.count(action) for action in sorted({row.action for row in report})},
                 "max_error": report.max_error,
-                "before": task_of(loaded).score_test(),
-                "after": task_of(after).score_test(),
+                "before": open_task(loaded).score_test(),
+                "after": open_task(after).score_test(),
             }
         )
         print(table(rows[-1:]))
@@ -66,14 +58,15 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-HEAD = """\
-| norm | box AP | AP50 | AP75 | mask AP | AP50 | AP75 | AP calibrated | loss, first 20 steps | last 20 | test |
-|---|---|---|---|---|---|---|---|---|---|---|"""
+HEAD = (
+    "norm", "box AP", "AP50", "AP75", "mask AP", "AP50", "AP75", "AP calibrated", "loss, first 20 steps", "last 20",
+    "test",
+)  # fmt: skip
 
 
 def results(folders: list[Path]) -> str:
     """The table of trained runs, a line a result file."""
-    lines = [HEAD]
+    lines = []
     for folder in folders:
         result = json.loads((folder / "result.json").read_text())
         running, again = result["scores"]["running"], result["scores"].get("calibrated")
@@ -82,9 +75,8 @@ def results(folders: list[Path]) -> str:
         last = result["curve"][-1]["step"]
         parts = [[p["train_loss"] for p in result["curve"] if low < p["step"] <= low + 20] for low in (0, last - 20)]
         ends = [f"{sum(part) / len(part):.2f}" for part in parts]
-        cells = [result["run"]["model"]["norm"], *scores, counted, *ends, f"{running['loss']:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([result["run"]["model"]["norm"], *scores, counted, *ends, f"{running['loss']:.2f}"])
+    return markdown.table(HEAD, lines)
 
 
 @torch.no_grad()
@@ -94,7 +86,7 @@ def picture(folder: Path, count: int, out: Path) -> None:
     from PIL import Image
     from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-    task = task_of(load(folder))
+    task = open_task(load(folder))
     test, columns = task.data.test, []
     for at in spread(len(test), count):
         scene, pixels = test.scenes[at], test.image(at)

@@ -16,11 +16,11 @@ import torch
 
 from normkit.files import write_whole
 from normkit.lab.report import results
-from normkit.lab.tasks import TASKS
 from normkit.lab.train.calibrate_run import calibrate_run
 from normkit.lab.train.environment import environment
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.folder import Loaded, load
+from normkit.lab.train.source import open_task
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -37,8 +37,7 @@ def obstacle(folder: Path) -> str:
 
 def translated(loaded: Loaded) -> tuple[float, list[str]]:
     """Return BLEU of the test split by beam search, and the translations."""
-    run, spec = loaded.run, TASKS[loaded.run.task]
-    task = spec.load("module")(run, loaded.model.eval(), spec.load("data")(run, lambda stage: None)())
+    task = open_task(loaded)
     task.kind = "beam"
     return task.rate(task.decode_all(task.beam))["bleu"], task.outputs["beam"]
 

@@ -20,6 +20,7 @@ from deploy_models import make, used, with_random_statistics
 from torch import nn
 
 from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.lab.report import markdown
 from normkit.lab.timing import measure
 from normkit.lab.train.environment import environment
 from normkit.transforms import fold
@@ -27,7 +28,6 @@ from normkit.transforms import fold
 ROOT = Path(__file__).parents[1]
 RESULT, PAGE = ROOT / "benchmarks" / "results" / "folding.json", ROOT / "docs" / "guides" / "folding.md"
 MODELS = {"vit": "ViT-S/16", "resnet": "ResNet-18", "swin": "Swin-T", "bert": "BERT-base", "gpt2": "GPT-2 small"}
-MARKS = "<!-- measured: folding -->", "<!-- /measured -->"
 
 
 def model_and_example(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -80,17 +80,15 @@ def timed(name: str, rounds: int) -> dict[str, Any]:
 
 def table(result: dict) -> str:
     """The table of docs/guides/folding.md."""
-    head = ("model", "norms gone", "a forward, ms", "`fold`, s", "in forwards", "20 forwards + 2 s")
-    lines = [head, ("---",) * len(head)]
+    lines = []
     for row in result["rows"]:
         limit = f"{20 * row['forward_ms'] / 1000 + 2:.1f}"
         times = f"{row['forward_ms']:.0f}", f"{row['seconds']:.1f}", f"{row['forwards'][0]:.0f}", limit
         lines.append((MODELS[row["model"]], row["gone"], *times))
     where, rounds = result["where"], result["rows"][0]["n"]
     about = f"Median of {rounds} rounds on one thread of an {where['device']}; commit {where['commit'][:7]}."
-    return "\n".join(
-        [*(f"| {' | '.join(line)} |" for line in lines), "", about, "Command: `python benchmarks/folding.py`."]
-    )
+    head = ("model", "norms gone", "a forward, ms", "`fold`, s", "in forwards", "20 forwards + 2 s")
+    return "\n".join([markdown.table(head, lines), "", about, "Command: `python benchmarks/folding.py`."])
 
 
 def main() -> None:
@@ -105,9 +103,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     result = {"rows": rows, "where": environment("cpu")}
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
-    before, _, rest = PAGE.read_text(encoding="utf8").partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    PAGE.write_text(f"{before}{MARKS[0]}\n{table(result)}\n{MARKS[1]}{after}", encoding="utf8")
+    PAGE.write_text(markdown.fill(PAGE.read_text(encoding="utf8"), {"folding": table(result)}.get), encoding="utf8")
 
 
 if __name__ == "__main__":

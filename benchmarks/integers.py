@@ -14,7 +14,6 @@ benchmarks/results/integers-MODEL.json.
 import argparse
 import dataclasses
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,15 +27,15 @@ from torch import Tensor, nn
 
 from normkit.lab.data.vocab import PAD
 from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.tasks import TASKS
+from normkit.lab.report import markdown
 from normkit.lab.train.decode import greedy
 from normkit.lab.train.environment import environment
 from normkit.lab.train.pairs import spread
+from normkit.lab.train.source import open_task
 from normkit.transforms import Int8, export, fold
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PLACE = re.compile(r"(<!-- measured: integers -->\n).*?(<!-- /measured -->)", re.DOTALL)
 FOLDS: dict[str, dict[str, Any]] = {  # options of fold
     "folded": {},
     "folded, balance": {"balance": True},
@@ -118,8 +117,7 @@ def ours(name: str, weights: Path, decode: int) -> Study:
 
     loaded = {norm: load(weights / f"{name}-{norm}") for norm in ("layer", "un")}
     run = dataclasses.replace(loaded["layer"].run, test_items=2000)
-    spec = TASKS[run.task]
-    task = spec.load("module")(run, loaded["layer"].model, spec.load("data")(run, lambda stage: None)())
+    task = open_task(loaded["layer"]._replace(run=run))
     length = 32 if run.task == "g2p" else 48
     fits = [item for item in range(len(task._test)) if max(task._test.both[item]) <= length]
     kept = task._test.take(fits)
@@ -228,17 +226,20 @@ def table(folder: Path = RESULTS) -> str:
         rows = {(row["norms"], row["scope"], row["per_channel"]): row for row in result["rows"]}
         head = ["norms", "multiply-adds left", "spread", "float32"]
         head += [f"{text}, per {'channel' if per else 'tensor'}" for text in SCOPES.values() for per in (True, False)]
-        parts += [f"**{title}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        lines = []
         for norms in dict.fromkeys(row["norms"] for row in result["rows"]):
             first = rows[norms, "float32", True]
             wide = f"{first['spread']:,.{0 if first['spread'] >= 100 else 1}f}" if first["spread"] else ""
             left = "" if first["left"] == "all" else str(first["left"])
             cells = [_cell(rows.get((norms, *kind))) for kind in KINDS]
             names = {"layer": "LayerNorm", "un": "UN, not folded"}
-            parts.append(f"| {' | '.join([names.get(norms, f'UN {norms}'), left, wide, *cells])} |")
+            lines.append([names.get(norms, f"UN {norms}"), left, wide, *cells])
         where = result["where"]
         decoded = " decoded, for symbols all test items up to the exported length" if "symbols" in first else ""
         parts += [
+            f"**{title}**",
+            "",
+            markdown.table(head, lines),
             "",
             f"n = {first['n']:,}{decoded}; one {where['device']}, commit {where['commit'][:7]}; `{result['command']}`",
             "",
@@ -276,10 +277,10 @@ def main() -> None:
         more += "" if given.folds == list(FOLDS) else " --folds " + " ".join(map(repr, given.folds))
         study = STUDIES[name][1](given.weights, given.decode)
         measure(name, study, given.out / f"integers-{name}.json", given.folds, more)
-    page = ROOT / "docs" / "deploying.md"
     if given.show:
-        text = page.read_text(encoding="utf8")
-        page.write_text(PLACE.sub(lambda match: f"{match[1]}{table(given.out)}\n{match[2]}", text), encoding="utf8")
+        page = ROOT / "docs" / "deploying.md"
+        made = {"integers": table(given.out)}
+        page.write_text(markdown.fill(page.read_text(encoding="utf8"), made.get), encoding="utf8")
 
 
 if __name__ == "__main__":

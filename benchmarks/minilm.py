@@ -8,8 +8,7 @@ It is a BERT with 13 post-norm LayerNorms.
 Writes benchmarks/results/minilm.json: norms gone, errors, the largest factor of a weight, and the cosine between the
 embeddings of the original, the converted and the folded model. Nothing is trained, so that the converted model is worse
 than the original; folding must leave it as it is. `narrow` has the cosine between embeddings in float32 and in float16,
-and with the inputs of all products rounded to 8 bits per tensor (weights per channel), for folding whole, with a limit
-of the spread, and with a limit and balanced ranges.
+for folding whole, with a limit of the spread, and with a limit and balanced ranges.
 """
 
 import argparse
@@ -72,35 +71,8 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.cosine_similarity(a.double(), b.double()).mean())
 
 
-@torch.no_grad()
-def rounded(model: nn.Module, data: list[dict[str, Tensor]]) -> nn.Module:
-    """Round weights and inputs of linear layers to 8 bits, in a copy.
-
-    The ranges of inputs are measured on batches.
-    """
-    model = copy.deepcopy(model)
-    largest: dict[str, float] = {}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-    def measure(name: str):
-        return lambda _, args: largest.update({name: max(largest.get(name, 0.0), float(args[0].abs().max()))})
-
-    def narrow(step: float):
-        return lambda _, args: ((args[0] / step).round().clamp(-127, 127) * step,)
-
-    handles = [layer.register_forward_pre_hook(measure(name)) for name, layer in layers.items()]
-    embeddings(model, data)
-    for handle in handles:
-        handle.remove()
-    for name, layer in layers.items():
-        step = layer.weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-        layer.weight.copy_((layer.weight / step).round() * step)
-        layer.register_forward_pre_hook(narrow(largest[name] / 127))
-    return model
-
-
 def narrow(model: nn.Module, example: dict, data: list, test: list) -> dict[str, dict]:
-    """Fold with and without limits; the cosines that float16 and 8 bits leave."""
+    """Fold with and without limits of the spread; the cosine that float16 leaves."""
     ways = {"multiply-adds left": None, "whole": {}, "spread=16": {"spread": 16.0},
             "spread=16, balance": {"spread": 16.0, "balance": data[:4]}}  # fmt: skip
     found = {}
@@ -112,7 +84,6 @@ def narrow(model: nn.Module, example: dict, data: list, test: list) -> dict[str,
         plain = embeddings(folded, test)
         half = cosine(embeddings(copy.deepcopy(folded).half(), test), plain)
         row["float16"] = None if math.isnan(half) else half  # None: it overflows
-        row["8 bits"] = cosine(embeddings(rounded(folded, data[:4]), test), plain)
         found[way] = row
         print(way, row, flush=True)
     return found

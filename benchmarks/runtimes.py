@@ -18,6 +18,7 @@ import torch
 
 from normkit.lab.models.config import Model
 from normkit.lab.models.vit import TinyViT
+from normkit.lab.report import markdown
 from normkit.lab.train.environment import environment
 from normkit.norms import Norm, StatNorm
 from normkit.transforms import convert, export, fold
@@ -115,19 +116,20 @@ def measure() -> list[dict]:
 def page(result: dict) -> str:
     """Format docs/exporting.md from the result file."""
     rows = result["rows"]
-    lines = ["| file | norms | operations | of normalization | error |", "|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         left = ", ".join(f"{n} {op.removesuffix('.default')}" for op, n in row["normalizing"].items()) or "none"
         if row["outside"]:
             pieces = row["outside"]["executorch_call_delegate"]
             left += f"; XNNPACK took {pieces} pieces and left {row['operations'] - pieces} operations outside"
-        lines.append(f"| `.{row['file']}` ({row['runtime']}) | {row['norms']} | {row['operations']} | {left} | "
-                     f"{row['error']:.0e} |")  # fmt: skip
+        file = f"`.{row['file']}` ({row['runtime']})"
+        lines.append([file, row["norms"], row["operations"], left, f"{row['error']:.0e}"])
     missing = [name for suffix, name in RUNTIMES.items() if suffix not in {row["file"] for row in rows}]
     versions = f"normkit {result['where']['commit'][:7]}, torch {result['where']['torch']}"
     versions += f"; not installed: {', '.join(missing)}" if missing else ""
     norms = sum(isinstance(m, Norm) for m in models()["LayerNorm"].modules())
-    return PAGE.format(table="\n".join(lines), versions=versions, norms=norms)
+    head = ["file", "norms", "operations", "of normalization", "error"]
+    return PAGE.format(table=markdown.table(head, lines), versions=versions, norms=norms)
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ most during a call on a GPU, the model's weights and the pictures included (CPU:
 import argparse
 import contextlib
 import copy
-import csv
 import json
 import re
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from normkit.lab.models.config import Model
 from normkit.lab.models.detection import detector
 from normkit.lab.models.torchvision_ops import load_torchvision, torchvision_operators
+from normkit.lab.report import markdown
 from normkit.lab.timing import measure
 from normkit.lab.train.environment import environment
 from normkit.text import align
@@ -239,9 +239,6 @@ def table(rows: list[dict]) -> str:
     return "\n".join([align([HEAD, *map(cells, rows)]), "", *claims(rows)])
 
 
-BEGIN, END = "<!-- table 8 -->\n", "<!-- end of table 8 -->"
-
-
 def section(result: dict) -> str:
     """The part of docs/vision.md that a result file makes."""
     at, rows = result["where"], result["rows"]
@@ -250,37 +247,21 @@ def section(result: dict) -> str:
         f"{at['device']}, batch {first['batch']}, images of {first['size']}, {first['rounds']} rounds; normkit "
         f"`{(at['commit'] or 'unknown')[:9]}`{' with local changes' if at['dirty'] else ''}, torch {at['torch']}."
     )
-    lines = [
-        head,
-        "",
-        f"| {' | '.join(HEAD)} |",
-        f"|{'---|' * len(HEAD)}",
-        *(f"| {' | '.join(cells(row))} |" for row in rows),
-        "",
-        *(
-            f"- {line}"
-            for line in [*dict.fromkeys(f"{r['model']}: {r['note']}" for r in rows if r["note"]), *claims(rows)]
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    notes = [*dict.fromkeys(f"{r['model']}: {r['note']}" for r in rows if r["note"]), *claims(rows)]
+    return "\n".join([head, "", markdown.table(HEAD, map(cells, rows)), "", *(f"- {line}" for line in notes)])
 
 
 def put(page: Path, result: dict) -> None:
     """Write the section into the page, between its marks."""
-    text = page.read_text(encoding="utf8")
-    new = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{section(result)}{END}", text, flags=re.DOTALL)
-    page.write_text(new, encoding="utf8")
+    made = {"table-8": section(result)}
+    page.write_text(markdown.fill(page.read_text(encoding="utf8"), made.get), encoding="utf8")
 
 
 def write(result: dict, out: Path) -> Path:
-    """Write swin-DEVICE.json and .csv into a folder; the path of the first."""
+    """Write swin-DEVICE.json into a folder, and return its path."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"swin-{re.sub(r'[^a-z0-9]+', '-', result['where']['device'].lower()).strip('-')}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
-    with path.with_suffix(".csv").open("w", encoding="utf8", newline="") as file:
-        writer = csv.DictWriter(file, list(result["rows"][0]))
-        writer.writeheader()
-        writer.writerows(result["rows"])
     return path
 
 

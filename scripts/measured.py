@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from normkit.lab.report import markdown
 from normkit.lab.report.seeds import interval
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +25,6 @@ TABLES = ROOT / "results" / "studies" / "pocket" / "tables"
 FOLDED, CALIBRATED = (ROOT / "results" / f"folded-{name}.json" for name in ("multi30k", "calibrated"))
 BY_HAND = ("un", "power(groups=0)", "mabn")  # rows that README shows with warmup=auto instead
 KEPT = ("table.txt", "curves.png", "statistics.png", "*/result.json")
-PLACE = re.compile(r"<!-- measured: (\S+) -->\n.*?<!-- /measured -->", re.DOTALL)
 
 
 def keep(run: Path, folder: Path) -> None:
@@ -45,10 +45,7 @@ def demo() -> str:
     Error rates, norms left after folding, time against LayerNorm.
     """
     results = [json.loads(path.read_text(encoding="utf8")) for path in DEMO.glob("*/result.json")]
-    lines = [
-        "| norm | phonemes wrong | after folding | norms left, folded | time of inference, folded / LayerNorm |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for result in sorted(results, key=lambda result: result["scores"]["running"]["per"]):
         model, scores = result["run"]["model"], result["scores"]
         name = re.sub(r"(, )?warmup=[\w']+", "", model["norm"]).replace("()", "") + (
@@ -60,10 +57,12 @@ def demo() -> str:
         times = [f"{p['ratio']:.2f} ({p['low']:.2f} to {p['high']:.2f})" for p in pairs if p["b"] == "layer"]
         time = times[0] if times and folded else ""
         left = int(total) - int(gone)
-        lines.append(f"| `{name}` | {scores['running']['per']:.1f} % | {folded} | {left} of {total} | {time} |")
+        lines.append([f"`{name}`", f"{scores['running']['per']:.1f} %", folded, f"{left} of {total}", time])
     run, where = results[0]["run"], results[0]["where"]
     device = where["device"].replace("(R)", "")
-    lines += [
+    head = ["norm", "phonemes wrong", "after folding", "norms left, folded"]
+    return "\n".join([
+        markdown.table([*head, "time of inference, folded / LayerNorm"], lines),
         "",
         *textwrap.wrap(
             f"Spelling to sound (CMUdict), a Transformer with 0.4 M parameters, {run['steps']:,} steps, 2,000 "
@@ -74,8 +73,7 @@ def demo() -> str:
             "20th to 80th percentile.",
             120,
         ),
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def multi30k(seeds: int = 1) -> str:
@@ -94,15 +92,16 @@ def multi30k(seeds: int = 1) -> str:
     rows = [*(row for row in core if row["label"] not in BY_HAND), *automatic]
     short = {row["label"]: row["cells"][0] for row in rows if row["cells"][0].get("n", 0) > 1}
     after = {row["label"]: row["cells"][0] for row in long if row["cells"][0].get("n")}
-    lines = ["| norm | 1,600 steps | 10,000 steps | minus `layer` | folded |", "|---|---|---|---|---|"]
+    lines = []
     for label in dict.fromkeys([*short, *(name for name in after if name not in BY_HAND)]):
         cell = after.get(label, {})
         if seeds > 1 and cell.get("n", 0) < seeds:
             continue
         folded = _folded(cell, FOLDED)
         pieces = [_mean(short.get(label, {})), _mean(cell), _difference(cell, after["layer"]), _mean(folded)]
-        lines.append(f"| `{label}` | {' | '.join(pieces)} |")
-    lines += [
+        lines.append([f"`{label}`", *pieces])
+    return "\n".join([
+        markdown.table(["norm", "1,600 steps", "10,000 steps", "minus `layer`", "folded"], lines),
         "",
         "Mean ± standard deviation (seeds); difference of runs of the same seed with its 95 % interval (Student's t).",
         *(["Without `warmup=auto`, statistics warm up as long as the learning rate."] if seeds == 1 else []),
@@ -110,8 +109,7 @@ def multi30k(seeds: int = 1) -> str:
             "`normkit study core.multi30k`, `warmup.multi30k`, `core.multi30k-hour`; "
             "`python benchmarks/folded_scores.py RUN...`."
         ),
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def ted() -> str:
@@ -121,17 +119,17 @@ def ted() -> str:
     """
     rows = json.loads((TABLES / "core.ted-gl-long.json").read_text(encoding="utf8"))["rows"]
     trained = {row["label"]: row["cells"][0] for row in rows if row["cells"][0].get("n")}
-    lines = ["| norm | BLEU | calibrated and folded | minus LayerNorm |", "|---|---|---|---|"]
+    lines = []
     for label, cell in trained.items():
         folded = _folded(cell, CALIBRATED)
         base = trained["layer + FixNorm" if "FixNorm" in label else "layer"]
-        lines.append(f"| `{label}` | {_mean(cell)} | {_mean(folded)} | {_difference(folded, base)} |")
-    lines += [
+        lines.append([f"`{label}`", _mean(cell), _mean(folded), _difference(folded, base)])
+    return "\n".join([
+        markdown.table(["norm", "BLEU", "calibrated and folded", "minus LayerNorm"], lines),
         "",
         "As above; the difference is that of the calibrated model from `layer`, with FixNorm from `layer + FixNorm`.",
         "`normkit study core.ted-gl-long`; `python benchmarks/folded_scores.py --calibrate RUN...`.",
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def _folded(cell: dict, file: Path) -> dict:
@@ -175,7 +173,7 @@ def length(study: str, metric: str) -> str:
     made = json.loads((TABLES / f"{study}.json").read_text(encoding="utf8"))
     places = {column["title"]: place for place, column in enumerate(made["columns"])}
     titles = [title.removeprefix(f"{metric}, ") for title in places if title.startswith(metric)]
-    lines = [f"| norm, batches | {' | '.join(titles)} |", "|" + "---|" * (len(titles) + 1)]
+    lines = []
     for row in made["rows"]:
         cells = []
         for title in titles:
@@ -185,10 +183,8 @@ def length(study: str, metric: str) -> str:
         if cells[0].strip("; -"):
             norm, _, way = row["label"].rpartition(", ")
             same = not row["cells"][places["symbols, same lengths"]]["n"]  # no donors: the norm keeps no statistics
-            lines.append(
-                f"| `{norm}`, {way} | {' | '.join([cells[0], *('=' if same else each for each in cells[1:])])} |"
-            )
-    return "\n".join(lines)
+            lines.append([f"`{norm}`, {way}", cells[0], *("=" if same else each for each in cells[1:])])
+    return markdown.table(["norm, batches", *titles], lines)
 
 
 def advice() -> str:
@@ -214,7 +210,7 @@ TABLE: dict[str, Callable[[], str]] = {
 
 def fill(text: str) -> str:
     """Return the page with every marked place filled."""
-    return PLACE.sub(lambda match: f"<!-- measured: {match[1]} -->\n{TABLE[match[1]]()}\n<!-- /measured -->", text)
+    return markdown.fill(text, lambda name: TABLE[name]())
 
 
 if __name__ == "__main__":

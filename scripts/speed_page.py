@@ -6,17 +6,12 @@ Run `python scripts/speed_page.py`.
 import csv
 from pathlib import Path
 
+from normkit.lab.report.markdown import table
 from normkit.lab.timing import obstacle
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "speed.md"
 RESULTS = ROOT / "benchmarks" / "results"
-
-
-def table(head: list[str], body: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def times(rows: list[dict], mode: str) -> str:

@@ -19,9 +19,7 @@ class AtomicCheckpoints(lightning.plugins.CheckpointIO):  # type: ignore[reportA
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write the whole file or, with an OSError, nothing."""
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
-        write_whole(Path(path), buffer.getvalue())
+        write_checkpoint(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> dict[str, Any]:
         """Read tensors and plain values only."""
@@ -48,6 +46,13 @@ def remove_temporary(folder: Path) -> None:
         if not path.name.endswith(f".{os.getpid()}"):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Write tensors and plain values, the whole file or, with an OSError, nothing."""
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    write_whole(path, buffer.getvalue())
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -1,19 +1,16 @@
 """Train a model towards the outputs of another, or on labels, in a resumable loop."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit.files import write_whole
+from normkit.lab.train.checkpoints import read_checkpoint, write_checkpoint
 from normkit.lab.train.progress import Progress
 from normkit.norms import Norm
 
@@ -33,9 +30,6 @@ class Outputs(NamedTuple):
     values: Tensor
     real: Tensor | None
     logits: bool
-
-
-Tensors = dict[str, Tensor]
 
 
 class Distillation(NamedTuple):
@@ -114,7 +108,7 @@ def fit(
     dropout: bool = False,
     frozen: bool = True,
     checkpoint: Path | None = None,
-    carried: tuple[Callable[[], Tensors], Callable[[Tensors], object]] = (dict, dict),
+    carried: tuple[Callable[[], Any], Callable[[Any], object]] = (list, list),
     every: int = 100,
     on_progress: Callable[[Progress], object] | None = None,
 ) -> None:
@@ -167,33 +161,19 @@ def fit(
         optimizer.step()
         stopped = on_progress is not None and on_progress(Progress("training", step + 1, steps, float(value.detach())))
         if checkpoint is not None and (stopped or (step + 1) % every == 0) and step + 1 < steps:
-            _save(checkpoint, model, optimizer, step + 1, carried[0]())
+            state = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+            write_checkpoint(checkpoint, state | {"step": step + 1, "carried": carried[0]()})
         if stopped:
             raise KeyboardInterrupt
     model.eval()
 
 
-def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, carried: Tensors) -> None:
-    state = {f"carried.{name}": tensor.detach().contiguous().clone() for name, tensor in carried.items()}
-    state |= {f"model.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    for index, values in optimizer.state_dict()["state"].items():
-        state |= {f"optimizer.{index}.{key}": value.detach().clone() for key, value in values.items()}
-    write_whole(path, safetensors.torch.save(state, metadata={"step": json.dumps(step)}))
-
-
-def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, Tensors]:
+def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, Any]:
     """Load a checkpoint into model and optimizer, and return its step and the carried state."""
+    saved = read_checkpoint(path)
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            step = json.loads(file.metadata()["step"])
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
-        model.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")})
-    except (safetensors.SafetensorError, RuntimeError, KeyError, TypeError) as problem:
+        model.load_state_dict(saved["state_dict"])
+        optimizer.load_state_dict(saved["optimizer"])
+    except (RuntimeError, KeyError, ValueError) as problem:
         raise ValueError(f"{path} cannot be resumed: {problem}; delete it to start again") from None
-    moments: dict[int, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        if key.startswith("optimizer."):
-            _, index, name = key.split(".")
-            moments.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    return step, {k.removeprefix("carried."): v for k, v in state.items() if k.startswith("carried.")}
+    return saved["step"], saved["carried"]

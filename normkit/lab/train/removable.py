@@ -60,21 +60,14 @@ class RemovableRun:
         for number, batch in enumerate(self.task.batches(100_000 + start)):
             yield batch._replace(fresh=True) if fresh and not number else batch
 
-    def carried(self, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-        """Return the state that models carry into their next batches, for `carry`."""
-        states = [getattr(self.task, "carried", {}).get(model, {}) for model in models]
-        numbered = ((i, name, parts) for i, state in enumerate(states) for name, parts in state.items())
-        return {f"{i} {part} {name}": t for i, name, parts in numbered for part, t in enumerate(parts)}
+    def carried(self, models: Sequence[nn.Module]) -> list[Any]:
+        """Return the state that each model carries into its next batch, for `carry`."""
+        return [getattr(self.task, "carried", {}).get(model, {}) for model in models]
 
-    def carry(self, models: Sequence[nn.Module], state: dict[str, Tensor]) -> None:
+    def carry(self, models: Sequence[nn.Module], states: list[Any]) -> None:
         """Restore what `carried` returned."""
-        found: list[dict[str, dict[int, Tensor]]] = [{} for _ in models]
-        for key, tensor in state.items():
-            number, part, name = key.split(" ", 2)
-            found[int(number)].setdefault(name, {})[int(part)] = tensor
-        for model, parts in zip(models, found, strict=True):
-            if isinstance(self.task, Language):
-                self.task.carried[model] = {name: tuple(t for _, t in sorted(p.items())) for name, p in parts.items()}
+        if isinstance(self.task, Language):
+            self.task.carried.update(zip(models, states, strict=True))
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the logits."""
@@ -173,11 +166,11 @@ class RemovableText:
             yield from (self.encode(texts[i * BATCH : (i + 1) * BATCH]) for i in order[skip:])
             block, skip = block + 1, 0
 
-    def carried(self, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    def carried(self, models: Sequence[nn.Module]) -> list[Any]:
         """Return nothing: no model carries state."""
-        return {}
+        return []
 
-    def carry(self, models: Sequence[nn.Module], state: dict[str, Tensor]) -> None:
+    def carry(self, models: Sequence[nn.Module], states: list[Any]) -> None:
         """Restore nothing."""
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:

@@ -193,7 +193,7 @@ def remove_norms(
 
 
 def _checkpoint(state: Path, stage: str) -> Path:
-    return state / f"{stage.replace(' ', '-')}.safetensors"
+    return state / f"{stage.replace(' ', '-')}.ckpt"
 
 
 def summarize(values: Tensor) -> dict[str, float]:
