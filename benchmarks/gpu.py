@@ -13,7 +13,6 @@ in the folder OUT.
 
 # ruff: noqa: E402
 import argparse
-import csv
 import functools
 import json
 import math
@@ -33,6 +32,7 @@ DRY, SMALL = "--dry" in sys.argv, "--small" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"
 
+import sweep
 import torch
 import torch.nn.functional as F
 from peers import providers, versions
@@ -389,15 +389,6 @@ def tune(op: Run, chooser: tuple[ModuleType, str], guess: Launch, rows: int) -> 
 # -- the whole --------------------------------------------------------------------------------------------------------
 
 
-def table(path: Path, found: list[dict]) -> None:
-    part = path.with_suffix(".part")
-    with part.open("w", encoding="utf8", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in found)
-    part.replace(path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
@@ -428,7 +419,8 @@ def main() -> int:
         except Exception:
             failures[name] = traceback.format_exc(limit=6)
         if found:
-            table(given.out / f"{name}.csv", found)
+            short = [{k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in found]
+            sweep.keep(given.out / f"{name}.csv", tuple(found[0]), short)
         wrong = [row for row in found if row.get("ok") is False]
         print(f"{name}: {len(found)} rows, {len(wrong)} wrong, {time.monotonic() - begun:.0f} s so far", flush=True)
         for row in wrong:

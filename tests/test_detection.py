@@ -21,7 +21,8 @@ from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.train.average_precision import average_precision, coco_results
 from normkit.lab.train.build import build_model
 from normkit.lab.train.config import Run
-from normkit.lab.train.detection import Detection, start_backbone
+from normkit.lab.train.detection import Detection
+from normkit.lab.train.finetune import start_from
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.run import train
@@ -117,14 +118,18 @@ def test_weights_of_a_classifier_start_the_backbone(tmp_path):
     features = {f"features.{k}": v for k, v in donor.backbone.body.features.state_dict().items()}
     safetensors.torch.save_file({**features, "head.weight": torch.zeros(3, 64)}, tmp_path / "swin.safetensors")
     model = detector(Model(arch="tiny", norm="un"), classes=5)
-    reset = start_backbone(str(tmp_path / "swin.safetensors"), model)
-    assert reset == [name for name in model.backbone.body.state_dict() if name.startswith("norms.")]
+    assert start_from(str(tmp_path / "swin.safetensors"), model.backbone.body.features, prefix="features.") == []
     for name, tensor in model.backbone.body.features.state_dict().items():
         same = torch.equal(tensor, features[f"features.{name}"])
         assert same or name.endswith((".step", ".window", ".psi", ".window_grad", "_grad")), name
         assert not name.endswith(".step") or tensor == 0
-    with pytest.raises(ValueError, match=r"has no features\.0\.0\.weight of shape \(32, 3, 4, 4\)"):
-        start_backbone(str(tmp_path / "swin.safetensors"), detector(Model(arch="mask_rcnn_pocket"), classes=5))
+    wider = detector(Model(arch="mask_rcnn_pocket"), classes=5).backbone.body.features
+    with pytest.raises(ValueError, match=r"0\.0\.weight of shape \(8, 3, 4, 4\) in place of \(32, 3, 4, 4\)"):
+        start_from(str(tmp_path / "swin.safetensors"), wider, prefix="features.")
+    features["features.1.7.mlp.0.weight"] = torch.zeros(2, 2)
+    safetensors.torch.save_file(features, tmp_path / "deeper.safetensors")
+    with pytest.raises(ValueError, match=r"it has an unknown 1\.7\.mlp\.0\.weight"):  # once loaded without a word
+        start_from(str(tmp_path / "deeper.safetensors"), model.backbone.body.features, prefix="features.")
 
 
 # -- data to batches -----------------------------------------------------------------------------------------------

@@ -315,8 +315,11 @@ def test_validation_uses_valid_items_and_bleu_all_sentences(corpus, monkeypatch)
         assert sum(len(batch.tensors[0]) for batch in task.validation_batches()) == items
         seen = []
         monkeypatch.setattr("normkit.lab.train.mt.bleu", lambda found, *_, **__: seen.extend(found) or {"bleu": 1.0})
-        assert task.validate()["bleu"] == 1
-        assert len(seen) == 20
+        for training in (True, False):  # a calibrated model was returned in training mode
+            task.model.train(training)
+            assert task.validate()["bleu"] == 1
+            assert task.model.training == training
+        assert len(seen) == 2 * 20
     papers = [name for name, recipe in RECIPES.items() if recipe().task == "mt" and recipe().patience]
     assert len(papers) == 6
     assert all(RECIPES[name]().valid_items == 0 for name in papers), "stopping early rests on it"

@@ -245,7 +245,7 @@ def test_fine_tuning_starts_the_head_and_the_warm_up_reset(tmp_path):
         old(torch.randn(4, 3, 16, 16)).square().mean().backward()
     save_weights(old, tmp_path / "model.safetensors")
     new = classifier(config, 3)
-    reset = start_from(str(tmp_path), new, 3)
+    reset = start_from(str(tmp_path), new, new.head)
     assert sorted(reset) == ["head.bias", "head.weight"]
     before, after = old.state_dict(), new.state_dict()
     steps = [name for name in after if name.endswith("step")]
@@ -255,13 +255,14 @@ def test_fine_tuning_starts_the_head_and_the_warm_up_reset(tmp_path):
             torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
 
     other = classifier(dataclasses.replace(TINY, norm="layer"), 3)
-    assert sorted(start_from(str(tmp_path), other, 3)) == ["head.bias", "head.weight"], "statistics are left behind"
+    found = start_from(str(tmp_path), other, other.head)
+    assert sorted(found) == ["head.bias", "head.weight"], "statistics are left behind"
     deeper = classifier(dataclasses.replace(config, depth=2), 3)
     with pytest.raises(ValueError, match=r"of another model: it has no encoder.layers.1"):
-        start_from(str(tmp_path), deeper, 3)
+        start_from(str(tmp_path), deeper, deeper.head)
     (tmp_path / "weights.pth").write_bytes(b"pickle")
     with pytest.raises(ValueError, match="pickled weights are not opened"):
-        start_from(str(tmp_path / "weights.pth"), new, 3)
+        start_from(str(tmp_path / "weights.pth"), new, new.head)
 
 
 def test_all_parameters_are_fine_tuned_the_final_norm_too(folder, tmp_path):

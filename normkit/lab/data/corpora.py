@@ -46,8 +46,6 @@ class Corpus:
     """Words and punctuation are separated by spaces, and BLEU is computed on them."""
     compounds: bool = False
     """BLEU splits compounds at hyphens, as the papers do on WMT."""
-    end: str = "</s>"
-    """Running text: the word at the end of each line."""
     instead: dict[str, tuple[tuple[str, ...], str]] = dataclasses.field(default_factory=dict)
     origin: str
     """Source."""

@@ -11,11 +11,10 @@ from normkit.lab.data.coco import Scenes
 from normkit.lab.models.detection import DETECTORS
 from normkit.lab.models.torchvision_ops import torchvision_operators
 from normkit.lab.train.average_precision import average_precision, coco_results
-from normkit.lab.train.finetune import read_weights
+from normkit.lab.train.finetune import start_from
 from normkit.lab.train.pairs import spread
 from normkit.lab.train.scenes import Item, Samples, SceneAugmentation, load_batches
 from normkit.lab.train.task import Batch, Task
-from normkit.norms import Norm
 
 TEST_BATCH = 4  # images
 
@@ -34,7 +33,7 @@ class Detection(Task):
                 )
         self.samples = self._samples(data.train, SceneAugmentation(self.detector))
         if run.weights:
-            start_backbone(run.weights, model)
+            start_from(run.weights, model.backbone.body.features, prefix="features.")  # torchvision's names of Swin
 
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield random batches of `batch_tokens` images, of similar aspect ratio with bucketing."""
@@ -124,37 +123,3 @@ class Detection(Task):
             return [[Item(number, at) for at in each.tolist()] for each in lists]
 
         return endless(epoch, list, start, stride)
-
-
-@torch.no_grad()
-def start_backbone(weights: str, model: Any) -> list[str]:
-    """Load a Swin classifier into a detector's backbone, in place.
-
-    Statistics of norms are loaded if the file has them, and their warm-up begins again.
-
-    Args:
-        weights: A safetensors file, or a folder with model.safetensors, with the names of torchvision's Swin.
-        model: The detector.
-
-    Returns:
-        Names of the backbone that keep their initial values: the norms of its outputs.
-
-    Raises:
-        ValueError: If a tensor is missing or has another shape.
-    """
-    features = model.backbone.body.features
-    saved = {name.removeprefix("features."): tensor for name, tensor in read_weights(weights).items()}
-    expected = features.state_dict()
-    state = {name: saved[name] for name in expected if name in saved and saved[name].shape == expected[name].shape}
-    buffers = {name for name, _ in features.named_buffers()}
-    missing = [name for name in expected if name not in state and name not in buffers]
-    if missing:
-        raise ValueError(
-            f"weights: {weights} has no features.{missing[0]} of shape {tuple(expected[missing[0]].shape)} and "
-            f"{len(missing) - 1} more; needs a Swin of this size"
-        )
-    features.load_state_dict(state, strict=False)
-    for norm in features.modules():
-        if isinstance(norm, Norm):
-            norm.reset_warmup()
-    return [name for name in model.backbone.body.state_dict() if name.removeprefix("features.") not in state]

@@ -1,4 +1,4 @@
-"""Fine-tuning: load pretrained weights into a model with another head or other norms."""
+"""Fine-tuning: load pretrained weights into a classifier, or into the backbone of a detector."""
 
 from pathlib import Path
 
@@ -46,16 +46,17 @@ def read_weights(weights: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def start_from(weights: str, model: nn.Module, classes: int) -> list[str]:
-    """Load pretrained weights into a classifier, in place.
+def start_from(weights: str, model: nn.Module, head: nn.Module | None = None, prefix: str = "") -> list[str]:
+    """Load pretrained weights into a model, in place.
 
     The head may have other classes and norms may have other statistics: these keep their initial values. The warm-up
     of loaded statistics begins again (`reset_warmup`), which Unified Normalization's fine-tuning script does by hand.
 
     Args:
         weights: A safetensors file, or a folder with model.safetensors.
-        model: The classifier.
-        classes: Number of its classes.
+        model: A classifier, or the part of a detector that a classifier has, too.
+        head: The classifier's last layer.
+        prefix: Prefix of the names in the file; all others are left out.
 
     Returns:
         Names of the tensors that keep their initial values.
@@ -63,10 +64,10 @@ def start_from(weights: str, model: nn.Module, classes: int) -> list[str]:
     Raises:
         ValueError: If the file cannot be read or anything else does not fit.
     """
-    saved = read_weights(weights)
+    saved = {name.removeprefix(prefix): t for name, t in read_weights(weights).items() if name.startswith(prefix)}
     expected = model.state_dict(keep_vars=True)
     norms = {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
-    free = {id(parameter) for parameter in head_of(model, classes).parameters()}
+    free = {id(parameter) for parameter in head.parameters()} if head is not None else set[int]()
     free |= {id(buffer) for norm in norms.values() for buffer in norm.buffers(recurse=False)}
     misfits = {name: problem for name in expected if (problem := misfit(name, saved, expected))}
     of_norms = tuple(f"{name}." for name in norms)

@@ -62,7 +62,7 @@ class ImageClassification(Task):
         self.augmentation = ImageAugmentation(run.images, data, run.model.image_size)
         self.classes = len(data.vocabularies["classes"].plain())
         if run.weights:
-            self.initialized = start_from(run.weights, model, self.classes)
+            self.initialized = start_from(run.weights, model, head_of(model, self.classes))
         elif run.body_lr != 1:
             raise ValueError(
                 f"body_lr={run.body_lr:g} is for fine-tuning; name the weights to start from, --weights FILE"

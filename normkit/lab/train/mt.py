@@ -61,9 +61,10 @@ class MachineTranslation(Translation):
         """Return the loss, and with `valid_bleu` BLEU of the whole validation split."""
         if not self.settings.valid_bleu:
             return super().validate()
+        was = self.model.training
         self.model.eval()
         found = self.decode_all(greedy, self._valid)
         references = [lines[1] for lines in self.data.lines("valid")]
         scores = bleu([spell(found[item]) for item in range(len(found))], references, self.data.corpus, samples=0)
-        self.model.train()
+        self.model.train(was)
         return {**super().validate(), "bleu": scores["bleu"]}
