@@ -5,7 +5,7 @@ Rules of the papers (Transformers without Tears, section 3).
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
@@ -62,41 +62,23 @@ class Constant(LRScheduler):
 class ValidationDecay(Constant):
     """Constant after the warm-up, times `factor` whenever the validation score stagnates.
 
-    Higher scores are better.
-
-    With `rule="paper"` it stagnates after `patience` validations without a new best; the count then restarts. With
-    `rule="code"` it stagnates if the latest score is below each of the `patience` before it (Tears' released code,
-    which crashed at its first validation). Call `validated(score)` after each validation. The paper ends training below
-    a rate of 1e-6, the code at 5e-5.
+    It stagnates after `patience` validations without a new best score, the highest one; the count then restarts. Call
+    `validated(score)` after each validation. (Tears' released code compares with the last validations alone, and
+    crashed at its first one.) The paper ends training below a rate of 1e-6, the code at 5e-5.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        warmup: int = 0,
-        factor: float = 0.8,
-        patience: int = 3,
-        rule: Literal["paper", "code"] = "paper",
-    ):
-        if not 0 < factor < 1 or patience < 1 or rule not in ("paper", "code"):
-            raise ValueError(
-                f"needs 0 < factor < 1, patience >= 1, rule paper or code; got {factor}, {patience}, {rule!r}"
-            )
-        self.factor, self.patience, self.rule = factor, patience, rule
-        self.decays, self.waited, self.scores = 0, 0, list[float]()
+    def __init__(self, optimizer: Optimizer, warmup: int = 0, factor: float = 0.8, patience: int = 3):
+        if not 0 < factor < 1 or patience < 1:
+            raise ValueError(f"needs 0 < factor < 1 and patience >= 1; got {factor}, {patience}")
+        self.factor, self.patience = factor, patience
+        self.decays, self.waited, self.best = 0, 0, -math.inf
         super().__init__(optimizer, warmup)
 
     def validated(self, score: float) -> bool:
         """Record a validation score; return True if the learning rate falls."""
-        before = self.scores[-self.patience :]
-        self.waited = 0 if score > max(self.scores, default=-math.inf) else self.waited + 1
-        self.scores.append(score)
-        stagnates = (
-            self.waited >= self.patience
-            if self.rule == "paper"
-            else len(before) == self.patience and score < min(before)
-        )
-        if stagnates:
+        self.waited = 0 if score > self.best else self.waited + 1
+        self.best = max(self.best, score)
+        if stagnates := self.waited >= self.patience:
             self.decays, self.waited = self.decays + 1, 0
             for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
                 group["lr"] = rate
