@@ -1,4 +1,4 @@
-"""Donor batches: training items, chosen by length, that lend their statistics to test items.
+"""Donor batches: training items, chosen by length, whose statistics serve test items.
 
 A test batch's own statistics depend on its right answers, which are input of the decoder. Donors show what the
 statistics of *such* a batch are worth, and which of its lengths matter.

@@ -1,4 +1,4 @@
-"""Fine-tuning: load pretrained weights into a classifier, or into the backbone of a detector."""
+"""Fine-tuning: load pretrained weights into a classifier or a detector's backbone."""
 
 from pathlib import Path
 
