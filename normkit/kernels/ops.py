@@ -34,10 +34,9 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
     """Divide each row by its root mean square, with `eps` inside the root or added to it."""
-    wide = reference.wide_type(x, weight, bias)
-    native, analytic = inside and wide is torch.float32, inside and _needs_grad(x, weight)
+    native = inside and reference.wide_type(x, weight, bias) is torch.float32
     small = inside and bias is None and dispatch.is_small(x, weight)
-    kind = dispatch.select(x, "rms", native=native, fused=analytic, small=small)
+    kind = dispatch.select(x, "rms", native=native, fused=inside and _needs_grad(x, weight), small=small)
     if kind == "fused" and small:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     if kind in ("native", "fused"):
@@ -47,9 +46,8 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Divide each row by its length, at least `eps`."""
-    wide = reference.wide_type(x, weight, bias)
     analytic = (weight is None or weight.numel() == 1) and _needs_grad(x, weight)
-    kind = dispatch.select(x, "scale", native=wide is torch.float32, fused=analytic)
+    kind = dispatch.select(x, "scale", native=reference.wide_type(x, weight, bias) is torch.float32, fused=analytic)
     if kind in ("native", "fused"):
         return _module(kind).divide(x, weight, bias, eps, length=True)
     return _module(kind).scale(x, weight, bias, eps)
@@ -65,9 +63,6 @@ def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
     """Divide each of `groups` runs of channels by its root mean square: layer-scale.
 
     Shen et al. 2020, section 4.2; `GroupScaling1D` in their code. No parameters.
-
-    >>> group_rms(torch.tensor([[3.0, 3.0, 5.0, 5.0]]), 0.0, 2)
-    tensor([[1., 1., 1., 1.]])
     """
     return rms(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
 

@@ -146,7 +146,6 @@ class PowerNorm(Released):
     warmup: Steps = 10_000
 
     def build(self) -> None:  # noqa: D102
-        require(self.dim % self.groups == 0, "groups", self.groups, f"a divisor of dim={self.dim}")
         super().build()
         self.running_phi = nn.Buffer(torch.ones(1, self.dim, 1, 1))
         self.ema_gz = nn.Buffer(torch.zeros(1, self.dim, 1, 1))

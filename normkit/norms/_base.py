@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from normkit.arguments import require
 from normkit.norms._options import Epsilon, HasOptions, option, option_defaults
 from normkit.text import format_spec
 
@@ -59,6 +60,8 @@ class Norm(HasOptions):
 
     def build(self) -> None:
         """Create parameters and buffers, from the options in `self`."""
+        groups = getattr(self, "groups", 0)
+        require(not groups or self.dim % groups == 0, "groups", groups, f"a divisor of dim={self.dim}")
         self.mask: Tensor | None = None
         self.weight: nn.Parameter | None = nn.Parameter(torch.ones(self.dim)) if self.affine else None
         self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(self.dim)) if self.affine and self.with_bias else None

@@ -4,7 +4,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from normkit.arguments import require
 from normkit.kernels import ops, reference
 from normkit.norms._base import RowNorm
 from normkit.norms._options import Count
@@ -27,10 +26,6 @@ class GroupNorm(RowNorm):
 
     groups: Count = 8
     over: Literal["token", "sample"] = "token"
-
-    def build(self) -> None:  # noqa: D102
-        require(self.dim % self.groups == 0, "groups", self.groups, f"a divisor of dim={self.dim}")
-        super().build()
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         if self.over == "token":

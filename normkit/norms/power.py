@@ -5,7 +5,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import require
 from normkit.kernels import ops
 from normkit.kernels.kernel_rule import NEVER, KernelRule
 from normkit.norms._base import Split
@@ -55,8 +54,6 @@ class PowerNorm(WarmupNorm):
     clamp: bool = False
 
     def build(self) -> None:  # noqa: D102
-        fits = self.groups == 0 or self.dim % self.groups == 0
-        require(fits, "groups", self.groups, f"0, or a divisor of dim={self.dim}")
         super().build()
         self.nu = nn.Buffer(torch.zeros(1, self.dim))
 

@@ -4,7 +4,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from normkit.arguments import require
 from normkit.kernels import ops, reference
 from normkit.norms._base import RowNorm
 from normkit.norms._options import Count, option
@@ -28,10 +27,6 @@ class RMSNorm(RowNorm):
     with_bias: bool = option(default=False, alias="bias")
     eps_at: Literal["inside", "outside"] = "inside"
     groups: Count = 1
-
-    def build(self) -> None:  # noqa: D102
-        require(self.dim % self.groups == 0, "groups", self.groups, f"a divisor of dim={self.dim}")
-        super().build()
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         inside = self.eps_at == "inside"

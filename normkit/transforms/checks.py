@@ -58,13 +58,11 @@ def check_not_quantized(model: nn.Module, verb: str) -> None:
 
 def check_not_meta(model: nn.Module, verb: str) -> None:
     """Raise a ValueError for tensors without values, on the meta device or of lazy modules."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    if lazy := [name for name, t in tensors if is_lazy(t)]:
-        raise ValueError(f"{verb}() takes a model with values; {lazy[0]} has no shape yet. Call the model once before")
-    if names := [name for name, t in tensors if t.is_meta]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if names := [name for name, t in named if t.is_meta or is_lazy(t)]:
         raise ValueError(
-            f"{verb}() runs the model, and {len(names)} of its tensors are on the meta device, without values "
-            f"({names[0]}). Load the weights first: model.load_state_dict(state, assign=True)"
+            f"{verb}() runs the model, and {len(names)} of its tensors have no values ({names[0]}). Call a lazy model "
+            "once first; load the weights of a model on meta: model.load_state_dict(state, assign=True)"
         )
 
 
