@@ -107,7 +107,7 @@ def test_readme_and_log_figures_match_result_files():
     measured = script("measured")
     for page in measured.PAGES:
         text = page.read_text(encoding="utf8")
-        assert measured.PLACE.search(text)
+        assert "<!-- measured: " in text
         assert text == measured.fill(text), "run `python scripts/measured.py`"
 
 

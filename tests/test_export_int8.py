@@ -168,7 +168,7 @@ def test_bad_batches_and_formats_are_named(mixer, tmp_path, monkeypatch):
     for wrong in (True, "words"):
         with pytest.raises(ValueError, match="int8= takes batches to calibrate on"):
             export(mixer, path, x, int8=wrong)
-    with pytest.raises(ValueError, match=r"found no folder .*missing for m\.onnx"):
+    with pytest.raises(ValueError, match=r"missing.m\.onnx is in no folder; make it first"):
         export(mixer, tmp_path / "missing" / "m.onnx", x)
     with pytest.raises(ValueError, match="form of the example"):
         export(mixer, path, x, dynamic=False, int8=[torch.randn(2, 16)])

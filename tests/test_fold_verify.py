@@ -43,7 +43,7 @@ def test_weights_that_are_not_finite_are_named():
 
 
 def test_an_empty_example_is_refused():
-    with pytest.raises(ValueError, match="an empty example"):
+    with pytest.raises(ValueError, match="an empty or meta example"):
         fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(0, 4))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from normkit.lab.tasks import ACCURACY, BLEU, LOSS, PER, PERPLEXITY
-from normkit.lab.train.donors import DONORS
+from normkit.lab.train.donor_kinds import DONORS
 from normkit.watch import QUANTITIES, Recording, read_run
 from normkit.watch.row_files import FILE
 

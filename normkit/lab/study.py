@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from normkit.lab.metrics import STUDY_METRICS
 from normkit.lab.report.settings import flat
 from normkit.lab.train.config import Run
-from normkit.lab.train.donors import DONORS
+from normkit.lab.train.donor_kinds import DONORS
 from normkit.names import pick
 from normkit.norms import options, parse
 from normkit.text import format_spec

@@ -118,6 +118,6 @@ def options(name: str) -> dict[str, object]:
     """Return the options of a norm and their defaults, by the name of the norm.
 
     >>> options("rms")
-    {'eps': 1e-05, 'affine': True, 'bias': False, 'eps_at': 'inside'}
+    {'eps': 1e-05, 'affine': True, 'bias': False, 'eps_at': 'inside', 'groups': 1}
     """
     return option_defaults(pick(NORMS, name, "norm"))

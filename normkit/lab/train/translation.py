@@ -11,7 +11,8 @@ from torch import Tensor
 from normkit.lab.data.batches import batches_of, endless, static_batches
 from normkit.lab.data.vocab import PAD, Vocab
 from normkit.lab.train.decode import beam, greedy
-from normkit.lab.train.donors import DONORS, Donors
+from normkit.lab.train.donor_kinds import DONORS
+from normkit.lab.train.donors import Donors
 from normkit.lab.train.error_rates import error_rates
 from normkit.lab.train.pairs import PairTable, spread
 from normkit.lab.train.task import Batch, Task
