@@ -33,7 +33,8 @@ class Detection(Task):
                 )
         self.samples = self._samples(data.train, SceneAugmentation(self.detector))
         if run.weights:
-            start_from(run.weights, model.backbone.body.features, prefix="features.")  # torchvision's names of Swin
+            swin = model.get_submodule("backbone.body.features")
+            start_from(run.weights, swin, prefix="features.")  # torchvision's names
 
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield random batches of `batch_tokens` images, of similar aspect ratio with bucketing."""
