@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def as_path(path: str | os.PathLike[str], name: str) -> Path:
-    """Return a path; a TypeError names the argument `name` that is none."""
+    """Return the path of an argument called `name`; a TypeError for anything else."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name} must be a path, a string or pathlib.Path; got {path!r}")
     return Path(path)

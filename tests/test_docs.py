@@ -13,6 +13,7 @@ from forked import Program
 import normkit
 from normkit.cli import COMMANDS
 from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.lab.report import markdown
 from normkit.watch import THRESHOLDS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -107,7 +108,7 @@ def test_readme_and_log_figures_match_result_files():
     measured = script("measured")
     for page in measured.PAGES:
         text = page.read_text(encoding="utf8")
-        assert "<!-- measured: " in text
+        assert markdown.PLACE.search(text)
         assert text == measured.fill(text), "run `python scripts/measured.py`"
 
 

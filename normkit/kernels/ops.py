@@ -59,12 +59,12 @@ def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gro
     return _module(kind).group(x, weight, bias, eps, groups)
 
 
-def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
+def group_rms(x: Tensor, eps: float, groups: int, *, inside: bool = True) -> Tensor:
     """Divide each of `groups` runs of channels by its root mean square: layer-scale.
 
     Shen et al. 2020, section 4.2; `GroupScaling1D` in their code. No parameters.
     """
-    return rms(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2)
+    return rms(x.unflatten(-1, (groups, -1)), None, None, eps, inside=inside).flatten(-2)
 
 
 def _module(kind: str) -> Any:
@@ -153,4 +153,5 @@ def infer(norm: Any, x: Tensor) -> Tensor | None:
     if kernels is None:
         return None
     dispatch.select(x, "infer", norm.running.dtype)
-    return kernels.standardize(x, norm.running, norm.eps, norm.center, norm.weight, norm.bias, norm.groups)
+    given = norm.running, norm.eps, norm.center, norm.weight, norm.bias
+    return cpu.standardize(x, *given, norm.groups) if kernels is cpu else kernels.standardize(norm.rest(x), *given)

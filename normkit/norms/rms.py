@@ -32,6 +32,6 @@ class RMSNorm(RowNorm):
         inside = self.eps_at == "inside"
         if self.groups == 1:
             return ops.rms(x, self.weight, self.bias, self.eps, inside=inside)
-        split = x.to(reference.wide_type(x, self.weight)).unflatten(-1, (self.groups, -1))
-        y = ops.rms(split, None, None, self.eps, inside=inside).flatten(-2)
+        wide = x.to(reference.wide_type(x, self.weight))
+        y = ops.group_rms(wide, self.eps, self.groups, inside=inside)
         return reference.affine(y, self.weight, self.bias).to(x.dtype)

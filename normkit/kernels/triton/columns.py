@@ -7,7 +7,7 @@ from torch import Tensor
 
 from normkit.kernels.triton import column_kernels
 from normkit.kernels.triton.launch import cdiv, column_launch, sum_grid, sum_launch
-from normkit.kernels.triton.rows import add_up, as_rows, contiguous, device_of, rms, sum_buffer
+from normkit.kernels.triton.rows import add_up, as_rows, contiguous, device_of, sum_buffer
 
 kernel: Any = column_kernels  # type checkers take a launch for a plain call
 
@@ -34,12 +34,10 @@ def moments(x: Tensor, mask: Tensor | None = None, center: bool = False) -> tupl
 
 
 def standardize(
-    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None,
-    groups: int = 0,
-) -> Tensor:  # fmt: skip
-    """As `reference.standardize`, in one launch, and one of layer-scale with `groups`."""
-    rows = as_rows(rms(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2) if groups else x)
-    stat = stat.contiguous()
+    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None
+) -> Tensor:
+    """As `reference.standardize`, in one launch."""
+    rows, stat = as_rows(x), stat.contiguous()
     n, channels = rows.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n == 0 or channels == 0:

@@ -66,7 +66,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path} is cut short or not a checkpoint of a run ({reason}); delete it to resume from the previous one"
+            f"{path} is cut short or not a checkpoint of a run ({reason}); delete it to resume from the one before it, "
+            "or from the start"
         ) from None
     if not isinstance(content, dict) or "state_dict" not in content:
         raise ValueError(f"{path} is not a checkpoint of a run: it has no weights; delete it")

@@ -62,7 +62,7 @@ class RemovableRun:
 
     def carried(self, models: Sequence[nn.Module]) -> list[Any]:
         """Return the state that each model carries into its next batch, for `carry`."""
-        return [getattr(self.task, "carried", {}).get(model, {}) for model in models]
+        return [self.task.carried.get(model, {}) for model in models] if isinstance(self.task, Language) else []
 
     def carry(self, models: Sequence[nn.Module], states: list[Any]) -> None:
         """Restore what `carried` returned."""

@@ -73,7 +73,7 @@ class Survey:
             reason = f"it saw {', '.join(self.unreadable)}" if self.unreadable else "a folded model has none"
             raise ValueError(f"{verb}() found no norm that it can read; {reason}")
         self.trace = Trace(self.model, found)
-        self.held = [*self.model.parameters(), *self.model.buffers()]  # also if replaced: a trace goes by their ids
+        self.held = [*self.model.parameters(), *self.model.buffers()]  # kept alive: the trace goes by their ids
         self.trace.entangled = shared_memory(model)
         self.given = args, kwargs
         self.trace.advice = lambda weights: advice(model, weights, *self.given)
