@@ -15,7 +15,8 @@ from normkit.cli.folding import check_out
 from normkit.lab.models.config import Model
 from normkit.lab.train import removal
 from normkit.lab.train.config import Run
-from normkit.lab.train.distill import Distillation, Outputs, captured, fit
+from normkit.lab.train.distill import Distillation, Outputs, captured
+from normkit.lab.train.fit import fit
 from normkit.lab.train.folder import load
 from normkit.lab.train.removable import RemovableText
 from normkit.lab.train.removal import FILE, Removal, remove_norms

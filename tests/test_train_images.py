@@ -167,6 +167,13 @@ def test_loss_of_soft_classes_follows_the_formula():
 # -- the average of the weights --------------------------------------------------------------------------------------
 
 
+def test_nothing_is_chosen_by_the_test_split(folder, tmp_path):
+    run = dataclasses.replace(SMALL, data=str(folder), valid_every=2, patience=1)
+    with pytest.raises(ValueError, match=r"validates on its test split.*images.held_out"):
+        train(run, tmp_path / "run")
+    train(dataclasses.replace(run, steps=2, images=Images(held_out=8)), tmp_path / "run")
+
+
 @pytest.mark.parametrize("norm", ["un(window=2, warmup=2)", "batch", "torch"])
 def test_the_average_of_weights_and_statistics(norm):
     torch.manual_seed(0)

@@ -45,7 +45,6 @@ class RunCallback(lightning.Callback):
         self.run, self.folder, self.on_progress = run, folder, on_progress or (lambda _: False)
         self.log_every = max(1, run.steps // 200)
         self.status = "done"
-        self.error: BaseException | None = None
         self.before_training: Callable[[], object] = lambda: None
         self.curve: list[dict[str, float]] = []
         self.valid: list[dict[str, float]] = []
@@ -133,7 +132,6 @@ class RunCallback(lightning.Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Remove the recorder's hooks."""
-        self.error = exception
         self._stop_recorder()
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,10 +81,14 @@ class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, A
         require(self.warmup_start <= self.lr, "warmup_start", self.warmup_start, f"at most lr={self.lr:g}")
         falls = self.schedule != "cosine" or self.floor_lr <= self.lr * self.body_lr
         require(falls, "floor_lr", self.floor_lr, f"at most lr * body_lr = {self.lr * self.body_lr:g}")
+        allowed = "above 0 for patience, average_of=best, schedule=validation_decay and optimizer=nt-asgd"
+        require(self.valid_every > 0 or not self.uses_validation, "valid_every", self.valid_every, allowed)
+
+    @property
+    def uses_validation(self) -> bool:
+        """True if scores of the validation split decide how the run goes on, or what it keeps."""
         stagnates = self.patience or self.schedule == "validation_decay" or self.optimizer == "nt-asgd"
-        if stagnates or self.average_of == "best":
-            allowed = "above 0 for patience, average_of=best, schedule=validation_decay and optimizer=nt-asgd"
-            require(self.valid_every > 0, "valid_every", self.valid_every, allowed)
+        return bool(stagnates) or self.average_of == "best"
 
     def _check_devices(self) -> None:
         """Check settings of several processes."""

@@ -1,21 +1,12 @@
-"""Train a model towards the outputs of another, or on labels, in a resumable loop."""
+"""Loss of a model against a teacher: distances between outputs, and between inner activations."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from normkit.lab.train.checkpoints import read_checkpoint, write_checkpoint
-from normkit.lab.train.progress import Progress
-from normkit.norms import Norm
-
-CLIP = 1.0  # largest norm of a gradient
-BETAS = (0.9, 0.98)  # momentums of AdamW
 
 
 class Outputs(NamedTuple):
@@ -96,84 +87,3 @@ def relative_error(x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
     x, y = x.float(), y.float()
     x, y = (x, y) if mask is None else (x[mask], y[mask])
     return F.mse_loss(x, y) / y.var()
-
-
-def fit(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Any], Tensor],
-    batches: Callable[[int], Iterator[Any]],
-    *,
-    steps: int,
-    lr: float,
-    dropout: bool = False,
-    frozen: bool = True,
-    checkpoint: Path | None = None,
-    carried: tuple[Callable[[], Any], Callable[[Any], object]] = (list, list),
-    every: int = 100,
-    on_progress: Callable[[Progress], object] | None = None,
-) -> None:
-    """Train a model in place.
-
-    AdamW, a short warm-up, then a cosine to zero; gradients are clipped. A checkpoint that exists is resumed.
-
-    Args:
-        model: The model; it is in evaluation mode afterwards.
-        loss: Called as `loss(model, batch)`.
-        batches: Returns the batches from a given number on, which depend on nothing else.
-        steps: Number of steps.
-        lr: Highest learning rate.
-        dropout: Train with the model's dropout.
-        frozen: Keep the statistics of norms: they train as they will be at inference, and cannot drift.
-        checkpoint: File to write every `every` steps and on interrupt; removed by the caller.
-        carried: Functions that return and restore the state that models carry from batch to batch, for the checkpoint.
-        every: Steps between checkpoints.
-        on_progress: Called at each step; if it returns True, training stops after writing the checkpoint.
-
-    Raises:
-        ValueError: If the loss is not finite, or the checkpoint is of another model.
-        KeyboardInterrupt: If `on_progress` stopped it.
-    """
-    model.train(dropout)
-    for module in model.modules():
-        if isinstance(module, Norm):
-            module.train(not frozen)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
-        lr=lr, betas=BETAS, fused=True,
-    )  # fmt: skip
-    warmup = min(100, steps // 10 + 1)
-    start = 0
-    if checkpoint is not None and checkpoint.exists():
-        start, state = _resume(checkpoint, model, optimizer)
-        carried[1](state)
-    for step, batch in zip(range(start, steps), batches(start), strict=False):
-        torch.manual_seed(step)  # for dropout, so that a resumed run is the same
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
-        value = loss(model, batch)
-        if not value.isfinite():
-            raise ValueError(f"the loss is {float(value.detach())} at step {step + 1}; lower lr={lr:g}")
-        optimizer.zero_grad(set_to_none=True)
-        value.backward()
-        nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        stopped = on_progress is not None and on_progress(Progress("training", step + 1, steps, float(value.detach())))
-        if checkpoint is not None and (stopped or (step + 1) % every == 0) and step + 1 < steps:
-            state = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
-            write_checkpoint(checkpoint, state | {"step": step + 1, "carried": carried[0]()})
-        if stopped:
-            raise KeyboardInterrupt
-    model.eval()
-
-
-def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, Any]:
-    """Load a checkpoint into model and optimizer, and return its step and the carried state."""
-    saved = read_checkpoint(path)
-    try:
-        model.load_state_dict(saved["state_dict"])
-        optimizer.load_state_dict(saved["optimizer"])
-    except (RuntimeError, KeyError, ValueError) as problem:
-        raise ValueError(f"{path} cannot be resumed: {problem}; delete it to start again") from None
-    return saved["step"], saved["carried"]

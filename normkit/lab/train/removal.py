@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from normkit.files import write_whole
-from normkit.lab.train.distill import Distillation, fit
+from normkit.lab.train.distill import Distillation
 from normkit.lab.train.environment import environment
+from normkit.lab.train.fit import fit
 from normkit.lab.train.folder import locked
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.removable import RemovableRun, open_removable

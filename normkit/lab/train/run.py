@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from normkit.lab.report import results
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.build import build_model
 from normkit.lab.train.callbacks import RunCallback
-from normkit.lab.train.checkpoints import AtomicCheckpoints, checkpoints, model_state, read_checkpoint, remove_temporary
+from normkit.lab.train.checkpoints import checkpoints, model_state, read_checkpoint, remove_temporary
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.environment import environment
@@ -32,12 +30,12 @@ from normkit.lab.train.folder import (
     read_vocabularies,
     write_run,
 )
-from normkit.lab.train.lightning import lightning
 from normkit.lab.train.nt_asgd import use_average
 from normkit.lab.train.parallel import check_devices, cluster_plugins, make_strategy, unshard
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.source import source
 from normkit.lab.train.task import Task
+from normkit.lab.train.trainer import make_trainer, run_trainer
 from normkit.lab.train.utilization import utilization
 from normkit.lab.train.weights import check_fit, mean_weights, save_weights
 from normkit.norms import fold_weights, weight_norm
@@ -124,44 +122,34 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
         saved = read_checkpoint(checkpoint)
         check_fit(model_state(saved), task.model.state_dict(), checkpoint)
         task.start = saved["global_step"] * run.accumulate
-    with _quiet():
-        trainer = lightning.Trainer(
-            max_steps=run.steps,
-            accelerator=run.device,
-            devices=run.devices,
-            num_nodes=run.nodes,
-            strategy=make_strategy(run),
-            precision=run.precision,  # type: ignore[arg-type]
-            accumulate_grad_batches=run.accumulate,
-            gradient_clip_val=run.clip or None,
-            callbacks=[callback],
-            plugins=[AtomicCheckpoints(), *cluster_plugins()],
-            default_root_dir=callback.folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        if run.model.reparametrize == "weight" and checkpoint is None and not run.weights:
-            model = fold_weights(task.model).eval()
-            weight_norm(model, lambda: task.forward_norms(model, next(task.batches(0)))).train()
-        if run.compile:
-            task.model.compile(dynamic=not (run.static or TASKS[run.task].fixed_length))
-        if checkpoint is None:
-            callback.before_training = lambda: _prepare_folder(callback, task, resume)  # after all checks
-        else:  # a run that was trained to its end does not start again
-            _prepare_folder(callback, task, resume)
-        with _explain_memory(run, callback.folder):
-            try:
-                trainer.fit(task, ckpt_path=checkpoint, weights_only=True)
-            except SystemExit:  # Lightning turns an interrupt into exit status 1
-                if isinstance(callback.error, KeyboardInterrupt):
-                    raise KeyboardInterrupt from None
-                raise
-        use_average(trainer.optimizers[0])
-        task.model._compiled_call_impl = None
-        if run.strategy == "fsdp2" and trainer.world_size > 1:
-            task.model = unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
+    trainer = make_trainer(
+        callback.folder,
+        cluster_plugins(),
+        max_steps=run.steps,
+        accelerator=run.device,
+        devices=run.devices,
+        num_nodes=run.nodes,
+        strategy=make_strategy(run),
+        precision=run.precision,
+        accumulate_grad_batches=run.accumulate,
+        gradient_clip_val=run.clip or None,
+        callbacks=[callback],
+    )
+    if run.model.reparametrize == "weight" and checkpoint is None and not run.weights:
+        model = fold_weights(task.model).eval()
+        weight_norm(model, lambda: task.forward_norms(model, next(task.batches(0)))).train()
+    if run.compile:
+        task.model.compile(dynamic=not (run.static or TASKS[run.task].fixed_length))
+    if checkpoint is None:
+        callback.before_training = lambda: _prepare_folder(callback, task, resume)  # after all checks
+    else:  # a run that was trained to its end does not start again
+        _prepare_folder(callback, task, resume)
+    with _explain_memory(run, callback.folder):
+        run_trainer(trainer, task, checkpoint)
+    use_average(trainer.optimizers[0])
+    task.model._compiled_call_impl = None
+    if run.strategy == "fsdp2" and trainer.world_size > 1:
+        task.model = unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
 
 
 def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
@@ -240,19 +228,3 @@ def _explain_memory(run: Run, folder: Path) -> Iterator[None]:
             "GPU, or with --device cpu. A run of the same steps that needs less has half of batch_tokens and double "
             "accumulate, or precision=bf16-mixed, and another folder (--out)"
         ) from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Lightning's advice on choices that this module makes."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"lightning\.")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)

@@ -37,6 +37,12 @@ class Task(lightning.LightningModule):
 
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__()
+        if run.uses_validation and data.valid is data.test:
+            raise ValueError(
+                f"patience, average_of=best, schedule=validation_decay and optimizer=nt-asgd choose by the validation "
+                f"split, and {data.name} validates on its test split. Leave them out, or split off a validation set "
+                "(for classes of images: images.held_out)"
+            )
         self.settings, self.model, self.data = run, model, data
         self.kind = "running"  # of the scores that are being computed
         self.calibration_batches = min(self.calibration_batches, run.steps)  # a short try is not to wait for more
