@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import signal
 
 import pytest
 import torch
@@ -157,8 +158,10 @@ def test_an_interrupted_removal_resumes_to_the_same_weights(run, tmp_path):
     def stop(stage, progress):
         return progress.stage == "training" and progress.step == 3 and stage == "without norms"
 
+    on_interrupt = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         remove_norms(run, tmp_path / "parts", settings, on_progress=stop)
+    assert signal.getsignal(signal.SIGINT) is on_interrupt, "Lightning ignores further interrupts"
     assert not (tmp_path / "parts" / "model.safetensors").exists()
     with pytest.raises(ValueError, match="an interrupted removal; continue it with --resume"):
         remove_norms(run, tmp_path / "parts", settings)
