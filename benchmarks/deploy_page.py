@@ -13,7 +13,7 @@ from normkit.lab.report import markdown
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SHORTEST = 5  # ms; shorter calls scatter too much for the headline
-HEADLINE = ("float32", "int8", "cosine in int8, LayerNorm", "cosine in int8, folded")
+HEADLINE = ("time, float32", "time, int8", "cosine in int8, LayerNorm", "cosine in int8, folded")
 INFERENCE = """# Inference, folded
 
 This page compares models with LayerNorm, with `un`, and with `un` folded at inference, in float32 and in 8-bit
@@ -100,11 +100,12 @@ def headline(folder: Path = RESULTS) -> str:
     commits = ", ".join(dict.fromkeys(result["where"]["commit"][:7] for result in shown))
     names = ", ".join(f"`{result['rows'][0]['model']}`" for result in shown)
     return "\n".join([
+        ("Inference time with `un` folded, relative to LayerNorm (median, 20th to 80th percentile), and likeness to "
+        "float32:"), "",
         markdown.table(["model", *HEADLINE], lines), "",
-        (f"Time with `un` folded relative to LayerNorm in onnxruntime, batch 1, one pinned thread of an {cpu(where)}, "
-        f"n = {n} rounds by turns,\nmedian (20th to 80th percentile), commit {commits}. Int8 by the faster of two "
-        "schemes, with the cosine to float32; in brackets LayerNorm in the\nslower one. Only MiniLM's weights are "
-        "trained. In int8 it is folded with `spread=4`, which leaves 2 of 13 norms as a multiplication\nand an "
+        (f"In onnxruntime, batch 1, one pinned thread of an {cpu(where)}, n = {n} rounds by turns, commit {commits}. "
+        "Int8 by the faster of two schemes; in brackets LayerNorm\nin the slower one. Only MiniLM's weights are "
+        "trained. In int8 it is folded with `spread=4`, which leaves 2 of 13 norms as a multiplication and an "
         "addition; with all but one folded its cosine is 0.41."),
         ("`python benchmarks/deploy.py --models bert6 --out runs/deploy` reproduces the first row in two minutes, "
         "after `pip install -e '.[export,huggingface]'`;\n"

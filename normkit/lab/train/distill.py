@@ -1,4 +1,4 @@
-"""Loss of a model against a teacher: distances between outputs, and between inner activations."""
+"""Loss of a model against a teacher: distances of outputs and inner activations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

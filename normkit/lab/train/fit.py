@@ -1,4 +1,4 @@
-"""Train any model on any loss for a given number of steps, with checkpoints to resume from."""
+"""Train any model on any loss for some steps, with checkpoints to resume from."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Lightning's Trainer as all training here uses it: it prints, logs and saves nothing unless told to."""
+"""Lightning's Trainer without its own messages, logs and checkpoints."""
 
 import contextlib
 import logging
@@ -13,7 +13,7 @@ from normkit.lab.train.lightning import lightning
 
 
 def make_trainer(folder: Path | None, plugins: Sequence[Any] = (), **given: Any) -> lightning.Trainer:
-    """Create a Trainer whose checkpoints are whole files without code; `given` are further arguments of it."""
+    """Create a Trainer that writes whole checkpoints; `given` are its other arguments."""
     with _quiet():
         return lightning.Trainer(
             plugins=[AtomicCheckpoints(), *plugins],
