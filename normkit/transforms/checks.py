@@ -30,12 +30,10 @@ def check_not_wrapped(model: nn.Module, verb: str) -> None:
     """Raise a TypeError for what is no model, or is wrapped, sharded or compiled."""
     check_is_model(model, verb)
     for name, module in model.named_modules():
-        where = f"{name or 'the model'} is wrapped in"
         for kind in type(module).__mro__:
             if kind.__name__ in WRAPPERS:
-                raise TypeError(
-                    f"{verb}() cannot transform this model: {where} {kind.__name__}; {WRAPPERS[kind.__name__]}"
-                )
+                wrapped = f"{name or 'the model'} is wrapped in {kind.__name__}; {WRAPPERS[kind.__name__]}"
+                raise TypeError(f"{verb}() cannot transform this model: {wrapped}")
         compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
         if compiled or getattr(module, "_compiled_call_impl", None) is not None:
             raise TypeError(f"{verb}() cannot transform this model: {name or 'it'} is compiled; compile after {verb}()")
@@ -71,18 +69,14 @@ def check_not_training(model: nn.Module, verb: str) -> None:
     training = [name for name, module in model.named_modules() if module.training]
     if training:
         where = "the model" if "" in training else training[0]
-        raise ValueError(
-            f"{verb}() works on a model for inference, and {where} is in training mode; call model.eval() first"
-        )
+        raise ValueError(f"{verb}() is for inference, and {where} is in training mode; call model.eval() first")
 
 
 def norms_with_statistics(model: nn.Module, verb: str) -> dict[str, StatNorm]:
     """Return the norms with running statistics by name; a ValueError if there are none."""
     norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
     if not norms:
-        raise ValueError(
-            f"{verb}() found no norm with running statistics; convert(model, 'un') or another offline norm first"
-        )
+        raise ValueError(f"{verb}() found no norm with running statistics; convert to 'un' or another offline norm")
     return norms
 
 

@@ -87,10 +87,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     """
     folder = as_path(folder, "folder")
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
-        raise TypeError(
-            f"save_pretrained() takes a model of transformers; got {type(model).__name__}. For others, save "
-            "model.state_dict() and the specs"
-        )
+        given = f"{type(model).__name__}, of which you can save model.state_dict() and the specs"
+        raise TypeError(f"save_pretrained() takes a model of transformers; got {given}")
     if folder.exists() and not folder.is_dir():  # transformers would log a message, and save nothing
         raise ValueError(f"{folder} is a file; name a folder")
     changes = write_changes(model)
@@ -197,10 +195,8 @@ def _only_variant(path: Path) -> str | None:
         return next(iter(weights.values()))
     pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
     if pickles:
-        raise ValueError(
-            f"{path} holds its weights as pickles ({', '.join(pickles[:3])}), which can run code when loaded; they are "
-            "refused. Save them as safetensors first: model.save_pretrained(folder)"
-        )
+        held = f"holds its weights as pickles ({', '.join(pickles[:3])}), which can run code when loaded"
+        raise ValueError(f"{path} {held}; save them as safetensors first: model.save_pretrained(folder)")
     raise ValueError(f"{path} holds no weights; expected model.safetensors beside config.json")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from normkit.norms import Norm
 from normkit.norms._recompute import is_recomputed
+from normkit.text import unique
 
 MaskFrom = str | Mapping[str, str] | None
 
@@ -39,8 +40,7 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     norms = {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
     given, names = argument_of_norms(model, mask_from, norms), list(inspect.signature(model.forward).parameters)
     remove_routes(model)
-    places = {argument: names.index(argument) if argument in names else None for argument in given.values()}
-    route, time_first = Route(places), is_time_first(model)
+    route, time_first = Route(names, unique(given.values())), is_time_first(model)
     for name, argument in given.items():
         norms[name].register_forward_pre_hook(GiveMask(route, argument, time_first), with_kwargs=True)
     model.register_forward_pre_hook(route.begin, with_kwargs=True)
@@ -83,8 +83,8 @@ def remove_routes(model: nn.Module) -> None:
 class Route:
     """Hooks of a model that keep the masks of the current call for its norms."""
 
-    def __init__(self, arguments: dict[str, int | None]):
-        self.arguments = arguments
+    def __init__(self, names: list[str], masks_from: tuple[str, ...]):
+        self.names, self.masks_from = names, masks_from  # all arguments of the forward, those with masks
         self.given: dict[str, Any] = {}
         self.masks: dict[str, Tensor | None] = {}
         self.over = True  # False while a forward runs
@@ -92,11 +92,8 @@ class Route:
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep the arguments of this call."""
         self.over, self.masks = False, {}
-        for name, index in self.arguments.items():
-            given = kwargs.get(name)
-            if given is None and index is not None and index < len(args):
-                given = args[index]
-            self.given[name] = given
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        self.given = {name: given.get(name) for name in self.masks_from}
 
     def mask(self, name: str) -> Tensor | None:
         """Return the mask in an argument of this call, converted at its first use."""
@@ -144,9 +141,8 @@ def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} must be a tensor for normkit to read a mask from it; got {type(given).__name__}")
     if given.dim() not in (2, 3, 4):
-        raise ValueError(
-            f"{name} must be [batch, tokens] or [batch, (heads,) queries, keys]; got shape {tuple(given.shape)}"
-        )
+        allowed = "[batch, tokens] or [batch, (heads,) queries, keys]"
+        raise ValueError(f"{name} must be {allowed}; got shape {tuple(given.shape)}")
     padding = name.endswith("padding_mask")
     if given.dtype.is_floating_point:
         real = given > -1

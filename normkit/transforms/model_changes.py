@@ -38,11 +38,7 @@ def record_changes(model: nn.Module) -> None:
 
 
 def write_changes(model: Any) -> dict[str, Any]:
-    """Write the changes of a model into its configuration, and return them.
-
-    Raises:
-        ValueError: If a module was replaced by one that normkit cannot rebuild.
-    """
+    """Write the changes of a model into its configuration, and return them."""
     changes = find_changes(model)
     if any(changes.values()):
         setattr(model.config, KEY, changes)
@@ -79,11 +75,7 @@ def find_changes(model: Any) -> dict[str, Any]:
 
 
 def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
-    """Rebuild recorded changes in a model of the architecture, in place, without weights.
-
-    Raises:
-        ValueError: If the record is damaged, or names a module that the architecture does not have.
-    """
+    """Rebuild recorded changes in a model of the architecture, in place, without weights."""
     try:
         masks, prefix = {}, getattr(model, "base_model_prefix", "")
         take_norms_apart(model, {each for name in changes["norms"] for each in (name, f"{prefix}.{name}")})
@@ -165,9 +157,8 @@ def _build(change: Mapping[str, Any]) -> nn.Module:
         options = {"bias": change.get("bias", False)} if kind == "LayerNorm" else {}
         return getattr(nn, kind)(dim, change["eps"], elementwise_affine=change.get("weight", False), **options)
     if kind.startswith("blend("):
-        raise ValueError(
-            f"{kind} is a blend; rebuild the model with blend() and load its weights, or settle() it before it is saved"
-        )
+        advice = "rebuild the model with blend() and load its weights, or settle() it before it is saved"
+        raise ValueError(f"{kind} is a blend; {advice}")
     norm = make(kind, dim)
     return channels_first(norm) if change["channel_dim"] == 1 else norm
 

@@ -31,11 +31,7 @@ class GatedNorm(nn.Module):
 
     @property
     def weight(self) -> Tensor | None:
-        """Return the norm's weight, which Mamba 2 passes to a kernel of its own in training.
-
-        Raises:
-            RuntimeError: On a GPU, where that kernel would compute an RMSNorm in place of the norm.
-        """
+        """The norm's weight; a RuntimeError on a GPU in training, where Mamba 2 calls a kernel."""
         if self.training and any(t.is_cuda for t in (*self.norm.parameters(), *self.norm.buffers())):
             raise RuntimeError("the model would train with its own kernel for RMSNorm; call it with use_cache=True")
         return getattr(self.norm, "weight", None)

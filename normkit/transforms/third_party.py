@@ -237,9 +237,7 @@ def _dim(module: Any) -> int:
         shape = module.dim
     if shape is not None and not isinstance(shape, int):
         if len(shape) != 1:
-            raise CannotRead(
-                f"it normalizes over {len(shape)} axes at once, {tuple(shape)}; only the last can be converted"
-            )
+            raise CannotRead(f"it normalizes over {len(shape)} axes, {tuple(shape)}; only the last can be converted")
         return int(shape[0])
     if weight is None:
         raise CannotRead("it has no weight; set its normalized_shape = (channels,)")
