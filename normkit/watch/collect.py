@@ -18,8 +18,7 @@ from normkit.watch.rows import Waiting
 from normkit.watch.sites import Site
 
 Fields = dict[str, Tensor]
-Moments = tuple[Tensor, Tensor, Tensor]
-"""Mean and variance `[C]` of the real rows of an input, and their count."""
+Moments = tuple[Tensor, Tensor, Tensor]  # mean and variance `[C]` of the real rows of an input, and their count
 WINDOW = 32  # samples of which the normality of a channel is tested
 
 
@@ -36,15 +35,11 @@ STATE = {"running": "running", "looks": "samples", "rings": "rings", "channels":
 
 
 class Memory:
-    """State of the recorder at one norm: averages and last values.
-
-    Args:
-        alpha: Weight of the old average.
-        channel: The channel that is followed by itself.
-    """
+    """State of the recorder at one norm: averages and last values."""
 
     def __init__(self, alpha: float, channel: int):
-        self.alpha, self.channel = alpha, channel
+        self.alpha = alpha  # weight of the old average
+        self.channel = channel  # that is followed by itself
         self.running: Tensor | None = None  # [k, C], of the statistics that the norm does not keep itself
         self.samples = 0
         self.rings: dict[str, Tensor] = {}  # side -> [WINDOW, C], where windows are recorded
@@ -156,10 +151,7 @@ def _state(norm: StatNorm, fields: Fields) -> Fields:
 
 
 def gather_gradient(site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, known: Moments | None) -> Fields:
-    """Gather statistics of the gradient `dy[..., C]` of a norm's output.
-
-    `known` are the moments of `x`.
-    """
+    """Gather statistics of the gradient `dy` of an output; `known` are the moments of `x`."""
     if isinstance(site.module, StatNorm):
         x = site.module.rest(x)
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -10,8 +10,7 @@ from normkit.watch.length import target_share
 from normkit.watch.recording import Recording, Series
 from normkit.watch.row_names import format_sites, freezes_quadratic_means, relies_on_batch
 
-NOT_CHECKED = "not checked"
-"""Kind of a finding that names checks for which the rows do not suffice."""
+NOT_CHECKED = "not checked"  # kind of a finding that names checks for which the rows do not suffice
 
 
 class Threshold(NamedTuple):
@@ -72,25 +71,15 @@ class Finding:
 
 
 class Check(NamedTuple):
-    """A check for one fault.
+    """A check for one fault."""
 
-    Attributes:
-        kind: Name of the fault.
-        rule: Function that finds it in a recording.
-        needs: Quantities that it takes, separated by blanks.
-        judges: Which norms it judges, by their names in rows; None for the whole model.
-        samples: Values of each quantity that it takes at least.
-        steps: Length of the run from which on it judges.
-        how: Advice on how to record the quantities.
-    """
-
-    kind: str
-    rule: "Rule"
-    needs: str
-    judges: Callable[[str], bool] | None
-    samples: int = 1
-    steps: float = 0
-    how: str = RECORD
+    kind: str  # name of the fault
+    rule: "Rule"  # finds it in a recording
+    needs: str  # quantities that it takes, separated by blanks
+    judges: Callable[[str], bool] | None  # true for norms that it judges, by their names in rows; None: the whole model
+    samples: int = 1  # values of each quantity that it takes at least
+    steps: float = 0  # length of the run from which on it judges
+    how: str = RECORD  # advice on how to record the quantities
 
     def series(self, recording: Recording) -> dict[str, Series]:
         """The series of the first quantity needed, at the norms that are judged."""
@@ -110,15 +99,11 @@ class Check(NamedTuple):
 
 
 Rule = Callable[[Check, Recording], list[Finding]]
+Number = Callable[[Series], float]  # one number of a series
 
 
 def by_site(
-    limit: float,
-    message: str,
-    advice: str = "",
-    *,
-    number: Callable[[Series], float] = Series.middle,
-    below: bool = False,
+    limit: float, message: str, advice: str = "", *, number: Number = Series.middle, below: bool = False
 ) -> Rule:
     """Make a rule: a number of each norm's series must not be above (or `below`) a limit."""
 
@@ -261,9 +246,7 @@ def gradient_spikes(check: Check, recording: Recording) -> list[Finding]:
     return [Finding(check.kind, ("",), message, {"": factor}, advice)]
 
 
-def _above(
-    limit: float, series: Mapping[str, Series], number: Callable[[Series], float] = Series.middle
-) -> dict[str, float]:
+def _above(limit: float, series: Mapping[str, Series], number: Number = Series.middle) -> dict[str, float]:
     return {site: value for site, each in series.items() if (value := number(each)) > limit}
 
 

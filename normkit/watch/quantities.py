@@ -18,14 +18,12 @@ from normkit.arguments import require
 from normkit.watch.normality import p_normal
 from normkit.watch.row_names import current_name
 
-QUARTILES = {
+QUARTILES = {  # of |gamma| / psi_B over the channels of a norm: `spread [5, S]`
     "min": (0.0, "least"), "q25": (0.25, "first quartile"), "median": (0.5, "median"), "q75": (0.75, "third quartile"),
     "max": (1.0, "largest"),
 }  # fmt: skip
-"""Of |gamma| / psi_B over the channels of a norm: `spread [5, S]`."""
 
-DEAD = 1e-6
-"""A channel is dead whose mean square is at most this fraction of the median channel's."""
+DEAD = 1e-6  # a channel is dead whose mean square is at most this fraction of the median channel's
 
 
 class Quantity(NamedTuple):

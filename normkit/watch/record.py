@@ -303,7 +303,5 @@ def _check(model: nn.Module, alpha: float, **counts: int) -> None:
         require(is_int(number) and number >= least, option, number, f"a whole number of at least {least}")
     require(is_number(alpha) and 0 <= alpha < 1, "alpha", alpha, "a number of at least 0 and below 1")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise ValueError(
-            "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can. Train without recording:"
-            " --record-every 0"
-        )
+        sharded = "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can"
+        raise ValueError(f"{sharded}. Train without recording: --record-every 0")

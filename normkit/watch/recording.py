@@ -94,12 +94,7 @@ class Recording:
 
 
 def as_recording(rows: Iterable[Row] | Recording) -> Recording:
-    """Return rows as a recording.
-
-    Raises:
-        TypeError: for anything but rows.
-        ValueError: without any row.
-    """
+    """Return rows as a recording; a TypeError for anything else, a ValueError without any row."""
     found = rows if isinstance(rows, Recording) else Recording(rows)
     if not found.quantities:
         raise ValueError("there are no rows to judge; record some with normkit.record")

@@ -125,10 +125,7 @@ def read(path: str | Path) -> list[Row]:
         if path.suffix == ".parquet":
             return _read_parquet(path)
         with open_regular(path) as file:
-            lines = _whole_lines(file.read())
-        if not lines:
-            raise ValueError(f"its first line is not {HEAD}")
-        return list(_parse(lines, header=True))
+            return list(_parse(file.read(), header=True))
     except (OSError, csv.Error, ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
 
@@ -158,7 +155,8 @@ class RunReader:
                     file.seek(0)
                 new = file.read()
             new = new[: new.rfind(b"\n") + 1]
-            found.add(_parse(_whole_lines(new), header=not position))
+            if new:
+                found.add(_parse(new, header=not position))
             self._read[path] = position + len(new), (before + new)[-TAIL:], found
         except FileNotFoundError:
             return Recording()
@@ -173,13 +171,10 @@ def read_run(folder: str | Path) -> Recording:
     return RunReader().read(folder)
 
 
-def _whole_lines(data: bytes) -> list[str]:
-    return data.decode("utf8").split("\n")[:-1]
-
-
-def _parse(lines: list[str], header: bool) -> Iterator[Row]:
-    reader = csv.reader(lines, strict=True)
-    if header and tuple(next(reader, Row._fields)) != Row._fields:
+def _parse(data: bytes, header: bool) -> Iterator[Row]:
+    """Yield the rows of the whole lines, after a header if there has to be one."""
+    reader = csv.reader(data.decode("utf8").split("\n")[:-1], strict=True)
+    if header and tuple(next(reader, ())) != Row._fields:
         raise ValueError(f"its first line is not {HEAD}")
     for step, site, norm, quantity, value in reader:
         yield Row(int(step), site, norm, current_name(quantity), float(value))

@@ -12,8 +12,7 @@ from normkit.arguments import is_int, require
 from normkit.watch.recording import Row
 from normkit.watch.row_files import Appender, write
 
-Sink = str | Path | Callable[[list[Row]], object] | None
-"""Destination of rows: a CSV file, a function that takes them, or none."""
+Sink = str | Path | Callable[[list[Row]], object] | None  # for rows: a CSV file, a function that takes them, or none
 
 
 class Waiting(NamedTuple):
