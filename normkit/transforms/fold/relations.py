@@ -165,15 +165,14 @@ class Relations:
             node.takes_scale, node.takes_shift = self._is_own(name, "weight", scale), self._is_own(name, "bias", shift)
         self.norms[name] = node
         if source is None:
-            self.kept[name] = "it never ran"
-        elif reason:
-            self.kept[name] = reason
-        elif own_hooks(module):
-            self.kept[name] = "it has hooks of its own, which see its output"
-        if name in self.kept or not norm.offline:
+            reason = "it never ran"
+        elif reason is None and own_hooks(module):
+            reason = "it has hooks of its own, which see its output"
+        if reason or not norm.offline:
             self.pin(inputs, f"read by norm {name}")
             node.inputs = torch.zeros_like(inputs)
-        if name in self.kept:
+        if reason:
+            self.kept[name] = reason
             self.pin(outputs, f"the output of norm {name}")
 
     def _is_own(self, name: str, key: str, values: Tensor) -> bool:

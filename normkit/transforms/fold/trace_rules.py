@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from normkit.transforms.fold.trace import FOREIGN, ZERO, View, channel_pairs, channel_rows, everywhere, joined, varying
+from normkit.transforms.fold.trace import FOREIGN, ZERO, channel_pairs, channel_rows, everywhere, joined, varying
 
 if TYPE_CHECKING:
     from normkit.transforms.fold.tracer import Tracer
@@ -25,36 +25,31 @@ def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
     shadow, places = tracer.origins(x), [-1]
     if packet in (aten.mm, aten.bmm) and tracer._parameter(weight) is None:
         x, weight, shadow, places = weight, x.mT, tracer.origins(weight).mT, [-2]
-    parameter = tracer._parameter(weight)
     plain = weight.dim() > 1 and 0 not in weight.stride() and kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
-    if parameter is None or tracer._parameter(x) is not None or not plain:
+    if tracer._parameter(weight) is None or tracer._parameter(x) is not None or not plain:
         return False
     if packet is aten.bmm:
         part, rows, places = weight[:, :, None], shadow.movedim(1, 0).flatten(1), [0, *places]
     else:
         part, rows = weight[None, :, None], channel_rows(shadow, -1)
-    return tracer.product("matmul", View.at(parameter, part), bias, rows, out, *places)
+    return tracer.product("matmul", part, bias, rows, out, *places)
 
 
 def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
     x, weight, bias, _, padding, _, transposed, _, groups = args[:9]
-    parameter = tracer._parameter(weight)
-    if parameter is None or not weight.is_contiguous():
+    if not weight.is_contiguous():
         return False
     kernels = weight.unflatten(0, (groups, -1)).flatten(3)
     part = kernels.permute(0, 1, 3, 2) if transposed else kernels.permute(0, 2, 3, 1)
     rows = channel_rows(tracer.origins(x), 1)
     if transposed or any(padding):  # outputs read different parts of the kernel
         rows = torch.cat([rows, torch.zeros_like(rows[:1])])
-    return tracer.product("convolution", View.at(parameter, part), bias, rows, out, 1)
+    return tracer.product("convolution", part, bias, rows, out, 1)
 
 
 def _embedding(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
     weight = args[0]
-    parameter = tracer._parameter(weight)
-    if parameter is None or not weight.is_contiguous():
-        return False
-    return tracer.product("embedding", View.at(parameter, weight[None, :, None]), None, None, out, -1)
+    return weight.is_contiguous() and tracer.product("embedding", weight[None, :, None], None, None, out, -1)
 
 
 def _sum(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
@@ -92,13 +87,11 @@ def _scaled(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
 
 def _layer_scale(tracer: "Tracer", x: Tensor, gain: Tensor, out: Tensor) -> bool:
     """`x * gain` with a parameter that has one number per channel."""
-    parameter, dim = tracer._parameter(gain), _channel_axis(tracer.shadow(x), out)
-    if parameter is None or tracer.shadow(gain) is None or dim is None or gain.numel() != out.shape[dim]:
+    dim = _channel_axis(tracer.shadow(x), out)
+    known = tracer._parameter(gain) is not None and tracer.shadow(gain) is not None
+    if not known or dim is None or gain.numel() != out.shape[dim] or gain.expand(out.shape).stride(dim) == 0:
         return False
-    if gain.expand(out.shape).stride(dim) == 0:
-        return False
-    view = View.at(parameter, gain.view(-1, 1, 1, 1))
-    return tracer.product("gain", view, None, channel_rows(tracer.origins(x), dim), out, dim)
+    return tracer.product("gain", gain.view(-1, 1, 1, 1), None, channel_rows(tracer.origins(x), dim), out, dim)
 
 
 def _modulated(tracer: "Tracer", x: Tensor, factor: Tensor, out: Tensor) -> bool:

@@ -216,13 +216,17 @@ class Tracer(TorchDispatchMode):
             return None
         return View.row(parameter, length, tensor.storage_offset())
 
-    def product(self, kind: str, view: View, bias: Any, x: Tensor | None, out: Tensor, *dims: int) -> bool:
-        """Note a product with a weight.
+    def product(self, kind: str, part: Tensor, bias: Any, x: Tensor | None, out: Tensor, *dims: int) -> bool:
+        """Note a product with part of a weight; False if `part` is of none.
 
-        `x` is the shadow of the channels that it reads, `[rows, in]`; `out` has its channels at `dims`.
+        It is `[groups, in, positions, out]`. `x` is the shadow of the channels that it reads, `[rows, in]`; `out` has
+        its channels at `dims`.
         """
+        if (parameter := self._parameter(part)) is None or out.is_complex():
+            return False
+        view = View.at(parameter, part)
         added = None if bias is None else self.bias(bias, view.outputs)
-        if (bias is not None and added is None) or out.is_complex():
+        if bias is not None and added is None:
             return False
         product = Product(view, self.module, kind)
         if added is not None:
