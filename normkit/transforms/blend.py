@@ -3,7 +3,7 @@
 import copy
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,7 +14,7 @@ from normkit.kernels import autograd
 from normkit.norms import Norm, Split
 from normkit.norms._recompute import is_recomputed
 from normkit.transforms.checks import check_not_wrapped, copy_model
-from normkit.transforms.convert import chosen_sites, find, replace_all, replacement
+from normkit.transforms.convert import Specs, Where, chosen_sites, find, replace_all, replacement
 from normkit.transforms.hooks import copy_without_hooks
 from normkit.transforms.masks import MaskFrom
 from normkit.transforms.third_party import read_norm
@@ -143,14 +143,14 @@ class Blend(Norm):
 
 def blend(
     model: nn.Module,
-    to: str | Mapping[str, str],
+    to: Specs,
     steps: int,
     *,
     schedule: Schedule = "linear",
     gap: int = 0,
     order: Sequence[str] | None = None,
     first_last: bool = False,
-    where: Callable[[str, nn.Module], bool] | None = None,
+    where: Where = None,
     mask_from: MaskFrom = None,
     inplace: bool = False,
 ) -> nn.Module:
@@ -238,10 +238,8 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
         raise ValueError(f"settle() found nothing that blends; the norms are {', '.join(find(model)) or 'none'}")
     if not early and (waiting := {name: m for name, m in blends.items() if not m.done}):
         name, first = next(iter(waiting.items()))
-        raise ValueError(
-            f"{len(waiting)} of {len(blends)} blends are not done: {name} has made {int(first.step)} of {first.end} "
-            "training forwards; train on, or pass early=True"
-        )
+        left = f"{name} has made {int(first.step)} of {first.end} training forwards"
+        raise ValueError(f"{len(waiting)} of {len(blends)} blends are not done: {left}; train on, or pass early=True")
     return replace_all(model, blends, lambda name, old: old.finalize())
 
 

@@ -17,15 +17,10 @@ from normkit.transforms.hooks import channels_first, take_hooks
 from normkit.transforms.masks import MaskFrom, argument_of_norms, route_mask
 from normkit.transforms.model_changes import record_changes
 from normkit.transforms.take_apart import take_apart
-from normkit.transforms.third_party import (
-    CannotRead,
-    Found,
-    is_named_norm,
-    is_parametrization,
-    read_norm,
-    statistics,
-    write,
-)
+from normkit.transforms.third_party import CannotRead, Found, is_named_norm, read_norm, statistics, write
+
+Specs = str | Mapping[str, str]  # one spec, or rules from patterns of names to specs
+Where = Callable[[str, nn.Module], bool] | None  # chooses norms by name and module
 
 
 def find(model: nn.Module) -> dict[str, Found]:
@@ -61,6 +56,11 @@ def outermost(model: nn.Module, shared: bool = False) -> dict[str, nn.Module]:
     return modules
 
 
+def is_parametrization(name: str) -> bool:
+    """Return True for the name of a parametrization, such as weight norm."""
+    return "parametrizations" in name.split(".")
+
+
 def unreadable(model: nn.Module) -> dict[str, str]:
     """Find modules named like norms that `convert` cannot replace, with the reason.
 
@@ -82,12 +82,7 @@ def _try_read(module: nn.Module) -> Found | CannotRead:
 
 
 def convert(
-    model: nn.Module,
-    to: str | Mapping[str, str],
-    *,
-    where: Callable[[str, nn.Module], bool] | None = None,
-    mask_from: MaskFrom = None,
-    inplace: bool = False,
+    model: nn.Module, to: Specs, *, where: Where = None, mask_from: MaskFrom = None, inplace: bool = False
 ) -> nn.Module:
     """Replace the norms of a model.
 
@@ -156,14 +151,10 @@ def replace_all(
     return model
 
 
-def chosen_sites(
-    model: nn.Module, to: str | Mapping[str, str], where: Callable[[str, nn.Module], bool] | None, verb: str
-) -> dict[str, str]:
+def chosen_sites(model: nn.Module, to: Specs, where: Where, verb: str) -> dict[str, str]:
     """Return specs by name for the norms to change; a shared norm has several entries.
 
-    Raises:
-        ValueError: If there are none.
-        TypeError: If the model is wrapped, compiled or quantized, or an argument has another type.
+    The arguments and errors are those of `convert`, the function that `verb` names.
     """
     check_not_wrapped(model, verb)
     check_not_quantized(model, verb)
@@ -177,7 +168,8 @@ def chosen_sites(
     if where is not None and not callable(where):
         raise TypeError(f"where is a function of a norm's name and the norm; got {where!r}. By name: {{pattern: spec}}")
     every = outermost(model, shared=True)
-    readable = [name for name, module in every.items() if isinstance(_try_read(module), Found)]
+    readings = {name: _try_read(module) for name, module in every.items()}
+    readable = [name for name, reading in readings.items() if isinstance(reading, Found)]
     for pattern in rules:
         if readable and not any(fnmatch.fnmatchcase(name, pattern) for name in readable):
             raise ValueError(f"the pattern {pattern!r} matches no norm; the norms are {listed(readable, 12)}")
@@ -189,8 +181,7 @@ def chosen_sites(
     if not chosen:
         raise ValueError(_nothing_found(model, readable, verb))
     if meant:
-        why = unreadable(model)
-        left = listed([f"{name} ({why[name]})" for name in meant if name in why], most=4)
+        left = listed((f"{name} ({readings[name]})" for name in meant), most=4)
         warnings.warn(f"{verb}() leaves norms as they are that it cannot read: {left}", stacklevel=3)
     return chosen
 
@@ -210,10 +201,7 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
         return old
     computed = not isinstance(old, Norm) and found.weight is not getattr(old, "weight", None)
     if computed and found.weight is not None and found.weight.is_meta:
-        raise ValueError(
-            f"the gain of a {type(old).__name__} is 1 + weight, which cannot be computed on the meta device; load the "
-            "weights, then convert"
-        )
+        raise ValueError(f"the gain of a {type(old).__name__} is 1 + weight, not known: load the weights, then convert")
     given = {**_carried(found, name), **given}
     new = make(write(name, given), found.dim)
     for key in ("weight", "bias"):

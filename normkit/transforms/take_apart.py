@@ -19,10 +19,7 @@ from normkit.transforms.third_party import example_of, is_named_norm, read_eps, 
 
 
 class GatedNorm(nn.Module):
-    """A norm with a gate, an activation of which multiplies its input or output.
-
-    The input in Mamba 2, the output in Qwen3-Next.
-    """
+    """A norm whose gate, activated, multiplies its input (Mamba 2) or output (Qwen3-Next)."""
 
     def __init__(self, norm: Norm, activation: nn.Module, gates_input: bool):
         super().__init__()

@@ -50,10 +50,7 @@ class CannotRead(Exception):
 
 
 def read_norm(module: nn.Module) -> Found:
-    """Read what a norm computes.
-
-    Raises:
-        CannotRead: If the module is no norm, or computes something else than its class name suggests.
+    """Read what a norm computes; a CannotRead unless it is what its class name suggests.
 
     Example:
         >>> read_norm(nn.LayerNorm(8, eps=1e-6)).kind
@@ -86,11 +83,6 @@ def is_named_norm(module: nn.Module) -> bool:
     kept = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     bare = not any(module.children()) or parametrize.is_parametrized(module)
     return bare or any(not nn.parameter.is_lazy(t) and t.dim() == 1 for t in kept)
-
-
-def is_parametrization(name: str) -> bool:
-    """Return True for the name of a parametrization, such as weight norm."""
-    return "parametrizations" in name.split(".")
 
 
 def equivalent(found: Found) -> Norm:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from normkit.norms import Norm, StatNorm
+from normkit.transforms.convert import is_parametrization
 from normkit.transforms.masks import fit, is_time_first, real_tokens
-from normkit.transforms.third_party import CannotRead, is_named_norm, is_parametrization, read_norm
+from normkit.transforms.third_party import CannotRead, is_named_norm, read_norm
 from normkit.watch.row_names import UNTRACKED
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")
