@@ -10,6 +10,7 @@ from third_party_models import case_of, randomize
 from torch import Tensor, nn
 
 from normkit.transforms import Int8, convert, export, fold
+from normkit.transforms.invoke import Call
 from normkit.transforms.openvino_executorch import prepare_for_xnnpack
 from normkit.transforms.quantize import calibration
 
@@ -38,7 +39,7 @@ def mixer() -> nn.Module:
 
 def test_keywords_of_a_batch_may_come_in_any_order():
     ids, mask = torch.ones(2, 3), torch.zeros(2, 3)
-    batches = calibration(Int8([{"mask": mask, "ids": ids}]), (), {"ids": ids, "mask": mask}, dynamic=True)
+    batches = calibration(Int8([{"mask": mask, "ids": ids}]), Call((), {"ids": ids, "mask": mask}), dynamic=True)
     assert batches[0][0] is ids
     assert batches[0][1] is mask
 

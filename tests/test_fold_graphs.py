@@ -16,6 +16,7 @@ from normkit.transforms.fold import fold
 from normkit.transforms.fold.relations import Relations
 from normkit.transforms.fold.solve import Solver
 from normkit.transforms.fold.survey import Survey
+from normkit.transforms.invoke import Call
 
 WIDTH = 3
 OPERATIONS = ("linear", "norm", "norm", "gain", "sum", "sum", "scaled", "flipped", "tanh", "gated", "times", "again",
@@ -112,7 +113,7 @@ def test_no_larger_set_of_norms_could_vanish(steps, outputs):
         return
     model = built(steps, outputs, False)
     ids = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
-    survey = Survey(model, (ids,), {}, None, False, True, "fold")
+    survey = Survey(model, Call((ids,), {}), None, False, True, "fold")
     relations = Relations(survey.trace, survey.model, {})
     chosen = Solver(relations).choose(lambda name: True)
     names = [name for name in relations.norms if name not in relations.kept]

@@ -13,6 +13,7 @@ from normkit.transforms import convert, fold, to_rms
 from normkit.transforms.affine import Affine
 from normkit.transforms.fold.inputs import variants
 from normkit.transforms.fold.verify import error
+from normkit.transforms.invoke import Call
 
 
 @pytest.mark.parametrize("how", ["masked_fill", "where"])
@@ -172,7 +173,7 @@ def test_constant_inputs_can_be_verified():
             return self.two(self.embed(ids))
 
     both_agree_on(Ids(), (torch.zeros(2, 5, dtype=torch.long),), (torch.randint(9, (2, 5)),), "multiply-add")
-    calls = variants(nn.Linear(DIM, 2), (torch.zeros(2, DIM),), {})
+    calls = variants(nn.Linear(DIM, 2), Call((torch.zeros(2, DIM),), {}))
     assert all(call[0][0].std() > 0.5 for call in calls.values())
 
 

@@ -18,6 +18,7 @@ from normkit.transforms.fold import rewrite
 from normkit.transforms.fold.float64 import Double, grouped_mm, in_float64
 from normkit.transforms.fold.inputs import variants
 from normkit.transforms.fold.verify import error
+from normkit.transforms.invoke import Call
 
 
 def test_outputs_without_finite_numbers_are_refused():
@@ -95,7 +96,7 @@ def test_models_that_ask_for_narrower_types_get_float64():
 
 def test_other_shapes_are_tried_and_masks_keep_their_values():
     case = CASES["torch_encoder_pre"]()
-    found = variants(case.model, case.args, case.kwargs)
+    found = variants(case.model, Call(case.args, case.kwargs))
     assert set(found) == {"6 tokens, a batch of 3"}
     args, kwargs = found["6 tokens, a batch of 3"]
     assert args[0].shape == (3, 6, 16)
@@ -105,8 +106,8 @@ def test_other_shapes_are_tried_and_masks_keep_their_values():
 
 def test_a_model_of_one_size_is_tried_with_other_numbers_and_batches():
     case = CASES["hf_vit"]()
-    assert set(variants(case.model, case.args, case.kwargs)) == {"a batch of 1"}
-    assert set(variants(nn.Flatten(0), (torch.zeros(2, 3),), {}, other_shapes=False)) == {"a batch of 3"}
+    assert set(variants(case.model, Call(case.args, case.kwargs))) == {"a batch of 1"}
+    assert set(variants(nn.Flatten(0), Call((torch.zeros(2, 3),), {}), other_shapes=False)) == {"a batch of 3"}
 
 
 def test_folding_runs_the_model_at_most_eight_times(monkeypatch):

@@ -12,14 +12,14 @@ from normkit.arguments import is_int, require, require_functions
 from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
-from normkit.transforms.invoke import call, check_batches, input_and_mask
+from normkit.transforms.invoke import Forward, call, check_batches, input_and_mask
 
 
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
+    forward: Forward = None,
     passes: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
     inplace: bool = False,

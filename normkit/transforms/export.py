@@ -7,7 +7,7 @@ import logging
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from normkit.arguments import as_path, is_number, require, require_functions
 from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.transforms.extras import needs
 from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import copied, example_call, tensors, unpacked
+from normkit.transforms.invoke import Call, Pick, example_call, tensors
 from normkit.transforms.openvino_executorch import Ran
 from normkit.transforms.quantize import Int8, calibration, quantize_onnx
 
@@ -68,7 +68,7 @@ def export(
     model: nn.Module,
     path: str | Path,
     *example: Any,
-    outputs: Callable[[Any], Any] | None = None,
+    outputs: Pick = None,
     dynamic: bool = True,
     tolerance: float = 1e-4,
     int8: Int8 | Iterable[Any] | None = None,
@@ -119,15 +119,15 @@ def export(
         raise ValueError(f"export() writes a file, and {path} {what}")
     if int8 is not None and path.suffix == ".pt2":
         raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
-    example, kwexample = unpacked(model, example, kwexample)
+    given = Call(example, kwexample).unpacked(model)
     with torch.no_grad():
-        expected = picked(example_call(model, *copied((example, kwexample)), "export", (example, kwexample)), outputs)
+        expected = picked(example_call(model, given.copied(), "export", given), outputs)
     if not any(t.isfinite().any() for t in expected):
         raise ValueError("export() cannot verify anything: no number of the model output is finite on the example")
-    wrapped = TensorModel(copy_model(model), *copied((example, kwexample)), outputs).eval()
+    wrapped = TensorModel(copy_model(model), given.copied(), outputs).eval()
     shapes = batch_axis(wrapped.given) if dynamic else None
     settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
-    batches = calibration(settings, example, kwexample, shapes is not None) if settings else []
+    batches = calibration(settings, given, shapes is not None) if settings else []
     with quiet(), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
         in_float = Path(scratch) / path.name.replace(".pte", ".pt2") if settings else new  # .pte: only int8 is lowered
@@ -135,10 +135,8 @@ def export(
         operations, runtime, got = _write(wrapped, in_float, shapes)
         worst = error(tuple(got), tuple(expected))
         if not worst <= tolerance:
-            raise ValueError(
-                f"{path} computes something else than the model: outputs differ by {worst:.1e} in {runtime}; "
-                f"tolerance={tolerance:.1e} is allowed"
-            )
+            differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
+            raise ValueError(f"{path} computes something else than the model: {differ}")
         if settings is not None:
             operations, runtime, got = _write_int8(wrapped, in_float, new, settings, batches)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
@@ -153,26 +151,22 @@ def export(
 class TensorModel(nn.Module):
     """A model whose inputs and outputs are tensors only, as exporters need it."""
 
-    def __init__(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Callable[[Any], Any] | None = None
-    ):
+    def __init__(self, model: nn.Module, call: Call, outputs: Pick = None):
         super().__init__()
-        self.model, self.outputs = model, outputs
-        self.call = args, kwargs
-        self.given: tuple[Tensor, ...] = tuple(leaf for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor))
+        self.model, self.call, self.outputs = model, call, outputs
+        self.given: tuple[Tensor, ...] = tuple(leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
         known = list(inspect.signature(model.forward).parameters)
-        known += [f"input_{i}" for i in range(len(known), len(args))]  # of *args
-        paths = tensors((dict(zip(known, args, strict=False)), kwargs))
+        known += [f"input_{i}" for i in range(len(known), len(call.args))]  # of *args
+        paths = tensors((dict(zip(known, call.args, strict=False)), call.kwargs))
         self.names = [path.split(".", 1)[1].replace(".", "_") for path in paths]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors of the output, in order."""
         left = iter(inputs)
-        args, kwargs = tree_map_only(Tensor, lambda _: next(left), self.call)
-        return picked(self.model(*args, **kwargs), self.outputs)
+        return picked(tree_map_only(Tensor, lambda _: next(left), self.call).of(self.model), self.outputs)
 
 
-def picked(output: Any, outputs: Callable[[Any], Any] | None) -> tuple[Tensor, ...]:
+def picked(output: Any, outputs: Pick) -> tuple[Tensor, ...]:
     """Return the tensors of an output that are exported; a ValueError if there are none."""
     found = tuple(tensors(output, outputs).values())
     if not found:

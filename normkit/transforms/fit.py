@@ -1,6 +1,6 @@
 """Fit offline norms to the norms that they replaced, by least squares."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,10 +13,8 @@ from normkit.norms import RepBN, StatNorm
 from normkit.transforms.calibrate import evaluating, restored_on_error
 from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
 from normkit.transforms.fastpath import no_fast_path
-from normkit.transforms.invoke import call, check_batches, input_and_mask
+from normkit.transforms.invoke import Forward, call, check_batches, input_and_mask
 from normkit.transforms.take_apart import take_norms_apart
-
-Forward = Callable[[nn.Module, Any], Any] | None
 
 
 def fit_norms(

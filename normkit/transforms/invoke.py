@@ -5,23 +5,72 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+Forward = Callable[[nn.Module, Any], Any] | None  # calls a model on a batch
+Pick = Callable[[Any], Any] | None  # picks what is used of a model's output
 
-def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-    """Call a model on a batch.
 
-    Args:
-        model: The model.
-        batch: A mapping of keyword arguments, a tuple or list of positional ones, or one argument.
-        forward: Called as `forward(model, batch)` instead.
+class Call(NamedTuple):
+    """The arguments of a call of a model; prints as `(float32[2, 3], mask=bool[2])`."""
 
-    Returns:
-        The output of the model.
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def of(self, model: nn.Module) -> Any:
+        """Call a model with these arguments."""
+        return model(*self.args, **self.kwargs)
+
+    def copied(self, change: Callable[[Tensor], Tensor] = Tensor.clone) -> "Call":
+        """Copy the arguments; `change` makes the copy of a tensor."""
+        with contextlib.suppress(TypeError):  # of what cannot be copied, such as a lock
+            return copy.deepcopy(self, {id(t): change(t) for t in tensors(self).values()})
+        return tree_map_only(Tensor, change, self)
+
+    def unpacked(self, model: nn.Module) -> "Call":
+        """Return the arguments of an example; one mapping holds keywords if the forward has them."""
+        if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Mapping):
+            with contextlib.suppress(TypeError):  # the model takes a mapping
+                inspect.signature(model.forward).bind(**self.args[0])
+                return arguments(self.args[0])
+        return self
+
+    def left_out(self, model: nn.Module) -> dict[str, inspect.Parameter]:
+        """Return the parameters of a model's forward that the call leaves out or passes as None.
+
+        Example:
+            >>> list(Call((0,), {}).left_out(nn.Bilinear(1, 1, 1)))
+            ['input2']
+        """
+        signature = inspect.signature(model.forward)
+        takes = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        try:
+            bound = signature.bind_partial(*self.args, **self.kwargs).arguments
+            passed = {key for key, value in bound.items() if value is not None}
+        except TypeError:
+            passed = set(self.kwargs)
+        return {name: parameter for name, parameter in takes.items() if name not in passed}
+
+    def __str__(self) -> str:
+        given = [*map(describe, self.args), *(f"{name}={describe(each)}" for name, each in self.kwargs.items())]
+        return f"({', '.join(given)})"
+
+
+def arguments(batch: Any) -> Call:
+    """Return the arguments that `call` makes of a batch."""
+    if isinstance(batch, Mapping):
+        return Call((), dict(batch))
+    return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+
+
+def call(model: nn.Module, batch: Any, forward: Forward = None) -> Any:
+    """Call a model on a batch, or `forward(model, batch)` instead, and return the output.
+
+    A batch is a mapping of keyword arguments, a tuple or list of positional ones, or one argument.
 
     Example:
         >>> call(nn.Linear(2, 3), (torch.zeros(4, 2),)).shape
@@ -29,30 +78,12 @@ def call(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] 
     """
     if forward is not None:
         return forward(model, batch)
-    args, kwargs = arguments(batch)
+    given = arguments(batch)
     try:
-        return model(*args, **kwargs)
+        return given.of(model)
     except TypeError as error:
-        raise TypeError(
-            f"{error}. The batch was given as {describe_call(args, kwargs)}; pick the inputs of the model with "
-            "forward=lambda model, batch: model(...)"
-        ) from error
-
-
-def arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
-    """Return the positional and keyword arguments that `call` makes of a batch."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
-
-
-def unpacked(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of an example; one mapping holds keywords if the forward has them."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-        with contextlib.suppress(TypeError):  # the model takes a mapping
-            inspect.signature(model.forward).bind(**args[0])
-            return arguments(args[0])
-    return args, kwargs
+        pick = "pick the inputs of the model with forward=lambda model, batch: model(...)"
+        raise TypeError(f"{error}. The batch was given as {given}; {pick}") from error
 
 
 def check_batches(batches: object, what: str) -> None:
@@ -62,30 +93,20 @@ def check_batches(batches: object, what: str) -> None:
         raise TypeError(f"{what} takes batches to go through; got one {given}. Give a list of it, [x], or a loader")
 
 
-def example_call(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], verb: str, shown: tuple, what: str = "the model"
-) -> Any:
+def example_call(model: nn.Module, given: Call, verb: str, shown: Call, what: str = "the model") -> Any:
     """Run a model on an example, and return its output.
 
     A ValueError lists the arguments of both if the example does not fit the forward. For this message, `verb` is the
-    public function that was called, `shown` the example `(args, kwargs)` as the user passed it, and `what` the model or
-    a copy of it.
+    public function that was called, `shown` the example as the user passed it, and `what` the model or a copy of it.
     """
     try:
-        return model(*args, **kwargs)
+        return given.of(model)
     except Exception as error:
         takes = ", ".join(map(str, inspect.signature(model.forward).parameters.values()))
         raise ValueError(
-            f"{verb}() could not run {what} on the example {describe_call(*shown)}: {type(error).__name__}: {error}. "
+            f"{verb}() could not run {what} on the example {shown}: {type(error).__name__}: {error}. "
             f"Its forward takes ({takes}); pass the example as you would call the model"
         ) from error
-
-
-def copied(given: tuple[Any, Any], change: Callable[[Tensor], Tensor] = Tensor.clone) -> tuple[Any, Any]:
-    """Copy the arguments `(args, kwargs)` of a call; `change` makes the copy of a tensor."""
-    with contextlib.suppress(TypeError):  # of what cannot be copied, such as a lock
-        return copy.deepcopy(given, {id(t): change(t) for t in tensors(given).values()})
-    return tree_map_only(Tensor, change, given)
 
 
 def describe(value: object) -> str:
@@ -99,74 +120,49 @@ def describe(value: object) -> str:
     return repr(value) if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
 
 
-def describe_call(args: tuple, kwargs: dict[str, Any]) -> str:
-    """Arguments of a call, as in `(float32[2, 3], mask=bool[2])`."""
-    return f"({', '.join([*map(describe, args), *(f'{name}={describe(each)}' for name, each in kwargs.items())])})"
-
-
 def input_and_mask(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Return `x` and `mask` of a call of a norm, from the arguments that a hook gets."""
     return args[0] if args else kwargs["x"], args[1] if len(args) > 1 else kwargs.get("mask")
 
 
-USED_BY = {  # part of a weight's name: arguments that make a model of transformers use such weights
-    "global": ("global_attention_mask",),
-    "encoder_attn": ("encoder_hidden_states",),
-    "crossattention": ("encoder_hidden_states",),
-    "cross_attn": ("encoder_hidden_states", "cross_attention_states"),
-    "cross_attention": ("encoder_hidden_states", "cross_attention_states"),
-    "token_type": ("token_type_ids",),
-    "decoder": ("decoder_input_ids",),
-    "vision": ("pixel_values",),
-    "visual": ("pixel_values",),
-    "image": ("pixel_values",),
-    "audio": ("input_features", "input_values"),
-    "mtp": ("labels",),
-    "router": ("output_router_logits",),
+USES = {  # argument of a model of transformers: parts of the names of weights that it makes the model use
+    "global_attention_mask": ("global",),
+    "encoder_hidden_states": ("encoder_attn", "crossattention", "cross_attn", "cross_attention"),
+    "cross_attention_states": ("cross_attn", "cross_attention"),
+    "token_type_ids": ("token_type",),
+    "decoder_input_ids": ("decoder",),
+    "pixel_values": ("vision", "visual", "image"),
+    "input_features": ("audio",),
+    "input_values": ("audio",),
+    "labels": ("mtp",),
+    "output_router_logits": ("router",),
 }
 PLAIN = (str, bytes, int, float, bool, torch.dtype, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 PLAIN_OPTIONS = ("past_key_values", "inputs_embeds", "position_ids", "head_mask", "use_cache", "return_dict", "output_")
 
 
-def advice(model: nn.Module, weights: Iterable[str], args: tuple, kwargs: Mapping[str, Any]) -> str:
-    """Advise on an example that would use weights which the example `(args, kwargs)` does not.
+def advice(model: nn.Module, weights: Iterable[str], given: Call) -> str:
+    """Advise on an example that would use weights which the given one does not.
 
     The arguments to pass follow from the names of the weights and the signature of the forward.
 
     Example:
         >>> class Pair(nn.Module):
         ...     def forward(self, input_ids, encoder_hidden_states=None): ...
-        >>> advice(Pair(), ["layer.0.crossattention.key.weight"], (), {"input_ids": 0})
+        >>> advice(Pair(), ["layer.0.crossattention.key.weight"], Call((), {"input_ids": 0}))
         'pass encoder_hidden_states'
     """
-    left, weights = arguments_left(model, args, kwargs), list(weights)
-    uses = [arguments for part, arguments in USED_BY.items() if any(part in weight for weight in weights)]
-    if likely := [argument for arguments in uses for argument in arguments if argument in left]:
-        return f"pass {' or '.join(dict.fromkeys(likely))}"
-    if any("expert" in weight for weight in weights):
+    left, names = given.left_out(model), " ".join(weights)
+    if likely := [argument for argument, parts in USES.items() if argument in left and any(p in names for p in parts)]:
+        return f"pass {' or '.join(likely)}"
+    if "expert" in names:
         return "pass more rows, which reach more experts"
     left = [name for name, p in left.items() if p.default is None and not name.startswith(PLAIN_OPTIONS)]
     also = f", whose forward also takes {', '.join(left[:4])}" if left else ""
     return f"give an example that does{also}, or set to None what inference never uses"
 
 
-def arguments_left(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a model's forward that a call leaves out or passes as None.
-
-    Example:
-        >>> list(arguments_left(nn.Bilinear(1, 1, 1), (0,), {}))
-        ['input2']
-    """
-    signature = inspect.signature(model.forward)
-    takes = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    try:
-        passed = {key for key, value in signature.bind_partial(*args, **kwargs).arguments.items() if value is not None}
-    except TypeError:
-        passed = set(kwargs)
-    return {name: parameter for name, parameter in takes.items() if name not in passed}
-
-
-def tensors(output: Any, outputs: Callable[[Any], Any] | None = None, depth: int = 6) -> dict[str, Tensor]:
+def tensors(output: Any, outputs: Pick = None, depth: int = 6) -> dict[str, Tensor]:
     """Find all tensors in tuples, mappings, dataclasses and plain objects, by their path.
 
     Only those in `outputs(output)`, if it is given.

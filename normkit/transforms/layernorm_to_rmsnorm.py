@@ -1,6 +1,5 @@
 """Turn LayerNorm into RMSNorm: its centring moves into the layers that write its input."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +16,12 @@ from normkit.transforms.fold.report import Outcome, Report
 from normkit.transforms.fold.rewrite import change
 from normkit.transforms.fold.survey import TOLERANCE, Survey
 from normkit.transforms.fold.trace import ZERO, Product, Source, Trace
+from normkit.transforms.invoke import Call, Pick
 
 
 @torch.inference_mode(False)  # the result may be trained
 def to_rms(
-    model: nn.Module, *example: Any, outputs: Callable[[Any], Any] | None = None, untie: bool = False, **kwexample: Any
+    model: nn.Module, *example: Any, outputs: Pick = None, untie: bool = False, **kwexample: Any
 ) -> tuple[nn.Module, Report]:
     """Return an equivalent model with RMSNorms in place of LayerNorms, and a report on each.
 
@@ -51,7 +51,7 @@ def to_rms(
         >>> to_rms(model, torch.randn(3, 4))[0][1]
         RMSNorm(4, rms(bias=True))
     """
-    survey = Survey(model, example, kwexample, outputs, untie, True, "to_rms")
+    survey = Survey(model, Call(example, kwexample), outputs, untie, True, "to_rms")
     outcomes, producers = _decide(survey)
     if not any(_centres(outcome.norm) for outcome in outcomes.values()):
         kinds = ", ".join(sorted({outcome.norm for outcome in outcomes.values()}))
@@ -92,10 +92,7 @@ def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
 
 
 def _obstacle(relations: Relations, name: str, width: int, streams: set[int], sources: list[Source]) -> str:
-    """The reason why streams, made of `sources`, keep their mean; empty if they may lose it.
-
-    `name` is a norm that reads them.
-    """
+    """The reason why the streams that a norm reads keep their mean; "" if they may lose it."""
     trace = relations.trace
     if name not in trace.inputs:
         return "it never ran"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from normkit.arguments import require
-from normkit.transforms.invoke import arguments, describe, describe_call
+from normkit.transforms.invoke import Call, arguments, describe
 
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
 SCOPES = {"products": PRODUCTS, "stream": [*PRODUCTS, "Add", "Mul"]}
@@ -44,35 +44,29 @@ class Int8:
 
     def __post_init__(self) -> None:
         if isinstance(self.batches, str) or not hasattr(self.batches, "__iter__"):
-            raise ValueError(
-                f"int8= takes batches to calibrate on, such as a list of tensors, or Int8(batches, ...); got "
-                f"{self.batches!r}"
-            )
+            allowed = "batches to calibrate on, such as a list of tensors, or Int8(batches, ...)"
+            raise ValueError(f"int8= takes {allowed}; got {self.batches!r}")
         require(self.scope in [*SCOPES], "scope", self.scope, " or ".join(map(repr, SCOPES)))
 
 
-def calibration(int8: Int8, args: tuple, kwargs: dict[str, Any], dynamic: bool) -> list[list[Tensor]]:
-    """Return the tensors of each calibration batch, or raise a ValueError.
-
-    A batch has to fit the example, a call with `args` and `kwargs`. With `dynamic` the first axis may differ.
-    """
-    leaves, form = tree_flatten((args, kwargs))
+def calibration(int8: Int8, example: Call, dynamic: bool) -> list[list[Tensor]]:
+    """Return the tensors of each batch; a ValueError for one that does not fit the example."""
+    leaves, form = tree_flatten(example)
     kinds = [_kind(leaf, dynamic) for leaf in leaves if isinstance(leaf, Tensor)]
     batches = []
     for number, (passed, named) in enumerate(map(arguments, int8.batches)):
-        given = passed, {key: named[key] for key in kwargs if key in named} | named  # in the order of the example
+        ordered = {key: named[key] for key in example.kwargs if key in named} | named  # as in the example
+        given = Call(passed, ordered)
         leaves, found = tree_flatten(given)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if found != form or [_kind(t, dynamic) for t in inputs] != kinds:
             raise ValueError(
-                f"batch {number} of int8= is {describe_call(*given)}; the example is {describe_call(args, kwargs)}. "
+                f"batch {number} of int8= is {given}; the example is {example}. "
                 f"Pass batches in the form of the example{', of any batch size' if dynamic else ''}"
             )
         if broken := [t for t in inputs if not (t.isfinite() | t.isneginf()).all()]:  # a mask may be of -inf
-            raise ValueError(
-                f"batch {number} of int8= has NaN or infinity in {describe(broken[0])}, which leaves integers without "
-                f"a range; leave it out"
-            )
+            found = f"NaN or infinity in {describe(broken[0])}, which leaves integers without a range"
+            raise ValueError(f"batch {number} of int8= has {found}; leave it out")
         batches.append(inputs)
     if not batches:
         raise ValueError("int8= has no batch; pass at least one to calibrate on")

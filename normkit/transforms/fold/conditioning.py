@@ -15,13 +15,11 @@ from normkit.transforms.fold.solve import Coordinates, Solver, add_each
 class Conditioning:
     """Limits the spread of every sum of a model, and balances the ranges of its channels.
 
-    Args:
-        solver: The solver of the traced model.
-        limit: The largest spread, or that of the original where it is larger; None for no limit.
-        balance: Choose the scales that folding leaves free such that the channels of a stream have equal ranges.
+    `limit` is the largest spread, or that of the original where it is larger; None for no limit. With `balance` the
+    scales that folding leaves free are those with which the channels of a stream have equal ranges.
     """
 
-    def __init__(self, solver: Solver, limit: float | None = None, balance: bool = False):
+    def __init__(self, solver: Solver, limit: float | None, balance: bool):
         self.solver, self.limit, self.balance = solver, limit, balance
         self.ranges = [
             (source.codes, *source.range) for source in solver.relations.trace.sources.values() if source.range

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from normkit.transforms.fastpath import no_fast_path
-from normkit.transforms.invoke import copied
+from normkit.transforms.invoke import Call
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -36,19 +36,16 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def widened(example: Any) -> Any:
+def widened(example: Call) -> Call:
     """Copy an example, with floating-point tensors in float64; a forward may change its input."""
-    return copied(example, lambda t: t.clone().double() if t.dtype.is_floating_point else t.clone())
+    return example.copied(lambda t: t.clone().double() if t.dtype.is_floating_point else t.clone())
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
     """Compute `torch.nn.functional.grouped_mm` as one product per group, in any type.
 
-    Args:
-        x: Rows `[rows, in]` sorted by group, or `[groups, rows, in]` without `offs`.
-        weight: `[groups, in, out]`.
-        offs: `[groups]`, the row after the last one of each group.
-        options: `bias` and `out_dtype` of the original, which PyTorch ignores or refuses as well.
+    `x` is `[rows, in]` sorted by group, or `[groups, rows, in]` without `offs`, and `weight` is `[groups, in, out]`.
+    `offs` is the row after the last one of each group. PyTorch ignores or refuses `bias` and `out_dtype` as well.
 
     Example:
         >>> grouped_mm(torch.ones(3, 2), torch.ones(2, 2, 1), torch.tensor([1, 3])).flatten()

@@ -4,16 +4,14 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normkit.transforms.fold.float64 import on_cpu
-from normkit.transforms.invoke import copied, tensors
+from normkit.transforms.invoke import Call, tensors
 
-Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
-Run = Callable[[str, bool, tuple, dict[str, Any]], object]  # label, whether sizes differ, arguments
+Run = Callable[[str, bool, Call], object]  # of a label, True if sizes differ, and the call
 
 
 @dataclass(frozen=True)
@@ -45,36 +43,26 @@ class Change:
         return {axis: new[t.shape[axis]] for axis in others if t.shape[axis] in new}
 
 
-def variants(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], other_shapes: bool = True, run: Run | None = None
-) -> dict[str, Call]:
-    """Make random inputs after an example.
+def variants(model: nn.Module, example: Call, other_shapes: bool = True, run: Run | None = None) -> dict[str, Call]:
+    """Make random inputs after an example: calls by label.
 
     Everything changes in one call: numbers, batch, lengths and sizes. Where the model refuses that, each is changed
     alone. Masks and flags keep their values, except that a mask without anything masked gets a masked position.
     Arguments that are no tensors stay. Calls that the model refuses are left out.
 
-    Args:
-        model: The model, in the type of the example.
-        args: Positional arguments of the example.
-        kwargs: Keyword arguments of the example.
-        other_shapes: Vary lengths and sizes, too, not the batch alone.
-        run: Runs `(label, whether sizes differ, args, kwargs)` and raises for a call to leave out; the model itself by
-            default. Calls of other sizes come first.
-
-    Returns:
-        The calls by label.
+    Without `other_shapes` lengths and sizes stay. `run` tries a call, the model itself by default; calls of other sizes
+    come first.
     """
-    run = run or (lambda label, resized, args, kwargs: model(*args, **kwargs))
-    given, data = _inputs(args, kwargs)
+    run = run or (lambda label, resized, call: call.of(model))
+    given, data = _inputs(example)
     found: dict[str, Call] = {}
 
     def accepted(*changes: Change) -> bool:
         label = _label(changes)
         for top in _tops(model, data):
-            call = _changed(args, kwargs, changes, len(found), top)
+            call = _changed(example, changes, len(found), top)
             with contextlib.suppress(Exception):
-                run(label, any(change.sizes for change in changes), *call)
+                run(label, any(change.sizes for change in changes), call)
                 found[label] = call
                 return True
         return False
@@ -91,19 +79,19 @@ def variants(
     return found
 
 
-def longer(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Call] | None:
+def longer(example: Call) -> tuple[str, Call] | None:
     """Make a call with a token more in each sequence; None without sequences."""
     changes = tuple(
         _length(t, {1: t.shape[1] + 1})
-        for t in _inputs(args, kwargs)[1]
+        for t in _inputs(example)[1]
         if t.dim() == (3 if t.dtype.is_floating_point else 2)
     )
-    return (_label(changes), _changed(args, kwargs, changes, 0, None)) if changes else None
+    return (_label(changes), _changed(example, changes, 0, None)) if changes else None
 
 
-def _inputs(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+def _inputs(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """Return all tensors of a call, and those that are data, not masks or flags."""
-    given = [t for t in tensors((args, kwargs)).values() if t.dim() > 0 and t.layout is torch.strided]
+    given = [t for t in tensors(call).values() if t.dim() > 0 and t.layout is torch.strided]
     return given, [t for t in given if not _is_flags(t)] or [t for t in given[:1] if t.dtype is not torch.bool]
 
 
@@ -112,10 +100,10 @@ def _label(changes: tuple[Change, ...]) -> str:
 
 
 @on_cpu()
-def _changed(args: tuple, kwargs: dict[str, Any], changes: tuple[Change, ...], seed: int, top: int | None) -> Call:
+def _changed(example: Call, changes: tuple[Change, ...], seed: int, top: int | None) -> Call:
     """Draw the inputs of a changed call."""
-    generator, data = torch.Generator().manual_seed(seed), {id(t) for t in _inputs(args, kwargs)[1]}
-    return copied((args, kwargs), lambda t: _drawn(t, id(t) in data, changes, generator, top))
+    generator, data = torch.Generator().manual_seed(seed), {id(t) for t in _inputs(example)[1]}
+    return example.copied(lambda t: _drawn(t, id(t) in data, changes, generator, top))
 
 
 def _same_sizes(given: list[Tensor], data: list[Tensor]) -> list[Change]:

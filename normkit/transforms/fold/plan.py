@@ -22,13 +22,9 @@ ONLINE = "statistics of each token are computed at inference"
 class FoldPlan:
     """Coordinates of all nodes, the outcome of every norm, and the biases to be made.
 
-    Args:
-        trace: The trace of the model.
-        model: The traced model, in float64.
-        reasons: Norms that stay as they are, with the reason.
-        only: Of the other norms those that may vanish; all by default.
-        limit: The limit of the spread of a stream's channels.
-        balance: Make the ranges of a stream's channels equal where their scales are free.
+    `model` is the traced copy. Norms with a reason in `reasons` stay as they are; of the others those in `only` may
+    vanish, all by default. `limit` is that of the spread of a stream's channels. `balance` makes their ranges equal
+    where their scales are free.
     """
 
     @on_cpu()

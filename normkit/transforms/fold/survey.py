@@ -20,12 +20,12 @@ from normkit.transforms.checks import (
 )
 from normkit.transforms.convert import find, put_everywhere, unreadable
 from normkit.transforms.fold.float64 import in_float64, widened
-from normkit.transforms.fold.inputs import Call, longer, variants
-from normkit.transforms.fold.report import Outcome, Report
+from normkit.transforms.fold.inputs import longer, variants
+from normkit.transforms.fold.report import Audit, Outcome, Report
 from normkit.transforms.fold.trace import Product, Trace
 from normkit.transforms.fold.tracer import tracing
 from normkit.transforms.fold.verify import count_infinite, error
-from normkit.transforms.invoke import advice, arguments, arguments_left, copied, example_call, tensors, unpacked
+from normkit.transforms.invoke import Call, Pick, advice, arguments, example_call, tensors
 from normkit.transforms.model_changes import record_changes
 from normkit.transforms.take_apart import take_apart
 from normkit.transforms.third_party import read_eps
@@ -38,30 +38,20 @@ TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
 class Survey:
     """A float64 copy of a model, the calls that it was tried on, and the trace of them.
 
-    Args:
-        model: The model.
-        args: Positional arguments of the example.
-        kwargs: Keyword arguments of the example.
-        outputs: Picks what is compared from what the model returns; everything by default.
-        untie: Give an output layer that is tied to an embedding a copy of its own.
-        other: Try other lengths and sizes, too.
-        verb: The public function that was called, for error messages.
-        step: Called with the name of each step.
-
-    Raises:
-        ValueError: If the model has no norm, the example does not fit, or its output cannot be compared.
-        TypeError: If the model is wrapped or quantized.
+    `outputs` picks what is compared from what the model returns. `untie` gives an output layer that is tied to an
+    embedding a copy of its own. With `other` other lengths and sizes are tried, too. Error messages name `verb`, the
+    public function. `step` is called with the name of each step.
     """
 
     def __init__(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any, untie: bool, other: bool,
-        verb: str, step: Callable[[str], None] = lambda label: None,
+        self, model: nn.Module, example: Call, outputs: Pick, untie: bool, other: bool, verb: str,
+        step: Callable[[str], None] = lambda label: None,
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
         require_functions(outputs=outputs)
-        args, kwargs = unpacked(model, args, kwargs)
-        if (passed := tensors((args, kwargs))) and not any(t.numel() and not t.is_meta for t in passed.values()):
+        self.given = example.unpacked(model)
+        if (passed := tensors(self.given)) and not any(t.numel() and not t.is_meta for t in passed.values()):
             raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.other = other
@@ -75,15 +65,14 @@ class Survey:
         self.trace = Trace(self.model, found)
         self.held = [*self.model.parameters(), *self.model.buffers()]  # kept alive: the trace goes by their ids
         self.trace.entangled = shared_memory(model)
-        self.given = args, kwargs
-        self.trace.advice = lambda weights: advice(model, weights, *self.given)
+        self.trace.advice = lambda weights: advice(model, weights, self.given)
         self.expected: dict[str, Outputs] = {}
         self.failure = ""  # of the last model that was compared
         with in_float64():
-            others = variants(self.model, *widened(self.given), other_shapes=other, run=self._record)
-            self._record(EXAMPLE, False, *self.given)
+            others = variants(self.model, widened(self.given), other_shapes=other, run=self._record)
+            self._record(EXAMPLE, False, self.given)
         self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
-        self.absent = tuple(name for name in arguments_left(model, *self.given) if "mask" in name)
+        self.absent = tuple(name for name in self.given.left_out(model) if "mask" in name)
         if other:
             self._keep_tables_that_grow()
 
@@ -117,13 +106,13 @@ class Survey:
         with in_float64():
             for number, batch in enumerate(batches, 1):
                 try:
-                    self._follow(*arguments(batch))
+                    self._follow(arguments(batch))
                 except ValueError as problem:
                     raise ValueError(f"batch {number} of balance: {problem}") from problem
         if not number:
             raise ValueError(f"{self.verb}() was given no batches in balance; a generator that was used is empty")
 
-    def _record(self, label: str, resized: bool, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _record(self, label: str, resized: bool, call: Call) -> None:
         """Trace one call and keep its outputs; a call that fails leaves no trace."""
         self.step(f"trace {label}")
         before = self.trace
@@ -131,15 +120,14 @@ class Survey:
         self.trace.resizable |= resized
         self.trace.measuring = self.trace.is_example = label == EXAMPLE
         try:
-            self.expected[label] = self._follow(args, kwargs)
+            self.expected[label] = self._follow(call)
         except Exception:
             self.trace = before
             raise
 
-    def _follow(self, args: tuple, kwargs: dict[str, Any]) -> Outputs:
-        given = args, kwargs
-        args, kwargs = widened(given)
-        passed = tensors((args, kwargs))
+    def _follow(self, given: Call) -> Outputs:
+        call = widened(given)
+        passed = tensors(call)
         state = {name: (t, t._version) for name, t in own_tensors(self.model)}
         with tracing(self.trace, self.model) as tracer:
             for path, tensor in passed.items():
@@ -147,7 +135,7 @@ class Survey:
                     dim = 1 if tensor.dim() == 4 else -1
                     size = tensor.shape[dim]  # another one in another call, where this axis is no channels'
                     tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
-            out = example_call(self.model, args, kwargs, self.verb, given, "a float64 copy of the model")
+            out = example_call(self.model, call, self.verb, given, "a float64 copy of the model")
             picked = tensors(out, self.outputs)
         self._require_numbers(out, picked)
         answer = {path: t.clone() for path, t in picked.items()}
@@ -171,11 +159,11 @@ class Survey:
         tables = {key.view.parameter for key in self.trace.sources if isinstance(key, Product) and key.kind == "table"}
         for name, table in [(name, table) for name, table in self.model.named_buffers() if name in tables]:
             owner, _, key = name.rpartition(".")
-            module, (args, kwargs) = self.model.get_submodule(owner), widened(self.given)
+            module = self.model.get_submodule(owner)
             for axis in (axis for axis, length in enumerate(table.shape) if length > 1):
                 module._buffers[key] = short = table.narrow(axis, 0, 1)  # so that any input is longer
                 with in_float64(), contextlib.suppress(Exception):
-                    self.model(*args, **kwargs)
+                    widened(self.given).of(self.model)
                 if module._buffers[key].numel() > short.numel():  # type: ignore[union-attr]
                     self.trace.weight_consumers[name].add("its module, which makes it again for longer inputs")
                 module._buffers[key] = table
@@ -200,10 +188,9 @@ class Survey:
     def add_longer_call(self) -> None:
         """Also compare on longer sequences, not traced, if the model takes these."""
         with in_float64(), contextlib.suppress(Exception):
-            if self.other and (found := longer(*widened(self.given))):
+            if self.other and (found := longer(widened(self.given))):
                 label, call = found
-                args, kwargs = widened(call)
-                out = self.model(*args, **kwargs)  # not changed yet
+                out = widened(call).of(self.model)  # not changed yet
                 self._require_numbers(out, answer := tensors(out, self.outputs))
                 self.calls[label], self.expected[label] = call, answer
 
@@ -212,9 +199,8 @@ class Survey:
         worst, self.failure = 0.0, ""
         with in_float64():
             for label, call in self.calls.items():
-                args, kwargs = widened(call)
                 try:
-                    out = tensors(model(*args, **kwargs), self.outputs)
+                    out = tensors(widened(call).of(model), self.outputs)
                 except Exception as problem:
                     self.failure = f"{type(problem).__name__}: {problem}"
                     return float("inf")
@@ -223,33 +209,25 @@ class Survey:
 
     @torch.no_grad()
     def report(self, changed: nn.Module, outcomes: dict[str, Outcome], worst: float) -> Report:
-        """Compare a changed model in its own type, and record its changes.
-
-        A RuntimeError if its weights overflow there.
-        """
+        """Compare a changed model in its own type; a RuntimeError if its weights overflow there."""
         models, given = map(copy_model, (changed, self.original)), self.given  # a forward may write to buffers
-        out, expected = (example_call(each, *copied(given), self.verb, given) for each in models)
-        if count_infinite(out, self.outputs) > count_infinite(expected, self.outputs):
+        returned = (example_call(each, given.copied(), self.verb, given) for each in models)
+        out, expected = (tensors(each, self.outputs) for each in returned)
+        if count_infinite(out) > count_infinite(expected):
             raise RuntimeError(
                 f"{self.verb}() verified the result in float64 (error {worst:.1e}), but in the model's own type it has "
                 "outputs that are not finite: a changed weight exceeds what its type holds. Transform it in float32: "
                 "model.float()"
             )
         record_changes(changed)
-        native = error(out, expected, self.outputs)
-        return Report(**self.facts(outcomes), max_error=worst, native_error=native)
+        return Report(**vars(self.audit(outcomes)), max_error=worst, native_error=error(out, expected))
 
-    def facts(self, outcomes: dict[str, Outcome]) -> dict[str, Any]:
-        """Return the fields of an `Audit`, by name."""
-        rows, tried = tuple(outcomes.values()), tuple(self.calls)
-        facts = {"absent": self.absent, "prepared": self.prepared, "unreadable": self.unreadable}
-        return {"rows": rows, "tried": tried, **facts}
+    def audit(self, outcomes: dict[str, Outcome]) -> Audit:
+        """Report the outcomes and what was tried."""
+        return Audit(tuple(outcomes.values()), tuple(self.calls), self.absent, self.prepared, self.unreadable)
 
     def require_repeatable(self) -> None:
-        """Raise a ValueError for a forward that is random or keeps state.
-
-        Unchanged copies then differ, too.
-        """
+        """Raise a ValueError for a forward that is random or keeps state: copies differ, too."""
         if not self.worst(self.double()) <= 1e-12:
             raise ValueError(
                 f"{self.verb}() ran the model twice on the example and got different outputs: its forward is random or "

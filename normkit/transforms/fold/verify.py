@@ -1,6 +1,5 @@
 """Compare the outputs of two models."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,32 +11,26 @@ OUTLIER = 1e4  # times the median of distinct numbers, from which on a number is
 
 
 @torch.no_grad()
-def error(mine: Any, theirs: Any, outputs: Callable[[Any], Any] | None = None) -> float:
+def error(mine: Any, theirs: Any) -> float:
     """Compute the largest difference between two outputs, relative to each largest number.
 
     Numbers above 10,000 times the median, such as those that stand for minus infinity, are compared by themselves.
 
-    Args:
-        mine: What one model returned.
-        theirs: What the other model returned, the reference.
-        outputs: Picks what is compared; everything by default.
-
-    Returns:
-        The error; inf where shapes, types or infinite numbers differ.
+    `theirs` is the reference. The error is inf where shapes, types or infinite numbers differ.
 
     Example:
         >>> error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0]))
         1.0
     """
-    mine, theirs = (tensors(out, outputs) for out in (mine, theirs))
+    mine, theirs = tensors(mine), tensors(theirs)
     if mine.keys() != theirs.keys() or not mine:
         return float("inf")
     return max(_difference(mine[path], theirs[path]) for path in mine)
 
 
-def count_infinite(out: Any, outputs: Callable[[Any], Any] | None = None) -> int:
+def count_infinite(out: Any) -> int:
     """Count the numbers in an output that are NaN or infinite."""
-    return sum(int((~t.isfinite()).sum()) for t in tensors(out, outputs).values())
+    return sum(int((~t.isfinite()).sum()) for t in tensors(out).values())
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
