@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from normkit.norms._recompute import is_recomputed
@@ -23,12 +23,6 @@ def register(listener: Any) -> int:
     key = next(_KEYS)
     LISTENERS[key] = listener
     return key
-
-
-def ledger(model: nn.Module) -> Tensor:
-    """The tensor that the operators declare to write to."""
-    first = next(model.parameters(), None)
-    return torch.zeros(1, device=None if first is None else first.device)
 
 
 @torch.library.custom_op("normkit::watch_tick", mutates_args={"ledger"}, tags=_UNSAFE)

@@ -123,7 +123,8 @@ class Recorder:
         self._hooks = ExitStack()
         for handle in self.padding.handles:
             self._hooks.enter_context(handle)
-        self.key, self.ledger = graph_ops.register(self), graph_ops.ledger(model)
+        self.key = graph_ops.register(self)
+        self.ledger = torch.zeros(1, device=next((p.device for p in model.parameters()), None))  # of `graph_ops`
         self.norms = [NormRecorder(self, site, Memory(alpha, channel), index) for index, site in enumerate(found)]
         for norm in self.norms:
             module = norm.site.module
