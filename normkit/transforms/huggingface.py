@@ -195,7 +195,7 @@ def _only_variant(path: Path) -> str | None:
         return next(iter(weights.values()))
     pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
     if pickles:
-        held = f"holds its weights as pickles ({', '.join(pickles[:3])}), which can run code when loaded"
+        held = f"holds its weights as pickles ({', '.join(pickles[:3])}), which can run code and are refused"
         raise ValueError(f"{path} {held}; save them as safetensors first: model.save_pretrained(folder)")
     raise ValueError(f"{path} holds no weights; expected model.safetensors beside config.json")
 

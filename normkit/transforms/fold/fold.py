@@ -121,9 +121,8 @@ def fold(
         survey = Survey(model, Call(example, kwexample), outputs, untie, other_shapes, "fold", step)
         if balance is not None:
             survey.measure(balance)
-        conditions = {"limit": spread, "balance": balance is not None}
         step("solve")
-        plan = FoldPlan(survey.trace, survey.model, **conditions)
+        plan = FoldPlan(survey.trace, survey.model, limit=spread, balance=balance is not None)
         step("verify")
         survey.add_longer_call()
         worst = survey.worst(rewrite(survey.model, plan))
@@ -132,7 +131,7 @@ def fold(
             worst = survey.worst(rewrite(survey.model, plan))
         if not worst <= TOLERANCE:
             survey.require_repeatable()
-            plan, worst = _one_by_one(survey, plan, conditions)
+            plan, worst = _one_by_one(survey, plan)
         del survey.model
         step("rewrite")
         folded = rewrite(survey.copy(), plan)
@@ -140,17 +139,17 @@ def fold(
     return folded, replace(report, largest_factor=largest_factor(plan), spread=plan.spread)
 
 
-def _one_by_one(survey: Survey, plan: FoldPlan, conditions: dict[str, Any]) -> tuple[FoldPlan, float]:
+def _one_by_one(survey: Survey, first: FoldPlan) -> tuple[FoldPlan, float]:
     """Should not be needed: leave out the norms whose folding is not exact."""
     survey.model = survey.double()
     reasons: dict[str, str] = {}
     exact: list[str] = []
 
     def tried(only: list[str]) -> tuple[FoldPlan, float]:
-        plan = FoldPlan(survey.trace, survey.model, reasons, only, **conditions)
+        plan = FoldPlan(survey.trace, survey.model, reasons, only, first.limit, first.balance)
         return plan, survey.worst(rewrite(copy.deepcopy(survey.model), plan))
 
-    for name in [name for name, outcome in plan.outcomes.items() if outcome.action != "kept"]:
+    for name in [name for name, outcome in first.outcomes.items() if outcome.action != "kept"]:
         worst = tried([*exact, name])[1]
         if worst <= TOLERANCE:
             exact.append(name)

@@ -32,7 +32,7 @@ class FoldPlan:
         self, trace: Trace, model: nn.Module, reasons: dict[str, str] | None = None,
         only: Collection[str] | None = None, limit: float | None = None, balance: bool = False,
     ):  # fmt: skip
-        self.trace, self.model, self.limit = trace, model, limit
+        self.trace, self.model, self.limit, self.balance = trace, model, limit, balance
         self.relations = Relations(trace, model, reasons or {})
         self.solver = Solver(self.relations)
         conditioning = Conditioning(self.solver, limit, balance)
