@@ -54,9 +54,8 @@ def checked_rows(rows: Iterable[Row]) -> Iterator[Row]:
 class Recording:
     """Recorded values of a run, as series by quantity and site.
 
-    Attributes:
-        sites: The norm at each site, in the order of the model; "" for what is no norm, such as the whole model.
-        quantities: The series of each quantity by site, in the order in which they were recorded.
+    `sites` has the norm at each site, in the order of the model; "" for what is no norm, such as the whole model.
+    `quantities` has the series of each quantity by site, in the order in which they were recorded.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
