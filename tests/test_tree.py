@@ -68,7 +68,7 @@ ALLOWED = {  # third party -> where it may be imported
 SHARED = {"arguments", "names", "files", "text"}  # files that all packages may import, and that import nothing of ours
 LONGEST = 450  # lines of a file
 TYPICAL = 120  # median length of the package's files
-LIBRARY_LINES = 14_800  # lines of the library, C++ included; the aim is 11,000
+LIBRARY_LINES = 14_900  # lines of the library, C++ included; the aim is 11,000
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERYWHERE = sorted(
     path for folder in ("normkit", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")

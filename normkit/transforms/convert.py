@@ -201,7 +201,8 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
         return old
     computed = not isinstance(old, Norm) and found.weight is not getattr(old, "weight", None)
     if computed and found.weight is not None and found.weight.is_meta:
-        raise ValueError(f"the gain of a {type(old).__name__} is 1 + weight, not known: load the weights, then convert")
+        gain = f"the gain of a {type(old).__name__} is 1 + weight, which is not known on the meta device"
+        raise ValueError(f"{gain}; load the weights, then convert")
     given = {**_carried(found, name), **given}
     new = make(write(name, given), found.dim)
     for key in ("weight", "bias"):

@@ -36,8 +36,12 @@ NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or div
 class Exported:
     """Result of `export`: operations of the graph with counts, and the error in the runtime.
 
-    `max_error` is the largest difference to the model's outputs, relative to the largest output. `cosine` is the
-    smallest cosine to an output of the model, in integers; None in float.
+    Attributes:
+        path: The file.
+        operations: Count of each operation.
+        runtime: The runtime that ran the file.
+        max_error: Largest difference to the model's outputs, relative to the largest output.
+        cosine: Smallest cosine to an output of the model, in integers; None in float.
     """
 
     path: Path

@@ -24,11 +24,16 @@ COMMON_EPS = (1e-5, 1e-6, 1e-12, 1e-8)  # tried if a class has eps in its forwar
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Reading of a norm of a third-party model, with `dim` channels.
+    """Reading of a norm of a third-party model.
 
-    `eps` is added to the variance or mean square. `weight` and `bias` are the effective ones, `[dim]` or None; Gemma
-    stores `weight - 1`. `kind` is the spec of the norm in normkit that computes the same. `channel_dim` is 1 if the
-    channels come second, -1 if they come last. `running` are frozen statistics, `[k, dim]`, or None.
+    Attributes:
+        dim: Number of channels.
+        eps: Number added to the variance or mean square.
+        weight: Effective gain, `[dim]` or None. Gemma stores `weight - 1`.
+        bias: Effective bias, `[dim]` or None.
+        kind: Spec of the norm in normkit that computes the same.
+        channel_dim: 1 if the channels come second, -1 if they come last.
+        running: Frozen statistics, `[k, dim]`, or None.
     """
 
     dim: int

@@ -51,8 +51,12 @@ CALIBRATE = (
 class Finding:
     """A fault of a run, or (kind "not checked") checks for which the rows do not suffice.
 
-    `where` are the sites concerned, "" the whole model. `message` is the observation in a sentence, with its numbers,
-    which `evidence` has by site or name. `advice` is the remedy; it may be empty.
+    Attributes:
+        kind: Name of the fault.
+        where: Sites concerned; "" is the whole model.
+        message: The observation in a sentence, with its numbers.
+        evidence: The numbers by site or name.
+        advice: The remedy; may be empty.
     """
 
     kind: str

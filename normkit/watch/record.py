@@ -87,8 +87,12 @@ class Recorder:
     """Hooks on the norms of a model, and the count of steps that decides when they measure.
 
     Arguments as for `record`. After `follow()` each training forward of the model is a step. A loop that calls only
-    parts of a model calls `begin_step()` before each step and `end_forward()` after it instead. `rows` are those
-    recorded so far, `step` is the number of the current step, and `due` is True in one that is measured.
+    parts of a model calls `begin_step()` before each step and `end_forward()` after it instead.
+
+    Attributes:
+        rows: The rows recorded so far.
+        step: Number of the current step.
+        due: True in a step that is measured.
     """
 
     def __init__(

@@ -54,8 +54,9 @@ def checked_rows(rows: Iterable[Row]) -> Iterator[Row]:
 class Recording:
     """Recorded values of a run, as series by quantity and site.
 
-    `sites` has the norm at each site, in the order of the model; "" for what is no norm, such as the whole model.
-    `quantities` has the series of each quantity by site, in the order in which they were recorded.
+    Attributes:
+        sites: The norm at each site, in the order of the model; "" for what is no norm, such as the whole model.
+        quantities: The series of each quantity by site, in the order in which they were recorded.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
