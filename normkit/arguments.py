@@ -18,6 +18,12 @@ def require_functions(**given: object) -> None:
         require(value is None or callable(value), name, value, "a function or None")
 
 
+def require_flags(**given: object) -> None:
+    """Raise a ValueError for an argument that is not True or False."""
+    for name, value in given.items():
+        require(isinstance(value, bool), name, value, "True or False")
+
+
 def is_int(value: object) -> bool:
     """Return True for whole numbers; True and False are none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

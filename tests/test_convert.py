@@ -404,7 +404,7 @@ def test_models_on_meta_convert_and_raise_when_run(tmp_path):
     }
     for verb, attempt in runs.items():
         with pytest.raises(
-            ValueError, match=rf"{verb}\(\) runs the model, and \d+ of its tensors have no values .*load"
+            ValueError, match=rf"{verb}\(\) reads the model, and \d+ of its tensors have no values .*load"
         ):
             attempt()
 

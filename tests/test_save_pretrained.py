@@ -1,5 +1,9 @@
 """Models and places that `save_pretrained` refuses."""
 
+import resource
+import signal
+from contextlib import contextmanager
+
 import pytest
 import torch
 from third_party_models import case_of
@@ -30,6 +34,39 @@ def test_a_file_in_the_place_of_the_folder_raises(tmp_path):
     with pytest.raises(ValueError, match="is a file; name a folder"):
         save_pretrained(convert(case_of("gpt2").model, "un"), tmp_path / "model")
     assert (tmp_path / "model").read_text() == "kept"
+
+
+@contextmanager
+def full_disk(size=4000):
+    """A limit on the size of files within the block, as a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    model = convert(case_of("gpt2").model, "un").eval()
+    with pytest.raises(Exception, match=r"(?i)too large"), full_disk():
+        save_pretrained(model, tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
+    save_pretrained(model, tmp_path / "old")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()}
+    with pytest.raises(Exception, match=r"(?i)too large"), full_disk():
+        save_pretrained(model, tmp_path / "old")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()} == before
+
+
+def test_a_model_replaces_the_shards_of_another(tmp_path):
+    model = case_of("gpt2").model.eval()
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / "model.safetensors.index.json").touch()
+    save_pretrained(model, tmp_path)
+    assert sorted(file.name for file in tmp_path.glob("model*")) == ["model.safetensors"]
 
 
 def test_folded_models_of_transformers_with_gates_load_with_normkit(tmp_path):

@@ -111,6 +111,8 @@ def _matching(model: nn.Module, layers: str, rows: bool) -> list[Any]:
     if not found:
         raise ValueError(f"no Linear or convolution layer with a weight of its own is called {layers}")
     for name, module in found.items():
+        if module.weight.is_meta:
+            raise ValueError(f"{name} is on the meta device, so its weight has no values; load them first")
         zero = (module.weight.flatten(1) == 0).all(1)
         if zero.any() if rows else zero.all():
             raise ValueError(f"{name} has {int(zero.sum())} output channels of zeros, which have no direction")

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import is_int, require
+from normkit.arguments import is_int, require, require_flags
 from normkit.kernels import autograd
 from normkit.norms import Norm, Split
 from normkit.norms._recompute import is_recomputed
-from normkit.transforms.checks import check_not_wrapped, copy_model
+from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_unless
 from normkit.transforms.convert import Specs, Where, chosen_sites, find, replace_all, replacement
 from normkit.transforms.hooks import copy_without_hooks
 from normkit.transforms.masks import MaskFrom
@@ -196,10 +196,11 @@ def blend(
     require(schedule in ("linear", "cosine"), "schedule", schedule, '"linear" or "cosine"')
     names = order is None or (isinstance(order, list | tuple) and all(isinstance(each, str) for each in order))
     require(names, "order", order, "a list of patterns of names, first to last")
+    require_flags(first_last=first_last)
     chosen = chosen_sites(model, to, where, "blend")
     starts = {name: gap * place for place, name in enumerate(_in_order(list(chosen), order))}
     first_start = max(starts.values()) + steps if first_last else None
-    model = model if inplace else copy_model(model)
+    model = copy_unless(inplace, model)
     like = next(model.parameters(), None)
 
     def blended(name: str, old: nn.Module) -> Blend:
@@ -232,7 +233,10 @@ def settle(model: nn.Module, *, early: bool = False, inplace: bool = False) -> n
         UN(4, un)
     """
     check_not_wrapped(model, "settle")
-    model = model if inplace else copy_model(model)
+    require_flags(early=early)
+    if not early:
+        check_not_meta(model, "settle")
+    model = copy_unless(inplace, model)
     blends = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Blend)}
     if not blends:
         raise ValueError(f"settle() found nothing that blends; the norms are {', '.join(find(model)) or 'none'}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from normkit.arguments import is_int, require, require_functions
 from normkit.kernels import ops, sync
 from normkit.norms import StatNorm
-from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
+from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_unless, norms_with_statistics
 from normkit.transforms.invoke import Forward, call, check_batches, input_and_mask
 
 
@@ -62,7 +62,7 @@ def calibrate(
     check_batches(batches, "calibrate()")
     if passes > 1 and iter(batches) is batches:
         raise ValueError(f"passes={passes} reads the batches {passes} times; give a list or a loader, not a generator")
-    model = model if inplace else copy_model(model)
+    model = copy_unless(inplace, model)
     norms = norms_with_statistics(model, "calibrate")
     with torch.no_grad(), evaluating(model), restored_on_error(norms):
         for index in range(passes):

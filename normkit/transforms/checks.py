@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from normkit.arguments import require_flags
 from normkit.norms import StatNorm
 
 WRAPPERS = {  # class name: what to do instead
@@ -59,7 +60,7 @@ def check_not_meta(model: nn.Module, verb: str) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     if names := [name for name, t in named if t.is_meta or is_lazy(t)]:
         raise ValueError(
-            f"{verb}() runs the model, and {len(names)} of its tensors have no values ({names[0]}). Call a lazy model "
+            f"{verb}() reads the model, and {len(names)} of its tensors have no values ({names[0]}). Call a lazy model "
             "once first; load the weights of a model on meta: model.load_state_dict(state, assign=True)"
         )
 
@@ -78,6 +79,12 @@ def norms_with_statistics(model: nn.Module, verb: str) -> dict[str, StatNorm]:
     if not norms:
         raise ValueError(f"{verb}() found no norm with running statistics; convert to 'un' or another offline norm")
     return norms
+
+
+def copy_unless(inplace: bool, model: nn.Module) -> nn.Module:
+    """Return the model itself if `inplace`, else a copy."""
+    require_flags(inplace=inplace)
+    return model if inplace else copy_model(model)
 
 
 def copy_model(model: nn.Module, wide: bool = False) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
 from normkit.text import listed
-from normkit.transforms.checks import check_is_model, check_not_quantized, check_not_wrapped, copy_model
+from normkit.transforms.checks import check_is_model, check_not_quantized, check_not_wrapped, copy_unless
 from normkit.transforms.fastpath import leave_fast_path
 from normkit.transforms.hooks import channels_first, take_hooks
 from normkit.transforms.masks import MaskFrom, argument_of_norms, route_mask
@@ -117,7 +117,7 @@ def convert(
         UN(4, un)
     """
     chosen = chosen_sites(model, to, where, "convert")
-    model = model if inplace else copy_model(model)
+    model = copy_unless(inplace, model)
     like = next(model.parameters(), None)
     return replace_all(model, chosen, lambda name, old: replacement(old, chosen[name], like), mask_from)
 

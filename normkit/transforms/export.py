@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import normkit.transforms.openvino_executorch as openvino_executorch
-from normkit.arguments import as_path, is_number, require, require_functions
+from normkit.arguments import as_path, is_number, require, require_flags, require_functions
 from normkit.transforms.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.transforms.extras import needs
 from normkit.transforms.fold.verify import error
@@ -110,6 +110,7 @@ def export(
     check_not_training(model, "export")
     check_not_meta(model, "export")
     require_functions(outputs=outputs)
+    require_flags(dynamic=dynamic)
     require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")
     path = as_path(path, "path")
     if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):

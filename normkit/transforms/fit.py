@@ -11,7 +11,7 @@ from normkit.arguments import require_functions
 from normkit.kernels import ops
 from normkit.norms import RepBN, StatNorm
 from normkit.transforms.calibrate import evaluating, restored_on_error
-from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, norms_with_statistics
+from normkit.transforms.checks import check_not_meta, check_not_wrapped, copy_model, copy_unless, norms_with_statistics
 from normkit.transforms.fastpath import no_fast_path
 from normkit.transforms.invoke import Forward, call, check_batches, input_and_mask
 from normkit.transforms.take_apart import take_norms_apart
@@ -56,7 +56,7 @@ def fit_norms(
     check_batches(batches, "fit_norms()")
     if not (batches := list(batches)):
         raise ValueError("fit_norms() was given no batches")
-    model = model if inplace else copy_model(model)
+    model = copy_unless(inplace, model)
     norms = norms_with_statistics(model, "fit_norms")
     theirs = dict(like.named_modules(remove_duplicate=False))
     if any(name not in theirs for name in norms):  # a norm of a module of norm and activation

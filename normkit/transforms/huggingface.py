@@ -5,7 +5,9 @@ Weights are read from safetensors only, and code in a folder is not run.
 
 import importlib
 import json
+import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from normkit.transforms.model_changes import KEY, apply_changes, write_changes
 from normkit.transforms.take_apart import GatedNorm
 
 VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
+WEIGHTS = re.compile(r"model(\.normkit)?(-\d+-of-\d+)?\.safetensors(\.index(\.normkit)?\.json)?")  # file names
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit."""
 import pathlib
@@ -96,13 +99,20 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
         raise ValueError(f"{blends[0]} is still a blend; call settle(model) before saving")
     if other := [file.name for file, variant in _weights(folder).items() if (variant is None) == bool(changes)]:
         raise ValueError(f"{folder} holds other weights ({', '.join(other[:3])}); name another folder")
-    if (old := folder / "load.py").is_file() and old.read_text(encoding="utf8").startswith(LOAD.splitlines()[0]):
-        old.unlink()  # of the model that was here; it would put nothing in the place of all norms of this one
-    with _quiet(_transformers()):
-        model.save_pretrained(folder, variant=VARIANT if changes else None)
     gated = any(isinstance(module, GatedNorm) for module in model.modules())  # which is of normkit
-    if changes and not gated and all(change["is"] == "identity" for change in changes["norms"].values()):
-        (folder / "load.py").write_text(LOAD, encoding="utf8")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as new:  # the old files stay if the disk is full
+        with _quiet(_transformers()):
+            model.save_pretrained(new, variant=VARIANT if changes else None)
+        if changes and not gated and all(change["is"] == "identity" for change in changes["norms"].values()):
+            Path(new, "load.py").write_text(LOAD, encoding="utf8")
+        replaced = [file for file in folder.glob("model*") if WEIGHTS.fullmatch(file.name)]
+        if (script := folder / "load.py").is_file() and script.read_text("utf8").startswith(LOAD.splitlines()[0]):
+            replaced.append(script)  # it would put nothing in the place of all norms of this model
+        for file in replaced:
+            file.unlink()
+        for file in sorted(Path(new).iterdir()):  # weights last: without them nothing loads
+            file.replace(folder / file.name)
 
 
 def load_pretrained(folder: Path | str) -> Any:

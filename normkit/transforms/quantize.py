@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from normkit.arguments import require
+from normkit.arguments import require, require_flags
 from normkit.transforms.invoke import Call, arguments, describe
 
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
@@ -46,6 +46,7 @@ class Int8:
         if isinstance(self.batches, str) or not hasattr(self.batches, "__iter__"):
             allowed = "batches to calibrate on, such as a list of tensors, or Int8(batches, ...)"
             raise ValueError(f"int8= takes {allowed}; got {self.batches!r}")
+        require_flags(per_channel=self.per_channel)
         require(self.scope in [*SCOPES], "scope", self.scope, " or ".join(map(repr, SCOPES)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from normkit.arguments import as_path
+from normkit.arguments import as_path, require
 from normkit.files import open_regular, write_whole
 from normkit.watch.recording import Recording, Row, checked_rows
 from normkit.watch.row_names import current_name
@@ -167,7 +167,8 @@ class RunReader:
 
 
 def read_run(folder: str | Path) -> Recording:
-    """Read what the run in a folder has recorded; see `RunReader`."""
+    """Read what the run in an existing folder has recorded; see `RunReader`."""
+    require(as_path(folder, "folder").is_dir(), "folder", str(folder), "a folder that exists, that of a run")
     return RunReader().read(folder)
 
 

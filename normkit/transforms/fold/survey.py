@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import require_functions
+from normkit.arguments import require_flags, require_functions
 from normkit.norms import fold_weights
 from normkit.transforms.checks import (
     check_not_meta,
@@ -50,6 +50,7 @@ class Survey:
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
         require_functions(outputs=outputs)
+        require_flags(untie=untie, other_shapes=other)
         self.given = example.unpacked(model)
         if (passed := tensors(self.given)) and not any(t.numel() and not t.is_meta for t in passed.values()):
             raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
