@@ -93,6 +93,8 @@ CARRIED = Run(  # other numbers of texts side by side in training, validation an
 )
 def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tmp_path, capsys):
     train(settings, tmp_path / "run")
+    (tmp_path / "out" / "unfolded").mkdir(parents=True)
+    (stale := tmp_path / "out" / "unfolded" / "of-an-earlier-removal").touch()
     words = ["remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--unfolded", "--out", tmp_path / "out"]
     assert main([str(word) for word in words]) == 0
     printed = capsys.readouterr().out
@@ -107,6 +109,7 @@ def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tm
         assert tail["mean"] < tail["99.9 %"] <= tail["maximum"]
         assert stage in printed
     assert not (tmp_path / "out" / ".removal").exists()
+    assert not stale.exists()
     unfolded = load(tmp_path / "out" / "unfolded").model
     assert sum(isinstance(module, StatNorm) for module in unfolded.modules()) == norms
 

@@ -33,17 +33,8 @@ WORDS = dataclasses.replace(
     RUN, task="g2p", data="cmudict", steps=2, batch_tokens=200, valid_items=4, test_items=4, checkpoint_every=0
 )
 FLAGS = [
-    "--model.width",
-    "8",
-    "--model.hidden",
-    "8",
-    "--model.depth",
-    "1",
-    "--model.heads",
-    "1",
-    "--batch-tokens",
-    "16",
-]
+    "--model.width", "8", "--model.hidden", "8", "--model.depth", "1", "--model.heads", "1", "--batch-tokens", "16",
+]  # fmt: skip
 SHORT = ["train", "vit_digits", *FLAGS, "--steps", "4", "--warmup", "1", "--valid-every", "0", "--record-every", "0"]
 
 
@@ -84,6 +75,18 @@ def test_a_run_that_fails_before_its_first_step_replaces_nothing(changes, messag
 
 
 # -- the lock --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_training_again_leaves_nothing_that_was_made_of_earlier_weights(resume, copy):
+    stale = ("folded/run.json", "unfolded/model.safetensors", "removal.json", "table.txt", "report.html", "curves.svg")
+    for name in stale:
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).touch()
+    (copy / "folded" / "notes.txt").touch()
+    train(RUN, copy, resume)
+    assert not [name for name in stale if (copy / name).exists()]
+    assert not (copy / "unfolded").exists()
 
 
 def test_only_one_process_writes_a_folder(tmp_path):
@@ -226,11 +229,13 @@ def test_there_is_no_estimate_before_speed_is_measured(tmp_path):
 
 
 def test_several_seeds_train_into_separate_folders(tmp_path, capsys):
+    (tmp_path / "statistics.svg").touch()  # of an earlier report
     assert main([*SHORT, "--seeds", "2", "--out", str(tmp_path)]) == 0
     found = results.find([tmp_path])
     assert sorted(path.name for path in found) == ["seed-0", "seed-1"]
     assert [found[tmp_path / f"seed-{n}"]["run"]["seed"] for n in (0, 1)] == [0, 1]
     assert (tmp_path / "report.html").exists()
+    assert not (tmp_path / "statistics.svg").exists(), "these runs recorded none"
     before = (tmp_path / "seed-0" / "result.json").stat().st_mtime_ns
     assert main([*SHORT, "--seeds", "3", "--resume", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "seed-0" / "result.json").stat().st_mtime_ns == before, "a finished seed is not repeated"

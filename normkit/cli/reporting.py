@@ -73,7 +73,9 @@ def figure(name: str = "", paths: tuple[Path, ...] = (), /, out: Path | None = N
     if not paths:
         raise ValueError(f"no results given; try `normkit figure {name} runs/demo`")
     found = results.find(paths, unfinished=True)
-    made, left_out = figures.draw(name, found, out or Path(f"{name}.svg"))
+    out = out or Path(f"{name}.svg")
+    check_writable(out.parent)
+    made, left_out = figures.draw(name, found, out)
     write(f"figure: {made}")
     if left_out:
         write(
@@ -127,9 +129,12 @@ def show(found: dict[Path, dict[str, Any]], out: Path, command: str, more: Any =
     (out / "table.txt").write_text(text, encoding="utf8")
     write(text)
     for draw in (plot.curves, plot.statistics):
-        with contextlib.suppress(ValueError):  # nothing to draw, such as statistics of norms without any
-            for ending in ("png", "svg"):
-                draw(found, out / f"{draw.__name__}.{ending}")
+        for ending in ("png", "svg"):
+            path = out / f"{draw.__name__}.{ending}"
+            try:
+                draw(found, path)
+            except ValueError:  # nothing to draw, such as statistics of norms without any
+                path.unlink(missing_ok=True)  # that of earlier runs
     title, more = out.resolve().name, more or sections(found)
     written = page.write(found, out / "report.html", title=title, command=command, sections=more)
     write(f"report: {written}")

@@ -27,6 +27,11 @@ OUTPUTS = (
 )  # fmt: skip
 """Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
 
+DERIVED = (
+    "folded/*", "unfolded/*", "removal.json", "table.txt", "report.html", "curves.*", "statistics.*",
+)  # fmt: skip
+"""Files that commands make of a trained run; they do not belong to the weights of another training."""
+
 FOREIGN = ("model*.safetensors", "pytorch_model*", "*.index.json", "vocab.json")
 """Files of other models, such as those of Hugging Face, which a run would make unreadable."""
 

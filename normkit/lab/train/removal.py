@@ -179,6 +179,7 @@ def remove_norms(
             calibrate(model, itertools.islice(subject.batches(0), CALIBRATED), forward=subject.forward, inplace=True)
         show("folding")
         folded, report = subject.fold_and_save(model, out)
+        shutil.rmtree(out / "unfolded", ignore_errors=True)  # of an earlier removal, whose removal.json was deleted
         if settings.unfolded:
             subject.save(model, out / "unfolded")
         measure("without norms", folded)

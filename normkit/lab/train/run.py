@@ -21,6 +21,7 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.environment import environment
 from normkit.lab.train.folder import (
+    DERIVED,
     OUTPUTS,
     check_resumable,
     check_vocabularies,
@@ -159,12 +160,17 @@ def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
         return
     if foreign := foreign_files(folder):
         raise ValueError(f"{folder} holds files of something else than a run ({foreign}); name another folder")
+    patterns = (*OUTPUTS, *DERIVED)
     if resume:
         remove_temporary(folder)
-    elif earlier := [path for pattern in OUTPUTS for path in folder.glob(pattern)]:
+        patterns = () if results.ended(folder) else DERIVED
+    if earlier := [path for pattern in patterns for path in folder.glob(pattern)]:
         callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
         for path in earlier:
             path.unlink()
+        for name in ("folded", "unfolded"):
+            with contextlib.suppress(OSError):  # there is none, or it has further files
+                (folder / name).rmdir()
     write_run(folder, run, task.data.vocabularies)
 
 
