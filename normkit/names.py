@@ -6,6 +6,8 @@ from typing import TypeVar
 
 Row = TypeVar("Row")
 
+MANY = 20  # names; of more, an error that proposes one lists only some
+
 
 def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
     """Return the row of a table called `name`.
@@ -27,6 +29,8 @@ def pick(table: Mapping[str, Row], name: str, kind: str) -> Row:
 def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> ValueError:
     """Return the error for an unknown name, with the known ones, the nearest and `more`.
 
+    Of many known names only those near the given one are listed, if there is one.
+
     >>> print(unknown(["layer", "rms"], "laier", "norm"))
     there is no norm named 'laier' (did you mean 'layer'?); there are layer, rms
     >>> print(unknown(["renorm", "rms"], "RMSNorm", "norm"))
@@ -38,4 +42,8 @@ def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> Value
     shorter = sorted((each for each in lower if len(each) > 2 and key.startswith(each)), key=len, reverse=True)
     close = longer or shorter or difflib.get_close_matches(key, lower, n=1)
     hint = f" (did you mean {lower[close[0]]!r}?)" if close else ""
-    return ValueError(f"there is no {kind} named {name!r}{hint}; there are {', '.join(known)}{more}")
+    listed = ", ".join(known)
+    if close and len(known) > MANY:
+        near = [lower[each] for each in difflib.get_close_matches(key, lower, n=5, cutoff=0)]
+        listed = f"{len(known)}, such as {', '.join(near)}"
+    return ValueError(f"there is no {kind} named {name!r}{hint}; there are {listed}{more}")

@@ -91,7 +91,15 @@ def test_every_command_has_help(name, typed):
     status, out, err = typed(name, "--help")
     assert status == 0
     assert f"usage: normkit {name}" in out
+    assert name == "train" or not re.search(r"None|default: (\)|'')", out), "means nothing to a user"
     assert err == ""
+    assert typed("help", name) == (0, out, "")
+
+
+def test_help_names_positional_arguments_and_values(typed):
+    for shown in ("fold [-h] MODEL --out PATH", "figure [-h] [NAME] [PATH ...] [--out PATH]"):
+        assert f"usage: normkit {shown}" in typed(shown.split()[0], "--help")[1]
+    assert "--statistics {frozen,batches}" in typed("remove-norms", "--help")[1]
 
 
 def test_help_breaks_no_sentence(typed, monkeypatch):
@@ -121,17 +129,8 @@ def test_help_of_a_recipe_documents_every_field(typed):
 
 def test_train_a_recipe_with_other_settings_and_resume(typed, tmp_path):
     settings = [
-        "--steps",
-        6,
-        "--model.width",
-        8,
-        "--model.depth",
-        1,
-        "--model.heads",
-        2,
-        "--model.norm",
-        "un(window=2)",
-    ]
+        "--steps", 6, "--model.width", 8, "--model.depth", 1, "--model.heads", 2, "--model.norm", "un(window=2)",
+    ]  # fmt: skip
     settings += ["--checkpoint-every", 3, "--warmup", 1, "--out", tmp_path]
     status, out, _ = typed("train", "vit_digits", *settings)
     assert status == 0
@@ -265,7 +264,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["train", "vit_digits", "--model.norm", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
         (["train", "vit_digits", "--model.norm", "un(windw=2)"], ["no option of un named 'windw' (did you mean"]),
         (["train", "vit_digits", "--model.norm", "un(window=0)"], ["whole number from 1 to 65536; got 0"]),
-        (["train", "vit_digits", "--steps", "9", "--data", "digit"], ["no data named 'digit' (did you mean 'digits'"]),
+        (["train", "vit_digits", "--steps", "9", "--data", "digit"], ["the data set digits alone; got 'digit'"]),
         (["demo", "--norms", "layer", "laier"], ["no norm named 'laier' (did you mean 'layer'?)"]),
         (["demo", "--norms", "layer", "layer()"], ["'layer()' is given twice"]),
         (["demo", "--norms"], ["no norm given"]),
@@ -286,7 +285,8 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["pronounce", "x"], ["there is no folder runs/demo; train with `normkit demo` first"]),
         (["translate", "."], ["is not a run folder: it has no run.json"]),
         (["fold", ".", "--out", "x"], ["is not a run folder"]),
-        (["fold", "."], ["--out"]),
+        (["fold", "."], ["normkit: --out is missing; `normkit fold --help` shows"]),
+        (["fold"], ["normkit: MODEL and --out are missing; `"]),
         (["audit", "nowhere"], ["is not a run folder", "a Hugging Face model has a config.json with `architectures`"]),
         (["audit", sys.executable], ["is not a run folder: it is a file"]),
         (["train", "vit_digits", "--model.arch", "vit"], ["model.arch must be left out for task digits"]),

@@ -1,6 +1,7 @@
 """`normkit study`: listing, tables, bad input, missing data, pages, Ray addresses."""
 
 import dataclasses
+import sys
 
 import pytest
 from test_study import ONE, Here, board
@@ -23,10 +24,18 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
     assert f"No folder {tmp_path / 'gpu'}: name the folder of the runs with --out." in shown
 
 
+def test_help_with_a_closed_standard_output_prints_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "--help"])
+    assert not ended.value.code
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["pn.tabel2"], "did you mean 'pn.table2'?"),
+        (["pn.tabel2"], "did you mean 'pn.table2'?); there are"),
         (["core.cmudict", "--scale", "big"], "no scale 'big'"),
         (["core.cmudict", "--seeds", "0"], "seeds must be at least 1; got 0"),
         (["core.cmudict", "--only", "laier"], "did you mean 'layer'"),

@@ -290,7 +290,7 @@ def test_run_that_cannot_start_changes_no_file(wrong, tmp_path, monkeypatch):
         ({"steps": "12"}, "steps must be a whole number; got '12'"),
         ({"betas": (0.9,)}, r"betas must be 2 finite numbers; got \(0\.9,\)"),
         ({"betas": (2, 3)}, r"betas must be two numbers, each at least 0 and below 1; got \(2, 3\)"),
-        ({"threads": -1}, "threads must be at least 1; got -1"),
+        ({"threads": -1}, "threads must be at least 1 and at most 1024; got -1"),
         ({"device": "gpu"}, "device must be one of auto, cpu, cuda; got 'gpu'"),
         ({"valid_bleu": True}, "valid_bleu must be left out for task g2p; it applies to mt; got True"),
         ({"task": "lm", "beam": 5}, "beam must be left out for task lm; it applies to g2p and mt; got 5"),

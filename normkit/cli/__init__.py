@@ -9,6 +9,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from textwrap import indent
 
 import normkit
@@ -56,7 +57,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    with contextlib.suppress(AttributeError):  # standard output may be closed, or no file
+    if sys.stdout is None:  # closed
+        sys.stdout = Path(os.devnull).open("w", encoding="utf8")  # noqa: SIM115
+    with contextlib.suppress(AttributeError):  # standard output may be no file
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]  # where ± cannot be encoded
     try:
         return _dispatch(arguments)
@@ -86,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"] and arguments[1:]:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         write(_overview())
         return 0 if arguments else BAD_INPUT

@@ -1,6 +1,7 @@
 """The command `bench`: time of norms."""
 
 import csv
+import inspect
 import io
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from normkit.text import align
 KINDS = ("ratios", "blocks", "pieces")  # of files with ratios to LayerNorm
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "pnv", "batch", "un")
 
+THREADS = 1024  # at most: PyTorch crashes if the system cannot start them
 HELD = 12  # activations at a time: input, output, gradients, what norms keep, what empties the cache
 
 
@@ -46,7 +48,11 @@ def bench(
         explain: Count operations and memory instead of timing.
         out: Folder for picture and timings; nothing is written without it.
     """
+    given = locals()
     if results is not None:
+        defaults = {name: one.default for name, one in inspect.signature(bench).parameters.items()}
+        if ignored := [f"--{name}" for name in defaults.keys() - {"results", "out"} if given[name] != defaults[name]]:
+            raise ValueError(f"{results} is read and nothing measured: leave out {' and '.join(sorted(ignored))}")
         from normkit.lab.report import speed
 
         _show(speed.read(results), out, measured=False)
@@ -60,6 +66,10 @@ def bench(
     for name, count in (("rounds", rounds), ("threads", threads)):
         if count < 1:
             raise ValueError(f"--{name} must be a whole number >= 1; got {count}")
+    if threads > THREADS:
+        raise ValueError(f"--threads must be at most {THREADS}; got {threads}")
+    if explain and out is not None:
+        raise ValueError("--explain measures nothing that could be written; leave out --out")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out to measure on the CPU")
     if not norms:

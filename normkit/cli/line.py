@@ -11,9 +11,10 @@ import shlex
 import signal
 import sys
 import tempfile
+import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from normkit.text import escape
 
@@ -30,7 +31,6 @@ def command(function: Callable[..., int]) -> Callable[[list[str]], int]:
     def run(arguments: list[str]) -> int:
         if not arguments and not inspect.signature(function).parameters:  # `list` must run without tyro
             return function()
-        function.__doc__ = re.sub(r"\n {8,}", " ", inspect.getdoc(function) or "")  # tyro keeps breaks in Args
         given = functools.wraps(function)(lambda *positional, **flags: (positional, flags))
         positional, flags = parse_arguments(given, arguments, function.__name__.strip("_").replace("_", "-"))
         return function(*positional, **flags)
@@ -58,13 +58,56 @@ def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any
         if f"{option}=" in arguments or (option, "") in itertools.pairwise(arguments):
             raise ValueError(f"{option} is empty; give {'a folder, . for this one' if option == '--out' else 'a name'}")
     box = io.StringIO()
+    shown: Any = target if inspect.isclass(target) else _with_plain_help(target)
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(target, args=arguments, prog=f"normkit {name}", **default)
+            return tyro.cli(shown, args=arguments, prog=f"normkit {name}", **default)
     except SystemExit as ended:
         if not ended.code:
             raise
-        raise ValueError(f"{_one_line(box.getvalue())}; `normkit {name} --help` shows what there is") from None
+        message = _one_line(box.getvalue())
+        if message.startswith("Missing from"):
+            missing = [each for each in shown.required if f"{each} " in message]
+            message = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        raise ValueError(f"{message}; `normkit {name} --help` shows what there is") from None
+
+
+def _with_plain_help(function: Callable) -> Any:
+    """Wrap a function so that tyro shows positional arguments by name, and no empty defaults.
+
+    The attribute `required` lists the arguments without default, as `--help` shows them.
+    """
+    from tyro.conf import FlagCreatePairsOff, arg
+
+    def wrapper(*positional: Any, **flags: Any) -> Any:
+        return function(*positional, **flags)
+
+    parameters, required = [], []
+    for one in inspect.signature(function).parameters.values():
+        options: dict[str, Any] = {"name": one.name.rstrip("_")} if one.name.endswith("_") else {}
+        kind, positional = one.annotation, one.kind is one.POSITIONAL_ONLY
+        inner = [each for each in typing.get_args(kind) if each is not type(None)]
+        if positional:
+            several = typing.get_origin(kind) is tuple
+            metavar = f"{one.name.upper().removesuffix('S')} ..." if several else one.name.upper()
+            options["metavar"] = metavar if one.default is one.empty else f"[{metavar}]"
+        elif len(inner) < len(typing.get_args(kind)):
+            choices = ",".join(map(str, typing.get_args(inner[0])))
+            options["metavar"] = f"{{{choices}}}" if choices else inner[0].__name__.upper()
+        if one.default in (None, False, "", ()):
+            options["help_behavior_hint"] = ""
+        if one.default is one.empty:
+            options["help_behavior_hint"] = "(required)"
+            required.append(one.name.upper() if positional else f"--{one.name}")
+        if one.default is False:
+            kind = FlagCreatePairsOff[kind]  # no --no-show
+        parameters.append(one.replace(annotation=Annotated[kind, arg(**options)]))
+    made: Any = wrapper
+    made.__doc__ = re.sub(r"\n {8,}", " ", inspect.getdoc(function) or "")  # tyro keeps breaks in Args
+    made.required = required
+    made.__signature__ = inspect.Signature(parameters)
+    made.__annotations__ = {one.name: one.annotation for one in parameters}
+    return made
 
 
 def _one_line(box: str) -> str:

@@ -113,11 +113,11 @@ def train(arguments: list[str]) -> int:
     @dataclasses.dataclass
     class Given:
         run: Annotated[Run, tyro.conf.arg(name="")]
-        out: Path | None = None
+        out: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
         """Folder of the run; runs/NAME by default."""
         resume: bool = False
         """Continue from the last checkpoint in that folder."""
-        seeds: int | None = None
+        seeds: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
         """Train this many seeds, from --seed on, each in a folder seed-N."""
 
     given = parse_arguments(Given, arguments[1:], f"train {arguments[0]}", default=Given(recipe))

@@ -2,18 +2,18 @@
 
 import itertools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from normkit.cli.line import INTERRUPTED, check_writable, parse_arguments, progress_console, typed, write
 
 
 def study(arguments: list[str]) -> int:
     """Run a paper's table or figure as a grid of runs, and compare with its printed figures."""
-    from tyro.conf import Positional, arg
 
     def parse(
-        study: Positional[str] = "",
-        list_: Annotated[bool, arg(name="list")] = False,
+        study: str = "",
+        /,
+        list_: bool = False,
         scale: str = "pocket",
         seeds: int = 1,
         only: tuple[str, ...] = (),

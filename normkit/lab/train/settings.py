@@ -176,7 +176,7 @@ class Hardware(Checked):
     """Seed of weights, dropout and data order; the order of an epoch has the seed `1_000_003 * seed + epoch`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto uses a GPU if there is one."""
-    threads: int | None = limited(None, at_least=1)
+    threads: int | None = limited(None, at_least=1, at_most=1024)  # PyTorch crashes if the system cannot start them
     """CPU threads; None uses PyTorch's default."""
     workers: int = limited(0, at_least=0)
     """Images: processes that read and augment; 0 uses the training process."""

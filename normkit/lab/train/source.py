@@ -67,10 +67,11 @@ def sequences(run: Run, on_stage: OnStage) -> Reader:
     """Find an embedded data set, or a folder of sequences."""
     if run.data in CORPORA:
         raise ValueError(f"{run.data} is a corpus of kind {CORPORA[run.data].kind}; task {run.task} cannot train on it")
-    if run.task == "digits" and run.data not in SOURCES and Path(run.data).is_dir():
+    if run.task == "digits" and run.data not in SOURCES:
+        given = f"the folder {run.data}" if Path(run.data).is_dir() else repr(run.data)
         raise ValueError(
-            f"task digits trains on the data set digits alone; got the folder {run.data}; a recipe of task images, "
-            "such as cifar10_tiny_vit, takes a folder of images"
+            f"task digits trains on the data set digits alone; got {given}; a recipe of task images, such as "
+            "cifar10_tiny_vit, takes a folder of images"
         )
     return reader(run.data)
 
