@@ -35,6 +35,8 @@ def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> Value
     there is no norm named 'laier' (did you mean 'layer'?); there are layer, rms
     >>> print(unknown(["renorm", "rms"], "RMSNorm", "norm"))
     there is no norm named 'RMSNorm' (did you mean 'rms'?); there are renorm, rms
+    >>> print(unknown([f"table{n}" for n in range(40)], "tabel7", "study"))
+    there is no study named 'tabel7' (did you mean 'table7'?); there are 40, such as table7, table9, table8, table6, table5
     """
     known = list(known)
     key, lower = name.lower(), {each.lower(): each for each in known}

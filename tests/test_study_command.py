@@ -28,6 +28,7 @@ def test_help_with_a_closed_standard_output_prints_nothing(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(SystemExit) as ended:
         main(["study", "--help"])
+    sys.stdout.close()
     assert not ended.value.code
     assert capsys.readouterr().err == ""
 
