@@ -36,7 +36,7 @@ def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> Value
     >>> print(unknown(["renorm", "rms"], "RMSNorm", "norm"))
     there is no norm named 'RMSNorm' (did you mean 'rms'?); there are renorm, rms
     >>> print(unknown([f"table{n}" for n in range(40)], "tabel7", "study"))
-    there is no study named 'tabel7' (did you mean 'table7'?); there are 40, such as table7, table9, table8, table6, table5
+    there is no study named 'tabel7' (did you mean 'table7'?); there are 40, such as table7, table37, table27
     """
     known = list(known)
     key, lower = name.lower(), {each.lower(): each for each in known}
@@ -46,6 +46,6 @@ def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> Value
     hint = f" (did you mean {lower[close[0]]!r}?)" if close else ""
     listed = ", ".join(known)
     if close and len(known) > MANY:
-        near = [lower[each] for each in difflib.get_close_matches(key, lower, n=5, cutoff=0)]
+        near = [lower[each] for each in difflib.get_close_matches(key, lower, n=3, cutoff=0)]
         listed = f"{len(known)}, such as {', '.join(near)}"
     return ValueError(f"there is no {kind} named {name!r}{hint}; there are {listed}{more}")
