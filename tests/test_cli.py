@@ -287,7 +287,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["fold", ".", "--out", "x"], ["is not a run folder"]),
         (["fold", "."], ["normkit: --out is missing; `normkit fold --help` shows"]),
         (["fold"], ["normkit: MODEL and --out are missing; `"]),
-        (["audit", "nowhere"], ["is not a run folder", "a Hugging Face model has a config.json with `architectures`"]),
+        (["audit", "nowhere"], ["is not a run folder", "a Hugging Face model is a folder here that has a config"]),
         (["audit", sys.executable], ["is not a run folder: it is a file"]),
         (["train", "vit_digits", "--model.arch", "vit"], ["model.arch must be left out for task digits"]),
         (["report"], ["no results given"]),
@@ -344,7 +344,7 @@ def test_folding_over_another_run_or_model_is_refused(typed, runs, tmp_path):
 def test_a_warm_up_that_never_ends_is_reported(typed, tmp_path):
     sizes = ["--model.width", 16, "--model.hidden", 16, "--model.heads", 2, "--model.depth", 1]
     _, _, err = typed("train", "vit_digits", "--steps", 3, *sizes, "--out", tmp_path / "run")
-    assert "warm-up of 150 steps does not end within 3" in " ".join(err.split())
+    assert "warm-up of 150 steps does not end within 3; --warmup 0 trains without one" in " ".join(err.split())
 
 
 def test_a_study_without_a_name_lists_all(typed):

@@ -168,6 +168,11 @@ def test_files_of_other_models_are_not_replaced(name, tmp_path):
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
 
 
+def test_a_number_that_no_tensor_holds_is_refused_with_the_limit():
+    with pytest.raises(ValueError, match=r"steps must be below 2\*\*62; got 100000000000000000000"):
+        dataclasses.replace(RUN, steps=10**20)
+
+
 def test_integers_are_refused_in_place_of_weights(copy):
     state = safetensors.torch.load_file(copy / "model.safetensors")
     state["head.weight"] = state["head.weight"].to(torch.int64)

@@ -108,7 +108,7 @@ def check_model(model: Path) -> None:
     except ValueError as error:
         if (model / "run.json").is_file():
             raise
-        needs = "a Hugging Face model has a config.json with `architectures`, and safetensors"
+        needs = "a Hugging Face model is a folder here that has a config.json with `architectures`, and safetensors"
         raise ValueError(f"{error}; {needs}") from None
 
 

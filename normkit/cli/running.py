@@ -142,9 +142,10 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
 
     console, found = progress_console(), dict[Path, Any]()
     first = next(iter(runs.values()))
+    tenth = first.steps // 10
     advice = (
         f"the learning rate's warm-up of {first.warmup:,} steps does not end within {first.steps:,}; "
-        f"--warmup {max(1, first.steps // 10)} would be a tenth"
+        f"--warmup {tenth} {'would be a tenth' if tenth else 'trains without one'}"
     )
     notes = [advice] if first.warmup >= first.steps > 0 else []
     if resume:
