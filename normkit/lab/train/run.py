@@ -164,7 +164,7 @@ def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
     if resume:
         remove_temporary(folder)
         patterns = () if results.ended(folder) else DERIVED
-    if earlier := [path for pattern in patterns for path in folder.glob(pattern)]:
+    if earlier := [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]:
         callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
         for path in earlier:
             path.unlink()
