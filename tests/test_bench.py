@@ -76,7 +76,7 @@ def test_ratio_is_the_median_over_rounds():
         (1.019, 60, ""),
         (1.03, 60, "this machine is too noisy: a variant took 1.03 of its own time"),
         (0.9, 60, "this machine is too noisy: a variant took 0.90 of its own time"),
-        (1.0, 59, "59 rounds are too few for a verdict; measure at least 60"),
+        (1.0, 59, "a verdict needs at least 60 rounds; got 59"),
     ],
 )
 def test_a_verdict_needs_a_quiet_machine_and_enough_rounds(repeated, rounds, expected):
@@ -128,7 +128,7 @@ def test_bench_measures_and_draws(typed, tmp_path):
     status, out, err = typed(*FEW, "--out", tmp_path / "made")
     assert (status, err) == (0, "")
     assert "nn.LayerNorm  1.00 (1.00-1.00)" in out
-    assert "No verdict: 2 rounds are too few" in out
+    assert "No verdict: a verdict needs at least 60 rounds; got 2" in out
     assert "un(window=2)" in out
     assert "un(window=2)" in (tmp_path / "made" / "ratios.svg").read_text()
     again, shown, _ = typed(tmp_path / "made")  # from the file, without a clock

@@ -53,7 +53,7 @@ def obstacle(noise: float, rounds: int) -> str:
     'this machine is too noisy: a variant took 1.05 of its own time'
     """
     if rounds < ROUNDS:
-        return f"{rounds} rounds are too few for a verdict; measure at least {ROUNDS}"
+        return f"a verdict needs at least {ROUNDS} rounds; got {rounds}"
     if abs(noise - 1) > TOLERANCE:
         return f"this machine is too noisy: a variant took {noise:.2f} of its own time"
     return ""
