@@ -169,7 +169,9 @@ def test_files_of_other_models_are_not_replaced(name, tmp_path):
 
 
 def test_a_number_that_no_tensor_holds_is_refused_with_the_limit():
-    with pytest.raises(ValueError, match=r"steps must be below 2\*\*62; got 100000000000000000000"):
+    with pytest.raises(
+        ValueError, match=r"steps must be a whole number between -2\*\*62 and 2\*\*62; got 100000000000000000000"
+    ):
         dataclasses.replace(RUN, steps=10**20)
 
 

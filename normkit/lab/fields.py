@@ -55,8 +55,9 @@ class Checked:
             value = getattr(self, name)
             value = tuple(map(plain, value)) if is_tuple and isinstance(value, list | tuple) else plain(value)
             object.__setattr__(self, name, value)
-            is_large = isinstance(value, int) and abs(value) >= LARGEST
-            require(allowed.test(value), self.prefix + name, value, "below 2**62" if is_large else allowed.text)
+            is_large = is_int(value) and allowed.text.startswith(SINGLE[int].text)  # else it would be allowed
+            text = f"{SINGLE[int].text} between -2**62 and 2**62" if is_large else allowed.text
+            require(allowed.test(value), self.prefix + name, value, text)
             if value is not None and not all(BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
                 allowed_bounds = " and ".join(f"{BOUNDS[kind][0]} {bound}" for kind, bound in bounds.items())
                 require(False, self.prefix + name, value, allowed_bounds)
