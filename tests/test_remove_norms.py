@@ -93,8 +93,6 @@ CARRIED = Run(  # other numbers of texts side by side in training, validation an
 )
 def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tmp_path, capsys):
     train(settings, tmp_path / "run")
-    (tmp_path / "out" / "unfolded").mkdir(parents=True)
-    (stale := tmp_path / "out" / "unfolded" / "of-an-earlier-removal").touch()
     words = ["remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--unfolded", "--out", tmp_path / "out"]
     assert main([str(word) for word in words]) == 0
     printed = capsys.readouterr().out
@@ -109,7 +107,6 @@ def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tm
         assert tail["mean"] < tail["99.9 %"] <= tail["maximum"]
         assert stage in printed
     assert not (tmp_path / "out" / ".removal").exists()
-    assert not stale.exists()
     unfolded = load(tmp_path / "out" / "unfolded").model
     assert sum(isinstance(module, StatNorm) for module in unfolded.modules()) == norms
 
@@ -265,6 +262,13 @@ def test_a_model_without_norms_has_none_left_to_remove(run, tmp_path):
     with pytest.raises(ValueError, match="has no norms left to remove"):
         remove_norms(tmp_path / "out", tmp_path / "more", Removal(steps=1))
     assert not (tmp_path / "more").exists()
+
+
+def test_another_model_in_the_folder_stays(run, tmp_path):
+    (tmp_path / "unfolded").mkdir()
+    with pytest.raises(ValueError, match="holds another model"):
+        remove_norms(run, tmp_path, Removal(steps=1, unfolded=True))
+    assert [file.name for file in tmp_path.iterdir()] == ["unfolded"]
 
 
 def test_the_model_itself_is_not_overwritten(tmp_path):

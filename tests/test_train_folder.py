@@ -87,6 +87,7 @@ def test_training_again_leaves_nothing_that_was_made_of_earlier_weights(resume, 
     train(RUN, copy, resume)
     assert not [name for name in stale if (copy / name).exists()]
     assert not (copy / "unfolded").exists()
+    assert (copy / "folded" / "notes.txt").exists(), "the user's own file"
 
 
 def test_only_one_process_writes_a_folder(tmp_path):

@@ -150,7 +150,7 @@ def blend(
     gap: int = 0,
     order: Sequence[str] | None = None,
     first_last: bool = False,
-    where: Where = None,
+    where: Where | None = None,
     mask_from: MaskFrom = None,
     inplace: bool = False,
 ) -> nn.Module:

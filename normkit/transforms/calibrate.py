@@ -19,7 +19,7 @@ def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    forward: Forward = None,
+    forward: Forward | None = None,
     passes: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
     inplace: bool = False,

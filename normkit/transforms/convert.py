@@ -20,7 +20,7 @@ from normkit.transforms.take_apart import take_apart
 from normkit.transforms.third_party import CannotRead, Found, is_named_norm, read_norm, statistics, write
 
 Specs = str | Mapping[str, str]  # one spec, or rules from patterns of names to specs
-Where = Callable[[str, nn.Module], bool] | None  # chooses norms by name and module
+Where = Callable[[str, nn.Module], bool]  # chooses norms by name and module
 
 
 def find(model: nn.Module) -> dict[str, Found]:
@@ -82,7 +82,7 @@ def _try_read(module: nn.Module) -> Found | CannotRead:
 
 
 def convert(
-    model: nn.Module, to: Specs, *, where: Where = None, mask_from: MaskFrom = None, inplace: bool = False
+    model: nn.Module, to: Specs, *, where: Where | None = None, mask_from: MaskFrom = None, inplace: bool = False
 ) -> nn.Module:
     """Replace the norms of a model.
 
@@ -151,7 +151,7 @@ def replace_all(
     return model
 
 
-def chosen_sites(model: nn.Module, to: Specs, where: Where, verb: str) -> dict[str, str]:
+def chosen_sites(model: nn.Module, to: Specs, where: Where | None, verb: str) -> dict[str, str]:
     """Return specs by name for the norms to change; a shared norm has several entries.
 
     The arguments and errors are those of `convert`, the function that `verb` names.

@@ -68,7 +68,7 @@ def export(
     model: nn.Module,
     path: str | Path,
     *example: Any,
-    outputs: Pick = None,
+    outputs: Pick | None = None,
     dynamic: bool = True,
     tolerance: float = 1e-4,
     int8: Int8 | Iterable[Any] | None = None,
@@ -152,7 +152,7 @@ def export(
 class TensorModel(nn.Module):
     """A model whose inputs and outputs are tensors only, as exporters need it."""
 
-    def __init__(self, model: nn.Module, call: Call, outputs: Pick = None):
+    def __init__(self, model: nn.Module, call: Call, outputs: Pick | None = None):
         super().__init__()
         self.model, self.call, self.outputs = model, call, outputs
         self.given: tuple[Tensor, ...] = tuple(leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
@@ -167,7 +167,7 @@ class TensorModel(nn.Module):
         return picked(tree_map_only(Tensor, lambda _: next(left), self.call).of(self.model), self.outputs)
 
 
-def picked(output: Any, outputs: Pick) -> tuple[Tensor, ...]:
+def picked(output: Any, outputs: Pick | None) -> tuple[Tensor, ...]:
     """Return the tensors of an output that are exported; a ValueError if there are none."""
     found = tuple(tensors(output, outputs).values())
     if not found:

@@ -18,7 +18,7 @@ from normkit.transforms.take_apart import take_norms_apart
 
 
 def fit_norms(
-    model: nn.Module, like: nn.Module, batches: Iterable[Any], *, forward: Forward = None, inplace: bool = False
+    model: nn.Module, like: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None, inplace: bool = False
 ) -> nn.Module:
     """Fit statistics, gain and bias of converted norms to the norms of the original.
 
@@ -102,7 +102,7 @@ def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
 
 
 def _rows(
-    model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward
+    model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Return real tokens that a norm reads and the old one's outputs, for each run."""
     read: list[tuple[Tensor, Tensor | None]] = []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-Forward = Callable[[nn.Module, Any], Any] | None  # calls a model on a batch
-Pick = Callable[[Any], Any] | None  # picks what is used of a model's output
+Forward = Callable[[nn.Module, Any], Any]  # calls a model on a batch
+Pick = Callable[[Any], Any]  # picks what is used of a model's output
 
 
 class Call(NamedTuple):
@@ -67,7 +67,7 @@ def arguments(batch: Any) -> Call:
     return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
 
-def call(model: nn.Module, batch: Any, forward: Forward = None) -> Any:
+def call(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     """Call a model on a batch, or `forward(model, batch)` instead, and return the output.
 
     A batch is a mapping of keyword arguments, a tuple or list of positional ones, or one argument.
@@ -162,7 +162,7 @@ def advice(model: nn.Module, weights: Iterable[str], given: Call) -> str:
     return f"give an example that does{also}, or set to None what inference never uses"
 
 
-def tensors(output: Any, outputs: Pick = None, depth: int = 6) -> dict[str, Tensor]:
+def tensors(output: Any, outputs: Pick | None = None, depth: int = 6) -> dict[str, Tensor]:
     """Find all tensors in tuples, mappings, dataclasses and plain objects, by their path.
 
     Only those in `outputs(output)`, if it is given.

@@ -21,7 +21,7 @@ from normkit.transforms.invoke import Call, Pick
 
 @torch.inference_mode(False)  # the result may be trained
 def to_rms(
-    model: nn.Module, *example: Any, outputs: Pick = None, untie: bool = False, **kwexample: Any
+    model: nn.Module, *example: Any, outputs: Pick | None = None, untie: bool = False, **kwexample: Any
 ) -> tuple[nn.Module, Report]:
     """Return an equivalent model with RMSNorms in place of LayerNorms, and a report on each.
 

@@ -27,8 +27,12 @@ OUTPUTS = (
 )  # fmt: skip
 """Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
 
+MODELS = ("folded", "unfolded")  # folders of models that are made of a run
+
 DERIVED = (
-    "folded/*", "unfolded/*", "removal.json", "table.txt", "report.html", "curves.*", "statistics.*",
+    *(f"{folder}/{file}" for folder in MODELS for file in ("run.json", "vocab.json", "model.safetensors")),
+    *(f"{picture}.{ending}" for picture in ("curves", "statistics") for ending in ("png", "svg")),
+    "removal.json", "table.txt", "report.html",
 )  # fmt: skip
 """Files that commands make of a trained run; they do not belong to the weights of another training."""
 

@@ -122,6 +122,8 @@ def remove_norms(
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
     if (out / FILE).is_file():
         raise ValueError(f"{out} holds a finished removal ({FILE}); name another folder, or delete it")
+    if (out / "unfolded").exists() and not (out / STATE).exists():
+        raise ValueError(f"{out} holds another model ({out / 'unfolded'}); name another folder, or delete it")
     subject = open_removable(folder, settings.text)
     if settings.loss == "task" and not isinstance(subject, RemovableRun):
         raise ValueError("--loss task needs a run; a Hugging Face model is trained on the outputs of the original")
@@ -179,7 +181,6 @@ def remove_norms(
             calibrate(model, itertools.islice(subject.batches(0), CALIBRATED), forward=subject.forward, inplace=True)
         show("folding")
         folded, report = subject.fold_and_save(model, out)
-        shutil.rmtree(out / "unfolded", ignore_errors=True)  # of an earlier removal, whose removal.json was deleted
         if settings.unfolded:
             subject.save(model, out / "unfolded")
         measure("without norms", folded)

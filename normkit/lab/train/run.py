@@ -22,6 +22,7 @@ from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.environment import environment
 from normkit.lab.train.folder import (
     DERIVED,
+    MODELS,
     OUTPUTS,
     check_resumable,
     check_vocabularies,
@@ -168,7 +169,7 @@ def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
         callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
         for path in earlier:
             path.unlink()
-        for name in ("folded", "unfolded"):
+        for name in MODELS:
             with contextlib.suppress(OSError):  # there is none, or it has further files
                 (folder / name).rmdir()
     write_run(folder, run, task.data.vocabularies)

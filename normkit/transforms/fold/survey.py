@@ -44,7 +44,7 @@ class Survey:
     """
 
     def __init__(
-        self, model: nn.Module, example: Call, outputs: Pick, untie: bool, other: bool, verb: str,
+        self, model: nn.Module, example: Call, outputs: Pick | None, untie: bool, other: bool, verb: str,
         step: Callable[[str], None] = lambda label: None,
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
