@@ -1,9 +1,12 @@
 """Several processes and hosts: the writing rank, refusals, equal results."""
 
 import dataclasses
+import math
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 from forked import Program, free_port
 from worker_jobs import answer_of_ranks, job_with_forked_ranks
 
@@ -12,6 +15,7 @@ from normkit.lab.studies import runner
 from normkit.lab.studies.catalogue import RECIPES
 from normkit.lab.studies.workers import ENVIRONMENT, Workers
 from normkit.lab.study import Base, Column, Row, Study
+from normkit.lab.train import callbacks
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.run import train
 
@@ -29,6 +33,21 @@ TINY = {"steps": 6, "batch_tokens": 16, "model.depth": 1, "model.norm": "un(sync
 def _started_by_nobody(monkeypatch):
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         monkeypatch.delenv(name)
+
+
+def test_the_curve_has_the_mean_loss_of_all_processes(tmp_path, monkeypatch):
+    other = [3.0, 6.0]
+    monkeypatch.setattr(callbacks, "all_gather", lambda value: [value, other if isinstance(value, list) else value])
+    callback = callbacks.RunCallback(tiny(accumulate=2), tmp_path)
+    callback.step, callback._losses = 1, [torch.tensor(1.0), torch.tensor(2.0)]
+    assert callback.state_dict()["losses"] == [2.0, 4.0], "each process goes on with these"
+    callback._log(SimpleNamespace(world_size=2, is_global_zero=False))
+    assert callback.curve[0]["train_loss"] == 3.0
+
+    other[1] = math.nan
+    callback.step, callback.tokens, callback._losses = 2, 9, [torch.tensor(1.0), torch.tensor(2.0)]
+    callback._log(SimpleNamespace(world_size=2, is_global_zero=False))
+    assert callback.status == "diverged at step 2"
 
 
 def tiny(**changed):

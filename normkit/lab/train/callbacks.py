@@ -136,8 +136,7 @@ class RunCallback(lightning.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs to continue as if it had not been interrupted."""
-        losses = [float(loss) for loss in self._losses]
-        more = {"recorded": self._recorder_state(), "losses": losses, "rng": all_gather(_rng())}
+        more = {"recorded": self._recorder_state(), "losses": self._copy_losses(), "rng": all_gather(_rng())}
         return {name: getattr(self, name) for name in STATE} | more
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -177,11 +176,9 @@ class RunCallback(lightning.Callback):
         """Copy new losses from the device, extend the curve, report progress, stop if needed."""
         if not self._losses:
             return
-        losses = torch.stack([loss.to(torch.float64) for loss in self._losses]).tolist()
+        losses = self._copy_losses()
         first = self.step - len(losses) // self.run.accumulate + 1
         self._losses.clear()
-        if trainer.world_size > 1:  # all processes must stop at once
-            losses = [max(each, key=lambda x: not math.isfinite(x)) for each in zip(*all_gather(losses), strict=True)]
         bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
         self._mean = sum(losses) / len(losses)
         if self._recorder is not None:
@@ -195,6 +192,14 @@ class RunCallback(lightning.Callback):
             parameters = sum(parameter.numel() for parameter in trainer.lightning_module.model.parameters())
             results.note(self.folder, parameters, self.curve, self.valid)
         self._report(trainer)
+
+    def _copy_losses(self) -> list[float]:
+        """Return the losses since the last log, each the mean over all processes.
+
+        So all of them find a loss that is not finite at the same step.
+        """
+        losses = torch.stack([loss.to(torch.float64) for loss in self._losses]).tolist() if self._losses else []
+        return [sum(each) / len(each) for each in zip(*all_gather(losses), strict=True)]
 
     def _report(self, trainer: Any) -> None:
         """Report progress, and stop if the answer is True."""
