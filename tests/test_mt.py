@@ -108,7 +108,7 @@ def test_compare_pools_seeds_and_pairs_sentences(corpus, tmp_path, capsys):
                 (folder / "outputs" / f"{kind}.txt").write_text("\n".join(lines) + "\n", encoding="utf8")
             scores = {"beam": {"bleu": score + shift}, "running": {"loss": 1.0}}
             older = {field: value for field, value in made["run"].items() if seed or field != "valid_items"}
-            run = {**older, "seed": seed, "model": {**made["run"]["model"], "norm": name}}
+            run = {**older, "seed": seed, "threads": seed + 1, "model": {**made["run"]["model"], "norm": name}}
             results.write(folder, {**made, "run": run, "scores": scores})
     one, two = tmp_path / "a", tmp_path / "b"
     assert main(["compare", str(one), str(two), str(two / "seed-0")]) == 0
@@ -122,7 +122,7 @@ def test_compare_pools_seeds_and_pairs_sentences(corpus, tmp_path, capsys):
     ]
     assert len(lines) == 10
     assert re.search("no statement about their norms, .*seed 0: .*against 100.00, p = 0.00", lines[5] + lines[6])
-    with pytest.raises(ValueError, match="has runs of several settings"):
+    with pytest.raises(ValueError, match=r"has runs of several settings, which differ in model\.norm; name"):
         compared([tmp_path])
     (two / "seed-0" / "outputs" / "reference.txt").write_text("other\n")
     with pytest.raises(ValueError, match="translated other sentences"):

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, cast
 from normkit.lab.data.corpora import CORPORA, Corpus, locate
 from normkit.lab.report import results
 from normkit.lab.report.seeds import difference, interval
-from normkit.lab.report.settings import flat, job
+from normkit.lab.report.settings import flat, job, split
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.bleu import counted, metric
 from normkit.lab.train.config import Run
+from normkit.lab.train.folder import MOVABLE
+from normkit.text import truncate
 
 SCORES = tuple(dict.fromkeys((task.decided_by, task.metrics[0].key) for task in TASKS.values()))
 """Kind and name of scores; runs are compared by the first one that all have."""
 SEARCHES = {"beam": "beam search", "running": "running statistics"}
-
-
 SINGLE = (
     "two models each, on these test sentences; this is no statement about their norms, for another seed gives another"
     " model:"
@@ -133,12 +133,19 @@ def _values(seeds: dict[int, tuple[Path, dict[str, Any]]], kind: str, name: str)
 
 
 def _seeds(folder: Path) -> dict[int, tuple[Path, dict[str, Any]]]:
-    """The runs of a folder by seed; ValueError if other settings differ, too."""
+    """Return the runs of a folder by seed.
+
+    Raises:
+        ValueError: If they differ in another setting that changes results, too.
+    """
     there = results.find([folder])
     defaults = flat(json.loads(Run(name="", task="", data="", steps=1).to_json()))  # for settings that older runs lack
-    settings = [{**defaults, **flat({**result["run"], "seed": 0, "name": ""})} for result in there.values()]
-    if settings.count(settings[0]) < len(settings):
-        raise ValueError(f"{folder} has runs of several settings; name the folder of one, or of its seeds")
+    _, different = split([{**defaults, **flat(result["run"])} for result in there.values()])
+    if others := sorted(different.keys() - {"seed", *MOVABLE}):
+        raise ValueError(
+            f"{folder} has runs of several settings, which differ in {', '.join(truncate(others))}; name the folder of "
+            "one, or of its seeds"
+        )
     found: dict[int, tuple[Path, dict[str, Any]]] = {}
     for path, result in there.items():
         before, _ = found.setdefault(seed := result["run"].get("seed", 0), (path, result))
