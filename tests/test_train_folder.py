@@ -18,6 +18,8 @@ from normkit.cli import main
 from normkit.files import write_whole
 from normkit.lab.models.config import Model
 from normkit.lab.report import results
+from normkit.lab.timing import use_threads
+from normkit.lab.train import environment
 from normkit.lab.train import run as run_module
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints, remove_temporary
 from normkit.lab.train.config import Run
@@ -58,6 +60,34 @@ def test_the_last_validation_runs_on_the_device_of_the_scores(tmp_path, monkeypa
     monkeypatch.setattr(Task, "validate", lambda task: order.append("validate") or validate(task))
     train(dataclasses.replace(WORDS, steps=1), tmp_path)
     assert order[-2:] == ["cpu", "validate"], "Lightning leaves the model on the CPU"
+
+
+def test_auto_is_no_gpu_of_apple(tmp_path, monkeypatch):
+    """They lack float64."""
+    from lightning.pytorch.trainer.connectors.accelerator_connector import MPSAccelerator
+
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr("lightning.fabric.accelerators.mps.MPSAccelerator.is_available", staticmethod(lambda: True))
+    assert train(RUN, tmp_path)["status"] == "done"
+
+
+def test_changes_that_git_does_not_list_in_time_are_unknown(monkeypatch):
+    monkeypatch.setattr(environment, "_git", lambda folder, name, *_: None if name == "status" else name)
+    assert environment.environment("cpu")["dirty"] is None
+
+
+def test_a_run_leaves_the_threads_of_its_process_as_they_were(tmp_path):
+    with use_threads(2):
+        assert train(RUN, tmp_path)["where"]["threads"] == 1
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"), [("decay", -0.1, "above 0"), ("weight_decay", -0.1, "at least 0")]
+)
+def test_factors_that_would_climb_are_errors(name, value, allowed):
+    with pytest.raises(ValueError, match=f"^{name} must be {allowed}; got -0.1"):
+        dataclasses.replace(RUN, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -114,6 +144,20 @@ def test_a_lock_leaves_no_empty_folder(tmp_path):
     with locked(tmp_path / "new"):
         pass
     assert not (tmp_path / "new").exists()
+
+
+def test_a_lock_that_another_process_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    exists = Path.exists
+
+    def removed_after(path):
+        found = exists(path)
+        if path.name == LOCK:
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "exists", removed_after)
+    with locked(tmp_path):
+        pass
 
 
 # -- damaged files ---------------------------------------------------------------------------------------------------

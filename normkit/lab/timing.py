@@ -142,16 +142,26 @@ def _time_on_device(run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.
 
 
 @contextlib.contextmanager
-def _one_core(threads: int) -> Iterator[None]:
-    """Use so many threads; a single one stays on one core, where the system allows that."""
+def use_threads(count: int | None) -> Iterator[None]:
+    """Use so many threads of PyTorch inside the block; None for as many as before."""
     before = torch.get_num_threads()
-    cores = os.sched_getaffinity(0) if threads == 1 and hasattr(os, "sched_getaffinity") else set()
-    torch.set_num_threads(threads)
+    if count is not None:
+        torch.set_num_threads(count)
     try:
-        if cores:
-            os.sched_setaffinity(0, {max(cores)})
         yield
     finally:
         torch.set_num_threads(before)
-        if cores:
-            os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def _one_core(threads: int) -> Iterator[None]:
+    """Use so many threads; a single one stays on one core, where the system allows that."""
+    cores = os.sched_getaffinity(0) if threads == 1 and hasattr(os, "sched_getaffinity") else set()
+    with use_threads(threads):
+        try:
+            if cores:
+                os.sched_setaffinity(0, {max(cores)})
+            yield
+        finally:
+            if cores:
+                os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""Origin of a result: commit, versions, machine."""
+"""Device of a run, and the origin of a result: commit, versions, machine."""
 
 import datetime
 import importlib.metadata
@@ -11,18 +11,28 @@ import torch
 import normkit
 
 
+def device_type(device: str) -> str:
+    """Return the kind of device, "cuda" or "cpu", that a run's setting `device` chooses.
+
+    Lightning's own "auto" would also choose Apple's GPUs, which lack float64.
+    """
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def environment(device: str = "auto", count: int = 1) -> dict[str, object]:
     """Return commit, versions and machine of this process, for result files.
 
     Args:
-        device: "cpu" names the processor also if there is a GPU.
+        device: "cpu" or "cuda"; "auto" for a GPU if there is one.
         count: Number of devices; 8 are named "8 x NAME".
 
     Returns:
-        A dictionary; `commit` and `dirty` are None if the package is not in a git checkout of its own.
+        A dictionary; `commit` and `dirty` are None if they are unknown, as outside of a git checkout.
     """
     commit, dirty = _checkout(Path(normkit.__file__).parent)
-    name = torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else _processor()
+    name = torch.cuda.get_device_name() if device_type(device) == "cuda" else _processor()
     return {
         "commit": commit,
         "dirty": dirty,
@@ -40,7 +50,8 @@ def environment(device: str = "auto", count: int = 1) -> dict[str, object]:
 def _checkout(package: Path) -> tuple[str | None, bool | None]:
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None, None  # installed, or inside another repository
-    return _git(package, "rev-parse", "HEAD"), bool(_git(package, "status", "--porcelain"))
+    changes = _git(package, "status", "--porcelain")  # None after a timeout, as on a slow file system
+    return _git(package, "rev-parse", "HEAD"), None if changes is None else bool(changes)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -223,6 +223,7 @@ def _open_locked(path: Path, fcntl):
             ) from None
         except OSError:  # a file system without locks
             return file
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-            return file
+        with contextlib.suppress(FileNotFoundError):  # another process may remove the file now
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
         file.close()

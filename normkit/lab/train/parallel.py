@@ -16,12 +16,13 @@ from normkit.kernels.sync import is_distributed
 from normkit.lab.models.blocks import Layer
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import is_rank_zero
+from normkit.lab.train.environment import device_type
 
 
 def check_devices(run: Run) -> None:
     """Raise a ValueError if a run needs GPUs that this machine lacks, or too many processes."""
     there, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    on_gpus = run.device == "cuda" or (run.device == "auto" and there > 0)
+    on_gpus = device_type(run.device) == "cuda"
     if on_gpus and run.devices > there:
         gpus, advice = ("1 GPU", "") if run.devices == 1 else (f"{run.devices} GPUs", "a smaller --devices, or ")
         raise ValueError(f"the run is for {gpus}, PyTorch finds {there} here; give {advice}--device cpu")

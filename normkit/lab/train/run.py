@@ -14,12 +14,13 @@ from normkit.files import write_whole
 from normkit.kernels.sync import is_distributed
 from normkit.lab.report import results
 from normkit.lab.tasks import TASKS
+from normkit.lab.timing import use_threads
 from normkit.lab.train.build import build_model
 from normkit.lab.train.callbacks import RunCallback
 from normkit.lab.train.checkpoints import checkpoints, model_state, read_checkpoint, remove_temporary
 from normkit.lab.train.config import Run
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
-from normkit.lab.train.environment import environment
+from normkit.lab.train.environment import device_type, environment
 from normkit.lab.train.folder import (
     DERIVED,
     MODELS,
@@ -96,17 +97,15 @@ def train(
             check_resumable(folder, run)
             if run.devices * run.nodes == 1 and (ended := read_ended(folder, run)):  # perhaps by another process
                 return ended
-        if run.threads:
-            torch.set_num_threads(run.threads)
-        try:
-            data = read_data()
-        except _Interrupted:
-            raise KeyboardInterrupt from None
-        torch.manual_seed(run.seed)
-        model = build_model(run.task, run.model, data.vocabularies)
-        task = TASKS[run.task].load("module")(run, model, data)
         varied = TASKS[run.task].bucketed and not run.static
-        with sdpa_kernel(ANY_SHAPE) if varied else contextlib.nullcontext():
+        with use_threads(run.threads), sdpa_kernel(ANY_SHAPE) if varied else contextlib.nullcontext():
+            try:
+                data = read_data()
+            except _Interrupted:
+                raise KeyboardInterrupt from None
+            torch.manual_seed(run.seed)
+            model = build_model(run.task, run.model, data.vocabularies)
+            task = TASKS[run.task].load("module")(run, model, data)
             _fit(task, callback, resume)
             if is_distributed():
                 torch.distributed.destroy_process_group()  # metrics and norms would wait for processes that have ended
@@ -128,7 +127,7 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
         callback.folder,
         cluster_plugins(),
         max_steps=run.steps,
-        accelerator=run.device,
+        accelerator=device_type(run.device),
         devices=run.devices,
         num_nodes=run.nodes,
         strategy=make_strategy(run),
@@ -183,7 +182,7 @@ def _finish(task: Task, callback: RunCallback, on_stage: Callable[[str], None], 
         task.model.load_state_dict(mean_weights([model_state(read_checkpoint(path)) for path in averaged]))
     task.finish_training()
     save_weights(task.model, folder / "model.safetensors")
-    task.to("cuda" if run.device != "cpu" and torch.cuda.is_available() else "cpu")  # Lightning moved it to the CPU
+    task.to(device_type(run.device))  # Lightning moved it to the CPU
     scores, status, started = {}, callback.status, time.perf_counter()
     if status == "done":
         try:
@@ -218,7 +217,8 @@ def _finish(task: Task, callback: RunCallback, on_stage: Callable[[str], None], 
     for kind, lines in task.outputs.items():
         write_whole(folder / "outputs" / f"{kind}.txt", "".join(f"{line}\n" for line in lines).encode())
     if run.static:  # a run that measures speed
-        result["speed"] |= utilization(task.model, result["speed"]["train_tokens_per_s"] / processes)
+        rate, device = result["speed"]["train_tokens_per_s"] / processes, result["where"]["device"]
+        result["speed"] |= utilization(task.model, rate, device)
     results.write(folder, result)
     return result
 

@@ -112,7 +112,7 @@ class Optimization(Checked):
     """Betas of AdamW."""
     eps: float = limited(1e-8, at_least=0)
     """Epsilon of AdamW."""
-    weight_decay: float = 0.0
+    weight_decay: float = limited(0.0, at_least=0)
     """Weight decay of matrices; norms, biases and other vectors have none."""
     clip: float = limited(1.0, at_least=0)
     """Maximum norm of the gradient; 0 for no clipping."""
@@ -137,7 +137,7 @@ class Schedule(Checked):
     """Final learning rate of schedule=cosine."""
     milestones: tuple[int, ...] = ()
     """Steps after which schedule=steps multiplies the learning rate by `decay`."""
-    decay: float = 0.1
+    decay: float = limited(0.1, above=0)
     """Factor at each milestone."""
     warmup: int = limited(0, at_least=0)
     """Steps of linear warm-up."""

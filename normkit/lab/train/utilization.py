@@ -1,10 +1,11 @@
 """Utilization of a GPU by a training run."""
 
-import torch
+import re
+
 from torch import nn
 
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "T4": 65e12}
-"""Dense bf16 (T4: fp16) operations per second, from data sheets, by a part of the device's name."""
+"""Dense bf16 (T4: fp16) operations per second, from data sheets, by words of the device's name."""
 
 
 def operations(model: nn.Module) -> int:
@@ -20,9 +21,19 @@ def operations(model: nn.Module) -> int:
     return 6 * sum(linear.weight.numel() for linear in linears)
 
 
-def utilization(model: nn.Module, tokens_per_s: float) -> dict[str, float]:
-    """Return operations per second in 1e12, and the fraction of a known GPU's peak."""
+def utilization(model: nn.Module, tokens_per_s: float, device: str) -> dict[str, float]:
+    """Return operations per second in 1e12, and the fraction of the peak of a known GPU.
+
+    Args:
+        model: The model.
+        tokens_per_s: Target tokens per second, on one device.
+        device: The device's name in a result file.
+
+    >>> utilization(nn.Linear(1, 1), 52e12, "8 x NVIDIA A100-SXM4-80GB")
+    {'tflops': 312.0, 'peak_share': 1.0}
+    >>> utilization(nn.Linear(1, 1), 52e12, "NVIDIA RTX A1000")
+    {'tflops': 312.0}
+    """
     rate = operations(model) * tokens_per_s
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((peak for part, peak in PEAK.items() if part in name), None)
+    peak = next((peak for words, peak in PEAK.items() if re.search(rf"\b{words}\b", device)), None)
     return {"tflops": rate / 1e12} | ({"peak_share": rate / peak} if peak else {})
