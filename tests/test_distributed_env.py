@@ -18,6 +18,7 @@ from normkit.lab.study import Base, Column, Row, Study
 from normkit.lab.train import callbacks
 from normkit.lab.train.distributed_env import check_launched, is_rank_zero
 from normkit.lab.train.run import train
+from normkit.lab.train.trainer import make_trainer
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "4",
             "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
@@ -33,6 +34,13 @@ TINY = {"steps": 6, "batch_tokens": 16, "model.depth": 1, "model.norm": "un(sync
 def _started_by_nobody(monkeypatch):
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         monkeypatch.delenv(name)
+
+
+def test_no_training_leaves_its_checkpoints_to_slurm(monkeypatch):
+    for name, value in {**SLURM, "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = make_trainer(None, max_steps=1, accelerator="cpu")
+    assert not trainer._accelerator_connector.cluster_environment.auto_requeue
 
 
 def test_the_curve_has_the_mean_loss_of_all_processes(tmp_path, monkeypatch):

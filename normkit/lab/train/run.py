@@ -34,7 +34,7 @@ from normkit.lab.train.folder import (
     write_run,
 )
 from normkit.lab.train.nt_asgd import use_average
-from normkit.lab.train.parallel import check_devices, cluster_plugins, make_strategy, unshard
+from normkit.lab.train.parallel import check_devices, make_strategy, unshard
 from normkit.lab.train.progress import Progress
 from normkit.lab.train.source import source
 from normkit.lab.train.task import Task
@@ -125,7 +125,6 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
         task.start = saved["global_step"] * run.accumulate
     trainer = make_trainer(
         callback.folder,
-        cluster_plugins(),
         max_steps=run.steps,
         accelerator=device_type(run.device),
         devices=run.devices,

@@ -4,19 +4,20 @@ import contextlib
 import logging
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from normkit.lab.train.checkpoints import AtomicCheckpoints
 from normkit.lab.train.lightning import lightning
+from normkit.lab.train.parallel import cluster_plugins
 
 
-def make_trainer(folder: Path | None, plugins: Sequence[Any] = (), **given: Any) -> lightning.Trainer:
+def make_trainer(folder: Path | None, **given: Any) -> lightning.Trainer:
     """Create a Trainer that writes whole checkpoints; `given` are its other arguments."""
     with _quiet():
         return lightning.Trainer(
-            plugins=[AtomicCheckpoints(), *plugins],
+            plugins=[AtomicCheckpoints(), *cluster_plugins()],
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,
