@@ -17,6 +17,7 @@ import torch
 from normkit.files import write_whole
 from normkit.lab.report import results
 from normkit.lab.train.calibrate_run import calibrate_run
+from normkit.lab.train.decode import beam_search
 from normkit.lab.train.environment import environment
 from normkit.lab.train.fold_run import fold_run
 from normkit.lab.train.folder import Loaded, load
@@ -39,7 +40,7 @@ def translated(loaded: Loaded) -> tuple[float, list[str]]:
     """Return BLEU of the test split by beam search, and the translations."""
     task = open_task(loaded)
     task.kind = "beam"
-    return task.rate(task.decode_all(task.beam))["bleu"], task.outputs["beam"]
+    return task.rate(task.decode_all(beam_search(task.settings)))["bleu"], task.outputs["beam"]
 
 
 def scored(folder: Path, calibrate: bool) -> dict[str, Any]:

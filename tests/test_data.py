@@ -14,8 +14,8 @@ from normkit.lab.data.embedded import SOURCES, split_of
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
 from normkit.lab.data.text import folder, reader
 from normkit.lab.data.vocab import EOS, PAD, UNK, Vocab
+from normkit.lab.inference import translate_lines
 from normkit.lab.models.config import Model
-from normkit.lab.studies.inference import translate_lines
 from normkit.lab.train.build import build_model
 from normkit.lab.train.calibrate_run import calibrate_run
 from normkit.lab.train.config import Run

@@ -19,12 +19,12 @@ from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.data.prepare import prepare
 from normkit.lab.data.subwords import Subwords
 from normkit.lab.data.vocab import PAD
+from normkit.lab.inference import translate_lines
 from normkit.lab.models.config import Model
 from normkit.lab.models.lm import DecoderLM
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.report import results
 from normkit.lab.studies.catalogue import RECIPES
-from normkit.lab.studies.inference import translate_lines
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.bleu import bleu
 from normkit.lab.train.checkpoints import checkpoint_path, checkpoints
@@ -398,11 +398,11 @@ def test_beam_search_splits_batches_that_exceed_memory(corpus, tmp_path, monkeyp
     whole = train(changed(corpus, steps=5), tmp_path / "whole")
     search, sizes = MachineTranslation.decode, []
 
-    def small(task, find, items, table=None):
-        if len(items) > 8:
+    def small(task, find, batch):
+        if batch.words > 8:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-        sizes.append(len(items))
-        return search(task, find, items, table)
+        sizes.append(batch.words)
+        return search(task, find, batch)
 
     monkeypatch.setattr(MachineTranslation, "decode", small)
     assert train(changed(corpus, steps=5), tmp_path / "halves")["scores"] == whole["scores"]

@@ -39,6 +39,7 @@ LAB = {  # the same inside lab/
     "models": {"fields"},
     "report": {"tasks", "fields"},
     "train": {"models", "data", "report", "tasks", "fields", "timing", "singular_values", "pretrained"},
+    "inference": {"models", "data", "train", "report"},
     "metrics": {"tasks", "train"},
     "study": {"metrics", "report", "train"},
     "recipes": {"study", "models", "train"},

@@ -18,7 +18,7 @@ def pronounce(words: tuple[str, ...], /, run: Path | None = None) -> int:
     """
     if not words:
         raise ValueError("no word given; try `normkit pronounce transformer`")
-    from normkit.lab.studies.inference import best, pronounce
+    from normkit.lab.inference import best, pronounce
 
     folder = run or best(Path("runs/demo"))
     if run is None:
@@ -38,7 +38,7 @@ def translate(run: Path, /) -> int:
     Args:
         run: Folder of the run.
     """
-    from normkit.lab.studies.inference import translate_lines
+    from normkit.lab.inference import translate_lines
 
     with contextlib.suppress(AttributeError):  # standard output may be closed, or no file
         sys.stdout.reconfigure(encoding="utf8")  # type: ignore[attr-defined]  # as the input

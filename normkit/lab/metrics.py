@@ -1,20 +1,18 @@
 """Metrics of studies: numbers from a run's scores, losses and recorded statistics."""
 
 import functools
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from normkit.lab.tasks import ACCURACY, BLEU, LOSS, PER, PERPLEXITY
+from normkit.lab.tasks import ACCURACY, BLEU, LOSS, PER, PERPLEXITY, perplexity
 from normkit.lab.train.donor_kinds import DONORS
 from normkit.watch import QUANTITIES, Recording, read_run
 from normkit.watch.row_files import FILE
 
 Result = Mapping[str, Any]
 Reader = Callable[[Path, Result], float | None]
-LARGEST = 700.0  # loss whose exponential is a number
 SKIPPED_START = 0.1  # statistics over a run leave out this first part of it
 
 
@@ -82,16 +80,12 @@ def _last_step(result: Result) -> int:
 
 
 def _valid_perplexity(folder: Path, result: Result) -> float | None:
-    return _perplexity(result["valid"][-1]["loss"]) if result["valid"] else None
+    return perplexity(result["valid"][-1]["loss"]) if result["valid"] else None
 
 
 def _train_perplexity(folder: Path, result: Result) -> float | None:
     last = [point["train_loss"] for point in result["curve"] if point["step"] > 0.95 * _last_step(result)]
-    return _perplexity(statistics.fmean(last)) if last else None
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, LARGEST))
+    return perplexity(statistics.fmean(last)) if last else None
 
 
 def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: bool = False) -> Reader:

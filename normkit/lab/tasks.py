@@ -6,6 +6,7 @@ packages below `train` can read this table too.
 
 import dataclasses
 import functools
+import math
 import pkgutil
 from typing import Any, Literal
 
@@ -162,6 +163,15 @@ TASKS: dict[str, TaskSpec] = {
 
 METRICS: tuple[Metric, ...] = (*dict.fromkeys(metric for task in TASKS.values() for metric in task.metrics), LOSS)
 """All metrics, in the order of the tasks; the loss, which all tasks have, comes last."""
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a mean loss; above 700, which counts as 700, it would overflow.
+
+    >>> perplexity(0.0), perplexity(1e9) == perplexity(700.0)
+    (1.0, True)
+    """
+    return math.exp(min(loss, 700.0))
 
 
 def unit(task: str) -> str:

@@ -1,5 +1,7 @@
 """Greedy and beam search for batches, with the decoder's cache."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 from normkit.lab.data.vocab import BOS, EOS, PAD
 from normkit.lab.models.blocks import Cache
 from normkit.lab.models.mt import Seq2Seq
+from normkit.lab.train.settings import Evaluation
 
 
 class Hypotheses(NamedTuple):
@@ -15,6 +18,10 @@ class Hypotheses(NamedTuple):
 
     sequences: list[list[int]]
     scores: list[float]
+
+
+Search = Callable[[Seq2Seq, Tensor, int | Tensor], Hypotheses]
+"""A search: model, source and the longest output give hypotheses."""
 
 
 @torch.no_grad()
@@ -58,14 +65,13 @@ def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Hyp
 def beam(
     model: Seq2Seq,
     source: Tensor,
+    max_length: int | Tensor = 64,
+    *,
     width: int = 4,
     length_penalty: float = 0.6,
-    max_length: int | Tensor = 64,
     length_offset: float = 5.0,
 ) -> Hypotheses:
-    """Keep the best hypotheses at each step.
-
-    Return that with the best `log p / penalty(length)`.
+    """Extend the best `width` hypotheses at each step, and choose the best `log p / penalty`.
 
     The penalty is `((offset + length) / (offset + 1)) ** length_penalty`, over all symbols and the end. A sentence
     leaves the batch when no hypothesis can exceed its best finished one. If none has ended within `max_length`, the
@@ -74,9 +80,9 @@ def beam(
     Args:
         model: The model.
         source: `[batch, time]`.
+        max_length: Longest output, one number for all sentences or one for each.
         width: Hypotheses for each sentence.
         length_penalty: Exponent; 0 compares plain probabilities.
-        max_length: Longest output, one number for all sentences or one for each.
         length_offset: 5 as Wu et al. 2016, Eq. 14; 0 as fairseq.
 
     Returns:
@@ -132,6 +138,13 @@ def beam(
             active, history, scores = active[rows], history[rows], scores[rows]
             memory, real = memory[rows], real[rows]
     return Hypotheses([_cut(row) for row in found.tolist()], best.tolist())
+
+
+def beam_search(settings: Evaluation) -> Search:
+    """Return `beam` with the settings of a run."""
+    return functools.partial(
+        beam, width=settings.beam, length_penalty=settings.length_penalty, length_offset=settings.length_offset
+    )
 
 
 def _store(found: Tensor, best: Tensor, sentences: Tensor, sequences: Tensor, value: Tensor) -> None:

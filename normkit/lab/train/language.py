@@ -1,6 +1,5 @@
 """Language modelling on running text, cut into pieces of `context` words."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from normkit.lab.data.batches import endless
 from normkit.lab.models.blocks import Cache
 from normkit.lab.models.lm import DecoderLM
+from normkit.lab.tasks import perplexity
 from normkit.lab.train.config import Run
 from normkit.lab.train.task import Batch, Task
 
@@ -120,7 +120,7 @@ class Language(Task):
         )
         loss, symbols = self.mean_loss(batches), sum(batch.tokens for batch in batches)
         words = self.data.words or symbols
-        return {"loss": loss, "perplexity": math.exp(min(loss * symbols / words, 700.0)), "n": words}
+        return {"loss": loss, "perplexity": perplexity(loss * symbols / words), "n": words}
 
 
 def _streams(text: Tensor, length: int, rows: int) -> list[Batch]:

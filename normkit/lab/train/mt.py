@@ -1,10 +1,9 @@
 """Translation of text in subwords, scored by BLEU."""
 
-import math
-
 import numpy as np
 
 from normkit.lab.data.subwords import spell
+from normkit.lab.tasks import perplexity
 from normkit.lab.train.bleu import bleu, metric
 from normkit.lab.train.decode import greedy
 from normkit.lab.train.pairs import PairTable
@@ -46,16 +45,15 @@ class MachineTranslation(Translation):
         left_out = len(self.data.train) - len(self._train)
         return {"name": self.data.name, "splits": self.data.facts, "left_out": left_out}
 
-    def rate(self, decoded: dict[int, list[str]]) -> dict[str, float]:
+    def rate(self, decoded: list[list[str]]) -> dict[str, float]:
         """Return BLEU with its bootstrap error."""
-        lines = [spell(decoded[item]) for item in range(len(decoded))]
-        self.outputs[self.kind] = lines
+        self.outputs[self.kind] = lines = [spell(pieces) for pieces in decoded]
         return bleu(lines, self.outputs["reference"], self.data.corpus)
 
     def score_test(self) -> dict[str, float]:
         """Return also the perplexity with label smoothing, as in Tears' Table 8."""
         smoothed = self.mean_loss(self._test.batches(self.settings.batch_tokens), self.settings.label_smoothing)
-        return {**super().score_test(), "smoothed_perplexity": math.exp(min(smoothed, 700.0))}
+        return {**super().score_test(), "smoothed_perplexity": perplexity(smoothed)}
 
     def validate(self) -> dict[str, float]:
         """Return the loss, and with `valid_bleu` BLEU of the whole validation split."""
@@ -63,8 +61,8 @@ class MachineTranslation(Translation):
             return super().validate()
         was = self.model.training
         self.model.eval()
-        found = self.decode_all(greedy, self._valid)
+        found = [spell(pieces) for pieces in self.decode_all(greedy, self._valid)]
         references = [lines[1] for lines in self.data.lines("valid")]
-        scores = bleu([spell(found[item]) for item in range(len(found))], references, self.data.corpus, samples=0)
+        scores = bleu(found, references, self.data.corpus, samples=0)
         self.model.train(was)
         return {**super().validate(), "bleu": scores["bleu"]}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from normkit.lab.data.batches import batches_of, endless, static_batches
 from normkit.lab.data.vocab import PAD, Vocab
-from normkit.lab.train.decode import beam, greedy
+from normkit.lab.train.decode import Search, beam_search, greedy
 from normkit.lab.train.donor_kinds import DONORS
 from normkit.lab.train.donors import Donors
 from normkit.lab.train.error_rates import error_rates
@@ -47,10 +47,9 @@ class Translation(Task):
                 )
         return train, valid, test
 
-    def rate(self, decoded: dict[int, list[str]]) -> dict[str, float]:
+    def rate(self, decoded: list[list[str]]) -> dict[str, float]:
         """Return scores of the decoded symbols of each test item."""
-        references = [self.data.references[item] for item in self._test_items]
-        return error_rates([decoded[item] for item in range(len(decoded))], references)
+        return error_rates(decoded, [self.data.references[item] for item in self._test_items])
 
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield batches of `batch_tokens` symbols of source and target, bucketed by length or not."""
@@ -101,7 +100,7 @@ class Translation(Task):
             scores["donors"] = self.score_donors("donors")
         on_stage("beam search")
         self.kind = "beam"
-        scores[self.kind] = self.rate(self.decode_all(self.beam))
+        scores[self.kind] = self.rate(self.decode_all(beam_search(self.settings)))
         return scores
 
     def score_test(self) -> dict[str, float]:
@@ -110,24 +109,19 @@ class Translation(Task):
         loss = self.mean_loss(self._test.batches(self.settings.batch_tokens))
         return {"loss": loss, **self.rate(self.decode_all(greedy))}
 
-    def beam(self, model: Any, source: Tensor, limit: Tensor) -> Any:
-        """Search with the run's settings."""
-        run = self.settings
-        return beam(model, source, run.beam, run.length_penalty, limit, run.length_offset)
+    def decode(self, search: Search, batch: Batch) -> list[list[str]]:
+        """Decode a batch into symbols."""
+        return transcribe(self.model, self.data.vocabularies["target"], self.on_device(batch).tensors[0], search)
 
-    def decode(self, search: Callable, items: list[int], table: PairTable | None = None) -> list[list[str]]:
-        """Decode items of a table, by default of the test split."""
-        (source,) = self.on_device((table or self._test).batch(items)).tensors[:1]
-        return transcribe(self.model, self.data.vocabularies["target"], source, search)
-
-    def decode_all(self, search: Callable, table: PairTable | None = None) -> dict[int, list[str]]:
+    def decode_all(self, search: Search, table: PairTable | None = None) -> list[list[str]]:
         """Decode a table's items (default: the test split); halve batches if memory runs out."""
-        found: dict[int, list[str]] = {}
-        waiting = (table or self._test).sorted_items(DECODED_TOGETHER)
+        table = self._test if table is None else table
+        found, waiting = [list[str]()] * len(table), table.sorted_items(DECODED_TOGETHER)
         while waiting:
             items = waiting.pop(0)
             try:
-                found.update(zip(items, self.decode(search, items, table), strict=True))
+                for item, symbols in zip(items, self.decode(search, table.batch(items)), strict=True):
+                    found[item] = symbols
             except torch.cuda.OutOfMemoryError:
                 if len(items) == 1:
                     raise
@@ -143,16 +137,18 @@ class Translation(Task):
             kind: A row of `DONORS`.
         """
         self.model.eval()
-        self.kind, found, loss, tokens = kind, {}, 0.0, 0
+        self.kind, loss, tokens = kind, 0.0, 0
         test, donors = self._test, Donors(self._train.both)
+        found = [list[str]()] * len(test)
         for items in batches_of(test.sizes, self.settings.batch_tokens, bucketing=True, by=test.both):
             others = self._train.batch(donors.choose(test.both[items], DONORS[kind]))
             batch = self.on_device(test.batch(items))
             with self.calibrated([others], DONORS[kind].sites):
                 loss, tokens = loss + self.mean_loss([batch]) * batch.tokens, tokens + batch.tokens
-                found.update(zip(items.tolist(), self.decode(greedy, items.tolist()), strict=True))
-        symbols = sum(map(len, found.values())) / len(found)
-        return {"loss": loss / tokens, "symbols": symbols, **self.rate(found)}
+                for item, symbols in zip(items, self.decode(greedy, batch), strict=True):
+                    found[item] = symbols
+        length = sum(map(len, found)) / len(found)
+        return {"loss": loss / tokens, "symbols": length, **self.rate(found)}
 
     def _order(self, table: PairTable, epoch: int) -> list[np.ndarray]:
         run = self.settings
@@ -173,7 +169,7 @@ def _smoothed(scores: Tensor, target: Tensor, smoothing: float, allowed: Tensor)
     return -((1 - smoothing) * exact + smoothing * even).mean()
 
 
-def transcribe(model: Any, target: Vocab, source: Tensor, search: Callable = greedy) -> list[list[str]]:
+def transcribe(model: Any, target: Vocab, source: Tensor, search: Search) -> list[list[str]]:
     """Decode `source [batch, time]` into at most `2 * time + 10` symbols."""
     limit = (2 * (source != PAD).sum(1) + 10).clamp(max=model.config.max_length)
     return [target.decode(sequence) for sequence in search(model, source, limit).sequences]

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from normkit.lab.data.batches import pad
-from normkit.lab.data.subwords import Subwords
+from normkit.lab.data.subwords import Subwords, spell
 from normkit.lab.data.vocab import EOS, UNK, Vocab
 from normkit.lab.models.mt import Seq2Seq
 from normkit.lab.report import results
 from normkit.lab.train.config import Run
-from normkit.lab.train.decode import beam
+from normkit.lab.train.decode import beam_search
 from normkit.lab.train.folder import load
+from normkit.lab.train.translation import transcribe
 from normkit.norms import StatNorm
 from normkit.text import truncate
 
@@ -42,8 +41,7 @@ def pronounce(folder: Path, words: Sequence[str]) -> list[list[str]]:
         ValueError: If a word has a letter that is not in the model's vocabulary, or the model is damaged.
     """
     run, model, source, target = _load(folder)
-    found = _search(run, model, [_encode(source, list(word.lower())) for word in words])
-    return [target.decode(sequence) for sequence in found]
+    return _rewrite(run, model, target, [_encode(source, list(word.lower())) for word in words])
 
 
 def translate_lines(
@@ -66,15 +64,15 @@ def translate_lines(
         try:
             if not line.strip():
                 yield ""
-            elif isinstance(source, Subwords) and isinstance(target, Subwords):
+            elif isinstance(source, Subwords):
                 pieces = source.encode_text(line)
                 if 2 * pieces.count(UNK) > len(pieces):
                     warn(f"line {number} is mostly unknown to the model; is it in its language and script?")
-                yield target.text(_search(run, model, [pieces])[0])
+                yield spell(_rewrite(run, model, target, [pieces])[0])
             else:
                 symbols = line.split()
                 symbols = list(line.strip().lower()) if UNK in source.encode(symbols) else symbols
-                yield " ".join(target.decode(_search(run, model, [_encode(source, symbols)])[0]))
+                yield " ".join(_rewrite(run, model, target, [_encode(source, symbols)])[0])
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
 
@@ -109,10 +107,8 @@ def _encode(source: Vocab, symbols: list[str]) -> list[int]:
     return numbers
 
 
-@torch.no_grad()
-def _search(run: Run, model: Seq2Seq, items: list[list[int]]) -> list[list[int]]:
+def _rewrite(run: Run, model: Seq2Seq, target: Vocab, items: list[list[int]]) -> list[list[str]]:
     encoded = [[*numbers, EOS] for numbers in items]
     if (longest := max(map(len, encoded))) > model.config.max_length:
         raise ValueError(f"{longest} symbols are longer than the model's max_length={model.config.max_length}")
-    limit = torch.tensor([2 * len(numbers) + 10 for numbers in encoded]).clamp(max=model.config.max_length)
-    return beam(model, pad(encoded), run.beam, run.length_penalty, limit, run.length_offset).sequences
+    return transcribe(model, target, pad(encoded), beam_search(run))
