@@ -121,14 +121,14 @@ def trained_cases(folders: dict[str, Path], count: int) -> Iterator[Case]:
     from normkit.lab.data.images import read_images
     from normkit.lab.train.augment import ImageAugmentation
     from normkit.lab.train.folder import load
-    from normkit.lab.train.images import Loader
+    from normkit.lab.train.images import ImageBatches
 
     for norms, folder in folders.items():
         run, model, _ = load(folder)
         data = read_images(run.data, held_out=run.images.held_out)
         augmentation = ImageAugmentation(run.images, data, run.model.image_size)
-        calibration, _, _ = Loader(data.train, augmentation, None)[0, range(CALIBRATION)]
-        images, classes, _ = Loader(data.test, augmentation, None)[0, range(count)]
+        calibration, _, _ = ImageBatches(data.train, augmentation, None)[0, range(CALIBRATION)]
+        images, classes, _ = ImageBatches(data.test, augmentation, None)[0, range(count)]
         name = f"{run.data}, {run.model.depth} blocks"
         yield Case(name, norms, model, calibration, images, classes)
         if norms == "un":

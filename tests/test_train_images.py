@@ -27,7 +27,7 @@ from normkit.lab.train.config import Images, Run
 from normkit.lab.train.ema import moving_average
 from normkit.lab.train.finetune import head_of, start_from
 from normkit.lab.train.folder import load
-from normkit.lab.train.images import ImageClassification, Loader
+from normkit.lab.train.images import ImageBatches, ImageClassification
 from normkit.lab.train.run import train
 from normkit.lab.train.weights import save_weights
 
@@ -54,7 +54,7 @@ def album(size=32, count=12):
 
 
 def shown(settings, data, size=32, seed=5):
-    loader = Loader(data.train, ImageAugmentation(settings, data, size), seed)
+    loader = ImageBatches(data.train, ImageAugmentation(settings, data, size), seed)
     return loader[7, range(8)][:2]
 
 
@@ -63,7 +63,7 @@ def shown(settings, data, size=32, seed=5):
 
 def test_at_inference_a_picture_is_normalized_and_no_more():
     data = album()
-    images, labels, broken = Loader(data.test, ImageAugmentation(Images(), data, 32), None)[0, range(4)]
+    images, labels, broken = ImageBatches(data.test, ImageAugmentation(Images(), data, 32), None)[0, range(4)]
     wanted = (data.test.pixels[:4].transpose(0, 3, 1, 2) / 255 - np.reshape(data.mean, (3, 1, 1))) / np.reshape(
         data.std, (3, 1, 1)
     )
@@ -96,7 +96,7 @@ def test_at_inference_the_centre_is_cropped():
     frame = data.test.pixels.copy()
     frame[:, 3:-3, 3:-3] = 128
     data.test.pixels[:] = frame
-    images, _, _ = Loader(data.test, ImageAugmentation(Images(test_crop=0.8), data, 32), None)[0, range(4)]
+    images, _, _ = ImageBatches(data.test, ImageAugmentation(Images(test_crop=0.8), data, 32), None)[0, range(4)]
     assert float(images.std((0, 2, 3)).max()) < 1e-3, "the noisy edge of 4 pixels is cut off"
 
 

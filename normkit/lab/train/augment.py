@@ -16,6 +16,7 @@ from torch import Tensor
 
 from normkit.lab.data.images import ImageData
 from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.lab.train.lightning import isolate_rng
 from normkit.lab.train.settings import Images
 
 NOISE: Any = "random"  # of v2.RandomErasing, whose annotation allows numbers only
@@ -102,13 +103,8 @@ def seeded(seed: int) -> Iterator[None]:
     ...     print(bool(torch.rand(()) == first))
     True
     """
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    random.seed(seed)
-    try:
+    with isolate_rng(include_cuda=False):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        random.seed(seed)
         yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
-        random.setstate(before[2])

@@ -19,7 +19,9 @@ class AtomicCheckpoints(lightning.plugins.CheckpointIO):  # type: ignore[reportA
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write the whole file or, with an OSError, nothing."""
-        write_checkpoint(Path(path), checkpoint)
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        write_whole(Path(path), buffer.getvalue())
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> dict[str, Any]:
         """Read tensors and plain values only."""
@@ -46,13 +48,6 @@ def remove_temporary(folder: Path) -> None:
         if not path.name.endswith(f".{os.getpid()}"):
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write tensors and plain values, the whole file or, with an OSError, nothing."""
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    write_whole(path, buffer.getvalue())
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

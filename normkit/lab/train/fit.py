@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from normkit.lab.train.checkpoints import model_state, read_checkpoint
 from normkit.lab.train.lightning import lightning
 from normkit.lab.train.progress import Progress
+from normkit.lab.train.task import decay_groups
 from normkit.lab.train.trainer import make_trainer, run_trainer
 from normkit.lab.train.weights import check_fit
 from normkit.norms import Norm
@@ -48,7 +49,7 @@ def fit(
         dropout: Train with the model's dropout.
         frozen: Keep the statistics of norms: they train as they will be at inference, and cannot drift.
         checkpoint: File to write every `every` steps and on interrupt; removed by the caller.
-        carried: Functions that return and restore the state that models carry from batch to batch, for the checkpoint.
+        carried: Two functions for checkpoints, which return and restore what models carry from batch to batch.
         every: Steps between checkpoints.
         on_progress: Called at each step; if it returns True, training stops after writing the checkpoint.
 
@@ -72,9 +73,7 @@ def fit(
             return batches(self.start)
 
         def configure_optimizers(self) -> Any:
-            parameters = [p for p in model.parameters() if p.requires_grad]
-            matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
-            groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+            groups = decay_groups((p for p in model.parameters() if p.requires_grad), WEIGHT_DECAY)
             optimizer = torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
             warmup = min(100, steps // 10 + 1)
             schedule = LambdaLR(optimizer, lambda n: min(1, (n + 1) / warmup) * (1 + math.cos(math.pi * n / steps)) / 2)

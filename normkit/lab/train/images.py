@@ -17,14 +17,14 @@ from normkit.lab.train.augment import ImageAugmentation
 from normkit.lab.train.config import Run
 from normkit.lab.train.ema import moving_average
 from normkit.lab.train.finetune import head_of, start_from
-from normkit.lab.train.task import Batch, Task
+from normkit.lab.train.task import Batch, Task, decay_groups
 
 TEST_BATCH = 256  # images
 Request = tuple[int, Sequence[int]]  # the number of a batch and its images
 
 
-class Loader(Dataset):
-    """Batches by number and images, made in the calling process, with error messages."""
+class ImageBatches(Dataset):
+    """Batches of images and labels, each made of the batch's number and the numbers of its images."""
 
     def __init__(self, split: Split, augmentation: ImageAugmentation, seed: int | None):
         self.split, self.augmentation, self.seed = split, augmentation, seed  # no seed: as at inference
@@ -48,9 +48,7 @@ class Loader(Dataset):
 
 
 class ImageClassification(Task):
-    """Cross-entropy of the classes, or of their mixtures.
-
-    Accuracy of the first and the first five guesses.
+    """Cross-entropy of classes or of mixed labels; accuracy of one guess and of five.
 
     If the run keeps a moving average of the weights, that is scored and saved.
     """
@@ -88,7 +86,7 @@ class ImageClassification(Task):
     def _load(self, split: Split, order: Iterable[Request], seed: int | None) -> Iterator[Batch]:
         """Yield batches in an order; images that cannot be read are skipped, or an error."""
         loader = DataLoader(
-            Loader(split, self.augmentation, seed),
+            ImageBatches(split, self.augmentation, seed),
             batch_size=None,
             sampler=order,  # type: ignore[reportArgumentType]
             num_workers=self.settings.workers,
@@ -126,13 +124,11 @@ class ImageClassification(Task):
         run = self.settings
         if run.body_lr == 1:
             return super().parameter_groups()
-        head = {id(parameter) for parameter in head_of(self.model, self.classes).parameters()}
-        found = []
-        for share, inside in ((1.0, True), (run.body_lr, False)):
-            for decay, matrix in ((run.weight_decay, True), (0.0, False)):
-                chosen = [p for p in self.model.parameters() if (id(p) in head, p.dim() > 1) == (inside, matrix)]
-                found.append({"params": chosen, "weight_decay": decay, "lr": share * run.lr})
-        return found
+        head = list(head_of(self.model, self.classes).parameters())
+        of_head = {id(parameter) for parameter in head}
+        body = [parameter for parameter in self.model.parameters() if id(parameter) not in of_head]
+        parts = ((head, run.lr), (body, run.body_lr * run.lr))
+        return [{**group, "lr": lr} for part, lr in parts for group in decay_groups(part, run.weight_decay)]
 
     # -- scores -------------------------------------------------------------------------------------------------------
 

@@ -11,5 +11,6 @@ if importlib.util.find_spec("torchvision") is not None:
     load_torchvision()
 
 import lightning.pytorch as lightning
+from lightning.pytorch.utilities.seed import isolate_rng
 
-__all__ = ["lightning"]
+__all__ = ["isolate_rng", "lightning"]

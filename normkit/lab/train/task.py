@@ -27,6 +27,14 @@ class Batch(NamedTuple):
     fresh: bool = False  # the first batch of a text: it continues no batch before it
 
 
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: matrices, with weight decay, and vectors, without."""
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in parameters:
+        (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
 class Task(lightning.LightningModule):
     """A model, its data, its loss and its scores.
 
@@ -111,11 +119,8 @@ class Task(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return all parameters in two groups: matrices, with weight decay, and vectors, without."""
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
-        decay = self.settings.weight_decay
-        return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+        """Return the parameters in groups for the optimizer."""
+        return decay_groups(self.model.parameters(), self.settings.weight_decay)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
