@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from normkit.lab.studies.workers import ENVIRONMENT, RETRIES, environment
+from normkit.lab.studies.workers import ENVIRONMENT, RETRIES, worker_environment
 from normkit.lab.train.config import Run
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
@@ -32,7 +32,7 @@ class RayWorkers:
         if address == "local":  # its workers inherit the environment that it is started in
             options = {"num_cpus": cores, "object_store_memory": LOCAL_MEMORY, "include_dashboard": False}
         try:
-            with environment():
+            with worker_environment():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except ConnectionError as error:
             raise ValueError(f"no Ray cluster answers at {address!r}: {str(error).splitlines()[0]}") from None

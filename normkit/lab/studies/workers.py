@@ -75,7 +75,7 @@ class Workers:
 
     def submit(self, title: str, job: Callable[..., Any], *arguments: Any) -> None:
         """Run `job(title, *arguments)` in a worker; the job must be a function of a module."""
-        with environment(), _handling(signal.SIG_IGN):  # processes start at the first submit, and inherit both
+        with worker_environment(), _handling(signal.SIG_IGN):  # processes start at the first submit, and inherit both
             self._jobs[self._pool.submit(_run, job, title, *arguments)] = (title, job, *arguments)
 
     def stop(self) -> None:
@@ -209,7 +209,7 @@ def _exit_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def environment() -> Iterator[None]:
+def worker_environment() -> Iterator[None]:
     """Set the environment variables of a worker for processes that start meanwhile."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)

@@ -1,7 +1,4 @@
-"""Calibrate a saved run: replace running statistics by those of training batches.
-
-The result is a run folder.
-"""
+"""Calibrate a saved run: replace running statistics by those of training batches."""
 
 import itertools
 from typing import NamedTuple

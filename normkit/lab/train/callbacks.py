@@ -253,9 +253,9 @@ class RunCallback(lightning.Callback):
         return {"bytes": size, "memory": self._recorder.state()}
 
     def record_end(self, model: torch.nn.Module, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Add to rows.csv what is measured once.
+        """Add the values measured once at the end to rows.csv.
 
-        That is singular values of embeddings, and losses with both kinds of statistics.
+        These are singular values of embeddings, and the losses with statistics of donors and with running ones.
         """
         modes = {"donors": "loss_train_mode", "running": "loss_eval_mode"}
         losses = [

@@ -17,8 +17,8 @@ def head_of(model: nn.Module, classes: int) -> nn.Linear:
     Raises:
         ValueError: If there is none.
 
-    >>> head_of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), 3) is None
-    False
+    >>> head_of(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), 3)
+    Linear(in_features=8, out_features=3, bias=True)
     """
     heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == classes]
     if not heads:

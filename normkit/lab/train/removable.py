@@ -6,7 +6,7 @@ A run of ours, or a Hugging Face folder with text.
 import copy
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from normkit.lab.data.vocab import PAD
 from normkit.lab.pretrained import copy_input_files, example_for, is_pretrained_dir
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.distill import Outputs, distance, pooled
-from normkit.lab.train.embedding_rows import scale_rows
 from normkit.lab.train.fold_run import fold_run, with_norms
 from normkit.lab.train.folder import Loaded, load, save
 from normkit.lab.train.language import Language
+from normkit.lab.train.scale_rows import scale_rows
 from normkit.lab.train.source import open_task
 from normkit.norms import Norm
 from normkit.transforms import Report, fold, load_pretrained, save_pretrained
@@ -274,8 +274,8 @@ def _sentences(lines: Iterator[str]) -> list[str]:
     >>> _sentences(iter(["= A heading =", "A well @-@ known bird sings , too . It is small , they say ."]))
     ['A well-known bird sings, too .', 'It is small, they say .']
     """
-    marks: Callable[[str], str] = lambda line: re.sub(r" @(.)@ ", r"\1", line).replace(" ,", ",")  # noqa: E731
-    parts = [part.strip() for line in lines for part in re.split(r"(?<=[.!?])\s+", marks(line))]
+    plain = (re.sub(r" @(.)@ ", r"\1", line).replace(" ,", ",") for line in lines)
+    parts = [part.strip() for line in plain for part in re.split(r"(?<=[.!?])\s+", line)]
     return [part for part in parts if len(part.split()) >= SHORT and not part.startswith("=")]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from normkit.arguments import require
 from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.data.embedded import SOURCES, Digits, Pairs, Text
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
@@ -14,7 +15,6 @@ from normkit.lab.data.images import read_images
 from normkit.lab.data.prepare import Parallel, prepare
 from normkit.lab.data.scenes import SceneData, find_scenes
 from normkit.lab.data.text import reader
-from normkit.lab.fields import require
 from normkit.lab.tasks import TASKS
 from normkit.lab.train.config import Run
 from normkit.lab.train.folder import Loaded, check_vocabularies

@@ -40,7 +40,7 @@ class Watch(lightning.Callback):
     Args:
         every: Batches from one measurement to the next.
         quantities: As for `normkit.record`.
-        to: CSV file of all rows; by default none.
+        to: CSV file of all rows; rows of another run in it are replaced, unless this one is resumed. By default none.
         log: Quantities for the loggers of the trainer, as `quantity/site`, at Lightning's global step.
         log_every: Batches from one call of the loggers to the next.
         keep: Number of rows held in memory.
