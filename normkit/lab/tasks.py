@@ -166,7 +166,9 @@ METRICS: tuple[Metric, ...] = (*dict.fromkeys(metric for task in TASKS.values() 
 
 
 def perplexity(loss: float) -> float:
-    """Return the exponential of a mean loss; above 700, which counts as 700, it would overflow.
+    """Return the exponential of a mean loss.
+
+    Losses above 700 count as 700, because their exponential would overflow.
 
     >>> perplexity(0.0), perplexity(1e9) == perplexity(700.0)
     (1.0, True)

@@ -24,7 +24,10 @@ Request = tuple[int, Sequence[int]]  # the number of a batch and its images
 
 
 class ImageBatches(Dataset):
-    """Batches of images and labels, each made of the batch's number and the numbers of its images."""
+    """Batches of images and labels, chosen by the number of a batch and those of its images.
+
+    They come with the error messages of images that cannot be read. The process that asks for a batch makes it.
+    """
 
     def __init__(self, split: Split, augmentation: ImageAugmentation, seed: int | None):
         self.split, self.augmentation, self.seed = split, augmentation, seed  # no seed: as at inference
