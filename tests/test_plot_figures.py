@@ -12,7 +12,7 @@ from made_results import result
 
 from normkit.lab.papers import figures
 from normkit.lab.papers.unified.figures import folds_away
-from normkit.lab.report import curves, results, study_tables
+from normkit.lab.report import curves, plot, results, speed, study_tables
 from normkit.lab.report.recorded import Recorded, first_sites, recorded
 from normkit.watch import Recording, Row, read_run
 
@@ -138,6 +138,35 @@ def test_hostile_names_are_drawn_as_text(tmp_path):
     for name in ("pn.figure2", "pn.figure7", "tears.figure2", "un.figure4"):
         text = figures.draw(name, made, tmp_path / f"{name}.svg")[0].read_text()
         assert "<script" not in text
+
+
+def test_a_name_that_looks_like_a_formula_hides_no_picture(tmp_path, monkeypatch):
+    """The statistics picture was left out, without a message."""
+    monkeypatch.chdir(tmp_path)
+    found = results.find([run(Path(name), "batch") for name in ("a$b_{x$", "c$d_{x$")])
+    assert "$d_{x$" in plot.statistics(found, tmp_path / "a.svg").read_text()
+    row = dict.fromkeys(("ms", "low", "ratio", "high"), 1) | {"norm": "un $_{$", "shape": "8x4 $_{$", "dtype": "bf16"}
+    assert "un $_{$" in speed.ratios([row], tmp_path / "b.svg").read_text()
+
+
+def test_runs_without_an_encoder_are_in_the_legend(tmp_path):
+    folders = run(tmp_path / "a", "un"), run(tmp_path / "b", "un", ["decoder.layers.0.attention_norm"], data="ptb")
+    figure, _ = figures.FIGURES["tears.figure3"].draw(recorded(results.find(folders)))
+    assert len(figure.legends[0].get_texts()) == 2
+
+
+def test_other_norms_are_not_called_pnv(tmp_path):
+    figure, _ = figures.FIGURES["pn.figure4"].draw(recorded(results.find([run(tmp_path / "a", "batch")])))
+    titles = [axes.get_legend().get_title().get_text() for axes in figure.axes if axes.get_legend()]
+    assert titles == ["BN", "all norms, for lack of PN-V"]
+
+
+def test_long_curves_are_smoothed_fast_and_exactly():
+    values = [random.Random(0).random() for _ in range(3000)]
+    values[500] = 1e30
+    found = curves.smooth(values, 60)
+    assert found == pytest.approx([sum(part := values[max(0, i - 59) : i + 1]) / len(part) for i in range(3000)])
+    assert curves.smooth([], 60) == []
 
 
 def test_outliers_survive_thinning():

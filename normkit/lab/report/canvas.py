@@ -84,7 +84,7 @@ def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, dict[str, Any]]]) 
     for height, (_, name, style) in zip(spread(heights, LABEL_HEIGHT), ends, strict=True):
         axes.plot((1.01, 1.04), (height, height), transform=axes.transAxes, clip_on=False, **style)
         text = name if len(name) <= LONGEST else name[: LONGEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
-        axes.annotate(text.replace("$", r"\$"), (1.05, height), xycoords="axes fraction", va="center", fontsize=8)
+        axes.annotate(safe(text), (1.05, height), xycoords="axes fraction", va="center", fontsize=8)
 
 
 def spread(heights: Sequence[float], distance: float) -> list[float]:
@@ -100,6 +100,11 @@ def spread(heights: Sequence[float], distance: float) -> list[float]:
     found = np.empty(len(heights))
     found[order] = isotonic_regression(np.asarray(heights)[order] - steps).x + steps
     return found.tolist()
+
+
+def safe(text: str) -> str:
+    """Escape text that matplotlib would read as a formula."""
+    return text.replace("$", r"\$")
 
 
 def figure_path(path: str | Path) -> Path:

@@ -78,7 +78,7 @@ def statistics(results: Results, path: str | Path) -> Path:
             axes.plot(
                 panel.steps, canvas.drawable(panel.median()), color=colour, linewidth=1.8, marker=marker, markersize=2.5
             )
-            axes.set_title("\n".join(textwrap.wrap(panel.title, 44)), fontsize=9)
+            axes.set_title(canvas.safe("\n".join(textwrap.wrap(panel.title, 44))), fontsize=9)
             axes.set_yscale("log")
             axes.tick_params(labelleft=place % across == 0, labelbottom=place + across >= len(shown))
             canvas.ticks(figure.axes[0])

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from normkit.lab.report.canvas import line_style
+from normkit.lab.report.canvas import line_style, safe
 from normkit.lab.report.curves import extremes
 from normkit.lab.report.settings import Result, Results, groups, job, labels
 from normkit.watch.recording import Recording, Series
@@ -111,11 +111,6 @@ def highest(axes: "Axes") -> float:
 def limit(axes: "Axes") -> None:
     """Scale an axis from 0 to the highest value after the first twentieth of training."""
     axes.set_ylim(0, 1.05 * highest(axes) or None)
-
-
-def safe(text: str) -> str:
-    """Escape text that matplotlib would read as a formula."""
-    return text.replace("$", r"\$")
 
 
 def titled(axes: "Axes", text: str) -> None:

@@ -96,8 +96,8 @@ def ratios(rows: Rows, path: str | Path) -> Path:
                     axes.plot((low, high), (height, height), color=canvas.COLOURS[0], linewidth=1.5)
                     axes.plot(middle, height, "o", color=canvas.COLOURS[0], markersize=4)
             axes.axvline(1, color=canvas.INK, linewidth=0.8)
-            axes.set_yticks(range(len(norms)), norms if number % wide == 0 else [""] * len(norms))
-            axes.set(title=" ".join(head), ylim=(len(norms) - 0.5, -0.5))
+            axes.set_yticks(range(len(norms)), map(canvas.safe, norms) if number % wide == 0 else [""] * len(norms))
+            axes.set(title=canvas.safe(" ".join(head)), ylim=(len(norms) - 0.5, -0.5))
             axes.set_xlim(left=0)
         figure.supxlabel("time over nn.LayerNorm's", fontsize=9)
         return canvas.save(figure, path)
@@ -131,7 +131,7 @@ def bandwidth(rows: Rows, path: str | Path) -> Path:
                     line = sorted(best.items())
                     axes.plot(*zip(*line, strict=True), marker="o", markersize=3, **canvas.line_style(place))
                     ends.append((line[-1][1], run, canvas.line_style(place)))
-            axes.set(title=" ".join(head), xscale="log", yscale="log", xlabel="channels")
+            axes.set(title=canvas.safe(" ".join(head)), xscale="log", yscale="log", xlabel="channels")
             axes.set_ylabel("fraction of a copy's bandwidth" if number % len(heads) == 0 else "")
             widths: list[int] = []
             for width in sorted({int(row["channels"]) for row in rows}):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from normkit.lab.report import canvas
+from normkit.lab.report.canvas import safe
 from normkit.lab.report.recorded import (
     BATCH_NORMS,
     Drawn,
@@ -14,7 +15,6 @@ from normkit.lab.report.recorded import (
     highest,
     limit,
     plot_series,
-    safe,
     short,
     titled,
     with_quantities,
@@ -57,7 +57,8 @@ def figure4(runs: Sequence[Recorded]) -> Drawn:
                 plot_series(axes, run, run.recording.of(quantity)[site], number)
                 used.append(run)
             axes.set_ylabel(names[quantity])
-        row[0].legend(title=norm, fontsize=7, title_fontsize=8)
+        there = any(run.sites(quantities[0], *prefixes) for run in runs)
+        row[0].legend(title=norm if there else f"all norms, for lack of {norm}", fontsize=7, title_fontsize=8)
     for column in (0, 1):
         limit(max((row[column] for row in panels), key=highest))
     _percent(panels[1])

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from normkit.lab.report import canvas
+from normkit.lab.report.canvas import safe
 from normkit.lab.report.curves import extremes
-from normkit.lab.report.recorded import POINTS, Drawn, Recorded, safe, titled, with_quantities
+from normkit.lab.report.recorded import POINTS, Drawn, Recorded, titled, with_quantities
 
 SUBLAYERS = {  # names of norms in our models: the paper's names of sublayers
     "encoder": {"attention_norm": "encoder attention", "feedforward_norm": "encoder feed-forward"},
@@ -80,8 +81,9 @@ def figure3(runs: Sequence[Recorded]) -> Drawn:
         axes.xaxis.get_major_locator().set_params(integer=True)
     panels[0].set_ylabel("g")
     figure.supxlabel("layer", fontsize=9)
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=8)
+    lines_of = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels]
+    named = {name: handle for pairs in lines_of for handle, name in pairs}  # a decoder alone is not in every panel
+    figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=3, fontsize=8)
     return figure, [run for run in runs if any(run.label in by_run for by_run in lines.values())]
 
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from normkit.lab.papers.tears.figures import validated_by
 from normkit.lab.report import canvas
+from normkit.lab.report.canvas import safe
 from normkit.lab.report.curves import thin
-from normkit.lab.report.recorded import Drawn, Recorded, plot_series, safe, short, titled, with_quantities
+from normkit.lab.report.recorded import Drawn, Recorded, plot_series, short, titled, with_quantities
 from normkit.lab.report.settings import job
 from normkit.norms import make
 from normkit.watch.recording import Series
