@@ -12,6 +12,7 @@ from normkit.lab.data.batches import batches_of, endless
 from normkit.lab.data.corpora import locate
 from normkit.lab.data.embedded import SOURCES, split_of
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
+from normkit.lab.data.subwords import vocabulary
 from normkit.lab.data.text import folder, reader
 from normkit.lab.data.vocab import EOS, PAD, UNK, Vocab
 from normkit.lab.inference import translate_lines
@@ -207,12 +208,12 @@ def test_integers_beyond_floats_are_no_setting():
 
 def test_vocabularies_round_trip_and_refuse_others():
     vocab = Vocab(["ä", "b"])
-    assert Vocab.of(vocab.plain()).symbols == vocab.symbols
+    assert vocabulary(vocab.plain()).symbols == vocab.symbols
     assert vocab.encode(["ä", "?"]) == [4, UNK]
     with pytest.raises(ValueError, match="list of strings"):
-        Vocab.of({"a": 1})
-    with pytest.raises(ValueError, match="twice"):
-        Vocab(["a", "a"])
+        vocabulary({"a": 1})
+    with pytest.raises(ValueError, match="twice or more: a"):
+        vocabulary(["a", "a", *map(str, range(50_000))])
 
 
 def lists_of(*arguments, **more):

@@ -65,6 +65,13 @@ def test_cifar_as_differences(tmp_path):
     np.save(tmp_path / "test_labels.npy", labels[:9])
     with pytest.raises(ValueError, match="10 images and 9 labels"):
         read_cifar(tmp_path, 10)
+    np.save(tmp_path / "test_labels.npy", np.array([*[5] * 9, -1]))
+    with pytest.raises(ValueError, match="has a class -1; needs classes from 0 to 9"):
+        read_cifar(tmp_path, 10)
+    for wrong in (np.full(10, 1.9), np.full((10, 1), 1), np.full(10, "a")):
+        np.save(tmp_path / "test_labels.npy", wrong)
+        with pytest.raises(ValueError, match=r"test_labels.npy is not an array of labels: it needs one whole number"):
+            read_cifar(tmp_path, 10)
 
 
 @pytest.mark.shared
@@ -149,6 +156,20 @@ def test_a_shard_of_two_splits_raises(tmp_path):
         read_images(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["train", "val", "test", "data"])
+def test_a_data_set_may_have_the_name_of_a_split(tmp_path, name):
+    """A folder `test` was taken for the test split: it scored training images, too."""
+    for split, count in (("train", 6), ("val", 3)):
+        made.write_tar(tmp_path / name / f"{split}.tar", made.files(count))
+    album = read_images(str(tmp_path / name))
+    assert [len(split.labels) for split in (album.train, album.valid, album.test)] == [6, 3, 3]
+
+
+def test_hidden_files_are_no_images(tmp_path):
+    (made.write_folder(tmp_path) / "train" / "class0" / "._0000.png").write_bytes(b"of macOS")
+    assert len(read_images(str(tmp_path)).train.labels) == 24
+
+
 def test_json_without_a_label_may_be_beside_a_class(tmp_path):
     path = made.write_tar(tmp_path / "train.tar", made.files(6))
     with tarfile.open(path, "a") as archive:
@@ -187,6 +208,8 @@ def test_shards_that_cannot_be_used(tmp_path):
         Tars([made.write_tar(tmp_path / "b.tar", [("0000", made.files(1)[0][1], "dog")])], [])
     with pytest.raises(ValueError, match=r"0000.cls of .* has no class"):
         Tars([made.write_tar(tmp_path / "e.tar", [("0000", made.files(1)[0][1], 2**64)])], [])
+    with pytest.raises(ValueError, match=r"0000.json of .* has no class; needs a whole number"):
+        Tars([made.write_tar(tmp_path / "g.tar", [("0000", made.files(1)[0][1], 1.7)], kind="json")], [])
     (tmp_path / "c.tar").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"c.tar is not a tar archive"):
         Tars([tmp_path / "c.tar"], [])

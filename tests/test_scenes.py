@@ -11,7 +11,7 @@ import torch
 from conftest import SHARED
 
 from normkit.lab.data.coco import read_scenes
-from normkit.lab.data.image_files import ImageFiles, read_image
+from normkit.lab.data.image_files import Broken, ImageFiles, image_size, read_image
 from normkit.lab.data.scenes import SCENE_SETS, find_scenes
 from normkit.lab.data.segmentation import decode_counts, drawable, filled, run_lengths
 from normkit.lab.train.average_precision import average_precision
@@ -201,6 +201,18 @@ def test_a_truncated_file_and_an_empty_one(tmp_path, given):
         read_scenes(tmp_path / "damaged.json.xz", ImageFiles(tmp_path / "images"))
     with pytest.raises(ValueError, match="has no usable image; left out: 4 missing images"):
         read(tmp_path / "none", labels, {})
+
+
+@pytest.mark.parametrize("kind", ["BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
+def test_images_cut_short_are_found_in_every_format(tmp_path, kind):
+    from PIL import Image
+
+    Image.effect_noise((32, 32), 50).save(tmp_path / "a", kind)
+    assert image_size(ImageFiles(tmp_path), "a") == (32, 32)
+    whole = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(Broken, match="a cannot be read"):
+        image_size(ImageFiles(tmp_path), "a")
 
 
 def test_grey_images_become_rgb_and_other_files_raise(tmp_path):

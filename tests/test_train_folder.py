@@ -167,6 +167,7 @@ def test_a_lock_that_another_process_removes_meanwhile_is_made_again(tmp_path, m
     ("name", "content", "message"),
     [
         ("vocab.json", "{}", r"a model of task digits needs a vocabulary 'classes'; got \[\]"),
+        ("vocab.json", '{"classes": {"symbols": ["a"], "merges": [["a", "z"]], "punctuation": false}}', r"lacks"),
         ("vocab.json", "[1]", r"vocab\.json cannot be read: it must be a JSON object"),
         ("vocab.json", "[" * 100_000, r"vocab\.json cannot be read: "),
         ("run.json", "[" * 100_000, r"run\.json: not the settings of a run of this version: "),

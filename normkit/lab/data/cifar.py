@@ -53,10 +53,8 @@ def read_cifar(folder: Path, classes: int) -> tuple[ImageArray, ImageArray, list
     if len(found) != classes:
         raise ValueError(f"{names_file} has {len(found)} names of classes; needs {classes}")
     for part in parts:
-        if not 0 <= int(part.labels.min()) <= int(part.labels.max()) < classes:
-            raise ValueError(
-                f"{part.origin} has a class {int(part.labels.max())}; needs classes from 0 to {classes - 1}"
-            )
+        if len(wrong := part.labels[(part.labels < 0) | (part.labels >= classes)]):
+            raise ValueError(f"{part.origin} has a class {wrong[0]}; needs classes from 0 to {classes - 1}")
     return parts[0], parts[1], found
 
 
@@ -96,6 +94,9 @@ def _decompress(path: Path) -> np.ndarray:
 
 def _labels(path: Path) -> np.ndarray:
     try:
-        return np.load(path, allow_pickle=False)
+        labels = np.load(path, allow_pickle=False)
+        if not isinstance(labels, np.ndarray) or labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise ValueError("it needs one whole number for each image")
+        return labels
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is not an array of labels: {error}") from None

@@ -62,7 +62,7 @@ class ImageFiles:
 def image_size(files: ImageFiles, name: str) -> tuple[int, int]:
     """Return width and height of an image from its header; `Broken` if it cannot be read.
 
-    Pixels are decoded only if the file does not end with the marker of its format.
+    Pixels are decoded only if the file does not end with the marker of its format, or the format has none.
     """
     from PIL import Image
 
@@ -70,7 +70,7 @@ def image_size(files: ImageFiles, name: str) -> tuple[int, int]:
         size = image.size
         file.seek(0, io.SEEK_END)
         file.seek(-min(TAIL, file.tell()), io.SEEK_END)
-        whole = ENDS.get(image.format or "", b"") in file.read()
+        whole = image.format in ENDS and ENDS[image.format] in file.read()
     if not whole:
         read_image(files, name)
     return size

@@ -69,7 +69,8 @@ class ClassFolders:
         self.folder, paths, labels = folder, list[str](), list[int]()
         for label, name in enumerate(classes):
             inside = (folder / name).iterdir() if (folder / name).is_dir() else ()
-            found = sorted(path.name for path in inside if path.suffix.lower() in SUFFIXES)
+            shown = (path for path in inside if not path.name.startswith("."))  # macOS adds ._NAME to each file
+            found = sorted(path.name for path in shown if path.suffix.lower() in SUFFIXES)
             paths += [f"{name}/{file}" for file in found]
             labels += [label] * len(found)
         self.paths, self.labels = np.array(paths, dtype=np.str_), np.array(labels, np.int64)

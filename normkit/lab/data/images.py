@@ -127,12 +127,11 @@ def _read_folder(folder: Path, on_stage: OnStage) -> tuple[Splits, list[str], li
             "*train*.tar and *val*.tar, or *.parquet"
         )
     for split, part in splits.items():
-        least, most = int(part.labels.min(initial=0)), int(part.labels.max(initial=0))
         count = len(classes) or MOST_CLASSES
-        if least < 0 or most >= count:
+        if len(wrong := part.labels[(part.labels < 0) | (part.labels >= count)]):
             raise ValueError(
-                f"the {split} split of {folder} has a class {least if least < 0 else most}; classes are numbered from "
-                f"0, and below {count:,}"
+                f"the {split} split of {folder} has a class {wrong[0]}; classes are numbered from 0, "
+                f"and below {count:,}"
             )
     most = 1 + max(int(part.labels.max(initial=-1)) for part in splits.values())
     return splits, classes or [str(number) for number in range(most)], notes
@@ -140,9 +139,10 @@ def _read_folder(folder: Path, on_stage: OnStage) -> tuple[Splits, list[str], li
 
 def _shards(folder: Path, split: str, kind: str) -> list[Path]:
     """Return the shards of a split, in order."""
-    inside = [path for place in ("data", split) for path in (folder / place).glob(f"*.{kind}")]
-    every = {path for path in (*folder.glob(f"*.{kind}"), *inside) if split in path.stem or path.parent.name == split}
+    own = folder / split
+    every = sorted(path for place in (folder, folder / "data", own) for path in place.glob(f"*.{kind}"))
+    every = [path for path in every if split in path.stem or path.parent == own]
     for path in every:
-        if path.parent.name != split and sum(names[0] in path.stem for names in ALIASES.values()) > 1:
+        if path.parent != own and sum(names[0] in path.stem for names in ALIASES.values()) > 1:
             raise ValueError(f"{path} has the names of several splits; rename it, or move it into a folder {split}")
-    return sorted(every)
+    return every

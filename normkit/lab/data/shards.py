@@ -115,9 +115,11 @@ def _label(kind: str, content: bytes, name: str) -> int | None:
         given = content if kind == "cls" else json.loads(content)
         if isinstance(given, dict):
             given = given.get("label")
+        if isinstance(given, float) and not given.is_integer():
+            raise ValueError
         return None if given is None else int(np.int64(int(given)))
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise ValueError(f"{name} has no class; needs a number, or JSON with a number as its label") from None
+        raise ValueError(f"{name} has no class; needs a whole number, or JSON with one as its label") from None
 
 
 class Rows:

@@ -24,6 +24,9 @@ class Subwords(Vocab):
     def __init__(self, symbols: Iterable[str], merges: Iterable[Sequence[str]], punctuation: bool = False):
         super().__init__(symbols)
         self.merges = [(first, second) for first, second in merges]
+        known = self.number.keys()
+        if unknown := [pair for pair in self.merges if not {*pair, "".join(pair)} <= known]:
+            raise ValueError(f"a merge, {unknown[0]}, has symbols that the vocabulary lacks")
         self.punctuation = punctuation
 
     @classmethod
@@ -81,10 +84,13 @@ def vocabulary(plain: Any) -> Vocab:
     >>> vocabulary(["a"]).symbols[-1]
     'a'
     """
-    if not isinstance(plain, dict):
-        return Vocab.of(plain)
+    symbols, kind = (plain.get("symbols"), " of subwords") if isinstance(plain, dict) else (plain, "")
+    if not isinstance(symbols, list) or not all(isinstance(symbol, str) for symbol in symbols):
+        raise ValueError(f"not a vocabulary{kind}: its symbols must be a list of strings")
+    if not kind:
+        return Vocab(symbols)
     try:
-        return Subwords(Vocab.of(plain["symbols"]).symbols[len(SPECIAL) :], plain["merges"], plain["punctuation"])
+        return Subwords(symbols, plain["merges"], plain["punctuation"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a vocabulary of subwords: {error!r}") from None
 

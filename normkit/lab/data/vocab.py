@@ -1,5 +1,6 @@
 """Symbols and their numbers."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ class Vocab:
         self.symbols = [*SPECIAL, *symbols]
         self.number = {symbol: number for number, symbol in enumerate(self.symbols)}
         if len(self.number) != len(self.symbols):
-            twice = sorted({s for s in self.symbols if self.symbols.count(s) > 1})
+            twice = sorted(symbol for symbol, count in Counter(self.symbols).items() if count > 1)
             raise ValueError(f"a vocabulary lists each symbol once; twice or more: {', '.join(twice[:5])}")
 
     def __len__(self) -> int:
@@ -43,10 +44,3 @@ class Vocab:
     def plain(self) -> Any:
         """Return the vocabulary as JSON values."""
         return self.symbols[len(SPECIAL) :]
-
-    @classmethod
-    def of(cls, plain: Any) -> "Vocab":
-        """Make a vocabulary of what `plain()` returned; ValueError for anything else."""
-        if not isinstance(plain, list) or not all(isinstance(s, str) for s in plain):
-            raise ValueError("not a vocabulary: it must be a list of strings")
-        return Vocab(plain)
