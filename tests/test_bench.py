@@ -191,7 +191,16 @@ def test_bad_input_is_one_line(typed, words, message):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,b\n1,2\n", "norm,shape,dtype,ms,low,ratio,high\nx,8x4,f,1,1,much,1\n", "\x00\xff"]
+    "text",
+    [
+        "",
+        "a,b\n1,2\n",
+        "norm,shape,dtype,ms,low,ratio,high\nx,8x4,f,1,1,much,1\n",
+        "\x00\xff",
+        "norm,shape,dtype,ms,low,ratio,high,noise\nx,8x4,f,1,1,1,1,1.5\n",
+        "norm,shape,dtype,ms,low,ratio,high,noise,rounds\nx,8x4,f,1,1,1,1,x,60\n",
+        "rows,channels,dtype,side,run,ms,of_ceiling\n8,64.0,f,forward,un,1,1\n",
+    ],
 )
 def test_files_that_hold_no_timings_are_refused(text, tmp_path):
     (tmp_path / "x.csv").write_text(text)

@@ -102,9 +102,11 @@ def test_help_names_positional_arguments_and_values(typed):
     assert "--statistics {frozen,batches}" in typed("remove-norms", "--help")[1]
 
 
-def test_help_breaks_no_sentence(typed, monkeypatch):
+def test_help_breaks_lines_at_the_width_of_the_terminal(typed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert re.search("Statistics of the new norms .*, else frozen", typed("remove-norms", "--help")[1])
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, typed("calibrate", "--help")[1].splitlines())) <= 60
 
 
 def test_list_shows_all_tables(typed):
@@ -345,10 +347,6 @@ def test_a_warm_up_that_never_ends_is_reported(typed, tmp_path):
     sizes = ["--model.width", 16, "--model.hidden", 16, "--model.heads", 2, "--model.depth", 1]
     _, _, err = typed("train", "vit_digits", "--steps", 3, *sizes, "--out", tmp_path / "run")
     assert "warm-up of 150 steps does not end within 3; --warmup 0 trains without one" in " ".join(err.split())
-
-
-def test_a_study_without_a_name_lists_all(typed):
-    assert typed("study") == typed("study", "--list")
 
 
 def test_folding_a_run_onto_itself_is_refused(typed, runs):

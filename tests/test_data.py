@@ -163,6 +163,9 @@ def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
     (tmp_path / "train.source").write_text((tmp_path / "train.source").read_text().replace("a", "z"))
     with pytest.raises(ValueError, match=r"the run toy has \d+ source words, the data now \d+ or others"):
         calibrate_run(loaded)
+    for count in (0, 2, 10**12):
+        with pytest.raises(ValueError, match=r"batches must be at least 1 and at most the run's 1 steps"):
+            calibrate_run(loaded, count)
 
 
 def test_a_short_run_is_calibrated_on_no_more_batches_than_it_was_trained_on(tmp_path):
@@ -173,6 +176,11 @@ def test_a_short_run_is_calibrated_on_no_more_batches_than_it_was_trained_on(tmp
     model = build_model(run.task, run.model, words)
     tasks = [open_task(Loaded(dataclasses.replace(run, steps=steps), model, words)) for steps in (3, 10_000)]
     assert [task.calibration_batches for task in tasks] == [3, 200]
+    seen = []
+    norms = dataclasses.replace(run, model=dataclasses.replace(run.model, norm="pnv"))
+    loaded = Loaded(norms, build_model(run.task, norms.model, words), words)
+    calibrate_run(loaded, track=lambda batches, total: (seen.append(total) or each for each in batches))
+    assert seen == [3] * 3, "progress is shown of each batch"
 
 
 def test_unknown_data_is_refused_with_the_nearest_name():

@@ -236,9 +236,10 @@ def test_a_damaged_configuration_is_a_value_error_that_names_the_folder(change, 
     edit_config(tmp_path, lambda config: config.update(change))
     with pytest.raises(ValueError, match=f"^{tmp_path}"):
         audit_dir(tmp_path)
-    (tmp_path / "config.json").write_text('{"architectures": ["Bert')
-    with pytest.raises(ValueError, match=r"config\.json is cut short or not JSON"):
-        is_pretrained_dir(tmp_path)
+    for text in ('{"architectures": ["Bert', "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json is cut short or not JSON: .*; get the model again"):
+            is_pretrained_dir(tmp_path)
 
 
 def test_folding_a_folder_keeps_its_tokenizer(tmp_path):

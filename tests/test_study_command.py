@@ -16,6 +16,7 @@ def test_the_command_lists_and_shows(tmp_path, capsys):
     assert main(["study", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in STUDIES)
+    assert (main(["study"]), capsys.readouterr().out) == (0, listed)
     assert main(["study", "un.table8", "--show", "--scale", "gpu", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "ImageNet TPUT" in shown

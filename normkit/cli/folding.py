@@ -1,12 +1,13 @@
 """Commands on the norms of a saved model: `audit`, `fold` and `calibrate`."""
 
+import functools
 import shutil
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
-from normkit.cli.line import check_writable, command, write
+from normkit.cli.line import check_writable, command, progress_console, write
 
 
 @command
@@ -67,13 +68,18 @@ def calibrate(run: Path, /, out: Path, batches: int | None = None) -> int:
     Args:
         run: Folder of a run. Its data must be here.
         out: Folder for the calibrated run, which `normkit fold`, `pronounce --run` and `translate` take.
-        batches: Training batches; the default is the number that training uses for its calibrated scores.
+        batches: Training batches, at most as many as the run had steps; the default is the number that training uses
+            for its calibrated scores.
     """
     check_out(run, out, "calibration")
+    from rich.progress import track
+
     from normkit.lab.train.calibrate_run import calibrate_run
     from normkit.lab.train.folder import load, save
 
-    calibrated, report = calibrate_run(load(run), batches)
+    console = progress_console(stderr=True)
+    bar = functools.partial(track, description="calibrating", console=console, disable=not console.is_terminal)
+    calibrated, report = calibrate_run(load(run), batches, lambda read, total: bar(read, total=total))
     save(out, calibrated)
     write(f"{report}\nsaved to {out}")
     return 0

@@ -8,9 +8,11 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -59,9 +61,10 @@ def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any
             raise ValueError(f"{option} is empty; give {'a folder, . for this one' if option == '--out' else 'a name'}")
     box = io.StringIO()
     shown: Any = target if inspect.isclass(target) else _with_plain_help(target)
+    about = None if inspect.isclass(target) else _description(target)
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(shown, args=arguments, prog=f"normkit {name}", **default)
+            return tyro.cli(shown, args=arguments, prog=f"normkit {name}", description=about, **default)
     except SystemExit as ended:
         if not ended.code:
             raise
@@ -70,6 +73,16 @@ def parse_arguments(target: Any, arguments: list[str], name: str, **default: Any
             missing = [each for each in shown.required if f"{each} " in message]
             message = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         raise ValueError(f"{message}; `normkit {name} --help` shows what there is") from None
+
+
+def _description(function: Callable) -> str:
+    """Wrap what a docstring has before its arguments to the width of the terminal.
+
+    tyro leaves long lines, and joins lines that begin with a letter, so further lines are indented.
+    """
+    paragraphs = (inspect.getdoc(function) or "").partition("\nArgs:")[0].strip().split("\n\n")
+    width = shutil.get_terminal_size().columns
+    return "\n\n".join(textwrap.fill(text, width, subsequent_indent="  ") for text in paragraphs)
 
 
 def _with_plain_help(function: Callable) -> Any:

@@ -90,8 +90,8 @@ def is_pretrained_dir(path: Path) -> bool:
         return False
     try:
         given = json.loads(config.read_text(encoding="utf8"))
-    except ValueError as error:
-        raise ValueError(f"{config} is cut short or not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{config} is cut short or not JSON: {error}; get the model again") from None
     return isinstance(given, dict) and "architectures" in given
 
 

@@ -68,7 +68,7 @@ def read(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; a run writes it when it ends") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is cut short or not JSON: {error}") from None
+        raise ValueError(f"{path} is cut short or not JSON: {error}; leave this run out, or train it again") from None
     try:
         check(result, SHAPE, "")
     except ValueError as error:

@@ -40,9 +40,12 @@ def read(path: Path) -> dict[str, list[dict[str, str]]]:
 
 
 def _numbers(row: dict[str, str], needed: set[str]) -> bool:
+    """Return True if the numbers of a row can be read; a noise needs its rounds."""
+    noise = {"noise", "rounds"} if row.get("noise") else set[str]()
     try:
-        return all(float(row[k]) >= 0 for k in needed & {"ms", "low", "ratio", "high", "of_ceiling", "channels"})
-    except (TypeError, ValueError):
+        whole = all(int(row[k]) > 0 for k in (needed | noise) & {"channels", "rounds"})
+        return whole and all(float(row[k]) >= 0 for k in needed & {"ms", "low", "ratio", "high", "of_ceiling"} | noise)
+    except (KeyError, TypeError, ValueError):
         return False
 
 

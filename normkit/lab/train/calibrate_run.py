@@ -1,7 +1,8 @@
 """Calibrate a saved run: replace running statistics by those of training batches."""
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from normkit.lab.train.folder import Loaded
 from normkit.lab.train.source import open_task
@@ -13,7 +14,7 @@ class Calibration(NamedTuple):
 
     Attributes:
         norms: Number of norms with new statistics.
-        batches: Number of training batches, at most.
+        batches: Number of training batches.
         loss_before: Validation loss with the running statistics of training.
         loss_after: Validation loss with the new statistics.
     """
@@ -30,12 +31,17 @@ class Calibration(NamedTuple):
         )
 
 
-def calibrate_run(loaded: Loaded, batches: int | None = None) -> tuple[Loaded, Calibration]:
+def calibrate_run(
+    loaded: Loaded,
+    batches: int | None = None,
+    track: Callable[[Iterable[Any], int], Iterable[Any]] = lambda batches, total: batches,
+) -> tuple[Loaded, Calibration]:
     """Compute the statistics of a run's norms again, from training batches.
 
     Args:
         loaded: The run. Its model is not changed.
         batches: Number of training batches; None for as many as training uses for its calibrated scores.
+        track: Yields the same batches, and shows how many of `total` have been read.
 
     Raises:
         ValueError: If the model has no norm with batch statistics, or the run's data is missing.
@@ -44,12 +50,12 @@ def calibrate_run(loaded: Loaded, batches: int | None = None) -> tuple[Loaded, C
     count = sum(isinstance(module, StatNorm) for module in model.modules())
     if not count:
         raise ValueError(f"run {run.name} has no norm with batch statistics, so there is nothing to calibrate")
-    if batches is not None and batches < 1:
-        raise ValueError(f"batches must be at least 1; got {batches}")
+    if batches is not None and not 1 <= batches <= run.steps:
+        raise ValueError(f"batches must be at least 1 and at most the run's {run.steps:,} steps; got {batches}")
     task = open_task(loaded)
     number: int = batches or task.calibration_batches
     before = task.validate()["loss"]
-    with task.calibrated(itertools.islice(task.batches(0), number)):
+    with task.calibrated(track(itertools.islice(task.batches(0), number), number)):
         calibrated = task.model.eval()
         after = task.validate()["loss"]
     return Loaded(run, calibrated, vocabularies), Calibration(count, number, before, after)

@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
     try:
         return Run.from_json(path.read_text(encoding="utf8"))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}; copy it from the folder in which the run was trained") from None
 
 
 def write_run(folder: Path, run: Run, vocabularies: Vocabularies) -> None:
