@@ -63,7 +63,7 @@ class Operations(Counter):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.overloadpacket.__name__
-        if name not in FREE | MOVERS and not (name.startswith("new_") or name.endswith("_like")):
+        if not func.is_view and name not in FREE | MOVERS and not (name.startswith("new_") or name.endswith("_like")):
             sums_alone = name == "native_batch_norm_backward" and out[0] is None
             sizes = [t.numel() for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
             self.flops += (4 if sums_alone else FLOPS.get(name, 1)) * max(sizes, default=0)

@@ -57,6 +57,12 @@ def test_variants_take_turns_and_the_first_one_runs_twice():
     assert [len(seconds) for seconds in (*timings.seconds.values(), timings.repeated)] == [57, 57, 57]
 
 
+def test_views_of_every_kind_are_no_operations():
+    with Counter() as count:
+        torch.ones(4, 4).view(2, 8).as_strided((2, 2), (1, 2)).diagonal()
+    assert count.operations == 1
+
+
 def test_a_ratio_is_taken_within_a_round():
     slow = [1.0, 10.0, 100.0]  # a machine that gets slower and slower: no difference between the two
     assert timing.ratio([2 * s for s in slow], slow) == timing.Ratio(2, 2, 2, 3)

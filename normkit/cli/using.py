@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from normkit.cli.line import command, complain, write
+from normkit.text import escape
 
 
 @command
@@ -22,7 +23,7 @@ def pronounce(words: tuple[str, ...], /, run: Path | None = None) -> int:
 
     folder = run or best(Path("runs/demo"))
     if run is None:
-        sys.stderr.write(f"using {folder}\n")
+        sys.stderr.write(f"using {escape(str(folder))}\n")
     width = max(map(len, words))
     for word, sounds in zip(words, pronounce(folder, words), strict=True):
         write(f"{word:<{width}}  {' '.join(sounds)}")

@@ -8,9 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from normkit.kernels.cpu import arguments
 
-SHAPED = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute"}
-VIEWS = SHAPED | {"alias", "select", "slice", "unbind", "split", "split_with_sizes", "detach"}
-FREE = VIEWS | {"empty", "empty_like", "new_empty", "lift_fresh", "promote_types"}
+FREE = {"_unsafe_view", "empty", "empty_like", "new_empty", "promote_types"}  # beside views
 
 
 class Counter(TorchDispatchMode):
@@ -44,12 +42,12 @@ class Counter(TorchDispatchMode):
     def _touch(self, touched: object) -> None:
         tensors = [t for t in tree_leaves(touched) if isinstance(t, Tensor)]
         self.operations += 1
-        self.bytes += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+        self.bytes += sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name not in FREE:
+        if not func.is_view and name not in FREE:
             self._touch(out if name.startswith("new_") or name.endswith("_like") else (args, kwargs, out))
         return out
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from normkit.lab.models.blocks import place_norms
 from normkit.lab.models.config import Model
 from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.names import pick
 from normkit.norms import StatNorm
 
 
@@ -118,9 +119,7 @@ def detector(config: Model, classes: int) -> nn.Module:
     >>> model.backbone.body.norms[0]
     UN(32, un)
     """
-    if config.arch not in DETECTORS:
-        raise ValueError(f"arch must be one of {', '.join(DETECTORS)}; got {config.arch!r}")
-    sizes = DETECTORS[config.arch]
+    sizes = pick(DETECTORS, config.arch, "detector")
     load_torchvision()
     from torchvision.models.detection import FasterRCNN, MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator

@@ -67,9 +67,9 @@ def _shrink(model: nn.Module, how: str) -> None:
                 else:
                     _scale((block.inner, block.outer), number**-0.5 if how == "ds" else factor)
     if how == "t-fixup":
-        for embedding in {module for module in model.modules() if isinstance(module, Embedding)}:
-            if isinstance(embedding.table, nn.Embedding):
-                embedding.table.weight.data.mul_(factor)
+        for module in model.modules():
+            if isinstance(module, Embedding) and isinstance(module.table, nn.Embedding):
+                module.table.weight.data.mul_(factor)
 
 
 def _scale(linears: tuple[nn.Linear, ...], factor: float) -> None:

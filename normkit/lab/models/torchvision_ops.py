@@ -72,7 +72,8 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """
     order = scores.argsort(descending=True, stable=True)
     boxes = boxes[order].to(torch.promote_types(boxes.dtype, torch.float32))
-    rows = [_overlap(part, boxes) > iou_threshold for part in boxes.split(BOX_ROWS)]
+    overlap = load_torchvision().ops.box_iou
+    rows = [overlap(part, boxes) > iou_threshold for part in boxes.split(BOX_ROWS)]
     if not rows:
         return order
     beats = torch.cat(rows).triu(1)  # [better, worse]
@@ -114,14 +115,6 @@ def roi_align(
             tall = torch.einsum("kph,chw->kcpw", rows[own], image)
             out = out.index_copy(0, own, torch.einsum("kcpw,kqw->kcpq", tall, columns[own]))
     return out.to(input.dtype)
-
-
-def _overlap(some: Tensor, boxes: Tensor) -> Tensor:
-    """Intersection over union of each of some boxes with each box."""
-    corner, far = torch.max(some[:, None, :2], boxes[:, :2]), torch.min(some[:, None, 2:], boxes[:, 2:])
-    shared = (far - corner).clamp(min=0).prod(-1)
-    area, areas = ((b[:, 2:] - b[:, :2]).prod(-1) for b in (some, boxes))
-    return shared / (area[:, None] + areas - shared)
 
 
 def _weights(start: Tensor, length: Tensor, cells: int, size: int, samples: int) -> Tensor:

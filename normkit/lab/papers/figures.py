@@ -82,14 +82,14 @@ FIGURES: dict[str, Drawing] = {
 def draw(name: str, results: Results, path: str | Path) -> tuple[Path, list[str]]:
     """Draw a figure from the runs that recorded its quantities.
 
-    Returns:
-        The file, and the labels of runs that the figure does not show: they lack a quantity or a norm of its kind,
-        are of another data set, or are more runs than it takes.
-
     Args:
         name: Name of the figure, such as "pn.figure2".
         results: Results by folder.
         path: File to write, .png or .svg.
+
+    Returns:
+        The file, and the labels of runs that the figure does not show: they lack a quantity or a norm of its kind,
+        are of another data set, or are more runs than it takes.
 
     Raises:
         ValueError: for an unknown figure, or if no run recorded what it needs; the message states how to record it.
