@@ -260,6 +260,7 @@ def test_report_writes_table_pictures_and_page(typed, runs, tmp_path):
         (["train", "vit_digits", "--steps", "many"], ["--steps must be a whole number; got 'many'"]),
         (["train", "vit_digits", "--lr", "x"], ["--lr must be a number; got 'x'"]),
         (["train", "vit_digits", "--seeds", "x"], ["--seeds must be a whole number; got 'x'"]),
+        (["train", "vit_digits", "--seeds", "1000000000"], ["seeds must be at least 1 and at most 1,000; got"]),
         (["train", "vit_digits", "--data", "."], ["task digits trains on the data set digits alone; got the folder ."]),
         (["train", "g2p_cmudict", "--data", "digits"], ["cannot train on digits, which is data of task digits; leave"]),
         (["train", "vit_digits", "--steps", "0"], ["steps must be at least 1; got 0"]),

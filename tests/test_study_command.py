@@ -39,7 +39,8 @@ def test_help_with_a_closed_standard_output_prints_nothing(monkeypatch, capsys):
     [
         (["pn.tabel2"], "did you mean 'pn.table2'?); there are"),
         (["core.cmudict", "--scale", "big"], "no scale 'big'"),
-        (["core.cmudict", "--seeds", "0"], "seeds must be at least 1; got 0"),
+        (["core.cmudict", "--seeds", "0"], "seeds must be at least 1 and at most 1,000; got 0"),
+        (["core.cmudict", "--seeds", "1000000000"], "seeds must be at least 1 and at most 1,000; got 1000000000"),
         (["core.cmudict", "--only", "laier"], "did you mean 'layer'"),
         (["tears.table6", "--only", "PostNorm + LN, published"], "published of tears.table6: the paper quotes these"),
         (["un.table8", "--scale", "gpu"], "un.table8 has no runs at scale gpu"),

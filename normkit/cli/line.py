@@ -18,9 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+from normkit.arguments import require
 from normkit.text import escape
 
 BAD_INPUT, INTERRUPTED = 2, 130
+MOST_SEEDS = 1000
 
 
 def command(function: Callable[..., int]) -> Callable[[list[str]], int]:
@@ -157,6 +159,11 @@ def _reword_value_error(message: str) -> str:
         option, reason, value = found.groups()
         return f"{option} must be a {'whole number' if 'int' in reason else 'number'}; got {value}"
     return message
+
+
+def check_seeds(seeds: int) -> None:
+    """Raise a ValueError for a number of seeds whose runs could not even be listed."""
+    require(1 <= seeds <= MOST_SEEDS, "seeds", seeds, f"at least 1 and at most {MOST_SEEDS:,}")
 
 
 def typed(*words: str) -> str:

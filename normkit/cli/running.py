@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from normkit.cli.line import (
     BAD_INPUT,
     INTERRUPTED,
+    check_seeds,
     check_writable,
     complain,
     parse_arguments,
@@ -122,8 +123,7 @@ def train(arguments: list[str]) -> int:
 
     given = parse_arguments(Given, arguments[1:], f"train {arguments[0]}", default=Given(recipe))
     run, folder = warm(given.run, automatic=True), given.out or Path("runs") / given.run.name
-    if given.seeds is not None and given.seeds < 1:
-        raise ValueError(f"seeds must be at least 1; got {given.seeds}")
+    check_seeds(1 if given.seeds is None else given.seeds)
     check_writable(folder)
     runs = {folder: run}
     if given.seeds is not None:

@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from normkit.cli.line import INTERRUPTED, check_writable, parse_arguments, progress_console, typed, write
+from normkit.cli.line import INTERRUPTED, check_seeds, check_writable, parse_arguments, progress_console, typed, write
 
 
 def study(arguments: list[str]) -> int:
@@ -67,6 +67,7 @@ def _study(given: dict[str, Any], command: str) -> int:
     study, scale, out = STUDIES[given["study"]], given["scale"], given["out"]
     if given["processes"] < 1:
         raise ValueError(f"processes must be at least 1; got {given['processes']}")
+    check_seeds(given["seeds"])
     runner.expand(study, scale, given["only"])  # checks the names
     if given["show"]:
         write(table.text(table.collect(study, scale, out)))

@@ -12,6 +12,9 @@ PROGRESS = "progress.json"
 SETTINGS = "run.json"
 SCHEMA = 1
 NUMBER = (int, float)
+NAMES: dict[Any, str] = {
+    NUMBER: "a number", int: "a whole number", str: "text", bool: "true or false", dict: "a JSON object", list: "a list"
+}  # fmt: skip
 LARGEST = 2**63
 
 
@@ -163,8 +166,7 @@ def check(value: Any, shape: Any, name: str) -> None:
         if value is not None:
             check(value, shape.kind, name)
     elif not isinstance(value, kind) or (kind is not bool and type(value) is bool):
-        wanted = "number" if kind is NUMBER else kind.__name__
-        raise ValueError(f"{name or 'it'} must be a {wanted}, found {type(value).__name__}")
+        raise ValueError(f"{name or 'it'} must be {NAMES[kind]}, found {type(value).__name__}")
     elif isinstance(shape, dict):
         for key, inner in shape.items():
             fields = value if key == "*" else [key]

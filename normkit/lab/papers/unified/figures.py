@@ -39,7 +39,7 @@ def figure1(runs: Sequence[Recorded]) -> Drawn:
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=dash, label=safe(run.label))
             used.append(run)
         axes.set(title=safe(" on ".join(task)), xlabel="step", ylabel=title)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, title="dashed: norms stay at inference", title_fontsize=7)
     return figure, used
 
 
