@@ -295,7 +295,7 @@ def test_several_seeds_train_into_separate_folders(tmp_path, capsys):
     assert (tmp_path / "seed-0" / "result.json").stat().st_mtime_ns == before, "a finished seed is not repeated"
     assert len(results.find([tmp_path])) == 3
     assert main([*SHORT, "--seeds", "0", "--out", str(tmp_path)]) == 2
-    assert "seeds must be at least 1; got 0" in capsys.readouterr().err
+    assert "seeds must be at least 1 and at most 1,000; got 0" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="background processes ignore Ctrl-C")
