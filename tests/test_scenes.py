@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import struct
 
 import numpy as np
@@ -10,6 +11,7 @@ import scene_files
 import torch
 from conftest import SHARED
 
+from normkit.cli import main
 from normkit.lab.data.coco import read_scenes
 from normkit.lab.data.image_files import Broken, ImageFiles, image_size, read_image
 from normkit.lab.data.scenes import SCENE_SETS, find_scenes
@@ -251,7 +253,7 @@ def test_data_sets_are_found_or_missing_files_are_named(tmp_path, monkeypatch):
         find_scenes(str(tmp_path / "own"))
 
 
-def test_a_partial_data_set_has_a_remark(tmp_path, monkeypatch):
+def test_a_partial_data_set_has_a_remark(tmp_path, monkeypatch, capsys):
     """Pictures are counted: what is not all of a data set does not carry its name alone."""
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
     labels, files = scene_files.scenes(3)
@@ -263,6 +265,10 @@ def test_a_partial_data_set_has_a_remark(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has 3 images, pennfudan_320 has 120"):
         find_scenes("pennfudan_320", "refuse")()
     assert list(SCENE_SETS) == ["coco", "coco128_320", "pennfudan_320"]
+    main(["list"])
+    listed = capsys.readouterr().out
+    assert re.search(r"pennfudan_320 +here$", listed, re.MULTILINE)
+    assert re.search(r"coco128_320 +not here; the first 128 images", listed)
 
 
 @pytest.mark.shared

@@ -22,6 +22,7 @@ def list_() -> int:
     from normkit.lab.data.corpora import CORPORA
     from normkit.lab.data.embedded import SOURCES
     from normkit.lab.data.image_sets import IMAGE_SETS
+    from normkit.lab.data.scenes import SCENE_SETS
     from normkit.lab.studies.catalogue import RECIPES
 
     recipes = [(name, _obstacle(recipe) or "runs here", summary(recipe)) for name, recipe in RECIPES.items()]
@@ -30,6 +31,7 @@ def list_() -> int:
         ("Data that installs with packages", [(name, summary(source)) for name, source in SOURCES.items()]),
         ("Corpora, found through NORMKIT_DATA", [(name, corpus.here()) for name, corpus in CORPORA.items()]),
         ("Images, found through NORMKIT_DATA", [(name, row.here()) for name, row in IMAGE_SETS.items()]),
+        ("Images with boxes, found through NORMKIT_DATA", [(name, row.here()) for name, row in SCENE_SETS.items()]),
     )
     lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", "", *_norms()]
     for title, rows in sections:
