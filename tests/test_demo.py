@@ -261,11 +261,11 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
 
 def test_progress_is_live_in_a_terminal():
     console = Console(force_terminal=True, width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    with Board(console, ["layer", "un"], 100) as shown:
+    with Board(console, ["layer of [/my] data", "un"], 100) as shown:
         shown.update("un", Progress("training", 50, 100, 1.5, 30_000.0, 65.0))
         shown.end("un", "done, PER 9.9")
     console.file.close()
     text = console.export_text()
-    assert "layer" in text
+    assert "layer of [/my] data" in text, "brackets are no markup"
     assert "waiting" in text
     assert "done, PER 9.9" in text

@@ -25,8 +25,8 @@ class Board:
 
     def __enter__(self) -> "Board":
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
-            self._live = Bars(*columns, console=self.console, refresh_per_second=5)
+            title, state = (TextColumn(each, markup=False) for each in ("{task.description}", "{task.fields[state]}"))
+            self._live = Bars(title, BarColumn(bar_width=24), state, console=self.console, refresh_per_second=5)
             self._live.start()
             self._rows = {title: self._live.add_task(title, total=self.steps, state="waiting") for title in self.titles}
         return self
