@@ -20,7 +20,7 @@ from normkit.lab.train.environment import environment
 from normkit.lab.train.fit import fit
 from normkit.lab.train.folder import locked
 from normkit.lab.train.progress import Progress
-from normkit.lab.train.removable import RemovableRun, open_removable
+from normkit.lab.train.removable import RemovableRun, RemovableText, open_removable
 from normkit.norms import StatNorm, make, parse
 from normkit.text import align
 from normkit.transforms import calibrate, convert, find, fit_norms
@@ -113,25 +113,7 @@ def remove_norms(
         KeyboardInterrupt: If `on_progress` stopped it.
     """
     folder, out = Path(folder), Path(out)
-    if settings.steps < 1:
-        raise ValueError(f"steps must be at least 1; got {settings.steps}")
-    if settings.lr is not None and not 0 < settings.lr < math.inf:
-        raise ValueError(f"lr must be above 0 and finite; got {settings.lr:g}")
-    parse(settings.to)
-    if out.resolve() == folder.resolve():
-        raise ValueError(f"{out} is the model itself, which is kept; name another folder")
-    if (out / FILE).is_file():
-        raise ValueError(f"{out} holds a finished removal ({FILE}); name another folder, or delete it")
-    if (out / "unfolded").exists() and not (out / STATE).exists():
-        raise ValueError(f"{out} holds another model ({out / 'unfolded'}); name another folder, or delete it")
-    subject = open_removable(folder, settings.text)
-    if settings.loss == "task" and not isinstance(subject, RemovableRun):
-        raise ValueError("--loss task needs a run; a Hugging Face model is trained on the outputs of the original")
-    found = list(find(subject.model).values())
-    if found and all(parse(norm.kind)[0] == "nonorm" for norm in found):
-        raise ValueError(f"{folder} has no norms left to remove")
-    if found and not (isinstance(new := make(settings.to, found[0].dim), StatNorm) and new.offline):
-        raise ValueError(f"{settings.to} computes statistics at inference, too; take un, mabn or power(groups=0)")
+    subject = _open(folder, out, settings)
     lr = subject.lr if settings.lr is None else settings.lr
     with locked(out):
         state = out / STATE
@@ -193,6 +175,30 @@ def remove_norms(
         write_whole(out / FILE, json.dumps(facts, indent=1).encode())
         shutil.rmtree(state)
     return removed
+
+
+def _open(folder: Path, out: Path, settings: Removal) -> RemovableRun | RemovableText:
+    """Return the model of a folder, after checking all arguments of a removal."""
+    if settings.steps < 1:
+        raise ValueError(f"steps must be at least 1; got {settings.steps}")
+    if settings.lr is not None and not 0 < settings.lr < math.inf:
+        raise ValueError(f"lr must be above 0 and finite; got {settings.lr:g}")
+    parse(settings.to)
+    if out.resolve() == folder.resolve():
+        raise ValueError(f"{out} is the model itself, which is kept; name another folder")
+    if (out / FILE).is_file():
+        raise ValueError(f"{out} holds a finished removal ({FILE}); name another folder, or delete it")
+    if (out / "unfolded").exists() and not (out / STATE).exists():
+        raise ValueError(f"{out} holds another model ({out / 'unfolded'}); name another folder, or delete it")
+    subject = open_removable(folder, settings.text)
+    if settings.loss == "task" and not isinstance(subject, RemovableRun):
+        raise ValueError("--loss task needs a run; a Hugging Face model is trained on the outputs of the original")
+    found = list(find(subject.model).values())
+    if found and all(parse(norm.kind)[0] == "nonorm" for norm in found):
+        raise ValueError(f"{folder} has no norms left to remove")
+    if found and not (isinstance(new := make(settings.to, found[0].dim), StatNorm) and new.offline):
+        raise ValueError(f"{settings.to} computes statistics at inference, too; take un, mabn or power(groups=0)")
+    return subject
 
 
 def _checkpoint(state: Path, stage: str) -> Path:
