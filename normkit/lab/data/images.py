@@ -13,11 +13,11 @@ validation split; unless all classes of "test" are negative, as in ImageNet's, w
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from normkit.lab.data import OnStage
 from normkit.lab.data.cifar import read_cifar
 from normkit.lab.data.image_folder import ClassFolders, Split, Subset
 from normkit.lab.data.image_sets import IMAGENET_MEAN, IMAGENET_STD, find_images
@@ -25,7 +25,6 @@ from normkit.lab.data.vocab import Vocab
 
 ALIASES = {"train": ("train",), "valid": ("val", "valid", "validation"), "test": ("test",)}
 MOST_CLASSES = 1_000_000  # larger numbers, such as 2**32 - 1 for "none", would fill the memory with names
-OnStage = Callable[[str], object]
 Splits = dict[str, Split]
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from normkit.files import cache_folder, write_whole
+from normkit.lab.data import OnStage
 from normkit.lab.data.corpora import SPLITS, Corpus, Located
 from normkit.lab.data.embedded import Text, split_of
 from normkit.lab.data.lines import open_bytes, read_columns, read_lines, read_pairs
@@ -35,7 +36,6 @@ FORMAT = 3
 CHUNK = 20_000  # lines encoded between two notes
 REPORT = 1_000_000  # lines read between two reports of progress
 UNKNOWN = 0.2  # largest fraction of unknown symbols in a split
-OnStage = Callable[[str], object]
 Line = TypeVar("Line")
 
 

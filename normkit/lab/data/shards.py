@@ -11,19 +11,19 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from normkit.files import cache_folder, write_whole
+from normkit.lab.data import OnStage
 from normkit.lab.data.image_folder import SUFFIXES, WINDOW
 
 FORMAT = 1
 BLOCK = 512  # bytes, of a tar archive
 DAMAGED = (OSError, ValueError, NotImplementedError)  # errors of Parquet; the last for unknown codecs and types
-OnStage = Callable[[str], object]
 
 
 class Tars:

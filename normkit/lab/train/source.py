@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from normkit.arguments import require
+from normkit.lab.data import OnStage
 from normkit.lab.data.corpora import CORPORA, locate
 from normkit.lab.data.embedded import SOURCES, Digits, Pairs, Text
 from normkit.lab.data.image_sets import IMAGE_SETS, find_images
@@ -20,7 +21,6 @@ from normkit.lab.train.config import Run
 from normkit.lab.train.folder import Loaded, check_vocabularies
 from normkit.names import pick
 
-OnStage = Callable[[str], object]
 Reader = Callable[[], Any]
 
 KINDS = {"g2p": Pairs, "mt": Parallel, "lm": Text, "digits": Digits}
