@@ -23,7 +23,6 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "log
 DEMO = ROOT / "results" / "demo"
 TABLES = ROOT / "results" / "studies" / "pocket" / "tables"
 FOLDED, CALIBRATED = (ROOT / "results" / f"folded-{name}.json" for name in ("multi30k", "calibrated"))
-BY_HAND = ("un", "power(groups=0)", "mabn")  # rows that README shows with warmup=auto instead
 KEPT = ("table.txt", "curves.png", "statistics.png", "*/result.json")
 
 
@@ -84,16 +83,14 @@ def multi30k(seeds: int = 1) -> str:
     Args:
         seeds: Fewest seeds of a long run in a row; 1 for all rows, those without long runs too.
     """
-    core, warmup, long = (
+    core, long = (
         json.loads((TABLES / f"{name}.json").read_text(encoding="utf8"))["rows"]
-        for name in ("core.multi30k", "warmup.multi30k", "core.multi30k-hour")
+        for name in ("core.multi30k", "core.multi30k-hour")
     )
-    automatic = [row for row in warmup if "warmup=auto" in row["label"]]
-    rows = [*(row for row in core if row["label"] not in BY_HAND), *automatic]
-    short = {row["label"]: row["cells"][0] for row in rows if row["cells"][0].get("n", 0) > 1}
+    short = {row["label"]: row["cells"][0] for row in core if row["cells"][0].get("n", 0) > 1}
     after = {row["label"]: row["cells"][0] for row in long if row["cells"][0].get("n")}
     lines = []
-    for label in dict.fromkeys([*short, *(name for name in after if name not in BY_HAND)]):
+    for label in dict.fromkeys([*short, *(name for name in after if name != "un")]):
         cell = after.get(label, {})
         if seeds > 1 and cell.get("n", 0) < seeds:
             continue
@@ -106,7 +103,7 @@ def multi30k(seeds: int = 1) -> str:
         "Mean ± standard deviation (seeds); difference of runs of the same seed with its 95 % interval (Student's t).",
         *(["Without `warmup=auto`, statistics warm up as long as the learning rate."] if seeds == 1 else []),
         (
-            "`normkit study core.multi30k`, `warmup.multi30k`, `core.multi30k-hour`; "
+            "`normkit study core.multi30k`, `core.multi30k-hour`; "
             "`python benchmarks/folded_scores.py RUN...`."
         ),
     ])  # fmt: skip

@@ -9,19 +9,26 @@ from normkit.lab.papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
 from normkit.lab.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
 from normkit.lab.study import Column, Row, Settings, Study, Times, columns, norm_rows
 
+AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
 CORE = (
-    *norm_rows("layer", "batch", "pnv", "power(groups=1)", "power(groups=0)", "un"),
+    *norm_rows("layer", "batch", "pnv", "power(groups=1)"),
+    *AUTOMATIC[1::-1],
     Row("scale + FixNorm", {"model.norm": "scale", "model.fixnorm": True}),
 )
 # separates FixNorm's gain from ScaleNorm's
 FIXED = Row("layer + FixNorm", {"model.norm": "layer", "model.fixnorm": True})
-AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
 FIXED_UN = Row("un(warmup=auto) + FixNorm", {"model.norm": "un(warmup='auto')", "model.fixnorm": True})
 SCALED = tuple(
     dataclasses.replace(row, label=f"{row.label} + scale loss", settings={**(row.settings or {}), "scale_loss": 0.1})
     for row in (AUTOMATIC[0], FIXED_UN)
 )
-OTHERS = norm_rows("rms", "group", "renorm", "mabn", "nonorm", "dyt")
+BY_HAND = norm_rows("un")
+OTHERS = norm_rows("rms", "group", "renorm", "mabn(warmup='auto')", "nonorm", "dyt")
+WARM_UP = "Without warmup=auto, statistics warm up as long as the learning rate, as in the papers."
+THIRD = (
+    "At pocket scale the training set is a third of the corpus, and the test 1,000 of its 6,750 lines, evenly spread."
+    " Validation perplexity is of 500 lines at every scale."
+)
 BLEU = {"BLEU": "bleu", "BLEU greedy": "bleu running"}
 CALIBRATED = {"greedy, calibrated": "bleu calibrated"}
 VALID = {"valid perplexity": "perplexity valid"}
@@ -41,6 +48,7 @@ def _with_donors(metric: str) -> dict[str, str]:
 MULTI30K_CORE = Study(
     id="core.multi30k",
     title="norms in translation, Multi30k De-En",
+    note=WARM_UP,
     rows=(*CORE, FIXED, FIXED_UN, *SCALED, *OTHERS),
     columns=columns(MULTI30K, _with_donors("bleu")),
 )
@@ -48,8 +56,10 @@ MULTI30K_CORE = Study(
 MULTI30K_LONG = Study(
     id="core.multi30k-hour",
     title="norms in translation, an hour of one CPU core each, Multi30k De-En",
+    note=WARM_UP,
     rows=(
-        *(row for row in CORE if row.label in ("layer", "power(groups=1)", "un", "pnv", "batch", "scale + FixNorm")),
+        *(row for row in CORE if row not in AUTOMATIC),
+        *BY_HAND,
         FIXED,
         FIXED_UN,
         *SCALED,
@@ -63,8 +73,7 @@ IWSLT14_CORE = Study(
     id="core.iwslt14",
     title="norms in translation, IWSLT14 De-En",
     rows=(*CORE, *OTHERS),
-    note="At pocket scale the training set is a third of the corpus, and the test 1,000 of its 6,750 lines, evenly"
-    " spread. Validation perplexity is of 500 lines at every scale.",
+    note=f"{THIRD} {WARM_UP}",
     columns=columns(IWSLT14_UN, BLEU | CALIBRATED | VALID),
 )
 
@@ -72,16 +81,17 @@ GERMAN_LONG = Study(
     id="core.iwslt14-long",
     title="norms in translation, 5,000 steps, IWSLT14 De-En",
     rows=(CORE[0], FIXED, AUTOMATIC[0], FIXED_UN, *SCALED),
-    note=IWSLT14_CORE.note,
+    note=THIRD,
     columns=columns(IWSLT14_LONG, BLEU | CALIBRATED | VALID),
 )
 
 PTB_CORE = Study(
     id="core.ptb",
     title="norms in a tensorized language model, PTB",
+    note=WARM_UP,
     rows=(
-        *(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un")),
-        AUTOMATIC[0],
+        *(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un(warmup=auto)")),
+        *BY_HAND,
     ),
     columns=columns(PTB, {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}),
 )
@@ -89,7 +99,8 @@ PTB_CORE = Study(
 WIKITEXT2_CORE = Study(
     id="core.wikitext-2",
     title="norms in a language model, WikiText-2",
-    rows=tuple(row for row in CORE if row.label in ("layer", "un")),
+    note=WARM_UP,
+    rows=norm_rows("layer", "un"),
     columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
 )
 
@@ -119,6 +130,7 @@ GALICIAN_CORE = Study(
 GALICIAN_LONG = Study(
     id="core.ted-gl-long",
     title="norms in translation with little data, 10,000 steps, TED gl-en",
+    note=WARM_UP,
     rows=(
         *(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
         Row("pnv + FixNorm + scale loss", {"model.norm": "pnv", "model.fixnorm": True, "scale_loss": 0.1}),
@@ -129,12 +141,14 @@ GALICIAN_LONG = Study(
 CMUDICT_CORE = Study(
     id="core.cmudict",
     title="norms from spelling to sound, CMU Pronouncing Dictionary",
+    note=WARM_UP,
     rows=(*CORE, *OTHERS),
     columns=columns(CMUDICT, _with_donors("per")),
 )
 
 IMAGES = (
-    *norm_rows("layer", "batch", "mabn", "pnv", "power(groups=0)"),
+    *norm_rows("layer", "batch", "mabn(warmup='auto')", "pnv", "power(groups=0, warmup='auto')"),
+    *norm_rows("un(warmup='auto', outlier_filtration=True)"),
     Row("un", {"model.norm": "un(outlier_filtration=True)"}),
     Row("un, filtration off", {"model.norm": "un"}),
 )
@@ -142,7 +156,8 @@ IMAGES = (
 CIFAR10_CORE = Study(
     id="core.cifar10",
     title="norms in image classification, CIFAR-10: tiny ViT and ResNet-20",
-    note="At pocket scale ResNet-20 gets the images at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14.",
+    note="At pocket scale ResNet-20 gets the images at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14."
+    f" {WARM_UP}",
     rows=IMAGES,
     columns=(
         *columns(CIFAR10, {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
@@ -163,7 +178,7 @@ RESNET20_LONG = Study(
 CIFAR10_SPEED = Study(
     id="core.cifar10-224",
     title="accuracy and time to accuracy by norm, CIFAR-10 at 224 x 224: T2T-ViT-14 and Swin-T",
-    note="Minutes of training until validation accuracy reaches 80%.",
+    note=f"Minutes of training until validation accuracy reaches 80%. {WARM_UP}",
     rows=IMAGES,
     columns=tuple(
         Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})

@@ -12,7 +12,7 @@ from normkit.lab.papers.tears.recipes import TED
 from normkit.lab.papers.unified.detectors import MASK_RCNN
 from normkit.lab.papers.unified.recipes import CIFAR10
 from normkit.lab.recipes import CMUDICT, MULTI30K
-from normkit.lab.studies.core import CMUDICT_CORE, IWSLT14_CORE, MULTI30K_CORE, PTB_CORE
+from normkit.lab.studies.core import CMUDICT_CORE, IWSLT14_CORE, MULTI30K_CORE, PTB_CORE, THIRD
 from normkit.lab.study import Base, Column, Settings, Study, norm_rows, override, with_options
 
 TIMES = (3, 10)  # warm-ups of statistics, relative to that of the learning rate
@@ -43,11 +43,9 @@ ACCURACY = (
 FILTERED: Settings = {"outlier_filtration": True}  # as the paper for images
 
 WARMUPS = (
-    _study("cmudict", "CMU Pronouncing Dictionary", CMUDICT["pocket"], CMUDICT_CORE.columns[:2], {}),
-    _study(
-        "multi30k", "Multi30k De-En", MULTI30K["pocket"], (*MULTI30K_CORE.columns, VALID), {}, MULTI30K_CORE.note
-    ),
-    _study("iwslt14", "IWSLT14 De-En", IWSLT14["pocket"], IWSLT14_CORE.columns, {}, IWSLT14_CORE.note),
+    _study("cmudict", "CMU Pronouncing Dictionary", CMUDICT["pocket"], CMUDICT_CORE.columns, {}),
+    _study("multi30k", "Multi30k De-En", MULTI30K["pocket"], (*MULTI30K_CORE.columns, VALID), {}),
+    _study("iwslt14", "IWSLT14 De-En", IWSLT14["pocket"], IWSLT14_CORE.columns, {}, THIRD),
     _study("ted-gl", "TED gl-en", TED["gl"]["pocket"], (*BLEU, VALID), {}),
     _study("ptb", "PTB, tensorized language model, 1,000 steps", PTB_SHORT["pocket"], PTB_CORE.columns, {}),
     _study("cifar10", "CIFAR-10, tiny ViT", CIFAR10["pocket"], ACCURACY, FILTERED),
