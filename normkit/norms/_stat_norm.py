@@ -11,7 +11,7 @@ from normkit.kernels.cpu import entry as cpu
 from normkit.kernels.kernel_rule import KernelRule, find_kernel_rule
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.norms._base import Split
-from normkit.norms._recompute import snapshot
+from normkit.norms._recompute import is_recomputed, snapshot
 from normkit.norms._state import StatefulNorm, usable
 
 
@@ -127,17 +127,19 @@ class StatNorm(StatefulNorm):
         groups = self.groups if kernels is cpu and type(self).rest is StatNorm.rest else 0
         x = x if groups else self.rest(x)  # C++ kernels apply layer-scale on their way
         kernel_rule = find_kernel_rule(self) if kernels and x.numel() else None
-        with torch.no_grad():
-            data = x.detach()
-            statistics = self._records.find(
-                data, lambda mask: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
-            )
+        statistics = None
+        if is_recomputed():
+            with torch.no_grad():
+                data = x.detach()
+                statistics = self._records.find(
+                    data, lambda mask: self.pool(ops.moments(data, mask, self.center, wide, groups, self.eps)[0])
+                )
             mask = mask if statistics is None else statistics.mask
         if kernel_rule and kernels and step.can_run(self, x, kernels):
             y, statistics = step.run(self, kernel_rule, x, mask, groups, statistics, kernels)
         else:
             with torch.no_grad():
-                statistics = statistics or self._decide(data, mask, wide, groups)
+                statistics = statistics or self._decide(x.detach(), mask, wide, groups)
                 statistics = snapshot(statistics) if torch.compiler.is_compiling() else statistics
             affine = (  # kernels would read past the end of a parameter with fewer numbers
                 p if p is None or p.shape == (self.dim,) else p.expand(self.dim).contiguous()
