@@ -90,7 +90,7 @@ def multi30k(seeds: int = 1) -> str:
     short = {row["label"]: row["cells"][0] for row in core if row["cells"][0].get("n", 0) > 1}
     after = {row["label"]: row["cells"][0] for row in long if row["cells"][0].get("n")}
     lines = []
-    for label in dict.fromkeys([*short, *(name for name in after if name != "un")]):
+    for label in dict.fromkeys([*short, *(name for name in after if name != "un")]):  # "un" warms up by hand
         cell = after.get(label, {})
         if seeds > 1 and cell.get("n", 0) < seeds:
             continue
@@ -102,10 +102,7 @@ def multi30k(seeds: int = 1) -> str:
         "",
         "Mean ± standard deviation (seeds); difference of runs of the same seed with its 95 % interval (Student's t).",
         *(["Without `warmup=auto`, statistics warm up as long as the learning rate."] if seeds == 1 else []),
-        (
-            "`normkit study core.multi30k`, `core.multi30k-hour`; "
-            "`python benchmarks/folded_scores.py RUN...`."
-        ),
+        "`normkit study core.multi30k`, `core.multi30k-hour`; `python benchmarks/folded_scores.py RUN...`.",
     ])  # fmt: skip
 
 

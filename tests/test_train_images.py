@@ -61,6 +61,20 @@ def shown(settings, data, size=32, seed=5):
 # -- what a model is shown -------------------------------------------------------------------------------------------
 
 
+def test_an_interrupt_within_an_augmentation_leaves_the_generators_as_they_were():
+    def interrupt(image):
+        raise KeyboardInterrupt
+
+    augmentation = ImageAugmentation(Images(), album(), 32)
+    augmentation.train_view = interrupt
+    before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()  # noqa: NPY002
+    with pytest.raises(KeyboardInterrupt):
+        augmentation.train([None], torch.zeros(1), seed=5)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
+    assert random.getstate() == before[2]
+
+
 def test_at_inference_a_picture_is_normalized_and_no_more():
     data = album()
     images, labels, broken = ImageBatches(data.test, ImageAugmentation(Images(), data, 32), None)[0, range(4)]

@@ -3,7 +3,7 @@
 import importlib.metadata
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from normkit.cli.line import command, write
@@ -19,25 +19,37 @@ def list_() -> int:
 
     For each recipe, the list shows if this machine can run it: its packages, its data, and a GPU where it needs one.
     """
-    from normkit.lab.data.corpora import CORPORA
+    from normkit.lab.data.corpora import CORPORA, locate
     from normkit.lab.data.embedded import SOURCES
-    from normkit.lab.data.image_sets import IMAGE_SETS
-    from normkit.lab.data.scenes import SCENE_SETS
+    from normkit.lab.data.image_sets import IMAGE_SETS, find_images
+    from normkit.lab.data.scenes import SCENE_SETS, find_scenes
     from normkit.lab.studies.catalogue import RECIPES
 
     recipes = [(name, _obstacle(recipe) or "runs here", summary(recipe)) for name, recipe in RECIPES.items()]
     sections = (
         ("Recipes (normkit train RECIPE)", recipes),
         ("Data that installs with packages", [(name, summary(source)) for name, source in SOURCES.items()]),
-        ("Corpora, found through NORMKIT_DATA", [(name, corpus.here()) for name, corpus in CORPORA.items()]),
-        ("Images, found through NORMKIT_DATA", [(name, row.here()) for name, row in IMAGE_SETS.items()]),
-        ("Images with boxes, found through NORMKIT_DATA", [(name, row.here()) for name, row in SCENE_SETS.items()]),
+        ("Corpora, found through NORMKIT_DATA", _found(CORPORA, locate)),
+        ("Images, found through NORMKIT_DATA", _found(IMAGE_SETS, find_images)),
+        ("Images with boxes, found through NORMKIT_DATA", _found(SCENE_SETS, find_scenes)),
     )
     lines = ["Norms: a spec is a name, or a name with options as in 'un(window=8)'", "", *_norms()]
     for title, rows in sections:
         lines += ["", title, "", textwrap.indent(align(rows), "  ")]
     write("\n".join(lines))
     return 0
+
+
+def _found(table: Mapping[str, Any], find: Callable[[str], Any]) -> list[tuple[str, str]]:
+    """Return each data set with "here" and what is missing, or with where to get it."""
+    rows = []
+    for name, each in table.items():
+        try:
+            partial = getattr(find(name), "partial", "")  # of corpora
+            rows.append((name, f"here, {partial}" if partial else "here"))
+        except ValueError:
+            rows.append((name, f"not here; {each.origin}"))
+    return rows
 
 
 def summary(documented: Any) -> str:

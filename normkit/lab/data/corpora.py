@@ -50,14 +50,6 @@ class Corpus:
     origin: str
     """Source."""
 
-    def here(self) -> str:
-        """Return "here", with what is missing, or where to get the corpus."""
-        try:
-            located = locate(self.name)
-        except ValueError:
-            return f"not here; {self.origin}"
-        return f"here, {located.partial}" if located.partial else "here"
-
 
 class Located(NamedTuple):
     """A corpus whose files were found; `partial` describes what is missing or replaced."""

@@ -25,14 +25,6 @@ class ImageSet:
     std: tuple[float, float, float]
     origin: str
 
-    def here(self) -> str:
-        """Return "here", or where to get it."""
-        try:
-            _locate(self.name)
-        except ValueError:
-            return f"not here; {self.origin}"
-        return "here"
-
 
 def _cifar(classes: int, mean: tuple[float, float, float], std: tuple[float, float, float]) -> ImageSet:
     archive = {10: "cifar-10-binary.tar.gz", 100: "cifar-100-binary.tar.gz"}[classes]

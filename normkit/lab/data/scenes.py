@@ -35,14 +35,6 @@ class SceneSet:
     origin: str
     """Source."""
 
-    def here(self) -> str:
-        """Return "here", or where to get it."""
-        try:
-            find_scenes(self.name)
-        except ValueError:
-            return f"not here; {self.origin}"
-        return "here"
-
 
 @dataclasses.dataclass(frozen=True)
 class SceneData:

@@ -40,7 +40,7 @@ def read(path: Path) -> dict[str, list[dict[str, str]]]:
 
 
 def _numbers(row: dict[str, str], needed: set[str]) -> bool:
-    """Return True if the numbers of a row can be read; a noise needs its rounds."""
+    """Return True if the numbers of a row can be read; noise needs the number of rounds, too."""
     noise = {"noise", "rounds"} if row.get("noise") else set[str]()
     try:
         whole = all(int(row[k]) > 0 for k in (needed | noise) & {"channels", "rounds"})

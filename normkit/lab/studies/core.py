@@ -12,7 +12,7 @@ from normkit.lab.study import Column, Row, Settings, Study, Times, columns, norm
 AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
 CORE = (
     *norm_rows("layer", "batch", "pnv", "power(groups=1)"),
-    *AUTOMATIC[1::-1],
+    *AUTOMATIC[:2],
     Row("scale + FixNorm", {"model.norm": "scale", "model.fixnorm": True}),
 )
 # separates FixNorm's gain from ScaleNorm's
@@ -22,7 +22,7 @@ SCALED = tuple(
     dataclasses.replace(row, label=f"{row.label} + scale loss", settings={**(row.settings or {}), "scale_loss": 0.1})
     for row in (AUTOMATIC[0], FIXED_UN)
 )
-BY_HAND = norm_rows("un")
+BY_HAND = norm_rows("un")  # warms up as long as the learning rate
 OTHERS = norm_rows("rms", "group", "renorm", "mabn(warmup='auto')", "nonorm", "dyt")
 WARM_UP = "Without warmup=auto, statistics warm up as long as the learning rate, as in the papers."
 THIRD = (

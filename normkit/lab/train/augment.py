@@ -16,7 +16,6 @@ from torch import Tensor
 
 from normkit.lab.data.images import ImageData
 from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.train.lightning import isolate_rng
 from normkit.lab.train.settings import Images
 
 NOISE: Any = "random"  # of v2.RandomErasing, whose annotation allows numbers only
@@ -103,8 +102,13 @@ def seeded(seed: int) -> Iterator[None]:
     ...     print(bool(torch.rand(()) == first))
     True
     """
-    with isolate_rng(include_cuda=False):
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        random.seed(seed)
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
+    try:
         yield
+    finally:  # Lightning's isolate_rng restores nothing after an exception, such as Ctrl-C
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        random.setstate(before[2])

@@ -11,6 +11,5 @@ if importlib.util.find_spec("torchvision") is not None:
     load_torchvision()
 
 import lightning.pytorch as lightning
-from lightning.pytorch.utilities.seed import isolate_rng
 
-__all__ = ["isolate_rng", "lightning"]
+__all__ = ["lightning"]
