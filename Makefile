@@ -15,7 +15,7 @@ export MALLOC_TRIM_THRESHOLD_ = 17179869184
 # Where it is set and pip did not compile packages, each process compiles its imports again: Lightning takes 25 s, not 10.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test tests coverage lint docs laws clean
+.PHONY: help demo test tests coverage lint docs clean
 
 help:
 	@echo "make demo   set up, train one Transformer with each of six norms, compare, fold: six to fifteen minutes"
@@ -24,13 +24,12 @@ help:
 	@echo "make coverage  the tests alone, with the lines of normkit that they run; a third slower"
 	@echo "make lint   ruff and pyright alone"
 	@echo "make docs   the documentation as a site, in site/"
-	@echo "make laws   docs/laws.md, the table of norms and laws, from a run of the tests"
 	@echo "make clean  remove $(VENV) and what was built"
 	@echo
 	@echo "DEMO_ARGS and PYTEST_ARGS are passed on; PYTHON=python3.12 and PIP_ARGS=... change the set-up."
 
 demo: $(VENV)/.demo
-	$(BIN)/normkit demo $(DEMO_ARGS)
+	$(BIN)/papers demo $(DEMO_ARGS)
 
 test: lint docs tests
 
@@ -38,18 +37,16 @@ tests: $(VENV)/.dev
 	$(PYTEST) $(PYTEST_ARGS)
 
 coverage: $(VENV)/.dev
-	$(PYTEST) --cov=normkit --cov-report=term $(PYTEST_ARGS)
+	$(PYTEST) --cov=normkit --cov=normkit_papers --cov-report=term $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
+	$(BIN)/lint-imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # no --quiet: it would hide from --strict what it counts
-
-laws: $(VENV)/.dev
-	$(BIN)/python tests/law_table.py
 
 clean:
 	rm -rf "$(VENV)" build dist site
@@ -62,14 +59,14 @@ define set_up
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Setting up $(VENV): a minute or two"
 	@again=$$(test ! -e $(VENV)/.unfinished || echo --ignore-installed); touch $(VENV)/.unfinished; \
-		$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $$again -e ".[$(EXTRAS)]"
+		$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $$again $(PACKAGES)
 	@mv $(VENV)/.unfinished $@
 endef
 
-$(VENV)/.demo: EXTRAS = demo
-$(VENV)/.demo: pyproject.toml constraints.txt
+$(VENV)/.demo: PACKAGES = -e . -e papers
+$(VENV)/.demo: pyproject.toml papers/pyproject.toml constraints.txt
 	$(set_up)
 
-$(VENV)/.dev: EXTRAS = demo,dev
+$(VENV)/.dev: PACKAGES = -e ".[dev]" -e "papers[ray,text,vision,watch]"
 $(VENV)/.dev: $(VENV)/.demo
 	$(set_up)

@@ -22,12 +22,13 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from normkit.lab.data.batches import batches_of
-from normkit.lab.report import markdown, results
-from normkit.lab.tasks import TASKS
-from normkit.lab.train.config import Run
-from normkit.lab.train.pairs import PairTable
-from normkit.lab.train.source import source
+from normkit_papers.data.batches import batches_of
+from normkit_papers.report import markdown, results
+from normkit_papers.tasks import TASKS
+from normkit_papers.train.config import Run
+from normkit_papers.train.pairs import PairTable
+from normkit_papers.train.source import source
+
 from normkit.norms import parse
 from normkit.watch.advise import fails as share_fails
 from normkit.watch.length import target_share

@@ -12,11 +12,11 @@ import platform
 
 import sweep
 import torch
+from normkit_papers.norm_speed import skip_warmup, training
+from normkit_papers.timing import measure as time_by_turns
 from torch import Tensor, nn
 
 import normkit
-from normkit.lab.norm_speed import skip_warmup, training
-from normkit.lab.timing import measure as time_by_turns
 
 NORMS = ("layer", "rms", "scale", "power(groups=0)", "power", "pnv", "batch", "un", "mabn", "renorm")
 FIELDS = ("device", "threads", "torch", "norm", "shape", "dtype", "rounds", "ms", "low", "ratio", "high", "noise")

@@ -27,13 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import architectures
 import diffusers_models
 from compatibility_page import page
+from normkit_papers.models.config import Model
+from normkit_papers.models.lm import DecoderLM
+from normkit_papers.models.mt import Seq2Seq
+from normkit_papers.models.vit import TinyViT
 from third_party_models import CASES, Case, missing, padding, pixels, randomize, tokens
 
-from normkit.lab.models.config import Model
-from normkit.lab.models.lm import DecoderLM
-from normkit.lab.models.mt import Seq2Seq
-from normkit.lab.models.vit import TinyViT
-from normkit.transforms import convert, find, fold, to_rms
+from normkit.fold import fold, to_rms
+from normkit.models import convert, find
 
 ROOT = Path(__file__).parents[1]
 OFFLINE = ("un", "batch", "renorm", "mabn", "pnv", "repbn", "power(groups=0)")

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from normkit.lab.report.markdown import table
+from normkit_papers.report.markdown import table
 
 TITLES = {
     "bert": "BERT (transformers)", "roberta": "RoBERTa (transformers)", "gpt2": "GPT-2 (transformers)",

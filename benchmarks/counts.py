@@ -26,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import triton_driver
+from normkit_papers.norm_speed import skip_warmup
+from normkit_papers.op_counter import FREE, Counter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 import normkit
-from normkit.lab.norm_speed import skip_warmup
-from normkit.lab.op_counter import FREE, Counter
 from normkit.norms import StatNorm
 
 RESULT = Path(__file__).parent / "results" / "counts.csv"

@@ -91,7 +91,7 @@ def write(subject: Any, name: str, norm: str, runtime: str, recipe: str, batch: 
     import torch
     from deploy_models import used
 
-    from normkit.transforms import Exported, Int8, export
+    from normkit.models import Exported, Int8, export
 
     path = folder / f"{name}-{batch}-{norm}-{recipe or 'float32'}{SUFFIXES[runtime]}"
     about = path.with_suffix(f".{runtime}.json")
@@ -125,7 +125,7 @@ def quantize(in_float: Path, path: Path, int8: Any) -> None:
     """Quantize an ONNX file, as `nk.export(int8=...)` does after it has exported the model."""
     import onnx
 
-    from normkit.transforms.quantize import quantize_onnx
+    from normkit.models.quantize import quantize_onnx
 
     known = {slot.name for slot in onnx.load(in_float).graph.input}
     feeds = [{name: tensor.numpy() for name, tensor in batch.items() if name in known} for batch in int8.batches]
@@ -190,8 +190,7 @@ def compare(name: str, runtime: str, given: argparse.Namespace, folder: Path, ba
     import deploy_models
     import numpy as np
     import torch
-
-    from normkit.lab.timing import ROUNDS, measure
+    from normkit_papers.timing import ROUNDS, measure
 
     subject = deploy_models.make(name, given.weights)
     norms = [norm for norm in given.norms if norm != "limited" or subject.spread]
@@ -270,8 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
         deploy_page.write_pages(given.out)
         return
     import torch
-
-    from normkit.lab.train.environment import environment
+    from normkit_papers.train.environment import environment
 
     torch.set_num_threads(1)
     with torch.no_grad(), tempfile.TemporaryDirectory() as scratch:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from normkit_papers.models.torchvision_ops import load_torchvision
 from torch import Tensor, nn
 
-from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.fold import fold
+from normkit.models import convert, load_pretrained
 from normkit.norms import StatNorm
-from normkit.transforms import convert, fold, load_pretrained
 
 NORMS = {"layer": "LayerNorm", "un": "UN", "folded": "UN folded", "limited": "UN folded, spread limited"}
 
@@ -144,7 +145,7 @@ def gpt2(weights: Path | None) -> Subject:
 
 def run_folders(weights: Path | None, name: str) -> Subject:
     """A trained sequence-to-sequence model: `weights/NAME-layer` and `weights/NAME-un`."""
-    from normkit.lab.train.folder import load
+    from normkit_papers.train.folder import load
 
     if weights is None:
         raise ValueError(f"{name} needs --weights FOLDER with {name}-layer and {name}-un, run folders of normkit train")

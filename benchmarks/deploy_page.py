@@ -7,8 +7,7 @@ from typing import Any
 
 from deploy import RUNTIMES
 from deploy_models import MODELS, NORMS
-
-from normkit.lab.report import markdown
+from normkit_papers.report import markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,14 +14,13 @@ import json
 from pathlib import Path
 
 import torch
-
-from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.report import markdown
-from normkit.lab.train.environment import environment
-from normkit.lab.train.fold_run import fold_run
-from normkit.lab.train.folder import load
-from normkit.lab.train.pairs import spread
-from normkit.lab.train.source import open_task
+from normkit_papers.models.torchvision_ops import load_torchvision
+from normkit_papers.report import markdown
+from normkit_papers.train.environment import environment
+from normkit_papers.train.fold_run import fold_run
+from normkit_papers.train.folder import load
+from normkit_papers.train.pairs import spread
+from normkit_papers.train.source import open_task
 
 COLORS = ["#ff3b30", "#34c759", "#0a84ff", "#ffd60a", "#bf5af2", "#ff9f0a", "#64d2ff", "#ff375f"]
 HEIGHT = 230  # of a scene in the picture

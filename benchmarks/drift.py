@@ -16,10 +16,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.train.run import train
 from torch import Tensor
 
-from normkit.lab.studies.catalogue import RECIPES
-from normkit.lab.train.run import train
 from normkit.norms import UN
 
 AROUND = 24  # steps before and after, whose means are compared

@@ -38,16 +38,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from normkit_papers.models.config import Model
+from normkit_papers.models.torchvision_ops import load_torchvision
+from normkit_papers.models.vit import TinyViT
+from normkit_papers.timing import ROUNDS, measure
+from normkit_papers.train.environment import environment
 from torch import Tensor, nn
 
 from normkit.files import write_whole
-from normkit.lab.models.config import Model
-from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.models.vit import TinyViT
-from normkit.lab.timing import ROUNDS, measure
-from normkit.lab.train.environment import environment
+from normkit.fold import fold
+from normkit.models import convert, export
 from normkit.norms import Norm, StatNorm
-from normkit.transforms import convert, export, fold
 
 RESULTS = Path(__file__).parent / "results"
 NORMS = ("layer", "un", "folded")
@@ -118,10 +119,10 @@ def random_cases(name: str) -> Iterator[Case]:
 def trained_cases(folders: dict[str, Path], count: int) -> Iterator[Case]:
     """The three variants of trained image classifiers, with test images of their data set."""
     load_torchvision()
-    from normkit.lab.data.images import read_images
-    from normkit.lab.train.augment import ImageAugmentation
-    from normkit.lab.train.folder import load
-    from normkit.lab.train.images import ImageBatches
+    from normkit_papers.data.images import read_images
+    from normkit_papers.train.augment import ImageAugmentation
+    from normkit_papers.train.folder import load
+    from normkit_papers.train.images import ImageBatches
 
     for norms, folder in folders.items():
         run, model, _ = load(folder)

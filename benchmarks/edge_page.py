@@ -11,7 +11,7 @@ import statistics
 import textwrap
 from pathlib import Path
 
-from normkit.lab.report import markdown
+from normkit_papers.report import markdown
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "deploying.md"

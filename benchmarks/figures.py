@@ -14,16 +14,16 @@ import time
 from pathlib import Path
 
 import torch
+from normkit_papers.cka import cka
+from normkit_papers.data.embedded import digits
+from normkit_papers.powernorm.recipes import cifar10_resnet20
+from normkit_papers.recipes import g2p_cmudict, mt_multi30k, vit_digits
+from normkit_papers.report import results
+from normkit_papers.report.recorded import BATCH_NORMS, first_sites, recorded
+from normkit_papers.train.config import Run
+from normkit_papers.train.folder import load
+from normkit_papers.train.run import train
 
-from normkit.lab.cka import cka
-from normkit.lab.data.embedded import digits
-from normkit.lab.papers.powernorm.recipes import cifar10_resnet20
-from normkit.lab.recipes import g2p_cmudict, mt_multi30k, vit_digits
-from normkit.lab.report import results
-from normkit.lab.report.recorded import BATCH_NORMS, first_sites, recorded
-from normkit.lab.train.config import Run
-from normkit.lab.train.folder import load
-from normkit.lab.train.run import train
 from normkit.text import align
 from normkit.watch import Appender, Series
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from normkit_papers.report import results
+from normkit_papers.train.calibrate_run import calibrate_run
+from normkit_papers.train.decode import beam_search
+from normkit_papers.train.environment import environment
+from normkit_papers.train.fold_run import fold_run
+from normkit_papers.train.folder import Loaded, load
+from normkit_papers.train.source import open_task
 
 from normkit.files import write_whole
-from normkit.lab.report import results
-from normkit.lab.train.calibrate_run import calibrate_run
-from normkit.lab.train.decode import beam_search
-from normkit.lab.train.environment import environment
-from normkit.lab.train.fold_run import fold_run
-from normkit.lab.train.folder import Loaded, load
-from normkit.lab.train.source import open_task
 
 RESULTS = Path(__file__).parents[1] / "results"
 

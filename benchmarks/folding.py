@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from deploy_models import make, used, with_random_statistics
+from normkit_papers.models.torchvision_ops import load_torchvision
+from normkit_papers.report import markdown
+from normkit_papers.timing import measure
+from normkit_papers.train.environment import environment
 from torch import nn
 
-from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.report import markdown
-from normkit.lab.timing import measure
-from normkit.lab.train.environment import environment
-from normkit.transforms import fold
+from normkit.fold import fold
 
 ROOT = Path(__file__).parents[1]
 RESULT, PAGE = ROOT / "benchmarks" / "results" / "folding.json", ROOT / "docs" / "guides" / "folding.md"
@@ -47,7 +47,7 @@ def model_and_example(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def timed(name: str, rounds: int) -> dict[str, Any]:
     """Time `fold` and one forward by turns, and the stages of the last fold."""
-    module: Any = importlib.import_module("normkit.transforms.fold.fold")
+    module: Any = importlib.import_module("normkit.fold.fold")
     stages: list[tuple[str, float]] = []
 
     class Stages(module.Steps):

@@ -35,6 +35,10 @@ if DRY:
 import sweep
 import torch
 import torch.nn.functional as F
+from normkit_papers.models.config import Model
+from normkit_papers.models.mt import Seq2Seq
+from normkit_papers.norm_speed import skip_warmup
+from normkit_papers.timing import ROUNDS, Timings, measure
 from peers import providers, versions
 from swin import swin_t
 from torch import Tensor
@@ -46,10 +50,6 @@ from normkit.kernels.triton import columns
 from normkit.kernels.triton import entry as kernels
 from normkit.kernels.triton import rows as row_ops
 from normkit.kernels.triton.launch import Launch, cdiv, column_launch, row_launch, sum_grid, sum_launch
-from normkit.lab.models.config import Model
-from normkit.lab.models.mt import Seq2Seq
-from normkit.lab.norm_speed import skip_warmup
-from normkit.lab.timing import ROUNDS, Timings, measure
 
 DEVICE = "cpu" if DRY else "cuda"
 EPS = 1e-5

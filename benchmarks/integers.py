@@ -23,16 +23,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deploy import quantize
+from normkit_papers.data.vocab import PAD
+from normkit_papers.models.torchvision_ops import load_torchvision
+from normkit_papers.report import markdown
+from normkit_papers.train.decode import greedy
+from normkit_papers.train.environment import environment
+from normkit_papers.train.pairs import spread
+from normkit_papers.train.source import open_task
 from torch import Tensor, nn
 
-from normkit.lab.data.vocab import PAD
-from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.report import markdown
-from normkit.lab.train.decode import greedy
-from normkit.lab.train.environment import environment
-from normkit.lab.train.pairs import spread
-from normkit.lab.train.source import open_task
-from normkit.transforms import Int8, export, fold
+from normkit.fold import fold
+from normkit.models import Int8, export
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -113,7 +114,7 @@ class Decoding:
 
 def ours(name: str, weights: Path, decode: int) -> Study:
     """A sequence-to-sequence model, on test items of at most 32 or 48 symbols."""
-    from normkit.lab.train.folder import load
+    from normkit_papers.train.folder import load
 
     loaded = {norm: load(weights / f"{name}-{norm}") for norm in ("layer", "un")}
     run = dataclasses.replace(loaded["layer"].run, test_items=2000)

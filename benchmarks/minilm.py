@@ -19,11 +19,12 @@ import time
 from pathlib import Path
 
 import torch
+from normkit_papers.models.torchvision_ops import load_torchvision
+from normkit_papers.train.environment import environment
 from torch import Tensor, nn
 
-from normkit.lab.models.torchvision_ops import load_torchvision
-from normkit.lab.train.environment import environment
-from normkit.transforms import calibrate, convert, find, fold
+from normkit.fold import fold
+from normkit.models import calibrate, convert, find
 
 SPEC = "un"
 TEXTS = [Path(__file__).parents[1] / "docs" / name for name in ("norms", "guides", "choosing.md", "vision.md")]

@@ -2,14 +2,13 @@
 
     python benchmarks/ops.py [--threads 1] [--rounds 60] [--shapes 4096x512 ...] [--dtypes float32 ...] [--compiled]
 
-`normkit.lab.norm_speed` measures; this script adds the targets and writes the file. Norms are measured after their
+`normkit_papers.norm_speed` measures; this script adds the targets and writes the file. Norms are measured after their
 warm-up. Run it on a quiet machine, with the settings of the Makefile (OMP_WAIT_POLICY, MALLOC_*).
 `--compiled` adds every norm compiled by Inductor (it needs a C++ compiler).
 """
 
 import sweep
-
-from normkit.lab.norm_speed import measure
+from normkit_papers.norm_speed import measure
 
 TARGETS = {  # of the ratio to nn.LayerNorm
     "layer": 1.0, "rms": 1.0, "scale": 1.0, "power(groups=0)": 1.0, "power": 1.0, "pnv": 1.2, "batch": 1.2,

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import sweep
 import torch
+from normkit_papers.timing import measure as time_by_turns
 from torch import Tensor
 
 from normkit.kernels import fused
 from normkit.kernels.cpu import entry as native
 from normkit.kernels.cpu.arguments import call
-from normkit.lab.timing import measure as time_by_turns
 
 EPS = 1e-5
 FIELDS = ("device", "threads", "torch", "pass", "norm", "how", "moves", "target", "shape", "dtype", "rounds", "ms",

@@ -26,14 +26,15 @@ import time
 from pathlib import Path
 
 import torch
+from normkit_papers.train.distill import BETAS, Distillation, fit
+from normkit_papers.train.environment import environment
+from normkit_papers.train.removable import RemovableRun
+from normkit_papers.train.removal import FITTED, summarize
 from torch import nn
 
-from normkit.lab.train.distill import BETAS, Distillation, fit
-from normkit.lab.train.environment import environment
-from normkit.lab.train.removable import RemovableRun
-from normkit.lab.train.removal import FITTED, summarize
+from normkit.fold import fold
+from normkit.models import blend, calibrate, convert, find, fit_norms, scale_loss, settle
 from normkit.norms import StatNorm
-from normkit.transforms import blend, calibrate, convert, find, fit_norms, fold, scale_loss, settle
 
 RECIPES = (
     "trained on", "calibrated", "fitted", "fitted, batches", "blend", "staged", "staged, in order", "staged, scales",

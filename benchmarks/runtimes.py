@@ -15,13 +15,14 @@ import warnings
 from pathlib import Path
 
 import torch
+from normkit_papers.models.config import Model
+from normkit_papers.models.vit import TinyViT
+from normkit_papers.report import markdown
+from normkit_papers.train.environment import environment
 
-from normkit.lab.models.config import Model
-from normkit.lab.models.vit import TinyViT
-from normkit.lab.report import markdown
-from normkit.lab.train.environment import environment
+from normkit.fold import fold
+from normkit.models import convert, export
 from normkit.norms import Norm, StatNorm
-from normkit.transforms import convert, export, fold
 
 RUNTIMES = {"onnx": "onnxruntime", "pt2": "torch", "xml": "openvino", "pte": "executorch"}
 PAGE = """# Export

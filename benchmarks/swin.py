@@ -25,16 +25,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from normkit_papers.models.config import Model
+from normkit_papers.models.detection import detector
+from normkit_papers.models.torchvision_ops import load_torchvision, torchvision_operators
+from normkit_papers.report import markdown
+from normkit_papers.timing import measure
+from normkit_papers.train.environment import environment
 from torch import Tensor, nn
 
-from normkit.lab.models.config import Model
-from normkit.lab.models.detection import detector
-from normkit.lab.models.torchvision_ops import load_torchvision, torchvision_operators
-from normkit.lab.report import markdown
-from normkit.lab.timing import measure
-from normkit.lab.train.environment import environment
+from normkit.fold import fold
+from normkit.models import calibrate, convert, find
 from normkit.text import align
-from normkit.transforms import calibrate, convert, find, fold
 
 ROOT = Path(__file__).parents[1]
 NORMS = ("layer", "rms", "un", "folded")

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from normkit_papers.tasks import TASKS
+from normkit_papers.train.calibrate_run import calibrate_run
+from normkit_papers.train.folder import load
+from normkit_papers.train.source import open_task
 from torch import Tensor, nn
 
-from normkit.lab.tasks import TASKS
-from normkit.lab.train.calibrate_run import calibrate_run
-from normkit.lab.train.folder import load
-from normkit.lab.train.source import open_task
+from normkit.models.invoke import input_and_mask
 from normkit.norms import Norm, StatNorm
 from normkit.text import align
-from normkit.transforms.invoke import input_and_mask
 
 BATCHES, CALIBRATED = 6, 50
 

@@ -9,11 +9,11 @@ and removing one changes the logits by exactly these. About half a minute on a C
 
 import torch
 import torch.nn.functional as F
+from normkit_papers.data.embedded import SOURCES
+from normkit_papers.models.config import Model
+from normkit_papers.models.lm import DecoderLM
 
 import normkit as nk
-from normkit.lab.data.embedded import SOURCES
-from normkit.lab.models.config import Model
-from normkit.lab.models.lm import DecoderLM
 
 torch.manual_seed(0)
 torch.set_num_threads(1)

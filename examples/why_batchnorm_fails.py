@@ -9,12 +9,12 @@ There is no training: an encoder makes one pass over real words in two kinds of 
 import statistics
 
 import torch
+from normkit_papers.data.batches import batches_of, pad
+from normkit_papers.data.embedded import cmudict
+from normkit_papers.models.config import Model
+from normkit_papers.models.mt import Seq2Seq
 
 import normkit as nk
-from normkit.lab.data.batches import batches_of, pad
-from normkit.lab.data.embedded import cmudict
-from normkit.lab.models.config import Model
-from normkit.lab.models.mt import Seq2Seq
 
 words = [source for source, _ in cmudict().train][:20_000]
 lengths = [len(word) for word in words]

@@ -1,7 +1,22 @@
 """normkit: swap, train, watch and fold away the norms of any Transformer."""
 
+from normkit.fold import audit, fold, to_rms
 from normkit.kernels.autograd import keep_statistics
 from normkit.kernels.dispatch import kernels
+from normkit.models import (
+    Int8,
+    blend,
+    calibrate,
+    convert,
+    export,
+    find,
+    fit_norms,
+    follow_optimizer,
+    load_pretrained,
+    save_pretrained,
+    scale_loss,
+    settle,
+)
 from normkit.norms import (
     MABN,
     NORMS,
@@ -30,23 +45,6 @@ from normkit.norms import (
     options,
     spectral_norm,
     weight_norm,
-)
-from normkit.transforms import (
-    Int8,
-    audit,
-    blend,
-    calibrate,
-    convert,
-    export,
-    find,
-    fit_norms,
-    fold,
-    follow_optimizer,
-    load_pretrained,
-    save_pretrained,
-    scale_loss,
-    settle,
-    to_rms,
 )
 from normkit.watch import diagnose, record
 

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 import torch
-from forked import forked_workers  # noqa: F401
+
 
 SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
 

@@ -4,9 +4,9 @@ import torch
 from third_party_models import randomize
 from torch import Tensor, nn
 
+from normkit.fold import fold
+from normkit.models.difference import error
 from normkit.norms import Norm, make
-from normkit.transforms import fold
-from normkit.transforms.fold.verify import error
 
 DIM = 6
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from normkit_papers.cli.folding import fit_width
 from third_party_models import CASES, case_of, randomize
 from torch import nn
 
-from normkit.cli.folding import fit_width
+from normkit.fold import audit, fold
+from normkit.models import convert
 from normkit.norms import make
-from normkit.transforms import audit, convert, fold
 
 
 def positions(name: str, spec: str = "layer") -> dict[str, str]:

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
+from normkit_papers.models.torchvision_ops import load_torchvision
 from third_party_models import CASES, case_of, padding, randomize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.fold import fold
+from normkit.models import Blend, blend, calibrate, convert, settle
 from normkit.norms import NORMS, UN, LayerNorm, make
-from normkit.transforms import Blend, blend, calibrate, convert, fold, settle
 
 DIM = 6
 

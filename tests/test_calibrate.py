@@ -8,9 +8,9 @@ import torch
 from third_party_models import CASES, case_of, padding, randomize
 from torch import nn
 
+from normkit.models import calibrate, convert, fit_norms
+from normkit.models.invoke import describe
 from normkit.norms import NORMS, StatNorm, make
-from normkit.transforms import calibrate, convert, fit_norms
-from normkit.transforms.invoke import describe
 
 STAT = [name for name, kind in NORMS.items() if issubclass(kind, StatNorm)]
 

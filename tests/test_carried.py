@@ -8,8 +8,8 @@ from norm_cases import DIM, SPECS, batch, train_step, trained
 from torch import nn
 from torch.testing import assert_close
 
+from normkit.models import calibrate, convert, find
 from normkit.norms import NORMS, UN, PowerNorm, RowNorm, StatNorm, make, options, parse
-from normkit.transforms import calibrate, convert, find
 
 
 @pytest.mark.parametrize("old", ["scale", "scale(unit_init=True)", "scale(learn=False)", "scale(affine=False)"])

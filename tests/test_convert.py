@@ -12,9 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.utils import prune
 
+from normkit.fold import audit, fold
+from normkit.models import blend, calibrate, convert, export, find, unreadable
+from normkit.models.third_party import CannotRead, equivalent, read_norm
 from normkit.norms import UN, BatchNorm, LayerNorm, Norm, RMSNorm, make
-from normkit.transforms import audit, blend, calibrate, convert, export, find, fold, unreadable
-from normkit.transforms.third_party import CannotRead, equivalent, read_norm
 
 
 def run(case, model=None, **changes):

@@ -9,9 +9,10 @@ from test_export_int8 import Mixer
 from third_party_models import CASES, case_of, randomize
 from torch import Tensor, nn
 
+from normkit.fold import fold
+from normkit.models import blend, convert, export
+from normkit.models.export import operations_of, program_of
 from normkit.norms import make
-from normkit.transforms import blend, convert, export, fold
-from normkit.transforms.export import operations_of, program_of
 
 MODELS = ["bert", "t5", "torch_encoder_pre", "torchvision_swin"]
 OTHERWISE = {  # divisions and means that are no norm's
@@ -137,7 +138,7 @@ def test_a_file_that_is_wrong_replaces_none(tmp_path, monkeypatch):
     path, x = tmp_path / "m.pt2", torch.randn(2, 4)
     export(nn.Linear(4, 2).eval(), path, x)
     before = path.read_bytes()
-    monkeypatch.setattr(sys.modules["normkit.transforms.export"], "error", lambda *given: 1.0)
+    monkeypatch.setattr(sys.modules["normkit.models.export"], "error", lambda *given: 1.0)
     with pytest.raises(ValueError, match="computes something else"):
         export(nn.Linear(4, 2).eval(), path, x)
     assert [file.name for file in tmp_path.iterdir()] == ["m.pt2"]

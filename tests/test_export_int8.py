@@ -9,10 +9,11 @@ import torch
 from third_party_models import case_of, randomize
 from torch import Tensor, nn
 
-from normkit.transforms import Int8, convert, export, fold
-from normkit.transforms.invoke import Call
-from normkit.transforms.openvino_executorch import prepare_for_xnnpack
-from normkit.transforms.quantize import calibration
+from normkit.fold import fold
+from normkit.models import Int8, convert, export
+from normkit.models.invoke import Call
+from normkit.models.openvino_executorch import prepare_for_xnnpack
+from normkit.models.quantize import calibration
 
 PACKAGES = {"onnx": "onnxruntime", "xml": "nncf", "pte": "executorch"}
 

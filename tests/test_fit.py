@@ -7,7 +7,8 @@ import torch
 from third_party_models import case_of, randomize
 from torch import nn
 
-from normkit.transforms import convert, fit_norms, fold
+from normkit.fold import fold
+from normkit.models import convert, fit_norms
 
 DIM = 6
 

@@ -10,9 +10,10 @@ from fold_cases import DIM, Read, Tied, check
 from third_party_models import CASES, case_of, randomize, tokens
 from torch import Tensor, nn
 
+from normkit.fold import fold
+from normkit.models import convert
+from normkit.models.affine import Affine
 from normkit.norms import NORMS, Norm, make
-from normkit.transforms import convert, fold
-from normkit.transforms.affine import Affine
 
 # -- foreign models ---------------------------------------------------------------------------------------------------
 

@@ -9,16 +9,16 @@ from functools import partial
 import pytest
 import torch
 from fold_cases import DIM, check
+from normkit_papers.models.config import Model
+from normkit_papers.models.lm import DecoderLM
+from normkit_papers.models.mt import Seq2Seq
 from third_party_models import padding, randomize, tokens
 from torch import Tensor, nn
 
-from normkit.lab.models.config import Model
-from normkit.lab.models.lm import DecoderLM
-from normkit.lab.models.mt import Seq2Seq
+from normkit.fold import fold, progress
+from normkit.models import convert
+from normkit.models.affine import Affine
 from normkit.norms import make
-from normkit.transforms import convert, fold
-from normkit.transforms.affine import Affine
-from normkit.transforms.fold import progress
 
 
 class Post(nn.Module):

@@ -6,8 +6,8 @@ from test_fold_cases import Post
 from third_party_models import randomize, tokens
 from torch import nn
 
+from normkit.fold import fold
 from normkit.norms import make
-from normkit.transforms import fold
 
 IDS = tokens(4, 7, high=20)
 

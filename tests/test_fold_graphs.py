@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from normkit.fold import fold
+from normkit.fold.relations import Relations
+from normkit.fold.solve import Solver
+from normkit.fold.survey import Survey
+from normkit.models.invoke import Call
 from normkit.norms import make
-from normkit.transforms.fold import fold
-from normkit.transforms.fold.relations import Relations
-from normkit.transforms.fold.solve import Solver
-from normkit.transforms.fold.survey import Survey
-from normkit.transforms.invoke import Call
 
 WIDTH = 3
 OPERATIONS = ("linear", "norm", "norm", "gain", "sum", "sum", "scaled", "flipped", "tanh", "gated", "times", "again",

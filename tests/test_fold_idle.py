@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from fold_cases import DIM, Two, both_agree, both_agree_on, check
 from torch import Tensor, nn
 
+from normkit.fold import to_rms
 from normkit.norms import make
-from normkit.transforms import to_rms
 
 
 @pytest.mark.parametrize(("spec", "action"), [("batch", "multiply-add"), ("layer", "kept")])

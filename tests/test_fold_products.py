@@ -5,8 +5,8 @@ import torch
 from fold_cases import DIM, Read, check
 from torch import Tensor, nn
 
+from normkit.fold import fold
 from normkit.norms import make
-from normkit.transforms import fold
 
 
 class Stream(nn.Module):

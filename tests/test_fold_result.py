@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from third_party_models import CASES, randomize, tokens
 from torch import Tensor, nn
 
+from normkit.fold import audit, fold, to_rms
+from normkit.models import calibrate, convert
+from normkit.models.affine import Affine
 from normkit.norms import StatNorm, make, weight_norm
-from normkit.transforms import audit, calibrate, convert, fold, to_rms
-from normkit.transforms.affine import Affine
 
 # -- the result -------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from fold_cases import DIM, Read, check
 from third_party_models import randomize
 from torch import Tensor, nn
 
+from normkit.fold import audit, fold
+from normkit.models import export
 from normkit.norms import make
-from normkit.transforms import audit, export, fold
 
 
 class Average(nn.Module):

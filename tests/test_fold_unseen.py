@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from fold_cases import DIM, Two, both_agree, both_agree_on, check
 from torch import Tensor, nn
 
+from normkit.fold import fold, to_rms
+from normkit.fold.inputs import variants
+from normkit.models import convert
+from normkit.models.affine import Affine
+from normkit.models.difference import error
+from normkit.models.invoke import Call
 from normkit.norms import make
-from normkit.transforms import convert, fold, to_rms
-from normkit.transforms.affine import Affine
-from normkit.transforms.fold.inputs import variants
-from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import Call
 
 
 @pytest.mark.parametrize("how", ["masked_fill", "where"])
@@ -94,7 +95,7 @@ def test_padding_that_only_sizes_not_tried_show():
 
     None of the sizes tried needs any in every stage.
     """
-    from normkit.lab.models.torchvision_ops import load_torchvision
+    from normkit_papers.models.torchvision_ops import load_torchvision
 
     swin = load_torchvision().models.SwinTransformer([4, 4], 6, [1, 1], [1, 1], [7, 7], num_classes=5)
     model = convert(swin, "un")

@@ -12,13 +12,13 @@ from fold_cases import DIM, Read, check, norm
 from third_party_models import CASES, pixels, randomize, tokens
 from torch import Tensor, nn
 
+from normkit.fold import fold, rewrite
+from normkit.fold.float64 import Double, grouped_mm, in_float64
+from normkit.fold.inputs import variants
+from normkit.models import convert
+from normkit.models.difference import error
+from normkit.models.invoke import Call
 from normkit.norms import make
-from normkit.transforms import convert, fold
-from normkit.transforms.fold import rewrite
-from normkit.transforms.fold.float64 import Double, grouped_mm, in_float64
-from normkit.transforms.fold.inputs import variants
-from normkit.transforms.fold.verify import error
-from normkit.transforms.invoke import Call
 
 
 def test_outputs_without_finite_numbers_are_refused():
@@ -75,7 +75,7 @@ def test_errors_of_different_outputs():
 
 
 def test_a_wrong_rule_fails_verification_and_the_norm_stays(monkeypatch):
-    from normkit.transforms.fold.relations import Relations
+    from normkit.fold.relations import Relations
 
     pin = Relations.pin
     monkeypatch.setattr(Relations, "pin", lambda self, nodes, why, scale=True: (

@@ -6,12 +6,12 @@ import gc
 import pytest
 import torch
 from norm_cases import DIM, STAT_SPECS, batch, random_norm, train_step
+from normkit_papers.train.lightning import lightning
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 from torch.testing import assert_close
 
 import normkit as nk
-from normkit.lab.train.lightning import lightning
 from normkit.norms import make
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import normkit as nk
-from normkit.transforms.convert import find
-from normkit.transforms.masks import fit
-from normkit.transforms.take_apart import GatedNorm
+from normkit.models.convert import find
+from normkit.models.masks import fit
+from normkit.models.take_apart import GatedNorm
 
 DIM, HEADS = 8, 3
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normkit
 from normkit.kernels.dispatch import kernels
+from normkit.models.hooks import channels_first
 from normkit.norms import make
-from normkit.transforms.hooks import channels_first
 
 every = pytest.mark.parametrize("spec", SPECS)
 every_stat = pytest.mark.parametrize("spec", STAT_SPECS)

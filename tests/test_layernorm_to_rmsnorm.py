@@ -5,14 +5,14 @@ Refused where a mean would be noticed.
 
 import pytest
 import torch
+from normkit_papers.models.config import Model
+from normkit_papers.models.mt import Seq2Seq
+from normkit_papers.models.vit import TinyViT
 from third_party_models import case_of, randomize, tokens
 from torch import Tensor, nn
 
-from normkit.lab.models.config import Model
-from normkit.lab.models.mt import Seq2Seq
-from normkit.lab.models.vit import TinyViT
+from normkit.fold import fold, to_rms
 from normkit.norms import LayerNorm, RMSNorm
-from normkit.transforms import fold, to_rms
 
 DIM = 6
 RMS = {"gpt2": "5 of 5", "hf_vit": "5 of 5", "timm_deit": "5 of 5", "torchvision_vit": "5 of 5", "bert": "1 of 6",

@@ -8,9 +8,9 @@ from third_party_models import CASES, case_of, missing, padding, pixels, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from normkit.models import blend, convert
+from normkit.models.masks import real_tokens
 from normkit.norms import StatNorm
-from normkit.transforms import blend, convert
-from normkit.transforms.masks import real_tokens
 
 
 def run(case, model=None, **changes):

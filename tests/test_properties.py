@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from norm_cases import reads_its_sample, short
+from normkit_papers.released import RELEASED
 from torch.testing import assert_close
 
-from normkit.lab.released import RELEASED
 from normkit.norms import NORMS, StatNorm, fix_embedding, make, option_defaults, parse
 
 some = settings(

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 from norm_cases import DIM, batch, train_step
+from normkit_papers.released import RELEASED, Released
 from test_formulas import STEPS, batches, fifty_steps
 from torch.testing import assert_close
-
-from normkit.lab.released import RELEASED, Released
 
 SETTINGS = [
     ("power", {"warmup": 20}),

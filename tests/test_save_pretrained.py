@@ -9,7 +9,7 @@ import torch
 from third_party_models import case_of
 
 import normkit
-from normkit.transforms import convert, save_pretrained
+from normkit.models import convert, save_pretrained
 
 pytest.importorskip("transformers")
 

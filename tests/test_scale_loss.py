@@ -5,15 +5,15 @@ import statistics
 
 import pytest
 import torch
+from normkit_papers.models.config import Model
+from normkit_papers.train.config import Run
+from normkit_papers.train.run import train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normkit.lab.models.config import Model
-from normkit.lab.train.config import Run
-from normkit.lab.train.run import train
+from normkit.models import blend, convert, scale_loss
+from normkit.models.scale_loss import ScaleDeviation
 from normkit.norms import make
-from normkit.transforms import blend, convert, scale_loss
-from normkit.transforms.scale_loss import ScaleDeviation
 from normkit.watch import read_run
 
 

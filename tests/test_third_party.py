@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from normkit_papers.models.torchvision_ops import load_torchvision
 from third_party_models import randomize
 from torch import nn
 
-from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.fold import fold
+from normkit.models import blend, convert, find, unreadable
 from normkit.norms import BatchNorm, make, parse
-from normkit.transforms import blend, convert, find, fold, unreadable
 
 
 class GemmaRMSNorm(nn.Module):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.kernels.async_counter import AsyncCounter
-from normkit.transforms import unreadable
+from normkit.models import unreadable
 from normkit.watch import QUANTITIES, Recorder
 from normkit.watch.sites import sites
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from normkit_papers.models.torchvision_ops import load_torchvision
 from torch import nn
 
 import normkit
-from normkit.lab.models.torchvision_ops import load_torchvision
 from normkit.watch import Row, advise, diagnose, record
 
 

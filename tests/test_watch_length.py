@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from normkit_papers.data.batches import batches_of
 from torch import nn
 
-from normkit.lab.data.batches import batches_of
 from normkit.watch import NOT_CHECKED, Recorder, Row, advise, diagnose, record
 from normkit.watch.length import target_share
 from normkit.watch.recording import as_recording

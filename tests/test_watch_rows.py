@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from normkit_papers.cka import cka
+from normkit_papers.singular_values import embedding_rows
 from test_sync import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -12,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import normkit
 from normkit import watch
 from normkit.kernels import sync
-from normkit.lab.cka import cka
-from normkit.lab.singular_values import embedding_rows
 from normkit.watch import Row, read, record, row_files
 from normkit.watch.normality import p_normal
 from normkit.watch.quantities import choose

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from normkit_papers.models.torchvision_ops import load_torchvision
 from torch import Tensor, nn
 
-from normkit.lab.models.torchvision_ops import load_torchvision
+from normkit.models import find
 from normkit.norms import StatNorm
-from normkit.transforms import find
 
 
 class Case(NamedTuple):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from normkit.arguments import require
+from normkit.models.calibrate import evaluating
+from normkit.models.checks import check_is_model
 from normkit.norms import StatNorm, SwitchableNorm
-from normkit.transforms.calibrate import evaluating
-from normkit.transforms.checks import check_is_model
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from normkit.models.convert import is_parametrization
+from normkit.models.masks import fit, is_time_first, real_tokens
+from normkit.models.third_party import CannotRead, is_named_norm, read_norm
 from normkit.norms import Norm, StatNorm
-from normkit.transforms.convert import is_parametrization
-from normkit.transforms.masks import fit, is_time_first, real_tokens
-from normkit.transforms.third_party import CannotRead, is_named_norm, read_norm
 from normkit.watch.row_names import UNTRACKED
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")

@@ -1,0 +1,129 @@
+"""Fold the norms of a model into the layers beside them, and verify the result."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from normkit.arguments import is_number, require
+from normkit.fold.plan import FoldPlan
+from normkit.fold.progress import steps
+from normkit.fold.report import Report
+from normkit.fold.rewrite import largest_factor, rewrite
+from normkit.fold.survey import TOLERANCE, Survey
+from normkit.models.invoke import Call, Pick, check_batches
+
+
+@torch.inference_mode(False)  # the result may be trained
+def fold(
+    model: nn.Module,
+    *example: Any,
+    outputs: Pick | None = None,
+    untie: bool = False,
+    other_shapes: bool = True,
+    spread: float | None = None,
+    balance: Iterable[Any] | None = None,
+    **kwexample: Any,
+) -> tuple[nn.Module, Report]:
+    """Return an equivalent model for inference without its norms, and a report on each.
+
+    At inference a norm is `rest(x) * scale + shift`. Where `rest` is the identity (norms with frozen statistics, called
+    offline) the norm vanishes in a change of coordinates. The folded model computes `v` where the original computed
+    `x = s * v + t`, with `s` and `t` for each channel such that the norm is the identity on `v`. Products with a weight
+    take `s` and `t` of what they read and write, embeddings and tables those of what they write. A norm stays as one
+    multiply-add (or one addition, where zero padding is in the way) if this contradicts something that fixes the
+    coordinates at both of its ends: a nonlinear operation, the model's input or output, a tied weight. Of norms that
+    compute statistics of each token the gain and bias vanish if they can. What stays has its reason in the report.
+
+    The connections are not assumed but traced, see `audit`. The result is compared with the original in float64 on
+    the example and on random inputs of other shapes. Numbers, flags and the branches of conditions are taken as fixed,
+    masks that the example does not have as never given. A norm that a weight might read which no call used (an expert,
+    another head) stays, and one of whose output the model selects rows that the example does not have. Tied weights
+    stay tied. The original is not changed.
+
+    Args:
+        model: The model, in evaluation mode.
+        *example: The arguments of a call of the model, or one batch of a loader that is a mapping of keywords.
+        outputs: Picks what you use of the model's output, such as `lambda out: out.logits`. What you use cannot change,
+            so a norm whose output it is stays.
+        untie: Give an output layer that is tied to an embedding a copy of its own. Offline norms do not need it; it
+            lets the gain of a last norm that computes statistics vanish.
+        other_shapes: Also verify with other lengths and sizes. False suits a model that will never see another length
+            or size (Swin at a multiple of its window, where nothing is padded).
+        spread: A limit for the largest range of a channel of a residual stream over that of the median channel, on
+            the example or the batches of `balance`. Multiply-adds stay where it would be exceeded. None, no limit, is
+            right for float32 and bfloat16. float16 and integers need a small one (such as 16), for the gains of a
+            post-norm stream multiply up over its depth.
+        balance: Batches on which to measure the ranges of the channels. Scales that folding leaves free are chosen
+            such that the ranges are equal, for float16 and integers. Mappings hold keywords, tuples or lists arguments.
+        **kwexample: The keyword arguments of the call.
+
+    Returns:
+        The folded model, and the report: the outcome of each norm, and the errors of the comparison.
+
+    Raises:
+        ValueError: If `spread` is below 1, the model is training, the example does not fit, or the forward is random.
+        TypeError: If the model is wrapped or quantized, or `balance` is no collection of batches.
+        RuntimeError: If folded weights overflow in half precision.
+
+    Example:
+        >>> import torch, normkit
+        >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
+        >>> folded, report = fold(model, torch.randn(3, 4))
+        >>> folded
+        Sequential(
+          (0): Identity()
+          (1): Linear(in_features=4, out_features=2, bias=True)
+        )
+    """
+    allowed = "a ratio of ranges, at least 1, or None for no limit"
+    require(spread is None or (is_number(spread) and spread >= 1), "spread", spread, allowed)
+    if balance is not None:
+        check_batches(balance, "balance")
+    with steps("fold") as step:
+        survey = Survey(model, Call(example, kwexample), outputs, untie, other_shapes, "fold", step)
+        if balance is not None:
+            survey.measure(balance)
+        step("solve")
+        plan = FoldPlan(survey.trace, survey.model, limit=spread, balance=balance is not None)
+        step("verify")
+        survey.add_longer_call()
+        worst = survey.worst(rewrite(survey.model, plan))
+        if "no attribute 'weight'" in survey.failure:  # the model reads that of a norm that is gone
+            survey.trace.keep_weights, survey.model = True, survey.double()
+            worst = survey.worst(rewrite(survey.model, plan))
+        if not worst <= TOLERANCE:
+            survey.require_repeatable()
+            plan, worst = _one_by_one(survey, plan)
+        del survey.model
+        step("rewrite")
+        folded = rewrite(survey.copy(), plan)
+        report = survey.report(folded, plan.outcomes, worst)
+    return folded, replace(report, largest_factor=largest_factor(plan), spread=plan.spread)
+
+
+def _one_by_one(survey: Survey, first: FoldPlan) -> tuple[FoldPlan, float]:
+    """Should not be needed: leave out the norms whose folding is not exact."""
+    survey.model = survey.double()
+    reasons: dict[str, str] = {}
+    exact: list[str] = []
+
+    def tried(only: list[str]) -> tuple[FoldPlan, float]:
+        plan = FoldPlan(survey.trace, survey.model, reasons, only, first.limit, first.balance)
+        return plan, survey.worst(rewrite(copy.deepcopy(survey.model), plan))
+
+    for name in [name for name, outcome in first.outcomes.items() if outcome.action != "kept"]:
+        worst = tried([*exact, name])[1]
+        if worst <= TOLERANCE:
+            exact.append(name)
+        elif survey.failure:
+            reasons[name] = f"the model fails without it: {survey.failure}"
+        else:
+            reasons[name] = f"not exact: with it folded, the output differs by {worst:.1e}"
+    plan, worst = tried(exact)
+    if not worst <= TOLERANCE:
+        raise RuntimeError(f"fold() cannot verify this model: without any norm folded, outputs differ by {worst:.1e}")
+    return plan, worst

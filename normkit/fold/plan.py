@@ -1,0 +1,153 @@
+"""The plan of a fold: coordinates, the outcome of each norm, reasons for those that stay."""
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from normkit.fold.conditioning import Conditioning
+from normkit.fold.float64 import on_cpu
+from normkit.fold.position import position
+from normkit.fold.relations import NormNode, Relations, new_bias
+from normkit.fold.report import UNREPLACED, Outcome
+from normkit.fold.solve import Solver, smallest_clash
+from normkit.fold.trace import Product, Trace, View
+from normkit.text import listed, unique
+
+ONLINE = "statistics of each token are computed at inference"
+
+
+class FoldPlan:
+    """Coordinates of all nodes, the outcome of every norm, and the biases to be made.
+
+    `model` is the traced copy. Norms with a reason in `reasons` stay as they are; of the others those in `only` may
+    vanish, all by default. `limit` is that of the spread of a stream's channels. `balance` makes their ranges equal
+    where their scales are free.
+    """
+
+    @on_cpu()
+    def __init__(
+        self, trace: Trace, model: nn.Module, reasons: dict[str, str] | None = None,
+        only: Collection[str] | None = None, limit: float | None = None, balance: bool = False,
+    ):  # fmt: skip
+        self.trace, self.model, self.limit, self.balance = trace, model, limit, balance
+        self.relations = Relations(trace, model, reasons or {})
+        self.solver = Solver(self.relations)
+        conditioning = Conditioning(self.solver, limit, balance)
+        self.chosen = self.solver.choose(lambda name: only is None or name in only, conditioning.within)
+        self.additions = self.solver.additions(self.chosen, conditioning.fits) if only is None else set()
+        self.at = conditioning.coordinates(self.chosen, self.additions)
+        self.spread = conditioning.spread(self.at)  # the largest range of a channel of a stream over the median one's
+        self.new_biases: dict[Product, tuple[View, int]] = {}
+        for product, inputs in self.relations.inputs.items():
+            moved = bool(self.at.shift[inputs].any()) or bool(self.at.shift[self.relations.outputs[product]].any())
+            missing = moved and product.takes_bias and product not in trace.biases
+            if missing and (made := new_bias(model, trace, product)):
+                self.new_biases[product] = made
+        self._consumers: dict[int, list[str]] = defaultdict(list)  # by stream the layers that read other coordinates
+        self._producers: dict[int, list[str]] = defaultdict(list)
+        self._note_layers()
+        self.outcomes = {name: self._outcome(node) for name, node in self.relations.norms.items()}
+        self._count_shared()
+        self._charge()
+
+    def affine(self, node: NormNode) -> tuple[Tensor, Tensor]:
+        """The gain and bias that a norm has in the new coordinates."""
+        s, t = self.at.scale, self.at.shift
+        gain = node.scale * s[node.inputs] / s[node.outputs]
+        return gain, (node.scale * t[node.inputs] + node.shift - t[node.outputs]) / s[node.outputs]
+
+    def _note_layers(self) -> None:
+        """Note the layers that read or write a stream in coordinates other than the original ones."""
+        at, streams_of = self.at, self.relations.streams_of
+        other = (at.scale != 1) | (at.shift != 0) | (at.written != 1)
+        for product, inputs in self.relations.inputs.items():
+            outputs = self.relations.outputs[product]
+            if product.kind == "gain" and torch.equal(at.scale[inputs], at.scale[outputs]):
+                continue  # it stays as it is
+            for nodes, layers in ((inputs, self._consumers), (outputs, self._producers)):
+                for stream in streams_of(nodes[other[nodes]]):
+                    layers[stream].append(product.layer)
+        for name, node in self.relations.norms.items():
+            for stream in streams_of(node.outputs[other[node.outputs]]) if node.takes_scale else ():
+                self._producers[stream].append(name)
+
+    def _outcome(self, node: NormNode) -> Outcome:
+        name, streams_of = node.name, self.relations.streams_of
+        outcome = Outcome(name, node.spec, position(self.trace, name), "kept")
+        if name in self.relations.kept:
+            return replace(outcome, why=self.relations.kept[name])
+        own = sum(p.numel() for p in self.model.get_submodule(name).parameters())
+        own -= sum(p.numel() for p in node.rest.parameters())
+        if not node.offline and node.trivial:
+            return replace(outcome, why=f"{ONLINE}; no gain or bias to fold")
+        after = unique(each for stream in streams_of(node.outputs) for each in self._consumers[stream])
+        before = unique(each for stream in streams_of(node.inputs) for each in self._producers[stream])
+        into = unique([*after, *before])
+        if name in self.chosen and not node.offline:
+            return replace(outcome, action="gain folded", into=after, why=ONLINE, saved=own)
+        if name in self.chosen:
+            action = "folded back" if before and not after else "folded"
+            why = "" if into else "it is the identity" if node.trivial else "its output is not used"
+            return replace(outcome, action=action, into=into, why=why, saved=own)
+        why = self._reason(node)
+        if not node.offline:
+            moved = bool((self.at.scale[node.outputs] != 1).any() | (self.at.shift[node.outputs] != 0).any())
+            return replace(outcome, action="gain changed" if moved else "kept", why=why)
+        _, shift = self.affine(node)
+        saved = own - len(shift) * (int(bool((shift != 0).any())) + int(name not in self.additions))
+        if name in self.additions:
+            why = why.split("; nor into")[0] + ": the gain is folded, one addition stays"
+            return replace(outcome, action="add", into=into, why=why, saved=saved)
+        return replace(outcome, action="multiply-add", why=why, saved=saved)
+
+    def _count_shared(self) -> None:
+        """Count a parameter of several modules once if all are norms that go, else not at all."""
+        rows = self.outcomes.values()
+        gone = {self.model.get_submodule(row.name): row.name for row in rows if row.action not in UNREPLACED}
+        for key, parameter in self.model.named_parameters():
+            users = dict.fromkeys(self.model.get_submodule(owner) for owner, _ in self.trace.owners[key])
+            names = [gone[module] for module in users if module in gone]
+            for name in names[1:] if len(names) == len(users) else names:
+                saved = self.outcomes[name].saved - parameter.numel()
+                self.outcomes[name] = replace(self.outcomes[name], saved=saved)
+
+    def _charge(self) -> None:
+        """Count every bias that has to be made against a norm that it is made for."""
+        outcomes = self.outcomes
+        gone = [name for name, outcome in outcomes.items() if outcome.into or name in self.chosen]
+        made: set[str] = set()
+        for product, (bias, length) in self.new_biases.items():
+            if bias.parameter in made:
+                continue
+            made.add(bias.parameter)
+            name = next(name for name in gone if product.layer in outcomes[name].into or name == gone[-1])
+            owner, cost = self.model.get_submodule(product.owner), length
+            if isinstance(owner, nn.MultiheadAttention) and owner.out_proj.bias is None:
+                cost += owner.embed_dim  # it has both biases or none
+            outcomes[name] = replace(outcomes[name], saved=outcomes[name].saved - cost)
+
+    def _reason(self, node: NormNode) -> str:
+        """The reason for a norm that stays: what fixes its output, and what fixes its input."""
+        if node.name in self.solver.stuck:
+            return self.solver.stuck[node.name]
+        fixed_by, streams_of = self.relations.fixed_by, self.relations.streams_of
+        after, before = fixed_by(streams_of(node.outputs)), fixed_by(streams_of(node.inputs))
+        if self.limit is not None and self.solver.consistent([*self.chosen, node.name]):
+            return f"folded, the ranges of a stream's channels would spread by more than {self.limit:g}"
+        if bool((node.inputs == 0).any()):
+            before = "its input is not the output of layers alone"
+        if not after or not before:
+            names = [name for name in self.solver.nodes if name in self.chosen]
+            clash = smallest_clash([*names, node.name], self.solver.consistent)
+            if len(clash) > 1:
+                nodes = [self.solver.nodes[name] for name in clash]
+                ends = fixed_by(streams_of(torch.cat([end for each in nodes for end in (each.inputs, each.outputs)])))
+                return f"of {listed(clash, 4)} all but one can be folded" + (f": {ends}" if ends else "")
+        if not after and streams_of(node.inputs) & streams_of(node.outputs):
+            return "its output is added to its own input"
+        if after and before and after != before and node.offline:
+            return f"{after}; nor into what precedes it: {before}"
+        return after or before or "its relations contradict each other"

@@ -1,0 +1,270 @@
+"""A float64 copy of a model, the calls that it is tried on, and their trace."""
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normkit.arguments import require_flags, require_functions
+from normkit.fold.float64 import in_float64, widened
+from normkit.fold.inputs import longer, variants
+from normkit.fold.report import Audit, Outcome, Report
+from normkit.fold.trace import Product, Trace
+from normkit.fold.tracer import tracing
+from normkit.models.checks import (
+    check_not_meta,
+    check_not_quantized,
+    check_not_training,
+    check_not_wrapped,
+    copy_model,
+)
+from normkit.models.convert import find, put_everywhere, unreadable
+from normkit.models.difference import count_infinite, error
+from normkit.models.invoke import Call, Pick, advice, arguments, example_call, tensors
+from normkit.models.model_changes import record_changes
+from normkit.models.take_apart import take_apart
+from normkit.models.third_party import read_eps
+from normkit.norms import fold_weights
+
+Outputs = dict[str, Tensor]  # by path in what the model returns
+EXAMPLE = "the example"
+TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
+
+
+class Survey:
+    """A float64 copy of a model, the calls that it was tried on, and the trace of them.
+
+    `outputs` picks what is compared from what the model returns. `untie` gives an output layer that is tied to an
+    embedding a copy of its own. With `other` other lengths and sizes are tried, too. Error messages name `verb`, the
+    public function. `step` is called with the name of each step.
+    """
+
+    def __init__(
+        self, model: nn.Module, example: Call, outputs: Pick | None, untie: bool, other: bool, verb: str,
+        step: Callable[[str], None] = lambda label: None,
+    ):  # fmt: skip
+        for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
+            check(model, verb)
+        require_functions(outputs=outputs)
+        require_flags(untie=untie, other_shapes=other)
+        self.given = example.unpacked(model)
+        if (passed := tensors(self.given)) and not any(t.numel() and not t.is_meta for t in passed.values()):
+            raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
+        self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
+        self.other = other
+        self.model = self.double()
+        self.prepared = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in self.model.parameters())
+        own_storage(self.model)
+        self.unreadable = tuple(f"{name} ({why})" for name, why in unreadable(self.model).items())
+        if not (found := find(self.model)):
+            reason = f"it saw {', '.join(self.unreadable)}" if self.unreadable else "a folded model has none"
+            raise ValueError(f"{verb}() found no norm that it can read; {reason}")
+        self.trace = Trace(self.model, found)
+        self.held = [*self.model.parameters(), *self.model.buffers()]  # kept alive: the trace goes by their ids
+        self.trace.entangled = shared_memory(model)
+        self.trace.advice = lambda weights: advice(model, weights, self.given)
+        self.expected: dict[str, Outputs] = {}
+        self.failure = ""  # of the last model that was compared
+        with in_float64():
+            others = variants(self.model, widened(self.given), other_shapes=other, run=self._record)
+            self._record(EXAMPLE, False, self.given)
+        self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
+        self.absent = tuple(name for name in self.given.left_out(model) if "mask" in name)
+        if other:
+            self._keep_tables_that_grow()
+
+    def copy(self, wide: bool = False) -> nn.Module:
+        """A copy of the original in its own type, its output layer untied if requested."""
+        model = fold_weights(copy_model(self.original, wide))
+        for name, module in [*model.named_modules()]:
+            if (whole := take_apart(module)[1]) is not None:
+                model = put_everywhere(model, name, whole)
+        if self.untie:
+            untie_embeddings(model)
+        return model
+
+    def double(self) -> nn.Module:
+        """A copy in float64, with experts of Hugging Face models one by one."""
+        model = self.copy(wide=True)
+        for module in model.modules():
+            if isinstance(module, nn.RMSNorm) and module.eps is None:
+                module.eps = read_eps(module)  # of the model's own type, not of float64
+            if callable(choose := getattr(module, "set_experts_implementation", None)):
+                choose("eager")
+        return model.double()
+
+    # -- tracing ------------------------------------------------------------------------------------------------------
+
+    def measure(self, batches: Iterable[Any]) -> None:
+        """Measure the ranges of sums on batches in place of the example."""
+        for source in self.trace.sources.values():
+            source.range = None
+        self.trace.measuring, self.trace.is_example, number = True, False, 0
+        with in_float64():
+            for number, batch in enumerate(batches, 1):
+                try:
+                    self._follow(arguments(batch))
+                except ValueError as problem:
+                    raise ValueError(f"batch {number} of balance: {problem}") from problem
+        if not number:
+            raise ValueError(f"{self.verb}() was given no batches in balance; a generator that was used is empty")
+
+    def _record(self, label: str, resized: bool, call: Call) -> None:
+        """Trace one call and keep its outputs; a call that fails leaves no trace."""
+        self.step(f"trace {label}")
+        before = self.trace
+        self.trace = copy.deepcopy(before, {id(before.norms): before.norms})
+        self.trace.resizable |= resized
+        self.trace.measuring = self.trace.is_example = label == EXAMPLE
+        try:
+            self.expected[label] = self._follow(call)
+        except Exception:
+            self.trace = before
+            raise
+
+    def _follow(self, given: Call) -> Outputs:
+        call = widened(given)
+        passed = tensors(call)
+        state = {name: (t, t._version) for name, t in own_tensors(self.model)}
+        with tracing(self.trace, self.model) as tracer:
+            for path, tensor in passed.items():
+                if tensor.dtype.is_floating_point and tensor.dim() > 2:
+                    dim = 1 if tensor.dim() == 4 else -1
+                    size = tensor.shape[dim]  # another one in another call, where this axis is no channels'
+                    tracer.mark(tensor, self.trace.source(("input", path, size), "input", path, size), dim)
+            out = example_call(self.model, call, self.verb, given, "a float64 copy of the model")
+            picked = tensors(out, self.outputs)
+        self._require_numbers(out, picked)
+        answer = {path: t.clone() for path, t in picked.items()}
+        for path in picked:
+            tracer.note_reader(picked[path], f"the model output ({path})" if path else "the model output")
+        now = dict(own_tensors(self.model))
+        for name in (name for name, (t, version) in state.items() if now.get(name) is not t or t._version != version):
+            self.trace.weight_consumers[name].add("its module, which changes it in forward")
+        held = [*passed.values(), *([] if self.outputs else picked.values())]
+        known = {id(each) for t in held for each in (t, t._base)}  # of a view, what it is a view of
+        if self.outputs:  # else the output may hold more than `tensors` finds
+            del out, picked  # the last references to them but those of the model and of cycles
+        if any(id(t) not in known for t in tracer.shadows.keys()):  # noqa: SIM118 (a dictionary of weak keys)
+            gc.collect()
+        for tensor in [t for t in tracer.shadows.keys() if id(t) not in known]:  # noqa: SIM118
+            tracer.note_reader(tensor, "something that keeps it after the forward")
+        return answer
+
+    def _keep_tables_that_grow(self) -> None:
+        """Keep tables in buffers, such as positions, that a longer input makes again."""
+        tables = {key.view.parameter for key in self.trace.sources if isinstance(key, Product) and key.kind == "table"}
+        for name, table in [(name, table) for name, table in self.model.named_buffers() if name in tables]:
+            owner, _, key = name.rpartition(".")
+            module = self.model.get_submodule(owner)
+            for axis in (axis for axis, length in enumerate(table.shape) if length > 1):
+                module._buffers[key] = short = table.narrow(axis, 0, 1)  # so that any input is longer
+                with in_float64(), contextlib.suppress(Exception):
+                    widened(self.given).of(self.model)
+                if module._buffers[key].numel() > short.numel():  # type: ignore[union-attr]
+                    self.trace.weight_consumers[name].add("its module, which makes it again for longer inputs")
+                module._buffers[key] = table
+
+    def _require_numbers(self, out: Any, picked: Outputs) -> None:
+        """Raise a ValueError for NaN and for outputs without finite numbers; masks are infinite."""
+        if not picked:
+            raise ValueError(f"{self.verb}() found no tensor in the model output ({type(out).__name__}); pass outputs=")
+        for path, t in picked.items():
+            if t.dtype.is_floating_point and (t.isnan().any() or (t.numel() and not t.isfinite().any())):
+                what = "no number is finite" if not t.isfinite().any() else "some numbers are NaN"
+                broken = [name for name, t in own_tensors(self.model) if t.isnan().any() or (t == torch.inf).any()]
+                hint = [f"{name} is not finite; load or compute it again" for name in broken]
+                raise ValueError(
+                    f"{self.verb}() cannot verify anything on the example: {what} in the output"
+                    f"{f' {path}' if path else ''} of a float64 copy of the model. "
+                    f"{[*hint, 'Give an example with finite outputs'][0]}"
+                )
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def add_longer_call(self) -> None:
+        """Also compare on longer sequences, not traced, if the model takes these."""
+        with in_float64(), contextlib.suppress(Exception):
+            if self.other and (found := longer(widened(self.given))):
+                label, call = found
+                out = widened(call).of(self.model)  # not changed yet
+                self._require_numbers(out, answer := tensors(out, self.outputs))
+                self.calls[label], self.expected[label] = call, answer
+
+    def worst(self, model: nn.Module) -> float:
+        """The largest error of a changed model; inf where it fails, as in `failure`."""
+        worst, self.failure = 0.0, ""
+        with in_float64():
+            for label, call in self.calls.items():
+                try:
+                    out = tensors(widened(call).of(model), self.outputs)
+                except Exception as problem:
+                    self.failure = f"{type(problem).__name__}: {problem}"
+                    return float("inf")
+                worst = max(worst, error(out, self.expected[label]))
+        return worst
+
+    @torch.no_grad()
+    def report(self, changed: nn.Module, outcomes: dict[str, Outcome], worst: float) -> Report:
+        """Compare a changed model in its own type; a RuntimeError if its weights overflow there."""
+        models, given = map(copy_model, (changed, self.original)), self.given  # a forward may write to buffers
+        returned = (example_call(each, given.copied(), self.verb, given) for each in models)
+        out, expected = (tensors(each, self.outputs) for each in returned)
+        if count_infinite(out) > count_infinite(expected):
+            raise RuntimeError(
+                f"{self.verb}() verified the result in float64 (error {worst:.1e}), but in the model's own type it has "
+                "outputs that are not finite: a changed weight exceeds what its type holds. Transform it in float32: "
+                "model.float()"
+            )
+        record_changes(changed)
+        return Report(**vars(self.audit(outcomes)), max_error=worst, native_error=error(out, expected))
+
+    def audit(self, outcomes: dict[str, Outcome]) -> Audit:
+        """Report the outcomes and what was tried."""
+        return Audit(tuple(outcomes.values()), tuple(self.calls), self.absent, self.prepared, self.unreadable)
+
+    def require_repeatable(self) -> None:
+        """Raise a ValueError for a forward that is random or keeps state: copies differ, too."""
+        if not self.worst(self.double()) <= 1e-12:
+            raise ValueError(
+                f"{self.verb}() ran the model twice on the example and got different outputs: its forward is random or "
+                "keeps state, so its outputs cannot be compared. Remove what is random, or reset the state in forward"
+            )
+
+
+def untie_embeddings(model: nn.Module) -> None:
+    """Give layers that are tied to an embedding a weight of their own."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    copies: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and id(weight) in tables and not isinstance(module, nn.Embedding):
+            module.weight = copies.setdefault(id(weight), nn.Parameter(weight.detach().clone(), weight.requires_grad))
+
+
+def own_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a model, by name."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def shared_memory(model: nn.Module) -> dict[str, str]:
+    """Parameters that are different objects in the same memory, by name."""
+    seen, found = dict[int, str](), dict[str, str]()
+    for name, t in own_tensors(model):
+        if t.numel() and (first := seen.setdefault(Trace.memory(t), name)) != name:
+            found[name], found[first] = first, name
+    return found
+
+
+def own_storage(model: nn.Module) -> None:
+    """Make each parameter and buffer contiguous in its own memory; ties stay."""
+    seen: set[int] = set()
+    for tensor in (t for t in [*model.parameters(), *model.buffers()] if t.layout is torch.strided):
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if not (whole and tensor.is_contiguous()) or Trace.memory(tensor) in seen:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        seen.add(Trace.memory(tensor))

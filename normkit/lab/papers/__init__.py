@@ -1,1 +1,0 @@
-"""One folder a paper: its recipes, printed tables and figures."""

@@ -1,0 +1,273 @@
+"""Export a model to a file, run the file in its runtime, and compare."""
+
+import contextlib
+import inspect
+import io
+import logging
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import normkit.models.openvino_executorch as openvino_executorch
+from normkit.arguments import as_path, is_number, require, require_flags, require_functions
+from normkit.models.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
+from normkit.models.difference import error
+from normkit.models.extras import needs
+from normkit.models.invoke import Call, Pick, example_call, tensors
+from normkit.models.openvino_executorch import Ran
+from normkit.models.quantize import Int8, calibration, quantize_onnx
+
+NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
+    "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
+    "mvn", "reciprocal", "reducemean", "reducel2", "var_mean", "linalg_vector_norm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of `export`: operations of the graph with counts, and the error in the runtime.
+
+    Attributes:
+        path: The file.
+        operations: Count of each operation.
+        runtime: The runtime that ran the file.
+        max_error: Largest difference to the model's outputs, relative to the largest output.
+        cosine: Smallest cosine to an output of the model, in integers; None in float.
+    """
+
+    path: Path
+    operations: dict[str, int]
+    runtime: str
+    max_error: float
+    cosine: float | None = None
+
+    @property
+    def normalizing(self) -> dict[str, int]:
+        """Operations that normalize, divide or take roots; empty for a folded graph."""
+        return {name: n for name, n in self.operations.items() if any(part in name.lower() for part in NORMALIZES)}
+
+    def __str__(self) -> str:
+        kept = ", ".join(f"{n} {name}" for name, n in self.normalizing.items()) or "none"
+        int8 = f"; int8, cosine {self.cosine:.4f}" if self.cosine is not None else ""
+        return (
+            f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
+            f"{self.max_error:.1e} in {self.runtime}{int8}"
+        )
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    *example: Any,
+    outputs: Pick | None = None,
+    dynamic: bool = True,
+    tolerance: float = 1e-4,
+    int8: Int8 | Iterable[Any] | None = None,
+    **kwexample: Any,
+) -> Exported:
+    """Write a model to a file, run the file, and compare its outputs with the model's.
+
+    Norms with frozen statistics become a multiply and an add, folded ones nothing.
+
+    Args:
+        model: The model, in evaluation mode.
+        path: File to write. The suffix selects the format: `.onnx` (runs in onnxruntime), `.pt2` (`torch.export`),
+            `.xml` (OpenVINO) or `.pte` (ExecuTorch for XNNPACK; its shapes are fixed).
+        *example: Arguments of a call of the model; with `dynamic`, of at least two samples. Or one mapping of keywords.
+        outputs: Picks what to export of the output, such as `lambda out: out.logits`. By default all tensors.
+        dynamic: Leave the first axis of every input, the batch, open.
+        tolerance: Largest accepted error of the float model, relative to the largest output.
+        int8: Batches on which to calibrate a static quantization to 8-bit integers, or `Int8(batches, ...)` with its
+            options: by onnxruntime for `.onnx`, nncf for `.xml`, torchao's PT2E for `.pte`. The batches have the form
+            and, the batch axis apart, the shapes of the example. The errors of the result are then those of the
+            integers, on the example; compare them with those that your task allows.
+        **kwexample: Keyword arguments of the call.
+
+    Returns:
+        The operations of the file, the runtime, and the error. `exported.normalizing` names those that normalize.
+
+    Raises:
+        ValueError: If the model is in training mode, the example or a batch does not fit, the suffix is unknown or has
+            no integers, or the outputs in float differ by more than `tolerance`.
+        ImportError: If a package is missing; the message names the extra to install.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export(nn.Linear(2, 3).eval(), f"{folder}/model.pt2", torch.zeros(2, 2)).normalizing
+        {}
+    """
+    check_not_wrapped(model, "export")
+    check_not_training(model, "export")
+    check_not_meta(model, "export")
+    require_functions(outputs=outputs)
+    require_flags(dynamic=dynamic)
+    require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")
+    path = as_path(path, "path")
+    if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):
+        raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
+    if not path.parent.is_dir() or path.is_dir():
+        what = "is a folder; name a file" if path.is_dir() else "is in no folder; make it first, or name another"
+        raise ValueError(f"export() writes a file, and {path} {what}")
+    if int8 is not None and path.suffix == ".pt2":
+        raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
+    given = Call(example, kwexample).unpacked(model)
+    with torch.no_grad():
+        expected = picked(example_call(model, given.copied(), "export", given), outputs)
+    if not any(t.isfinite().any() for t in expected):
+        raise ValueError("export() cannot verify anything: no number of the model output is finite on the example")
+    wrapped = TensorModel(copy_model(model), given.copied(), outputs).eval()
+    shapes = batch_axis(wrapped.given) if dynamic else None
+    settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
+    batches = calibration(settings, given, shapes is not None) if settings else []
+    with quiet(), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
+        in_float = Path(scratch) / path.name.replace(".pte", ".pt2") if settings else new  # .pte: only int8 is lowered
+        new.parent.mkdir()
+        operations, runtime, got = _write(wrapped, in_float, shapes)
+        worst = error(tuple(got), tuple(expected))
+        if not worst <= tolerance:
+            differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
+            raise ValueError(f"{path} computes something else than the model: {differ}")
+        if settings is not None:
+            operations, runtime, got = _write_int8(wrapped, in_float, new, settings, batches)
+        for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
+            file.replace(path.with_name(file.name))
+    if settings is None:
+        return Exported(path, operations, runtime, worst)
+    pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
+    cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
+    return Exported(path, operations, runtime, error(tuple(got), tuple(expected)), cosine)
+
+
+class TensorModel(nn.Module):
+    """A model whose inputs and outputs are tensors only, as exporters need it."""
+
+    def __init__(self, model: nn.Module, call: Call, outputs: Pick | None = None):
+        super().__init__()
+        self.model, self.call, self.outputs = model, call, outputs
+        self.given: tuple[Tensor, ...] = tuple(leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
+        known = list(inspect.signature(model.forward).parameters)
+        known += [f"input_{i}" for i in range(len(known), len(call.args))]  # of *args
+        paths = tensors((dict(zip(known, call.args, strict=False)), call.kwargs))
+        self.names = [path.split(".", 1)[1].replace(".", "_") for path in paths]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors of the output, in order."""
+        left = iter(inputs)
+        return picked(tree_map_only(Tensor, lambda _: next(left), self.call).of(self.model), self.outputs)
+
+
+def picked(output: Any, outputs: Pick | None) -> tuple[Tensor, ...]:
+    """Return the tensors of an output that are exported; a ValueError if there are none."""
+    found = tuple(tensors(output, outputs).values())
+    if not found:
+        where = f"the model output ({type(output).__name__})" if outputs is None else "what outputs= picks"
+        raise ValueError(f"export() found no tensor in {where}; pass outputs= that picks some")
+    return found
+
+
+def batch_axis(given: tuple[Tensor, ...]) -> Any:
+    """Return dynamic shapes: the first axis of all tensors with the most common length."""
+    sizes = [t.shape[0] for t in given if t.dim()]
+    batch = max(set(sizes), key=sizes.count) if sizes else 0
+    if batch < 2:
+        return None
+    return {"inputs": tuple({0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else None for t in given)}
+
+
+def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
+    """Return the `torch.export` program of a model."""
+    with torch.no_grad():
+        return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
+    """Count the operations of a program, most frequent first.
+
+    Example:
+        >>> operations_of(program_of(nn.Linear(2, 3).eval(), torch.zeros(1, 2)))
+        {'aten.linear': 1}
+    """
+    return _counted(".".join(str(n.target).split(".")[:2]) for n in program.graph.nodes if n.op == "call_function")
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    """Count names, most frequent first, then by name."""
+    return dict(Counter(sorted(names)).most_common())
+
+
+def _write(model: TensorModel, path: Path, shapes: Any) -> Ran:
+    if path.suffix == ".onnx":
+        return _onnx(model, path, shapes)
+    if path.suffix == ".pte":
+        return openvino_executorch.write_executorch(program_of(model, *model.given), model.given, path)
+    program = program_of(model, *model.given, dynamic_shapes=shapes)
+    if path.suffix == ".xml":
+        return openvino_executorch.write_openvino(program, model.given, path)
+    with torch.no_grad():
+        torch.export.save(program, buffer := io.BytesIO())  # to a file on a full disk, it ends the process
+        path.write_bytes(buffer.getbuffer())
+        return operations_of(program), "torch.export", torch.export.load(path).module()(*model.given)
+
+
+def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batches: list[list[Tensor]]) -> Ran:
+    if path.suffix == ".onnx":
+        import onnx
+
+        known = {slot.name for slot in onnx.load(in_float, load_external_data=False).graph.input}
+        quantize_onnx(in_float, path, [_feed(model, known, batch) for batch in batches], int8)
+        return _run_onnx(model, path)
+    if path.suffix == ".xml":
+        return openvino_executorch.quantize_openvino(in_float, path, model.given, batches, int8)
+    return openvino_executorch.quantize_executorch(program_of(model, *model.given), model.given, path, batches, int8)
+
+
+def _onnx(model: TensorModel, path: Path, shapes: Any) -> Ran:
+    with needs("export() to ONNX", "export"):
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    with torch.no_grad():
+        written = torch.onnx.export(
+            model, model.given, dynamic_shapes=shapes, input_names=model.names, dynamo=True, verbose=False
+        )
+    assert written is not None
+    written.save(str(path))
+    return _run_onnx(model, path)
+
+
+def _run_onnx(model: TensorModel, path: Path) -> Ran:
+    import onnx
+    import onnxruntime
+
+    operations = _counted(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    out = session.run(None, _feed(model, {slot.name for slot in session.get_inputs()}, model.given))
+    return operations, "onnxruntime", [torch.from_numpy(array) for array in out]
+
+
+def _feed(model: TensorModel, known: set[str], given: Sequence[Tensor]) -> dict[str, Any]:
+    """Arrays by name; inputs that the model does not use are left out."""
+    return {name: t.detach().numpy() for name, t in zip(model.names, given, strict=True) if name in known}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back the exporters' progress lines and warnings."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,259 @@
+"""Save and load models of Hugging Face in folders.
+
+Weights are read from safetensors only, and code in a folder is not run.
+"""
+
+import importlib
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from normkit.arguments import as_path
+from normkit.models.extras import needs
+from normkit.models.model_changes import KEY, apply_changes, write_changes
+from normkit.models.take_apart import GatedNorm
+
+VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
+WEIGHTS = re.compile(r"model(\.normkit)?(-\d+-of-\d+)?\.safetensors(\.index(\.normkit)?\.json)?")  # file names
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit."""
+import pathlib
+
+import torch
+import transformers
+from torch import nn
+
+
+def model():
+    folder = pathlib.Path(__file__).parent
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind, changes = getattr(transformers, config.architectures[0]), config.normkit
+
+    class Folded(kind):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            for name, change in changes["norms"].items():
+                self.set_submodule(name, nn.Identity())
+                if "weight" in change:  # of which the model reads the type
+                    self.get_submodule(name).register_buffer("weight", torch.empty(0), persistent=False)
+            for name, length in changes["biases"].items():
+                owner, key = name.rsplit(".", 1)
+                setattr(self.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
+            for name in changes["buffers"]:
+                owner, key = name.rsplit(".", 1)
+                module = self.get_submodule(owner)
+                module._non_persistent_buffers_set.discard(key)
+                if isinstance(module._buffers[key], nn.Buffer):
+                    module._buffers[key].persistent = True
+            for name in changes["plain"]:
+                module = self.get_submodule(name)
+                for key in list(module.parametrizations):
+                    torch.nn.utils.parametrize.remove_parametrizations(module, key)
+            for name in changes["untied"]:
+                module = self.get_submodule(name)
+                module.weight = nn.Parameter(torch.empty_like(module.weight))
+                self.all_tied_weights_keys.pop(name + ".weight", None)
+
+    Folded.__name__, Folded.__module__ = kind.__name__, kind.__module__  # by which transformers renames weights
+    model, found = Folded.from_pretrained(
+        folder, variant="normkit", use_safetensors=True, local_files_only=True, output_loading_info=True
+    )
+    if problems := [*found["missing_keys"], *found["unexpected_keys"]]:
+        raise ValueError(f"the weights do not fit: {problems}")
+    model.__class__ = kind
+    return model
+'''
+
+
+def save_pretrained(model: Any, folder: Path | str) -> None:
+    """Save a model of Hugging Face with its norms, as configuration and safetensors.
+
+    The specs of the norms go into `config.json`, statistics are among the weights. `load_pretrained` restores both.
+    `from_pretrained` of transformers would build the original norms. So that it fails instead, the weight files of a
+    model that differs from its architecture are named `model.normkit.safetensors`. A folded model that holds nothing
+    of normkit gets a `load.py`, which loads it without normkit.
+
+    Args:
+        model: A `PreTrainedModel`, usually after `convert`, `to_rms` or `fold`.
+        folder: Folder to write, created where it is missing.
+
+    Raises:
+        TypeError: If the model is not one of transformers.
+        ValueError: If a blend is not settled, normkit cannot rebuild a module, or the folder holds other weights.
+    """
+    folder = as_path(folder, "folder")
+    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        given = f"{type(model).__name__}, of which you can save model.state_dict() and the specs"
+        raise TypeError(f"save_pretrained() takes a model of transformers; got {given}")
+    if folder.exists() and not folder.is_dir():  # transformers would log a message, and save nothing
+        raise ValueError(f"{folder} is a file; name a folder")
+    changes = write_changes(model)
+    if blends := [name for name, change in changes.get("norms", {}).items() if change["is"].startswith("blend(")]:
+        raise ValueError(f"{blends[0]} is still a blend; call settle(model) before saving")
+    if other := [file.name for file, variant in _weights(folder).items() if (variant is None) == bool(changes)]:
+        raise ValueError(f"{folder} holds other weights ({', '.join(other[:3])}); name another folder")
+    gated = any(isinstance(module, GatedNorm) for module in model.modules())  # which is of normkit
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as new:  # the old files stay if the disk is full
+        with _quiet(_transformers()):
+            model.save_pretrained(new, variant=VARIANT if changes else None)
+        if changes and not gated and all(change["is"] == "identity" for change in changes["norms"].values()):
+            Path(new, "load.py").write_text(LOAD, encoding="utf8")
+        replaced = [file for file in folder.glob("model*") if WEIGHTS.fullmatch(file.name)]
+        if (script := folder / "load.py").is_file() and script.read_text("utf8").startswith(LOAD.splitlines()[0]):
+            replaced.append(script)  # it would put nothing in the place of all norms of this model
+        for file in replaced:
+            file.unlink()
+        for file in sorted(Path(new).iterdir()):  # weights last: without them nothing loads
+            file.replace(folder / file.name)
+
+
+def load_pretrained(folder: Path | str) -> Any:
+    """Load a model of Hugging Face with its norms, in evaluation mode.
+
+    The folder is one that `save_pretrained` of normkit wrote, a checkpoint of `Trainer`, or one that `save_pretrained`
+    of transformers wrote, of a converted or of an unchanged model.
+
+    Args:
+        folder: Folder with `config.json` and safetensors. Nothing is downloaded.
+
+    Returns:
+        The model, of its class in transformers, with the dtype it was saved in.
+
+    Raises:
+        ValueError: If a weight is missing, left over or of another shape; if the folder has no configuration or no
+            weights, weights only as pickles, code of its own, or quantized weights; if transformers does not have
+            the architecture.
+    """
+    path = as_path(folder, "folder")
+    config = _config(path)
+    variant = _only_variant(path)
+    transformers = _transformers()
+    architecture = config["architectures"][0]
+    try:
+        kind = getattr(transformers, architecture)
+    except (AttributeError, ImportError) as error:
+        raise ValueError(f"{path}: transformers {transformers.__version__} has no {architecture}: {error}") from error
+    from safetensors import SafetensorError, safe_open  # transformers needs it
+
+    for file in _weights(path):
+        try:
+            safe_open(file, "pt")
+        except SafetensorError as problem:  # it does not name the file
+            raise ValueError(f"{file} is cut short or damaged: {problem}") from problem
+    changes = config.get(KEY)
+
+    def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        if changes is not None:
+            apply_changes(self, changes)
+
+    # a subclass, so that transformers itself reads shards, renames and converts weights, and ties them
+    changed = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+    try:
+        with _quiet(transformers):
+            model, found = changed.from_pretrained(
+                path, variant=variant, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )  # fmt: skip
+    except Exception as problem:  # what a damaged configuration raises depends on the class
+        raise ValueError(f"{path}: {type(problem).__name__}: {problem}") from problem
+    model.__class__ = kind
+    _check_fit(path, found, changes is not None)
+    if changes is not None:
+        write_changes(model)
+    return model
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder; load models of the Hub by their class's from_pretrained")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} holds no config.json; a model of Hugging Face is a folder with config and weights")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"{path}/config.json is cut short or not JSON: {error}") from None
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise ValueError(f"{path}/config.json names no architecture")
+    if config.get("auto_map"):
+        raise ValueError(f"{path} brings its own code ({', '.join(config['auto_map'].values())}), which is not run")
+    if config.get("quantization_config"):
+        raise ValueError(f"{path} holds quantized weights; fold the model first, then quantize it")
+    return config
+
+
+def _weights(path: Path) -> dict[Path, str | None]:
+    """Return the weight files of a folder, each with its variant in the sense of transformers."""
+    return {f: VARIANT if VARIANT in f.name.split(".") else None for f in sorted(path.glob("model*.safetensors"))}
+
+
+def _only_variant(path: Path) -> str | None:
+    """Return the variant of the weight files of a folder."""
+    weights = _weights(path)
+    if len({*weights.values()}) > 1:
+        names = ", ".join(file.name for file in weights)
+        raise ValueError(f"{path} holds weights of two models ({names}); remove those that are out of date")
+    if weights:
+        return next(iter(weights.values()))
+    pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
+    if pickles:
+        held = f"holds its weights as pickles ({', '.join(pickles[:3])}), which can run code and are refused"
+        raise ValueError(f"{path} {held}; save them as safetensors first: model.save_pretrained(folder)")
+    raise ValueError(f"{path} holds no weights; expected model.safetensors beside config.json")
+
+
+def _check_fit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
+    """Raise a ValueError that names tensors unless a checkpoint fits its model exactly."""
+    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    shapes = sorted(f"{name} {list(saved)}, not {list(built)}" for name, saved, built in found["mismatched_keys"])
+    missing = [name for name in missing if name not in {entry[0] for entry in found["mismatched_keys"]}]
+    parts = [
+        f"{len(names)} {kind} ({', '.join(names[:4])}{' ...' if len(names) > 4 else ''})"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if names
+    ]
+    if not parts:
+        return
+    advice = ""
+    if not recorded and any(name.endswith(".running") for name in unexpected):
+        advice = f". They hold statistics, but config.json has no key {KEY!r}: save with normkit.save_pretrained"
+    raise ValueError(f"{path}: weights do not fit the model: {'; '.join(parts)}{advice}")
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Hold back progress bars, and warnings about misfits, which are errors here."""
+    library = transformers.utils.logging
+    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(level)
+        if bars:
+            library.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    """Import transformers, also where torchvision was built for another PyTorch and fails."""
+    if "torchvision" not in sys.modules:
+        try:
+            importlib.import_module("torchvision")
+        except ImportError:
+            pass
+        except RuntimeError:  # models of text do without; see "Troubleshooting" in the documentation
+            for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            sys.modules["torchvision"] = None  # type: ignore[assignment]
+    with needs("a model of Hugging Face", "huggingface"):
+        import transformers
+    return transformers

@@ -1,0 +1,133 @@
+"""Static quantization to 8-bit integers, calibrated on batches."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from normkit.arguments import require, require_flags
+from normkit.models.invoke import Call, arguments, describe
+
+PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
+SCOPES = {"products": PRODUCTS, "stream": [*PRODUCTS, "Add", "Mul"]}
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Settings of a quantized export.
+
+    The addition of an attention mask stays in float: its large negative numbers would leave the scores no resolution.
+
+    Args:
+        batches: Batches to calibrate on, each a call like the example: a mapping of keyword arguments, a tuple or list
+            of positional ones, or one argument.
+        scope: What computes in integers. "products": matrix products and convolutions, with outputs in float.
+            "stream": also additions and multiplications, so that residual streams are integers.
+        per_channel: Give each output channel of a weight a scale of its own.
+
+    Raises:
+        ValueError: If the scope is unknown, or `batches` cannot be iterated over.
+
+    Example:
+        >>> import torch
+        >>> Int8([torch.zeros(2, 3)]).scope
+        'products'
+    """
+
+    batches: Iterable[Any]
+    scope: str = "products"
+    per_channel: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, str) or not hasattr(self.batches, "__iter__"):
+            allowed = "batches to calibrate on, such as a list of tensors, or Int8(batches, ...)"
+            raise ValueError(f"int8= takes {allowed}; got {self.batches!r}")
+        require_flags(per_channel=self.per_channel)
+        require(self.scope in [*SCOPES], "scope", self.scope, " or ".join(map(repr, SCOPES)))
+
+
+def calibration(int8: Int8, example: Call, dynamic: bool) -> list[list[Tensor]]:
+    """Return the tensors of each batch; a ValueError for one that does not fit the example."""
+    leaves, form = tree_flatten(example)
+    kinds = [_kind(leaf, dynamic) for leaf in leaves if isinstance(leaf, Tensor)]
+    batches = []
+    for number, (passed, named) in enumerate(map(arguments, int8.batches)):
+        ordered = {key: named[key] for key in example.kwargs if key in named} | named  # as in the example
+        given = Call(passed, ordered)
+        leaves, found = tree_flatten(given)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if found != form or [_kind(t, dynamic) for t in inputs] != kinds:
+            raise ValueError(
+                f"batch {number} of int8= is {given}; the example is {example}. "
+                f"Pass batches in the form of the example{', of any batch size' if dynamic else ''}"
+            )
+        if broken := [t for t in inputs if not (t.isfinite() | t.isneginf()).all()]:  # a mask may be of -inf
+            found = f"NaN or infinity in {describe(broken[0])}, which leaves integers without a range"
+            raise ValueError(f"batch {number} of int8= has {found}; leave it out")
+        batches.append(inputs)
+    if not batches:
+        raise ValueError("int8= has no batch; pass at least one to calibrate on")
+    return batches
+
+
+def _kind(t: Tensor, dynamic: bool) -> tuple[torch.dtype, torch.Size]:
+    """Type and shape, the latter without the batch axis if that is dynamic."""
+    return t.dtype, t.shape[dynamic and t.dim() > 0 :]
+
+
+def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: Int8) -> None:
+    """Quantize an ONNX file by onnxruntime's static quantization; `feeds` are inputs by name."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(CalibrationDataReader):
+        left = iter(feeds)
+
+        def get_next(self) -> Any:
+            return next(self.left, None)
+
+    in_float = {"OpTypesToExcludeOutputQuantization": PRODUCTS, "DedicatedQDQPair": True}  # all but the products
+    prepared = source.with_suffix(".prepared.onnx")
+    quant_pre_process(source, prepared, skip_symbolic_shape=True)
+    graph = _renamed(prepared)
+    # reduce_range: CPUs without VNNI saturate with weights of 8 bits; with a scale for each channel 7 suffice
+    quantize_static(
+        prepared, path, Reader(), op_types_to_quantize=SCOPES[int8.scope], nodes_to_exclude=_masking(graph),
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, per_channel=int8.per_channel,
+        reduce_range=int8.per_channel, extra_options=in_float if int8.scope == "products" else {},
+    )  # fmt: skip
+
+
+def _renamed(path: Path) -> Any:
+    """Rename what onnxruntime's fusion of products and biases named, and return the graph.
+
+    The fusion runs again when the quantized file is loaded, and fails at names that it gave before.
+    """
+    import onnx
+
+    model = onnx.load(path)
+    values = model.graph.initializer
+    new = {value.name: f"fused_{number}" for number, value in enumerate(values) if value.name.startswith("gemm_")}
+    for value in values:
+        value.name = new.get(value.name, value.name)
+    for node in model.graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
+    onnx.save(model, path)
+    return model.graph
+
+
+def _masking(graph: Any) -> list[str]:
+    """Names of the nodes between products and softmax: additions, and what makes the mask."""
+    producers = {output: node for node in graph.node for output in node.output}
+    waiting = [name for node in graph.node if node.op_type == "Softmax" for name in node.input]
+    found: dict[str, None] = {}
+    while waiting:
+        node = producers.get(waiting.pop())
+        if node is not None and node.op_type not in PRODUCTS and node.name not in found:
+            found[node.name] = None
+            waiting += node.input
+    return list(found)

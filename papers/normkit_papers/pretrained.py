@@ -1,0 +1,101 @@
+"""Audit and fold the model in a Hugging Face folder, for the commands."""
+
+import inspect
+import json
+import shutil
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from normkit.fold import audit, fold
+from normkit.fold.report import Audit, Report
+from normkit.models import find
+from normkit.models.huggingface import load_pretrained, save_pretrained
+from normkit.norms import Norm
+
+INPUT_FILES = (
+    "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm",
+    "chat_template.*", "*processor_config.json",
+)  # fmt: skip
+
+
+def example_for(model: Any) -> dict[str, Any]:
+    """Make a small random example for a model of Hugging Face from its configuration.
+
+    Returns:
+        Arguments of `fold` and `audit`: those of the model, and `outputs`, which picks the relevant output.
+
+    Raises:
+        ValueError: If the model takes neither tokens nor an image, or needs more.
+    """
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(0)
+    kwargs: dict[str, Any] = {}
+    if "pixel_values" in parameters and "input_ids" not in parameters:
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        shape = (2, getattr(config, "num_channels", 3), height, width)
+        kwargs["pixel_values"] = torch.randn(shape, generator=generator)
+    elif "input_ids" in parameters:
+        text = config.get_text_config()  # of a model that reads images, too
+        special = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+        low = min(max([t for t in special if isinstance(t, int)], default=0) + 1, text.vocab_size // 2)
+        ids = torch.randint(low, text.vocab_size, (2, 8), generator=generator)
+        kwargs.update(input_ids=ids, attention_mask=torch.ones_like(ids))
+        if getattr(config, "is_encoder_decoder", False):
+            kwargs["decoder_input_ids"] = ids[:, :6]
+    else:
+        raise ValueError(f"{type(model).__name__} takes neither input_ids nor pixel_values; pass an example to fold()")
+    try:
+        with torch.no_grad():
+            outputs = attrgetter("logits") if hasattr(model(**kwargs), "logits") else None
+    except Exception as problem:
+        raise ValueError(
+            f"{type(model).__name__} needs more than {' and '.join(kwargs)} ({type(problem).__name__}: {problem}); "
+            "call fold() in Python with an example"
+        ) from problem
+    return {**kwargs, "outputs": outputs}
+
+
+def audit_dir(path: Path | str) -> Audit:
+    """Audit the model in a folder."""
+    model = load_pretrained(path)
+    return audit(model, untie=_has_online_norms(model), **example_for(model))
+
+
+def fold_dir(path: Path | str, out: Path | str) -> Report:
+    """Fold the model in a folder and write the result to another folder."""
+    path, out = Path(path), Path(out)
+    if out.resolve() == path.resolve():
+        raise ValueError(f"{out} is the model itself, which is kept; name another folder")
+    model = load_pretrained(path)
+    untie = _has_online_norms(model)  # their gains alone can need an output layer of its own
+    folded, report = fold(model, untie=untie, **example_for(model))
+    save_pretrained(folded, out)
+    copy_input_files(path, out)
+    return report
+
+
+def copy_input_files(path: Path, out: Path) -> None:
+    """Copy the files of tokenizer, chat template and image processor to another folder."""
+    for file in (file for pattern in INPUT_FILES for file in path.glob(pattern) if file.is_file()):
+        shutil.copyfile(file, out / file.name)
+
+
+def is_pretrained_dir(path: Path) -> bool:
+    """Return True if a folder has a config.json that names an architecture."""
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    try:
+        given = json.loads(config.read_text(encoding="utf8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{config} is cut short or not JSON: {error}; get the model again") from None
+    return isinstance(given, dict) and "architectures" in given
+
+
+def _has_online_norms(model: Any) -> bool:
+    """Return True if a norm computes statistics at inference."""
+    return not all(isinstance(norm, Norm) and norm.offline for norm in map(model.get_submodule, find(model)))

@@ -1,0 +1,188 @@
+"""Core studies: all norms at all places of one model, on the same data, task by task."""
+
+import dataclasses
+
+from normkit_papers.powernorm.recipes import IWSLT14_LONG, PTB, RESNET20, RESNET20_HOUR
+from normkit_papers.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
+from normkit_papers.study import Column, Row, Settings, Study, Times, columns, norm_rows
+from normkit_papers.tears.recipes import TED, TED_LONG
+from normkit_papers.tears.tables import DECAY
+from normkit_papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
+
+AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
+CORE = (
+    *norm_rows("layer", "batch", "pnv", "power(groups=1)"),
+    *AUTOMATIC[:2],
+    Row("scale + FixNorm", {"model.norm": "scale", "model.fixnorm": True}),
+)
+# separates FixNorm's gain from ScaleNorm's
+FIXED = Row("layer + FixNorm", {"model.norm": "layer", "model.fixnorm": True})
+FIXED_UN = Row("un(warmup=auto) + FixNorm", {"model.norm": "un(warmup='auto')", "model.fixnorm": True})
+SCALED = tuple(
+    dataclasses.replace(row, label=f"{row.label} + scale loss", settings={**(row.settings or {}), "scale_loss": 0.1})
+    for row in (AUTOMATIC[0], FIXED_UN)
+)
+BY_HAND = norm_rows("un")  # warms up as long as the learning rate
+OTHERS = norm_rows("rms", "group", "renorm", "mabn(warmup='auto')", "nonorm", "dyt")
+WARM_UP = "Without warmup=auto, statistics warm up as long as the learning rate, as in the papers."
+THIRD = (
+    "At pocket scale the training set is a third of the corpus, and the test 1,000 of its 6,750 lines, evenly spread."
+    " Validation perplexity is of 500 lines at every scale."
+)
+BLEU = {"BLEU": "bleu", "BLEU greedy": "bleu running"}
+CALIBRATED = {"greedy, calibrated": "bleu calibrated"}
+VALID = {"valid perplexity": "perplexity valid"}
+
+
+def _with_donors(metric: str) -> dict[str, str]:
+    """Metrics of a search, with the statistics of several batches."""
+    return {
+        metric.upper(): metric,
+        f"{metric.upper()} greedy": f"{metric} running",
+        "greedy, statistics of donors of the same lengths": f"{metric} donors",
+        "greedy, of each test batch itself (until 0.2)": f"{metric} batch",
+        "greedy, calibrated": f"{metric} calibrated",
+    }
+
+
+MULTI30K_CORE = Study(
+    id="core.multi30k",
+    title="norms in translation, Multi30k De-En",
+    note=WARM_UP,
+    rows=(*CORE, FIXED, FIXED_UN, *SCALED, *OTHERS),
+    columns=columns(MULTI30K, _with_donors("bleu")),
+)
+
+MULTI30K_LONG = Study(
+    id="core.multi30k-hour",
+    title="norms in translation, an hour of one CPU core each, Multi30k De-En",
+    note=WARM_UP,
+    rows=(
+        *(row for row in CORE if row not in AUTOMATIC),
+        *BY_HAND,
+        FIXED,
+        FIXED_UN,
+        *SCALED,
+        *AUTOMATIC,
+        *(Row(f"{norm}, shuffled", {"model.norm": norm, "bucketing": False}) for norm in ("layer", "batch")),
+    ),
+    columns=columns(MULTI30K_HOUR, _with_donors("bleu")),
+)
+
+IWSLT14_CORE = Study(
+    id="core.iwslt14",
+    title="norms in translation, IWSLT14 De-En",
+    rows=(*CORE, *OTHERS),
+    note=f"{THIRD} {WARM_UP}",
+    columns=columns(IWSLT14_UN, BLEU | CALIBRATED | VALID),
+)
+
+GERMAN_LONG = Study(
+    id="core.iwslt14-long",
+    title="norms in translation, 5,000 steps, IWSLT14 De-En",
+    rows=(CORE[0], FIXED, AUTOMATIC[0], FIXED_UN, *SCALED),
+    note=THIRD,
+    columns=columns(IWSLT14_LONG, BLEU | CALIBRATED | VALID),
+)
+
+PTB_CORE = Study(
+    id="core.ptb",
+    title="norms in a tensorized language model, PTB",
+    note=WARM_UP,
+    rows=(
+        *(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un(warmup=auto)")),
+        *BY_HAND,
+    ),
+    columns=columns(PTB, {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}),
+)
+
+WIKITEXT2_CORE = Study(
+    id="core.wikitext-2",
+    title="norms in a language model, WikiText-2",
+    note=WARM_UP,
+    rows=norm_rows("layer", "un"),
+    columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
+)
+
+NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
+
+GALICIAN_CORE = Study(
+    id="core.ted-gl",
+    title="placement, norm, FixNorm, initial weights and warm-up on little data, TED gl-en (as Tears' Tables 2 to 5)",
+    rows=tuple(
+        Row(
+            f"{placement}, {norm}{' + FixNorm' if fixed else ''}, {init}",
+            {"model.placement": placement, "model.norm": norm, "model.fixnorm": fixed, "model.init": init},
+        )
+        for placement in ("post", "pre")
+        for norm in ("layer", "scale")
+        for fixed in (False, True)
+        for init in ("xavier", "small")
+    ),
+    columns=tuple(
+        Column(title=f"{title}, {start}", metric=metric, base=TED["gl"], settings=settings, at=at)
+        for title, metric in (("BLEU", "bleu"), ("valid perplexity", "perplexity valid"))
+        for start, settings, at in (("warm-up", {}, {}), ("none", {"warmup": 0, "lr": Times(0.607)}, NO_WARMUP))
+    ),
+    note="Without warm-up at 0.607 of the peak rate, as the paper.",
+)
+
+GALICIAN_LONG = Study(
+    id="core.ted-gl-long",
+    title="norms in translation with little data, 10,000 steps, TED gl-en",
+    note=WARM_UP,
+    rows=(
+        *(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
+        Row("pnv + FixNorm + scale loss", {"model.norm": "pnv", "model.fixnorm": True, "scale_loss": 0.1}),
+    ),
+    columns=columns(TED_LONG, BLEU | CALIBRATED | VALID),
+)
+
+CMUDICT_CORE = Study(
+    id="core.cmudict",
+    title="norms from spelling to sound, CMU Pronouncing Dictionary",
+    note=WARM_UP,
+    rows=(*CORE, *OTHERS),
+    columns=columns(CMUDICT, _with_donors("per")),
+)
+
+IMAGES = (
+    *norm_rows("layer", "batch", "mabn(warmup='auto')", "pnv", "power(groups=0, warmup='auto')"),
+    *norm_rows("un(warmup='auto', outlier_filtration=True)"),
+    Row("un", {"model.norm": "un(outlier_filtration=True)"}),
+    Row("un, filtration off", {"model.norm": "un"}),
+)
+
+CIFAR10_CORE = Study(
+    id="core.cifar10",
+    title="norms in image classification, CIFAR-10: tiny ViT and ResNet-20",
+    note="At pocket scale ResNet-20 gets the images at half their size, 16 x 16; at gpu scale the ViT is T2T-ViT-14."
+    f" {WARM_UP}",
+    rows=IMAGES,
+    columns=(
+        *columns(CIFAR10, {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
+        *columns(RESNET20, {"ResNet-20": "accuracy", "ResNet-20, calibrated": "accuracy calibrated"}),
+    ),
+)
+
+RESNET20_LONG = Study(
+    id="core.resnet20-hour",
+    title="norms in image classification, an hour of one CPU core each, CIFAR-10, ResNet-20",
+    rows=norm_rows(
+        "layer", "batch", "pnv", "un(outlier_filtration=True, warmup='auto')", "power(groups=0, warmup='auto')",
+        "mabn(warmup='auto')",
+    ),
+    columns=columns(RESNET20_HOUR, {"accuracy": "accuracy", "accuracy, calibrated": "accuracy calibrated"}),
+)  # fmt: skip
+
+CIFAR10_SPEED = Study(
+    id="core.cifar10-224",
+    title="accuracy and time to accuracy by norm, CIFAR-10 at 224 x 224: T2T-ViT-14 and Swin-T",
+    note=f"Minutes of training until validation accuracy reaches 80%. {WARM_UP}",
+    rows=IMAGES,
+    columns=tuple(
+        Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})
+        for name, base in (("T2T-ViT-14", CIFAR10), ("Swin-T", CIFAR10_SWIN))
+        for title, metric in (("accuracy", "accuracy"), ("minutes to 80%", "minutes to 80%"))
+    ),
+)

@@ -1,0 +1,196 @@
+"""Tasks: one row each, with every fact that is specific to the task.
+
+A row names its code as `module:function` and imports it when it is used. So reports, which need no PyTorch, and the
+packages below `train` can read this table too.
+"""
+
+import dataclasses
+import functools
+import math
+import pkgutil
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A score on the test split."""
+
+    key: str
+    """Key in result files."""
+    name: str
+    """Name in tables and sentences."""
+    about: str
+    """Definition, with unit."""
+    better: Literal[-1, 1]
+    """1 if higher is better, -1 if lower is better."""
+
+
+PER = Metric(key="per", name="PER", about="phonemes wrong, in percent", better=-1)
+BLEU = Metric(key="bleu", name="BLEU", about="BLEU of translations", better=1)
+PERPLEXITY = Metric(key="perplexity", name="perplexity", about="perplexity", better=-1)
+ACCURACY = Metric(key="accuracy", name="accuracy", about="accuracy in percent", better=1)
+BOX_AP = Metric(key="box_ap", name="box AP", about="average precision of boxes in percent", better=1)
+MASK_AP = Metric(key="mask_ap", name="mask AP", about="average precision of masks in percent", better=1)
+LOSS = Metric(key="loss", name="loss", about="cross-entropy on the test split", better=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """Code, metrics and settings of a task."""
+
+    module: str
+    """`LightningModule(run, model, data)` that trains and scores."""
+    model: str
+    """`(config, vocabularies) -> nn.Module`."""
+    example: str
+    """`(config, vocabularies) -> tensors`: an input of the model, or of its `part`."""
+    data: str
+    """`(run, on_stage) -> reader`: checks that the data exists; calling the reader reads it."""
+    metrics: tuple[Metric, ...]
+    """The first one decides comparisons."""
+    decided_by: Literal["running", "beam"] = "running"
+    """Kind of scores that decides comparisons: greedy search or no search with running statistics, or beam search."""
+    unit: Literal["tokens", "images"] = "tokens"
+    """Unit of `batch_tokens` and of speed."""
+    part: str = ""
+    """Submodule that contains the norms; empty for the whole model."""
+    settings: tuple[str, ...] = ()
+    """Settings of a run that only some tasks accept: those that this one does."""
+    bucketed: bool = False
+    """`bucketing` chooses between batches of similar lengths and of any lengths."""
+    fixed_length: bool = False
+    """All training sequences have `context` tokens."""
+    drops_samples: bool = False
+    """`layer_drop` drops a layer for single samples (stochastic depth), not for the batch."""
+
+    def load(self, part: Literal["module", "model", "example", "data"]) -> Any:
+        """Import and return the code of a part.
+
+        >>> TASKS["lm"].load("module").__name__
+        'Language'
+        """
+        return pkgutil.resolve_name(getattr(self, part))
+
+
+_TRAIN = "normkit_papers.train"
+_LANGUAGE = ("memory", "test_memory", "experts", "last_hidden", "weight_drop", "adaptive")
+_IMAGES = (
+    "crop", "padding", "flip", "rand_augment", "erase", "mixup", "cutmix", "mix_prob", "mix_switch", "test_crop",
+    "held_out", "channels_last",
+)  # fmt: skip
+_WORDS = ("model.fixnorm", "model.tie", "model.word_dropout", "model.decoder_depth")
+_PAIRS = (
+    "beam", "length_penalty", "length_offset", "bucket_by", "valid_items", "test_items", "model.share", *_WORDS,
+)  # fmt: skip
+
+TASKS: dict[str, TaskSpec] = {
+    "g2p": TaskSpec(
+        module=f"{_TRAIN}.translation:Translation",
+        model=f"{_TRAIN}.build:seq2seq",
+        example=f"{_TRAIN}.build:sentence_pairs",
+        data=f"{_TRAIN}.source:sequences",
+        metrics=(PER,),
+        decided_by="beam",
+        settings=_PAIRS,
+        bucketed=True,
+    ),
+    "mt": TaskSpec(
+        module=f"{_TRAIN}.mt:MachineTranslation",
+        model=f"{_TRAIN}.build:seq2seq",
+        example=f"{_TRAIN}.build:sentence_pairs",
+        data=f"{_TRAIN}.source:corpus",
+        metrics=(BLEU,),
+        decided_by="beam",
+        settings=(*_PAIRS, "valid_bleu", "subwords", "model.mask_logits"),
+        bucketed=True,
+    ),
+    "lm": TaskSpec(
+        module=f"{_TRAIN}.language:Language",
+        model=f"{_TRAIN}.build:language_model",
+        example=f"{_TRAIN}.build:text",
+        data=f"{_TRAIN}.source:corpus",
+        metrics=(PERPLEXITY,),
+        settings=(
+            "context",
+            "test_context",
+            "subwords",
+            "model.arch",
+            *(f"model.{name}" for name in _LANGUAGE),
+            *_WORDS,
+        ),
+        fixed_length=True,
+    ),
+    "digits": TaskSpec(
+        module=f"{_TRAIN}.classification:Classification",
+        model=f"{_TRAIN}.build:digit_classifier",
+        example=f"{_TRAIN}.build:digits",
+        data=f"{_TRAIN}.source:sequences",
+        metrics=(ACCURACY,),
+        unit="images",
+    ),
+    "images": TaskSpec(
+        module=f"{_TRAIN}.images:ImageClassification",
+        model=f"{_TRAIN}.build:image_classifier",
+        example=f"{_TRAIN}.build:images",
+        data=f"{_TRAIN}.source:images",
+        metrics=(ACCURACY,),
+        unit="images",
+        settings=(
+            "ema",
+            "body_lr",
+            "weights",
+            "broken",
+            "model.arch",
+            "model.patch",
+            "model.image_size",
+            *(f"images.{name}" for name in _IMAGES),
+        ),
+        drops_samples=True,
+    ),
+    "detection": TaskSpec(
+        module=f"{_TRAIN}.detection:Detection",
+        model=f"{_TRAIN}.build:object_detector",
+        example=f"{_TRAIN}.build:one_image",
+        data=f"{_TRAIN}.source:annotated_images",
+        metrics=(BOX_AP, MASK_AP),
+        unit="images",
+        part="backbone",
+        settings=("weights", "broken", "valid_items", "test_items", "model.arch"),
+        drops_samples=True,
+    ),
+}
+"""By name, as in `Run.task`."""
+
+METRICS: tuple[Metric, ...] = (*dict.fromkeys(metric for task in TASKS.values() for metric in task.metrics), LOSS)
+"""All metrics, in the order of the tasks; the loss, which all tasks have, comes last."""
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a mean loss.
+
+    Losses above 700 count as 700, because their exponential would overflow.
+
+    >>> perplexity(0.0), perplexity(1e9) == perplexity(700.0)
+    (1.0, True)
+    """
+    return math.exp(min(loss, 700.0))
+
+
+def unit(task: str) -> str:
+    """Return the unit of speed of a task, also for result files with an unknown task.
+
+    >>> unit("digits"), unit("of a later version")
+    ('images', 'tokens')
+    """
+    return TASKS[task].unit if task in TASKS else "tokens"
+
+
+@functools.cache
+def takers() -> dict[str, list[str]]:
+    """List the tasks that accept a setting, by setting; those of all tasks are left out.
+
+    >>> takers()["beam"], "lr" in takers()
+    (['g2p', 'mt'], False)
+    """
+    settings = sorted({name for task in TASKS.values() for name in task.settings})
+    return {setting: [name for name, task in TASKS.items() if setting in task.settings] for setting in settings}

@@ -1,0 +1,108 @@
+"""Build the model of a run from its settings and vocabularies, without its data."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from normkit.names import pick
+from normkit.norms import spectral_norm, weight_norm
+from normkit_papers.data.vocab import BOS, SPECIAL, Vocab
+from normkit_papers.models.classifiers import classifier
+from normkit_papers.models.config import Model
+from normkit_papers.models.detection import detector
+from normkit_papers.models.lm import DecoderLM
+from normkit_papers.models.lstm import LSTMLM
+from normkit_papers.models.mt import Seq2Seq
+from normkit_papers.models.vit import TinyViT
+from normkit_papers.tasks import TASKS
+
+Vocabularies = Mapping[str, Vocab]
+
+
+def build_model(task: str, config: Model, vocabularies: Vocabularies) -> nn.Module:
+    """Build the model of a task.
+
+    Raises:
+        ValueError: If the task is unknown, a vocabulary is missing, or the model does not fit into memory.
+    """
+    build = pick(TASKS, task, "task").load("model")
+    try:
+        model = build(config, vocabularies)
+    except KeyError as error:
+        raise ValueError(f"a model of task {task} needs a vocabulary {error}; got {sorted(vocabularies)}") from None
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"a model of these sizes cannot be built ({reason}); lower model.width, depth, max_length or "
+                         "the windows of norms") from None  # fmt: skip
+    if config.reparametrize == "weight":
+        return weight_norm(model)
+    return spectral_norm(model) if config.reparametrize == "spectral" else model
+
+
+def seq2seq(config: Model, vocabularies: Vocabularies) -> Seq2Seq:
+    """Build an encoder and decoder over a source and a target vocabulary."""
+    if config.share and vocabularies["source"].symbols != vocabularies["target"].symbols:
+        raise ValueError("share=True needs one vocabulary; source and target have different symbols")
+    return Seq2Seq(config, len(vocabularies["source"]), len(vocabularies["target"]))
+
+
+def language_model(config: Model, vocabularies: Vocabularies) -> DecoderLM | LSTMLM:
+    """Build the language model `config.arch`; a Transformer decoder if that is empty."""
+    build: dict[str, type[DecoderLM | LSTMLM]] = {"": DecoderLM, "lstm": LSTMLM}
+    return pick(build, config.arch, "language model")(config, len(vocabularies["words"]))
+
+
+def digit_classifier(config: Model, vocabularies: Vocabularies) -> TinyViT:
+    """Build a Vision Transformer for grey images of 8 x 8 pixels, in patches of 2 x 2."""
+    return TinyViT(config, image_size=8, patch=2, channels=1, classes=_classes(vocabularies))
+
+
+def image_classifier(config: Model, vocabularies: Vocabularies) -> nn.Module:
+    """Build the classifier `config.arch` for colour images."""
+    return classifier(config, _classes(vocabularies))
+
+
+def object_detector(config: Model, vocabularies: Vocabularies) -> nn.Module:
+    """Build the detector `config.arch`."""
+    return detector(config, _classes(vocabularies))
+
+
+def sentence_pairs(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
+    """Return random sources and targets."""
+    target = _words(vocabularies["target"], 1)
+    target[:, 0] = BOS
+    return _words(vocabularies["source"], 0), target
+
+
+def text(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return random text."""
+    return (_words(vocabularies["words"], 0),)
+
+
+def digits(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return random grey images."""
+    return _noise(4, 1, 8)
+
+
+def images(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return random colour images."""
+    return _noise(4, 3, config.image_size)
+
+
+def one_image(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return a random colour image for a backbone."""
+    return _noise(1, 3, 64)
+
+
+def _classes(vocabularies: Vocabularies) -> int:
+    return len(vocabularies["classes"]) - len(SPECIAL)
+
+
+def _words(vocab: Vocab, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(len(SPECIAL), len(vocab), (4, 9), generator=generator)
+
+
+def _noise(rows: int, channels: int, size: int) -> tuple[Tensor, ...]:
+    return (torch.rand(rows, channels, size, size, generator=torch.Generator().manual_seed(0)),)

@@ -1,0 +1,229 @@
+"""Run folders: settings, vocabularies, weights; a lock while a run writes one."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from normkit.files import write_whole
+from normkit.text import truncate
+from normkit_papers.data.subwords import vocabulary
+from normkit_papers.data.vocab import Vocab
+from normkit_papers.report import results
+from normkit_papers.report.settings import flat
+from normkit_papers.train.build import Vocabularies, build_model
+from normkit_papers.train.config import Run
+from normkit_papers.train.weights import load_weights, save_weights
+
+OUTPUTS = (
+    "checkpoints/*.ckpt", "checkpoints/.step-*.ckpt.*", "outputs/*.txt", "model.safetensors", "result.json",
+    "progress.json", "rows.csv",
+)  # fmt: skip
+"""Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
+
+MODELS = ("folded", "unfolded")  # folders of models that are made of a run
+
+DERIVED = (
+    *(f"{folder}/{file}" for folder in MODELS for file in ("run.json", "vocab.json", "model.safetensors")),
+    *(f"{picture}.{ending}" for picture in ("curves", "statistics") for ending in ("png", "svg")),
+    "removal.json", "table.txt", "report.html",
+)  # fmt: skip
+"""Files that commands make of a trained run; they do not belong to the weights of another training."""
+
+FOREIGN = ("model*.safetensors", "pytorch_model*", "*.index.json", "vocab.json")
+"""Files of other models, such as those of Hugging Face, which a run would make unreadable."""
+
+MOVABLE = ("name", "device", "threads", "workers")
+"""Settings that may change when a run is resumed: they do not change its result."""
+
+LOCK = ".lock"
+
+
+class Locked(ValueError):
+    """Another process is writing a run folder."""
+
+
+class Loaded(NamedTuple):
+    """Content of a run folder: settings, trained model in evaluation mode, vocabularies."""
+
+    run: Run
+    model: nn.Module
+    vocabularies: Vocabularies
+
+
+def load(folder: str | Path) -> Loaded:
+    """Load a run folder.
+
+    Raises:
+        ValueError: If the folder is not one of a run, or a file in it is missing or damaged.
+    """
+    folder = Path(folder)
+    run, vocabularies = read_run(folder), read_vocabularies(folder)
+    try:
+        model = build_model(run.task, run.model, vocabularies)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    load_weights(model, folder / "model.safetensors")
+    return Loaded(run, model.eval(), vocabularies)
+
+
+def save(folder: str | Path, loaded: Loaded) -> None:
+    """Write a folder that `load` reads.
+
+    Raises:
+        ValueError: If the settings do not describe the model.
+    """
+    run, model, vocabularies = loaded
+    folder = Path(folder)
+    write_run(folder, run, vocabularies)
+    save_weights(model, folder / "model.safetensors")
+    load(folder)
+
+
+def read_run(folder: Path) -> Run:
+    """Read the settings in a run folder.
+
+    Raises:
+        ValueError: If it has none, or they are damaged.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        problem = "it is a file" if folder.is_file() else "there is no such folder"
+        problem = "it has no run.json" if folder.is_dir() else problem
+        runs = truncate(sorted(str(path.parent) for path in folder.glob("*/run.json")))
+        advice = f"runs in it are {', '.join(runs)}" if runs else "`normkit train` and `normkit demo` write them"
+        raise ValueError(f"{folder} is not a run folder: {problem}; {advice}")
+    try:
+        return Run.from_json(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; copy it from the folder in which the run was trained") from None
+
+
+def write_run(folder: Path, run: Run, vocabularies: Vocabularies) -> None:
+    """Write the settings and vocabularies of a run."""
+    plain = {name: vocab.plain() for name, vocab in vocabularies.items()}
+    write_whole(folder / "run.json", run.to_json().encode())
+    write_whole(folder / "vocab.json", json.dumps(plain, ensure_ascii=False).encode())
+
+
+def read_vocabularies(folder: Path) -> dict[str, Vocab]:
+    """Read the vocabularies in a run folder.
+
+    Raises:
+        ValueError: If they are missing or damaged.
+    """
+    path = folder / "vocab.json"
+    try:
+        texts = json.loads(path.read_text(encoding="utf8"))
+        if not isinstance(texts, dict):
+            raise ValueError("it must be a JSON object of vocabularies")
+        return {name: vocabulary(plain) for name, plain in texts.items()}
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; copy it from the folder in which the run was trained") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def foreign_files(folder: Path) -> str:
+    """Name the first files of something else than a run in a folder; empty if there are none."""
+    found = [path for pattern in (*OUTPUTS, *FOREIGN) for path in folder.glob(pattern)]
+    if (folder / "run.json").is_file() or [path.name for path in found] == ["progress.json"]:
+        return ""
+    return ", ".join(dict.fromkeys(str(path.relative_to(folder)) for path in found[:3]))
+
+
+def check_resumable(folder: Path, run: Run) -> None:
+    """Raise a ValueError if the folder has a run with other settings."""
+    if not (folder / "run.json").exists():
+        return
+    found = differences(dataclasses.asdict(read_run(folder)), run)
+    changed = [f"{name} ({before}, not {now})" for name, (before, now) in found.items()]
+    if changed:
+        raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
+
+
+def differences(found: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which others differ from a run: their value and the run's.
+
+    Those in MOVABLE are left out. Settings that an older version did not have get their defaults.
+    """
+    defaults, now = (flat(dataclasses.asdict(each)) for each in (Run(name="", task="", data="", steps=1), run))
+    before = {name: tuple(value) if isinstance(value, list) else value for name, value in flat(found).items()}
+    both = {name: (before.get(name, defaults.get(name)), value) for name, value in now.items()}
+    return {name: pair for name, pair in both.items() if name not in MOVABLE and pair[0] != pair[1]}
+
+
+def read_ended(folder: Path, run: Run) -> dict[str, Any] | None:
+    """Return the result of this run, if the folder has it and it ended by itself."""
+    found = results.ended(folder)
+    return None if found is None or differences(found["run"], run) else found
+
+
+def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularies) -> None:
+    """Raise a ValueError if the data has other words or classes than a run had."""
+    for name, vocab in vocabularies.items():
+        old, new = before[name].symbols if name in before else [], vocab.symbols
+        if old != new:
+            raise ValueError(
+                f"the run {run} has {len(old):,} {name} words, the data now {len(new):,} or others; it needs "
+                "the data and the vocabulary that it was trained with"
+            )
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a run folder inside the block.
+
+    The system releases the lock of a process that dies, so a lock never stays behind; its file may.
+
+    Raises:
+        Locked: If another process holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    try:
+        with _open_locked(path, fcntl) as file:
+            file.truncate(0)  # what a killed process left
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+    finally:
+        if new:
+            with contextlib.suppress(OSError):  # it has content
+                folder.rmdir()
+
+
+def _open_locked(path: Path, fcntl):
+    """Open and lock a file; retry if its last owner removed it in between."""
+    while True:
+        file = path.open("a+", encoding="utf8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            with file:
+                owner = file.read().strip()[:200] or "another process"
+            raise Locked(
+                f"{path.parent} is being written by {owner}; wait for its end, stop it, or name another folder (--out)"
+            ) from None
+        except OSError:  # a file system without locks
+            return file
+        with contextlib.suppress(FileNotFoundError):  # another process may remove the file now
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()

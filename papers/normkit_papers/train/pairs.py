@@ -1,0 +1,66 @@
+"""Pairs of sequences, and the batches made of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch.nn.functional as F
+
+from normkit_papers.data.batches import batches_of, rounded
+from normkit_papers.data.ragged import Ragged
+from normkit_papers.data.vocab import BOS, PAD
+from normkit_papers.train.task import Batch
+
+
+class PairTable:
+    """Sources and targets, in memory or in mapped files; `rows` selects and orders them.
+
+    >>> table = PairTable.of([([4, 5, 2], [6, 2]), ([4, 2], [7, 2])])
+    >>> [tensor.tolist() for tensor in table.batch([1]).tensors]
+    [[[4, 2]], [[1, 7]], [[7, 2]]]
+    >>> [tensor.shape[1] for tensor in table.batch([0], static=6).tensors]
+    [6, 6, 6]
+    """
+
+    def __init__(self, source: Ragged, target: Ragged, rows: np.ndarray | None = None):
+        self.source, self.target = source, target
+        self.rows = np.arange(len(source), dtype=np.int32) if rows is None else rows
+        self.both = np.stack([source.sizes[self.rows], target.sizes[self.rows]], 1)
+        self.sizes = self.both.sum(1, dtype=np.int32)
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> "PairTable":
+        """Make a table of lists of numbers."""
+        return cls(Ragged.of([pair[0] for pair in pairs]), Ragged.of([pair[1] for pair in pairs]))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def take(self, items: Sequence[int] | np.ndarray) -> "PairTable":
+        """Return a table of some pairs."""
+        return PairTable(self.source, self.target, self.rows[np.asarray(items)])
+
+    def batch(self, items: Sequence[int] | np.ndarray, static: int = 0) -> Batch:
+        """Return source, decoder input and target; `static` is the most to pad them to."""
+        rows = self.rows[np.asarray(items)]
+        length = min(rounded(int(self.both[np.asarray(items)].max())), static) if static else 0
+        source, target = self.source.padded(rows, length), self.target.padded(rows, length)
+        given = F.pad(target[:, :-1], (1, 0), value=BOS).masked_fill_(target == PAD, PAD)
+        return Batch((source, given, target), len(items), int(self.target.sizes[rows].sum()))
+
+    def sorted_items(self, together: int) -> list[list[int]]:
+        """Return all items by length of the source, in lists of `together`."""
+        order = np.argsort(self.both[:, 0], kind="stable").tolist()
+        return [order[at : at + together] for at in range(0, len(order), together)]
+
+    def batches(self, tokens: int) -> list[Batch]:
+        """Return all pairs once, in batches of similar length and of at most `tokens` symbols."""
+        return [self.batch(items) for items in batches_of(self.sizes, tokens, bucketing=True, by=self.both)]
+
+
+def spread(length: int, count: int) -> list[int]:
+    """Return `count` evenly spaced items of `length`, or all if there are fewer.
+
+    >>> spread(10, 3)
+    [0, 3, 6]
+    """
+    return list(range(length)) if length <= count else [number * length // count for number in range(count)]

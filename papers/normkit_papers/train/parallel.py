@@ -1,0 +1,89 @@
+"""Training with several processes: strategy, exchange of values, sharded models.
+
+Lightning starts the processes (`--devices 2`), or `torchrun` or SLURM does. They take turns in reading batches, so a
+step uses `devices x nodes x accumulate x batch_tokens` tokens. Norms compute statistics from their process' batch, or
+with `sync=True` in their spec from all of them; those of rank 0 are saved.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from normkit.kernels.sync import is_distributed
+from normkit_papers.models.blocks import Layer
+from normkit_papers.train.config import Run
+from normkit_papers.train.distributed_env import is_rank_zero
+from normkit_papers.train.environment import device_type
+
+
+def check_devices(run: Run) -> None:
+    """Raise a ValueError if a run needs GPUs that this machine lacks, or too many processes."""
+    there, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    on_gpus = device_type(run.device) == "cuda"
+    if on_gpus and run.devices > there:
+        gpus, advice = ("1 GPU", "") if run.devices == 1 else (f"{run.devices} GPUs", "a smaller --devices, or ")
+        raise ValueError(f"the run is for {gpus}, PyTorch finds {there} here; give {advice}--device cpu")
+    if run.precision == "16-mixed" and not on_gpus:  # Lightning would train in bfloat16
+        raise ValueError("precision=16-mixed needs a GPU; give --precision bf16-mixed or 32-true")
+    if run.devices > 4 * cores and not on_gpus:
+        raise ValueError(
+            f"the run is for {run.devices} processes, and this machine has {cores} cores; --devices {cores} or fewer"
+        )
+
+
+def make_strategy(run: Run) -> Any:
+    """Return Lightning's strategy for a run."""
+    from lightning.pytorch import strategies
+
+    if run.devices * run.nodes == 1:
+        return "auto"
+    if run.strategy == "fsdp2":
+        return strategies.ModelParallelStrategy(
+            data_parallel_size=run.devices * run.nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+    return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
+
+
+def cluster_plugins() -> list[Any]:
+    """Return Lightning's plugin for SLURM, without requeueing, if SLURM is the launcher.
+
+    Requeueing would save a checkpoint of Lightning's own in the run folder, and a later run would resume from it.
+    """
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+    if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
+        return []
+    return [SLURMEnvironment(auto_requeue=False)]
+
+
+def all_gather(value: Any) -> list[Any]:
+    """Return the values of all processes, which must all call this; of one, its own."""
+    if not is_distributed():
+        return [value]
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, value)
+    return every
+
+
+def shard(model: nn.Module, mesh: Any) -> None:
+    """Shard each layer over the processes with FSDP2, in place; computing a layer gathers it."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in [module for module in model.modules() if isinstance(module, Layer)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def unshard(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+    """Return a sharded model as a whole one on rank 0; other ranks get a new one from `make`."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state, model = get_model_state_dict(model, options=options), make()
+    if is_rank_zero():
+        model.load_state_dict(state, strict=False)
+    return model

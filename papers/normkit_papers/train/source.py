@@ -1,0 +1,101 @@
+"""Find the data of a run by its name and its task, and return a function that reads it."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from normkit.arguments import require
+from normkit.names import pick
+from normkit_papers.data import OnStage
+from normkit_papers.data.corpora import CORPORA, locate
+from normkit_papers.data.embedded import SOURCES, Digits, Pairs, Text
+from normkit_papers.data.image_sets import IMAGE_SETS, find_images
+from normkit_papers.data.images import read_images
+from normkit_papers.data.prepare import Parallel, prepare
+from normkit_papers.data.scenes import SceneData, find_scenes
+from normkit_papers.data.text import reader
+from normkit_papers.tasks import TASKS
+from normkit_papers.train.config import Run
+from normkit_papers.train.folder import Loaded, check_vocabularies
+
+Reader = Callable[[], Any]
+
+KINDS = {"g2p": Pairs, "mt": Parallel, "lm": Text, "digits": Digits}
+"""Kind of data that a task can train on."""
+
+
+def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
+    """Find the data of a run; the function that is returned reads it.
+
+    Args:
+        run: The run, with its task and the name or folder of its data.
+        on_stage: Called with a description of each stage of reading.
+
+    Raises:
+        ValueError: If the data is missing or of a kind that the task cannot train on. Nothing has been read then.
+    """
+    spec = pick(TASKS, run.task, "task")
+    if run.data in IMAGE_SETS and run.task != "images":
+        raise ValueError(f"{run.data} has images; task {run.task} cannot train on them")
+    kind = inspect.get_annotations(SOURCES[run.data]).get("return") if run.data in SOURCES else None
+    tasks = [task for task, needed in KINDS.items() if needed is kind]
+    if tasks and run.task in KINDS and run.task not in tasks:
+        raise ValueError(
+            f"task {run.task} cannot train on {run.data}, which is data of task {' and '.join(tasks)}; "
+            "leave data out to use the recipe's own, or name other data"
+        )
+    return spec.load("data")(run, on_stage)
+
+
+def open_task(loaded: Loaded) -> Any:
+    """Return the task of a trained model, with its data.
+
+    Raises:
+        ValueError: If the data is missing, or has other words or classes than the model was trained with.
+    """
+    run, model, vocabularies = loaded
+    data = source(run)()
+    check_vocabularies(run.name, vocabularies, data.vocabularies)
+    run = dataclasses.replace(run, weights="", body_lr=1.0, ema=0.0)  # the model has what training began and ended with
+    return TASKS[run.task].load("module")(run, model, data)
+
+
+def sequences(run: Run, on_stage: OnStage) -> Reader:
+    """Find an embedded data set, or a folder of sequences."""
+    if run.data in CORPORA:
+        raise ValueError(f"{run.data} is a corpus of kind {CORPORA[run.data].kind}; task {run.task} cannot train on it")
+    if run.task == "digits" and run.data not in SOURCES:
+        given = f"the folder {run.data}" if Path(run.data).is_dir() else repr(run.data)
+        raise ValueError(
+            f"task digits trains on the data set digits alone; got {given}; a recipe of task images, such as "
+            "cifar10_tiny_vit, takes a folder of images"
+        )
+    return reader(run.data)
+
+
+def corpus(run: Run, on_stage: OnStage) -> Reader:
+    """Find a corpus of parallel text for task mt, else of running text, or a folder of it."""
+    kind = "parallel" if run.task == "mt" else "text"
+    if run.data in SOURCES:
+        require(not run.subwords, "subwords", run.subwords, f"0 for {run.data}, which has no files to learn them from")
+        return reader(run.data)
+    located = locate(run.data)
+    if located.corpus.kind != kind:
+        raise ValueError(f"{run.data} is a corpus of kind {located.corpus.kind}; task {run.task} needs kind {kind}")
+    return functools.partial(prepare, located, subwords=run.subwords, share=run.model.share, on_stage=on_stage)
+
+
+def images(run: Run, on_stage: OnStage) -> Reader:
+    """Find a data set of images with classes, or a folder of images."""
+    find_images(run.data)
+    return functools.partial(
+        read_images, run.data, held_out=run.images.held_out, refuse=run.broken == "refuse", on_stage=on_stage
+    )
+
+
+def annotated_images(run: Run, on_stage: OnStage) -> Callable[[], SceneData]:
+    """Find a data set of images with boxes, or a folder of them."""
+    return find_scenes(run.data, run.broken)

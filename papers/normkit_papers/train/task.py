@@ -1,0 +1,237 @@
+"""Base class of the tasks: optimizer, schedule, batches, validation and scores."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normkit.models import calibrate, scale_loss
+from normkit.norms import StatNorm
+from normkit_papers.train.config import Run
+from normkit_papers.train.lightning import lightning
+from normkit_papers.train.nt_asgd import NTASGD
+from normkit_papers.train.parallel import all_gather, shard
+from normkit_papers.train.schedules import make_schedule
+
+
+class Batch(NamedTuple):
+    """Tensors of a batch, and its size."""
+
+    tensors: tuple[Any, ...]  # for a detector, lists of images and of targets
+    words: int  # the unit of speed: words or images
+    tokens: int  # the number of terms in the mean loss
+    fresh: bool = False  # the first batch of a text: it continues no batch before it
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: matrices, with weight decay, and vectors, without."""
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in parameters:
+        (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+class Task(lightning.LightningModule):
+    """A model, its data, its loss and its scores.
+
+    A task defines `batches`, `loss`, `validation_batches` and `score_test`.
+    """
+
+    calibration_batches: int = 50
+
+    def __init__(self, run: Run, model: nn.Module, data: Any):
+        super().__init__()
+        if run.uses_validation and data.valid is data.test:
+            raise ValueError(
+                f"patience, average_of=best, schedule=validation_decay and optimizer=nt-asgd choose by the validation "
+                f"split, and {data.name} validates on its test split. Leave them out, or split off a validation set "
+                "(for classes of images: images.held_out)"
+            )
+        self.settings, self.model, self.data = run, model, data
+        self.kind = "running"  # of the scores that are being computed
+        self.calibration_batches = min(self.calibration_batches, run.steps)  # a short try is not to wait for more
+        self.outputs: dict[str, list[str]] = {}  # decoded test split, by kind of scores
+        self.broken: set[str] = set()  # error messages of images that cannot be read
+        self.start = 0  # batches that each process has trained on
+        self.hooks = contextlib.ExitStack()  # of the scale loss, and batches with their workers, while it trains
+
+    def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        """Yield training batch number `start`, `start + stride`, ..., by the run's seed only."""
+        raise NotImplementedError
+
+    def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """Return the mean loss of a batch."""
+        raise NotImplementedError
+
+    def validation_batches(self) -> list[Batch]:
+        """Return the batches of the validation split."""
+        raise NotImplementedError
+
+    def score_test(self) -> dict[str, float]:
+        """Return scores on the test split with the model's current statistics."""
+        raise NotImplementedError
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> Iterator[Batch]:
+        """Yield the batches of this process; several processes take turns."""
+        ranks = self.trainer.world_size
+        found: Any = self.batches(self.start * ranks + self.trainer.global_rank, ranks)
+        return self.hooks.enter_context(contextlib.closing(found))
+
+    def configure_model(self) -> None:
+        """Shard the model for fsdp2."""
+        if self.settings.strategy == "fsdp2" and self.device_mesh is not None:
+            shard(self.model, self.device_mesh["data_parallel"])
+
+    def on_train_start(self) -> None:
+        """Put the hooks of the scale loss on the norms."""
+        if self.settings.scale_loss:
+            self.scales = self.hooks.enter_context(scale_loss(self.model))
+
+    def on_train_end(self) -> None:
+        """Remove the hooks, end the workers, and combine the error messages of all processes."""
+        self.hooks.close()
+        self.combine_broken()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return the loss to minimize, and a detached copy to record."""
+        run = self.settings
+        loss = self.loss(batch, run.label_smoothing)
+        scaled = loss + run.scale_loss * self.scales() if run.scale_loss else loss
+        return {"loss": scaled, "recorded": loss.detach()}
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer and its schedule by step."""
+        run, groups = self.settings, self.parameter_groups()
+        fused = run.precision != "16-mixed"  # Lightning clips there, which it does not allow for fused optimizers
+        if run.optimizer == "sgd":
+            optimizer = torch.optim.SGD(groups, lr=run.lr, momentum=run.momentum, fused=fused)
+        elif run.optimizer == "nt-asgd":
+            optimizer = NTASGD(groups, lr=run.lr)
+        else:
+            optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=fused)
+        schedule = make_schedule(optimizer, run, run.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the parameters in groups for the optimizer."""
+        return decay_groups(self.model.parameters(), self.settings.weight_decay)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Clip as Lightning does, also with a fused optimizer in bf16."""
+        if self.settings.precision == "bf16-mixed":
+            if gradient_clip_val:
+                nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def finish_training(self) -> None:
+        """Prepare the trained model for saving and scoring."""
+
+    # -- images that cannot be read -----------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save which images could not be read."""
+        self.combine_broken()
+        checkpoint["broken"] = sorted(self.broken)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore which images could not be read."""
+        self.broken.update(checkpoint.get("broken", ()))
+
+    def combine_broken(self) -> None:
+        """Combine the error messages of all processes."""
+        self.broken = set().union(*all_gather(self.broken))
+
+    def skip_broken(self, found: Iterable[tuple[Batch, list[str]]], endless: bool = True) -> Iterator[Batch]:
+        """Yield batches, and record the error messages of what could not be read for them.
+
+        Args:
+            found: Batches with error messages.
+            endless: The batches never end, so an empty batch is an error and not skipped.
+
+        Raises:
+            ValueError: If a batch is empty, or for the first error message with `broken=refuse`.
+        """
+        for batch, broken in found:
+            if broken and self.settings.broken == "refuse":
+                raise ValueError(f"{broken[0]}; repair or remove it, or use --broken skip")
+            self.broken.update(broken)
+            if batch.words:
+                yield batch
+            elif endless:
+                raise ValueError(f"none of a batch's images can be read; the first: {broken[0]}")
+
+    def describe_data(self) -> dict[str, object]:
+        """Return what the result file has about the data."""
+        counts = {"count": len(self.broken), "first": sorted(self.broken)[:5]}
+        return {"name": self.data.name, **({"broken": counts} if self.broken else {})}
+
+    # -- validation and scores ----------------------------------------------------------------------------------------
+
+    def validate(self) -> dict[str, float]:
+        """Return what is recorded of the validation split; `loss` at least."""
+        return {"loss": self.mean_loss(self.validation_batches())}
+
+    def score(self, on_stage: Callable[[str], None]) -> dict[str, dict[str, float]]:
+        """Score the test split; the model is unchanged afterwards.
+
+        Args:
+            on_stage: Called with a description of each stage.
+
+        Returns:
+            Scores by kind of statistics: "running", and "calibrated" for norms with batch statistics.
+        """
+        on_stage("scoring")
+        self.kind = "running"
+        scores = {self.kind: self.score_test()}
+        if self.has_statistics():
+            on_stage("scoring with calibrated statistics")
+            self.kind = "calibrated"
+            with self.calibrated(itertools.islice(self.batches(0), self.calibration_batches)):
+                scores[self.kind] = self.score_test()
+        return scores
+
+    @contextlib.contextmanager
+    def calibrated(self, batches: Iterable[Batch], sites: str = "*") -> Iterator[None]:
+        """Use, inside the block, a copy of the model with the statistics of these batches.
+
+        Norms outside of the name pattern `sites` keep theirs.
+        """
+        trained = self.model
+        self.model = calibrate(trained, batches, forward=self.forward_norms)
+        for name, norm in trained.named_modules():
+            if isinstance(norm, StatNorm) and not fnmatchcase(name, sites):
+                self.model.get_submodule(name).load_state_dict(norm.state_dict())
+        try:
+            yield
+        finally:
+            self.model = trained
+
+    def forward_norms(self, model: Any, batch: Batch) -> Any:
+        """Compute what the norms of a model take part in, for calibration."""
+        return model(self.on_device(batch).tensors[0])
+
+    def on_device(self, batch: Batch) -> Batch:
+        """Move a batch to the device of the model."""
+        return self.transfer_batch_to_device(batch, self.device, 0)
+
+    @torch.no_grad()
+    def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:
+        """Return the mean loss of batches, at inference."""
+        was = self.model.training
+        self.model.eval()
+        total = sum(float(self.loss(self.on_device(batch), smoothing)) * batch.tokens for batch in batches)
+        self.model.train(was)
+        return total / sum(batch.tokens for batch in batches)
+
+    def has_statistics(self) -> bool:
+        """Return True if the model has a norm with batch statistics."""
+        return any(isinstance(module, StatNorm) for module in self.model.modules())

@@ -1,0 +1,125 @@
+"""Greedy and beam search against each other and against trying everything."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from normkit_papers.data.vocab import BOS, EOS, PAD
+from normkit_papers.models.mt import Seq2Seq
+from normkit_papers.train.decode import beam, greedy
+from test_models import SMALL, SOURCE, seq2seq
+from torch.testing import assert_close
+
+MANY = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0], [5, 2, 0, 0, 0], [9, 8, 7, 2, 0], [6, 6, 6, 6, 2]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beam_of_one_is_greedy(seed):
+    model = seq2seq(seed=seed)
+    one, two = greedy(model, MANY, 8), beam(model, MANY, 8, width=1, length_penalty=0.0)
+    assert one.sequences == two.sequences
+    assert one.scores == pytest.approx(two.scores, abs=1e-5)
+
+
+@pytest.mark.parametrize("search", [greedy, functools.partial(beam, width=3)])
+def test_a_sentence_decodes_the_same_alone_and_in_a_batch(search):
+    model = seq2seq(seed=1)
+    together = search(model, MANY, 8)
+    for i, row in enumerate(MANY):
+        alone = search(model, row[row != PAD][None], 8)
+        assert alone.sequences[0] == together.sequences[i]
+        assert alone.scores[0] == pytest.approx(together.scores[i], abs=1e-4)
+
+
+@torch.no_grad()
+def log_p(model: Seq2Seq, source: torch.Tensor, sequence: tuple[int, ...]) -> float:
+    """The log probability of a sequence, teacher-forced, padding and begin ruled out."""
+    scores = model(source, torch.tensor([[BOS, *sequence[:-1]]]))[0]
+    scores[:, [PAD, BOS]] = -torch.inf
+    return float(scores.log_softmax(-1).double()[range(len(sequence)), list(sequence)].sum())
+
+
+@pytest.mark.parametrize(("penalty", "offset"), [(0.0, 5), (0.6, 5), (1.0, 5), (1.0, 0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_beam_that_holds_everything_finds_the_best(penalty, offset, seed):
+    torch.manual_seed(seed)
+    model = Seq2Seq(SMALL, 10, 6).eval()  # the end, unknown and two words: 3 ** n ways on
+    source, longest = SOURCE[:1], 4
+    words = [3, 4, 5]
+    ended = [(*body, EOS) for n in range(longest) for body in itertools.product(words, repeat=n)]
+    value = {s: log_p(model, source, s) / ((offset + len(s)) / (offset + 1)) ** penalty for s in ended}
+    best = max(value, key=value.__getitem__)
+    found = beam(model, source, longest, width=100, length_penalty=penalty, length_offset=offset)
+    assert found.sequences[0] == list(best[:-1])
+    assert found.scores[0] == pytest.approx(value[best], abs=1e-4)
+
+
+@torch.no_grad()
+def test_scores_are_those_of_the_model():
+    model = seq2seq(seed=2)
+    for found, penalty in ((greedy(model, MANY, 8), 0.0), (beam(model, MANY, 8), 0.6)):
+        for row, sequence, score in zip(MANY, found.sequences, found.scores, strict=True):
+            whole = (*sequence, EOS)[:8]
+            value = log_p(model, row[row != PAD][None], whole) / ((5 + len(whole)) / 6) ** penalty
+            assert score == pytest.approx(value, abs=1e-4)
+
+
+def test_wider_beam_finds_higher_likelihood():  # always only where it holds everything, see above
+    gains = []
+    for seed in range(6):
+        model = seq2seq(seed=seed)
+        with torch.no_grad():
+            model.output.linear.bias[EOS] = (
+                1.0  # so that all end: a hypothesis cut off by the length limit was not chosen
+            )
+        greedily, widely = greedy(model, MANY, 30), beam(model, MANY, 30, width=8, length_penalty=0.0)
+        gains += [wide - one for wide, one in zip(widely.scores, greedily.scores, strict=True)]
+    assert sum(gains) > 10
+    assert sum(gain > 0.1 for gain in gains) > 2 * sum(gain < -1e-5 for gain in gains)
+
+
+def test_hypotheses_share_the_memory_of_their_sentence():
+    model = seq2seq(seed=3)
+    target = torch.randint(4, 10, (10, 3))
+    memory, real = model.encode(MANY)
+    expected = model.decode(target, memory.repeat_interleave(2, 0), real.repeat_interleave(2, 0))
+    assert_close(model.decode(target, memory, real), expected)
+
+
+def test_an_empty_batch_finds_nothing():
+    none = MANY[:0]
+    assert greedy(seq2seq(), none) == beam(seq2seq(), none) == ([], [])
+
+
+def test_length_limits_hold_for_each_sentence():
+    model = seq2seq(seed=0)
+    with torch.no_grad():
+        model.output.linear.bias[EOS] = -50.0  # never ends by itself
+    limits = torch.tensor([1, 2, 3, 4, 5])
+    assert [len(s) for s in greedy(model, MANY, limits).sequences] == [1, 2, 3, 4, 5]
+    found = beam(model, MANY, limits, width=3)
+    assert [len(s) for s in found.sequences] == [1, 2, 3, 4, 5]
+    assert all(score > -1e6 for score in found.scores)
+
+
+def test_stops_when_all_have_ended():
+    model = seq2seq(seed=0)
+    with torch.no_grad():
+        model.output.linear.bias[EOS] = 50.0
+    calls = []
+    decode = model.decode
+    model.decode = lambda *a: calls.append(1) or decode(*a)
+    assert greedy(model, MANY, 60).sequences == [[]] * 5
+    assert len(calls) == 1
+    assert beam(model, MANY, 60).sequences == [[]] * 5
+    assert len(calls) <= 3
+
+
+def test_bad_widths_and_lengths_are_refused():
+    with pytest.raises(ValueError, match="width must be at least 1"):
+        beam(seq2seq(), MANY, width=0)
+    with pytest.raises(ValueError, match=r"length_penalty and length_offset must be at least 0; got -1\.0"):
+        beam(seq2seq(), MANY, width=2, length_penalty=-1.0)
+    with pytest.raises(ValueError, match="max_length must be at least 1"):
+        greedy(seq2seq(), MANY, 0)

@@ -1,0 +1,307 @@
+"""Detectors: norms that see pictures and not their padding, folding, training.
+
+Average precision.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+
+import pytest
+import safetensors.torch
+import scene_files
+import torch
+from normkit_papers.data.scenes import find_scenes
+from normkit_papers.models.config import Model
+from normkit_papers.models.detection import DETECTORS, detector
+from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.train.average_precision import average_precision, coco_results
+from normkit_papers.train.build import build_model
+from normkit_papers.train.config import Run
+from normkit_papers.train.detection import Detection
+from normkit_papers.train.finetune import start_from
+from normkit_papers.train.fold_run import fold_run
+from normkit_papers.train.folder import Loaded, load, save
+from normkit_papers.train.run import train
+from normkit_papers.train.scenes import Item, Samples, SceneAugmentation
+from third_party_models import randomize
+
+import normkit
+from normkit.models import find
+from normkit.norms import StatNorm
+
+pytest.importorskip("torchvision")
+pytest.importorskip("pycocotools")
+
+TINY = dataclasses.replace(
+    DETECTORS["mask_rcnn_pocket"], width=8, depths=(1, 1, 1, 1), heads=(1, 1, 2, 2), pyramid=16, hidden=16,
+    mask_layers=(16,), sizes=(48, 64), longest=96, proposals=30, samples=16,
+)  # fmt: skip
+RUN = Run(name="tiny", task="detection", data="", model=Model(arch="tiny", norm="un"), steps=4, batch_tokens=2,
+          label_smoothing=0.0, valid_every=2, checkpoint_every=2, record_every=2, threads=1)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch):
+    monkeypatch.setattr("normkit_papers.train.detection.Detection.calibration_batches", 3)
+    monkeypatch.setitem(DETECTORS, "tiny", TINY)
+    monkeypatch.setitem(DETECTORS, "tiny_boxes", dataclasses.replace(TINY, masks=False))
+
+
+def pictures() -> tuple[list, list]:
+    """Two pictures of different sizes, one without things, one of another shape."""
+    generator = torch.Generator().manual_seed(0)
+    targets = [
+        {"boxes": torch.tensor([[5.0, 5, 30, 35], [20, 15, 45, 45]]), "labels": torch.tensor([1, 2]),
+         "masks": torch.ones(2, 50, 70, dtype=torch.uint8)},
+        {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.long),
+         "masks": torch.zeros(0, 90, 40, dtype=torch.uint8)},
+    ]  # fmt: skip
+    return [torch.rand(3, 50, 70, generator=generator), torch.rand(3, 90, 40, generator=generator)], targets
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["tiny", "tiny_boxes"])
+def test_losses_reach_every_parameter(arch):
+    model = detector(Model(arch=arch, norm="layer"), classes=2).train()
+    losses = model(*pictures())
+    assert ("loss_mask" in losses) == (arch == "tiny")
+    torch.stack(list(losses.values())).sum().backward()
+    idle = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not idle
+
+
+def test_norms_of_detectors_are_placed_in_the_backbone():
+    model = detector(Model(arch="tiny", norm="un", norm_at={"*.norms.*": "layer"}), classes=2)
+    kinds = {name: type(model.get_submodule(name)) for name in find(model)}
+    assert all(name.startswith("backbone.body.") for name in kinds)
+    assert [kind for name, kind in kinds.items() if ".norms." in name] == [normkit.LayerNorm] * 4
+    assert {kind for name, kind in kinds.items() if ".norms." not in name} == {normkit.UN}
+    with pytest.raises(ValueError, match="no detector named 'yolo'; there are mask_rcnn_swin_t, "):
+        detector(Model(arch="yolo"), classes=2)
+
+
+def test_statistics_exclude_image_padding():
+    """Masks reach every norm; the first one's statistics are those of the covered tokens."""
+    model = detector(Model(arch="tiny", norm="pnv"), classes=2).train()
+    images, targets = pictures()
+    seen = {}
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, StatNorm)}
+    for name, norm in norms.items():
+        norm.register_forward_hook(lambda m, args, out, name=name: seen.update({name: (args[0], m.mask)}))
+    before = {name: norm.running.clone() for name, norm in norms.items()}
+    model(images, targets)
+    for name, (x, mask) in seen.items():
+        stride = 96 // x.shape[1]
+        real = sum(-(-image.shape[-2] // stride) * -(-image.shape[-1] // stride) for image in images)
+        assert mask.shape == x.shape[:-1], name
+        assert int(mask.sum()) == real < mask.numel(), name
+        square = x[mask].double().square().mean(0)
+        norm = norms[name]
+        expected = norm.alpha * before[name][0] + (1 - norm.alpha) * square
+        torch.testing.assert_close(norm.running[0].double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_plain_batch_of_pictures_has_no_mask():
+    model = detector(Model(arch="tiny", norm="un"), classes=2).train()
+    model.backbone(torch.rand(2, 3, 64, 64))
+    assert all(m.mask is None for m in model.modules() if isinstance(m, StatNorm))
+
+
+def test_weights_of_a_classifier_start_the_backbone(tmp_path):
+    donor = randomize(detector(Model(arch="tiny", norm="un"), classes=2))
+    for norm in donor.modules():
+        if isinstance(norm, StatNorm):
+            norm.step.fill_(7)
+    features = {f"features.{k}": v for k, v in donor.backbone.body.features.state_dict().items()}
+    safetensors.torch.save_file({**features, "head.weight": torch.zeros(3, 64)}, tmp_path / "swin.safetensors")
+    model = detector(Model(arch="tiny", norm="un"), classes=5)
+    assert start_from(str(tmp_path / "swin.safetensors"), model.backbone.body.features, prefix="features.") == []
+    for name, tensor in model.backbone.body.features.state_dict().items():
+        same = torch.equal(tensor, features[f"features.{name}"])
+        assert same or name.endswith((".step", ".window", ".psi", ".window_grad", "_grad")), name
+        assert not name.endswith(".step") or tensor == 0
+    wider = detector(Model(arch="mask_rcnn_pocket"), classes=5).backbone.body.features
+    with pytest.raises(ValueError, match=r"0\.0\.weight of shape \(8, 3, 4, 4\) in place of \(32, 3, 4, 4\)"):
+        start_from(str(tmp_path / "swin.safetensors"), wider, prefix="features.")
+    features["features.1.7.mlp.0.weight"] = torch.zeros(2, 2)
+    safetensors.torch.save_file(features, tmp_path / "deeper.safetensors")
+    with pytest.raises(ValueError, match=r"it has an unknown 1\.7\.mlp\.0\.weight"):  # once loaded without a word
+        start_from(str(tmp_path / "deeper.safetensors"), model.backbone.body.features, prefix="features.")
+
+
+# -- data to batches -----------------------------------------------------------------------------------------------
+
+
+def test_augmentation_changes_picture_boxes_and_masks_alike(tmp_path):
+    """Each box stays the frame of its mask, and masks stay on what is drawn."""
+    data = find_scenes(str(scene_files.data_set(tmp_path)))()
+    cropping = dataclasses.replace(TINY, crop=(30, 50))
+    samples = Samples(data.train, masks=True, augment=SceneAugmentation(cropping))
+    sizes, things = set(), 0
+    for epoch in range(6):
+        for at in range(len(data.train)):
+            (picture, target), _ = samples[Item(epoch, at)]
+            (again, _), _ = samples[Item(epoch, at)]
+            assert torch.equal(picture, again), "chance hangs on seed, epoch and number alone"
+            sizes.add(tuple(picture.shape[-2:]))
+            assert len(target["boxes"]) == len(target["labels"]) == len(target["masks"])
+            assert target["masks"].shape[-2:] == picture.shape[-2:]
+            for box, mask in zip(target["boxes"], target["masks"], strict=True):
+                rows, columns = (mask.any(side).nonzero()[:, 0] for side in (1, 0))
+                frame = torch.stack([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]).float()
+                assert (frame - box).abs().max() <= 2, "masks are resized by nearest pixels"
+                bright = picture.amax(0)[mask.bool()]
+                assert (bright > 0.7).float().mean() > 0.7
+                things += 1
+    assert len(sizes) > 4
+    assert things > 20
+
+
+def test_undecodable_image_is_replaced_and_counted_or_raises(tmp_path):
+    folder = scene_files.data_set(tmp_path)
+    data = find_scenes(str(folder))()
+    broken = (folder / "images" / "002.png").read_bytes()
+    (folder / "images" / "002.png").write_bytes(broken[:200] + bytes(40) + broken[240:])
+    samples = Samples(data.train, masks=False, augment=SceneAugmentation(TINY))
+    (_, target), problems = samples[Item(0, 1)]
+    assert torch.equal(target["labels"], data.train.scenes[2].labels)
+    assert len(problems) == 1
+    assert "002.png cannot be read" in problems[0]
+    assert Samples(data.train, masks=False, augment=None)[Item(0, 1)] == (None, problems)
+    run = dataclasses.replace(RUN, data=str(folder), valid_every=0, workers=1)
+    assert train(run, tmp_path / "run")["data"]["broken"] == {"count": 1, "first": problems}, (
+        "once, however often it is met"
+    )
+    assert not multiprocessing.active_children()
+    with pytest.raises(ValueError, match=r"002.png cannot be read.*; repair or remove it, or use --broken skip"):
+        train(dataclasses.replace(run, broken="refuse", workers=0), tmp_path / "other")
+    for path in (folder / "images").iterdir():
+        path.write_bytes(path.read_bytes()[:200] + bytes(40) + path.read_bytes()[240:])
+    with pytest.raises(ValueError, match="none of a batch's images can be read"):
+        train(run, tmp_path / "none")
+
+
+def test_image_numbers_may_be_64_bits_long(tmp_path):
+    labels, files = scene_files.scenes(4)
+    for rows, key in ((labels["images"], "id"), (labels["annotations"], "image_id")):
+        for row in rows:
+            row[key] += 2**63  # as numbers made of hashes
+    for split in ("train", "valid"):
+        scene_files.write(tmp_path / "data", labels, files, split)
+    result = train(dataclasses.replace(RUN, data=str(tmp_path / "data"), steps=1, valid_every=0), tmp_path / "run")
+    assert result["scores"]["running"]["n"] == 4
+
+
+def test_augmentation_does_not_seed_gpus(tmp_path, monkeypatch):
+    """A worker process cannot: dropout would depend on the number of workers."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail(f"GPUs seeded with {seed}"))
+    data = find_scenes(str(scene_files.data_set(tmp_path)))()
+    assert Samples(data.train, masks=True, augment=SceneAugmentation(TINY))[Item(0, 1)][1] == []
+
+
+@pytest.mark.parametrize("bucketing", [False, True])
+def test_batches_resume_and_do_not_depend_on_workers(bucketing, tmp_path):
+    data = find_scenes(str(scene_files.data_set(tmp_path, 8)))()
+    run = dataclasses.replace(RUN, bucketing=bucketing, seed=0 if bucketing else 20_260_101)
+    task = Detection(run, build_model("detection", run.model, data.vocabularies), data)
+    at = task.batches(0)
+    first = [next(at) for _ in range(6)]
+    other = Detection(dataclasses.replace(run, workers=2), task.model, data).batches(3)
+    for batch in first[3:]:
+        same = next(other)
+        for mine, theirs in zip(batch.tensors[0], same.tensors[0], strict=True):
+            assert torch.equal(mine, theirs)
+    shapes = [{round(t["masks"].shape[-1] / t["masks"].shape[-2]) for t in b.tensors[1]} for b in first]
+    assert not bucketing or sum(len(shape) == 1 for shape in shapes) >= 4
+
+
+# -- precision -----------------------------------------------------------------------------------------------------
+
+
+def test_perfect_answers_have_precision_100_and_none_has_0(tmp_path):
+    data = find_scenes(str(scene_files.data_set(tmp_path)))().test
+    rows, shifted = [], []
+    for at, scene in enumerate(data.scenes):
+        answer = {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(len(scene.labels)),
+                  "masks": data.masks(at)[:, None].float()}  # fmt: skip
+        rows += coco_results(scene.number, list(data.categories), answer)
+        shifted += coco_results(scene.number, list(data.categories), {**answer, "boxes": scene.boxes + 3.0})
+    perfect = average_precision(data.truth, rows, masks=True)
+    assert perfect["box_ap"] == perfect["mask_ap"] == pytest.approx(100)
+    assert 0 < average_precision(data.truth, shifted, masks=True)["box_ap"] < 90
+    none = average_precision(data.truth, [], masks=False)
+    assert none == dict.fromkeys((name for name in perfect if name.startswith("box")), 0.0)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe().task == "detection"])
+def test_every_recipe_runs_two_steps(name, tmp_path, monkeypatch):
+    recipe = RECIPES[name]()
+    own = DETECTORS[recipe.model.arch]
+    crop = own.crop and (30, 50)
+    monkeypatch.setitem(DETECTORS, recipe.model.arch, dataclasses.replace(TINY, masks=own.masks, crop=crop))
+    run = dataclasses.replace(
+        recipe, data=str(scene_files.data_set(tmp_path / "data")), model=dataclasses.replace(recipe.model, norm="un"),
+        steps=2, warmup=0, milestones=(1,) if recipe.milestones else (), batch_tokens=2, valid_every=0,
+        checkpoint_every=0, workers=0, record_every=1, precision="32-true", threads=1,
+    )  # fmt: skip
+    result = train(run, tmp_path / "run")
+    assert result["status"] == "done"
+    assert set(result["scores"]) == {"running", "calibrated"}
+    for score in result["scores"].values():
+        assert score["n"] == 6
+        assert {"box_ap", "loss_objectness"} <= set(score)
+        assert ("mask_ap" in score) == own.masks
+    assert result["data"]["train"] == {"images": 6, "boxes": result["data"]["train"]["boxes"]}
+    assert "broken" not in result["data"]
+    assert result["data"]["operators"]
+
+
+def test_run_learns_resumes_and_folds_equally(tmp_path):
+    data = str(scene_files.data_set(tmp_path / "data"))
+    run = dataclasses.replace(RUN, data=data, steps=8, lr=2e-3, valid_every=4, checkpoint_every=4)
+    whole = train(run, tmp_path / "whole")
+    assert whole["curve"][-1]["train_loss"] < whole["curve"][0]["train_loss"]
+    assert [each["step"] for each in whole["valid"]] == [4, 8]
+    stop = lambda progress: progress.step >= 5  # noqa: E731
+    assert train(run, tmp_path / "parts", on_progress=stop)["status"] == "interrupted at step 5"
+    train(run, tmp_path / "parts", resume=True)
+    loaded, again = load(tmp_path / "whole"), load(tmp_path / "parts")
+    for name, tensor in loaded.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+
+    loaded = Loaded(loaded.run, randomize(loaded.model), loaded.vocabularies)  # gains and biases that show
+    folded, report = fold_run(loaded)
+    assert report.max_error < 1e-9
+    outcomes = {row.name: row.action for row in report}
+    assert set(outcomes.values()) <= {"folded", "folded back"}, "also where Swin pads: earlier layers take the shift"
+    save(tmp_path / "folded", folded)
+    back = load(tmp_path / "folded")
+    with torch.no_grad():
+        for mine, theirs in zip(back.model(pictures()[0]), loaded.model(pictures()[0]), strict=True):
+            torch.testing.assert_close(mine["boxes"], theirs["boxes"], atol=1e-2, rtol=1e-3)
+            torch.testing.assert_close(mine["scores"], theirs["scores"], atol=1e-4, rtol=1e-3)
+    with pytest.raises(ValueError, match="has no norms left to fold"):
+        fold_run(folded)
+    scores = [Detection(l.run, l.model, find_scenes(data)()).validate() for l in (loaded, back)]  # noqa: E741
+    assert scores[0]["box_ap"] == pytest.approx(scores[1]["box_ap"], abs=1e-6)
+    assert scores[0]["loss"] == pytest.approx(scores[1]["loss"], rel=1e-4)
+    assert json.loads((tmp_path / "folded" / "run.json").read_text())["model"]["norm"] == "nonorm"
+    few = Detection(dataclasses.replace(run, valid_items=1), back.model, find_scenes(data)())
+    assert few._score(few.data.valid, 0)["n"] > few.validate()["n"] == 1
+
+
+def test_masks_need_outlines(tmp_path):
+    given, files = scene_files.scenes(2)
+    for note in given["annotations"]:
+        del note["segmentation"]
+    for name in ("train", "valid"):
+        scene_files.write(tmp_path, given, files, name)
+    data = find_scenes(str(tmp_path))()
+    with pytest.raises(ValueError, match="has objects without outlines, and tiny trains masks"):
+        Detection(RUN, build_model("detection", RUN.model, data.vocabularies), data)

@@ -1,0 +1,254 @@
+"""Our own Transformers: masks, causality, caches, norms by place, initial weights."""
+
+import dataclasses
+
+import pytest
+import torch
+from norm_cases import reads_its_sample, short
+from normkit_papers.data.vocab import PAD, Vocab
+from normkit_papers.models.config import Model
+from normkit_papers.models.convolution import Convolution
+from normkit_papers.models.lm import DecoderLM
+from normkit_papers.models.mt import Seq2Seq
+from normkit_papers.models.vit import TinyViT
+from normkit_papers.train.build import build_model
+from torch.testing import assert_close
+
+from normkit.norms import NORMS, Norm
+
+SMALL = Model(width=16, hidden=32, depth=2, heads=2)
+SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0]])
+TARGET = torch.tensor([[1, 5, 6, 7], [1, 9, 0, 0]])
+CONVOLUTIONS = [
+    dataclasses.replace(SMALL, attention="dynamicconv", kernels=(3, 5), norm="un(window=2, warmup=2)"),
+    dataclasses.replace(SMALL, attention="lightconv", kernels=(7,)),
+]
+FORMS = [
+    SMALL, dataclasses.replace(SMALL, placement="post"), dataclasses.replace(SMALL, fixnorm=True, norm="scale"),
+    *CONVOLUTIONS,
+]  # fmt: skip
+
+
+def seq2seq(config: Model = SMALL, seed: int = 0) -> Seq2Seq:
+    """A model whose norms have lived a little and have parameters that are not 0 and 1."""
+    torch.manual_seed(seed)
+    model = Seq2Seq(config, 10, 10)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Norm):
+                for parameter in module.parameters(recurse=False):
+                    parameter.add_(torch.rand_like(parameter) * 0.5)
+        for _ in range(3):
+            model(SOURCE, TARGET)
+    return model.eval()
+
+
+@pytest.mark.parametrize("config", FORMS)
+def test_padding_changes_nothing(config):
+    model = seq2seq(config)
+    want = model(SOURCE, TARGET)
+    padded = model(torch.nn.functional.pad(SOURCE, (0, 3)), torch.nn.functional.pad(TARGET, (0, 2)))
+    assert_close(padded[:, :4][TARGET != PAD], want[TARGET != PAD])
+    alone = model(SOURCE[1:, :3], TARGET[1:, :2])
+    assert_close(alone[0], want[1, :2])
+
+
+@pytest.mark.parametrize("spec", [short(name) for name in NORMS])
+def test_padding_changes_no_statistics_while_training(spec):
+    one, two = (seq2seq(dataclasses.replace(SMALL, norm=spec)).train() for _ in range(2))
+    a = one(SOURCE, TARGET)
+    b = two(torch.nn.functional.pad(SOURCE, (0, 3)), torch.nn.functional.pad(TARGET, (0, 2)))
+    if not reads_its_sample(spec):
+        assert_close(b[:, :4][TARGET != PAD], a[TARGET != PAD], rtol=1e-4, atol=1e-5)
+    for (name, buffer), other in zip(one.named_buffers(), two.buffers(), strict=True):
+        assert_close(other, buffer, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("config", FORMS)
+def test_the_decoder_is_causal(config):
+    model = seq2seq(config)
+    other = TARGET.clone()
+    other[0, 2:] = 8
+    assert_close(model(SOURCE, other)[0, :2], model(SOURCE, TARGET)[0, :2])
+    assert not torch.allclose(model(SOURCE, other)[0, 2:], model(SOURCE, TARGET)[0, 2:])
+
+
+@pytest.mark.parametrize("spec", [short(name) for name in NORMS])
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_the_cache_equals_full_decoding(spec, placement):
+    if reads_its_sample(spec):
+        pytest.skip("it reads the whole sequence")
+    check_the_cache(seq2seq(dataclasses.replace(SMALL, norm=spec, placement=placement)).double())  # some norms amplify
+
+
+@pytest.mark.parametrize("config", CONVOLUTIONS)
+def test_convolutions_step_by_step_equal_teacher_forcing(config):
+    check_the_cache(seq2seq(config).double())
+
+
+def check_the_cache(model):
+    """Compare decoding in pieces with decoding at once."""
+    memory, real = model.encode(SOURCE)
+    whole = model.decode(TARGET, memory, real)
+    for pieces in ((1, 1, 1, 1), (2, 1, 1), (1, 3)):
+        cache, start, got = {}, 0, []
+        for size in pieces:
+            got.append(model.decode(TARGET[:, start : start + size], memory, real, cache, start))
+            start += size
+        assert_close(torch.cat(got, 1)[TARGET != PAD], whole[TARGET != PAD])
+
+
+def test_dynamic_convolution_agrees_with_a_loop_over_positions():
+    torch.manual_seed(0)
+    block, x = Convolution(4, 2, 3, True, 0.0), torch.randn(1, 5, 4)
+    gated = torch.nn.functional.glu(block.inner(x), -1)[0]
+    weights = block.taps(gated).view(5, 2, 3).softmax(-1)
+    for causal, shift in ((True, 2), (False, 1)):
+        want = torch.zeros(5, 4)
+        for t in range(5):
+            for channel in range(4):
+                for k in range(3):
+                    if 0 <= t + k - shift < 5:
+                        want[t, channel] += weights[t, channel // 2, k] * gated[t + k - shift, channel]
+        assert_close(block(x, causal=causal)[0][0], block.outer(want))
+
+
+def test_norms_by_place():
+    rules = {"encoder.layers.0.*": "un", "*.final_norm": "rms", "decoder.*": "scale"}
+    model = Seq2Seq(dataclasses.replace(SMALL, norm="power", norm_at=rules), 10, 10)
+    kinds = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, Norm)}
+    assert kinds["encoder.layers.0.attention_norm"] == kinds["encoder.layers.0.feedforward_norm"] == "UN"
+    assert kinds["encoder.layers.1.attention_norm"] == "PowerNorm"
+    assert kinds["encoder.final_norm"] == kinds["decoder.final_norm"] == "RMSNorm"
+    assert kinds["decoder.layers.1.cross_norm"] == "ScaleNorm"
+    assert len(kinds) == 2 * 2 + 1 + 2 * 3 + 1
+    with pytest.raises(ValueError, match="matches no norm"):
+        Seq2Seq(dataclasses.replace(SMALL, norm_at={"encodr.*": "un"}), 10, 10)
+
+
+def test_post_norm_has_no_final_norm():
+    model = Seq2Seq(dataclasses.replace(SMALL, placement="post"), 10, 10)
+    assert sum(isinstance(m, Norm) for m in model.modules()) == 2 * 2 + 2 * 3
+
+
+@pytest.mark.parametrize(("init", "factor"), [("xavier", 2), ("small", 5)])
+def test_initial_weights(init, factor):
+    torch.manual_seed(0)
+    model = Seq2Seq(Model(width=256, hidden=512, depth=1, heads=4, init=init), 10, 10)
+    layer = model.decoder.layers[0]
+    for attention in (layer.attention, layer.cross):
+        for linear in (attention.query, attention.key, attention.value, attention.out):
+            assert abs(float(linear.weight.detach().std()) / (2 / (factor * 256)) ** 0.5 - 1) < 0.02
+            assert not linear.bias.any()
+    assert abs(float(layer.feedforward.inner.weight.detach().std()) / (2 / 768) ** 0.5 - 1) < 0.02
+
+
+@pytest.mark.parametrize("field", ["dropout", "attention_dropout", "hidden_dropout"])
+def test_each_dropout_acts_in_training_and_only_there(field):
+    model = seq2seq(dataclasses.replace(SMALL, **{field: 0.5}))
+    plain = seq2seq()
+    plain.load_state_dict(model.state_dict())
+    assert_close(model(SOURCE, TARGET), plain(SOURCE, TARGET))
+    model.train()
+    torch.manual_seed(0)
+    one, two = model(SOURCE, TARGET), model(SOURCE, TARGET)
+    assert not torch.allclose(one, two)
+    torch.manual_seed(0)
+    assert torch.equal(model(SOURCE, TARGET), one)
+
+
+def test_embeddings_tied_shared_and_fixed():
+    free = Seq2Seq(dataclasses.replace(SMALL, tie=False), 10, 12)
+    tied = Seq2Seq(SMALL, 10, 12)
+    shared = Seq2Seq(dataclasses.replace(SMALL, share=True), 12, 12)
+
+    def count(model):
+        return sum(p.numel() for p in model.parameters())
+
+    assert count(free) - count(tied) == 12 * 16
+    assert count(tied) - count(shared) == 10 * 16
+    with pytest.raises(ValueError, match="10 source and 12 target"):
+        Seq2Seq(dataclasses.replace(SMALL, share=True), 10, 12)
+    fixed = Seq2Seq(dataclasses.replace(SMALL, fixnorm=True), 10, 12)
+    rows = fixed.target_embedding.table.weight.norm(dim=1)
+    assert_close(rows[1:], torch.ones(11))
+    assert float(rows[PAD].detach()) == 0
+    assert float(fixed.target_embedding.table.parametrizations.weight.original.detach().abs().max()) <= 0.01
+
+
+def test_two_vocabularies_of_one_size_are_not_shared():
+    vocabularies = {"source": Vocab("ab"), "target": Vocab("xy")}
+    with pytest.raises(ValueError, match="share=True needs one vocabulary; source and target have different symbols"):
+        build_model("g2p", dataclasses.replace(SMALL, share=True), vocabularies)
+    build_model("g2p", dataclasses.replace(SMALL, share=True), dict.fromkeys(vocabularies, Vocab("ab")))
+
+
+def test_fixnorm_leaves_the_row_of_padding_alone():
+    torch.manual_seed(0)
+    model = Seq2Seq(dataclasses.replace(SMALL, fixnorm=True, norm="scale"), 10, 10)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(3):
+        scores = model(SOURCE, TARGET).flatten(0, 1)  # the tied output gives padding a score, and a gradient
+        loss = torch.nn.functional.cross_entropy(scores, TARGET.flatten(), ignore_index=PAD, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        assert float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])) < 100
+        optimizer.step()
+    table = model.target_embedding.table.weight
+    assert not table[PAD].any()
+    assert_close(table[1:].norm(dim=1), torch.ones(9))
+
+
+def test_the_demo_model_has_the_size_it_should():
+    model = Seq2Seq(Model(width=96, hidden=192, depth=2, heads=4), 31, 43)
+    assert sum(p.numel() for p in model.parameters()) == 381_547
+
+
+def test_sequences_longer_than_the_model_are_refused():
+    model = Seq2Seq(dataclasses.replace(SMALL, max_length=4), 10, 10)
+    with pytest.raises(ValueError, match="5 tokens is longer than max_length=4"):
+        model(SOURCE, TARGET)
+
+
+@pytest.mark.parametrize("spec", ["layer", "un(window=2, warmup=2)", "power(groups=0, warmup=2)"])
+def test_the_language_model_is_causal_and_caches(spec):
+    torch.manual_seed(0)
+    model = DecoderLM(dataclasses.replace(SMALL, norm=spec), 10)
+    tokens = torch.randint(4, 10, (2, 6))
+    model(tokens)
+    model.eval()
+    whole = model(tokens)
+    changed = tokens.clone()
+    changed[:, 4:] = 4
+    assert_close(model(changed)[:, :4], whole[:, :4])
+    cache = {}
+    got = [model(tokens[:, i : i + 2], cache, i) for i in (0, 2, 4)]
+    assert_close(torch.cat(got, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [short(name) for name in NORMS])
+def test_the_vision_model_learns_a_step_with_every_norm(spec):
+    torch.manual_seed(0)
+    model = TinyViT(dataclasses.replace(SMALL, norm=spec), 8, 2, 1, 10)
+    images, labels = torch.rand(16, 1, 8, 8), torch.arange(16) % 10
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(15):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("heads", 3, "divisor of width=16"), ("depth", 0, "at least 1"), ("placement", "mid", "one of pre, post"),
+     ("width", 10**9, "at most"), ("depth", 10**8, "at most"), ("max_length", 10**10, "at most"),
+     ("rank", "7", "whole number"), ("kernels", (3, 4), "odd numbers"),
+     ("dropout", 1.0, "below 1"), ("init", "big", "one of xavier, small, ds")],
+)  # fmt: skip
+def test_bad_sizes_are_refused(field, value, message):
+    with pytest.raises(ValueError, match=f"{field}.*{message}.*got"):
+        dataclasses.replace(SMALL, **{field: value})

@@ -1,0 +1,258 @@
+"""Models of pictures by name: sizes, shapes, every norm by rule, drop path, folding."""
+
+import importlib.util
+import math
+
+import pytest
+import safetensors.torch
+import torch
+from norm_cases import short
+from normkit_papers.data.vocab import Vocab
+from normkit_papers.models.classifiers import ARCHES, TIMM, classifier
+from normkit_papers.models.config import Model
+from normkit_papers.models.resnet import ResNet20
+from normkit_papers.models.t2t import Layer, Performer, T2TViT
+from normkit_papers.train.config import Run
+from normkit_papers.train.fold_run import fold_run
+from normkit_papers.train.folder import Loaded, load, save
+from third_party_models import randomize
+from torch import nn
+from torch.testing import assert_close
+
+from normkit.fold import fold
+from normkit.models import find
+from normkit.norms import NORMS, LayerNorm, Norm, make
+
+ISSUE = ("layer", "batch", "mabn", "pnv", "power(groups=0)", "un", "un(outlier_filtration=True)")
+FROZEN = ("batch", "mabn", "pnv", "power(groups=0)", "un")  # their statistics are constants at inference
+
+
+def small_t2t(**settings) -> T2TViT:
+    config = Model(image_size=32, **settings)
+    return T2TViT(config, classes=5, width=12, depth=2, heads=2, ratio=2, token_width=8)
+
+
+def small_resnet(**settings) -> ResNet20:
+    return ResNet20(Model(**settings), classes=5)
+
+
+MODELS = {"resnet20": small_resnet, "t2t_vit": small_t2t}
+
+
+def images(rows: int = 4, size: int = 32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    """Forward and backward with a random upstream gradient."""
+    scores = model(x)
+    scores.backward(torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)))
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_resnet20_is_that_of_the_paper():
+    """He et al.: 0.27 M; three times six convolutions behind the first, at 32.
+
+    16 and 8 pixels a side.
+    """
+    model = ResNet20(Model(norm="batch"), classes=10)
+    assert count(model) == 269_722
+    assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == 19
+    shapes = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape[1:])))
+    assert model(images(2)).shape == (2, 10)
+    assert shapes == [(16, 32, 32)] * 3 + [(32, 16, 16)] * 3 + [(64, 8, 8)] * 3
+
+
+def test_t2t_vit_14_is_that_of_the_paper():
+    """Yuan et al.: 21.5 M parameters.
+
+    224 pixels to 56, 28 and 14 tokens a side, 64 channels, then 384.
+    """
+    model = classifier(Model(arch="t2t_vit_14", image_size=224), 1000)
+    assert round(count(model) / 1e6, 1) == 21.5
+    shapes = []
+    for part in (*model.performers, model.project, *model.layers):
+        part.register_forward_hook(lambda module, args, out: shapes.append((tuple(args[0].shape), tuple(out.shape))))
+    with torch.no_grad():
+        assert model.eval()(images(1, 224)).shape == (1, 1000)
+    first, second, projected, *layers = shapes
+    assert first == ((1, 56 * 56, 3 * 7 * 7), (1, 56 * 56, 64))
+    assert second == ((1, 28 * 28, 64 * 3 * 3), (1, 28 * 28, 64))
+    assert projected == ((1, 14 * 14, 64 * 3 * 3), (1, 14 * 14, 384))
+    assert layers == [((1, 14 * 14 + 1, 384),) * 2] * 14
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "parameters", "norms"),
+    [("swin_t", 32, 28_288_354, 29), ("deit_tiny_patch16_224", 224, 5_717_416, 25)],
+)
+def test_library_models_take_norms_by_rule_and_drop_path(arch, size, parameters, norms):
+    if importlib.util.find_spec("timm" if arch in TIMM else "torchvision") is None:
+        pytest.skip("timm and torchvision are not installed")
+    config = Model(arch=arch, image_size=size, layer_drop=0.1, norm="un", norm_at={"norm": "layer"})
+    model = classifier(config, 1000)
+    assert count(model) == parameters
+    found = {name: type(model.get_submodule(name)).__name__ for name in find(model)}
+    assert found.pop("norm") == "LayerNorm"
+    assert list(found.values()) == ["UN"] * (norms - 1)
+    drops = [float(getattr(m, "p", getattr(m, "drop_prob", 0)) or 0) for m in model.modules()
+             if type(m).__name__ in ("StochasticDepth", "DropPath")]  # fmt: skip
+    assert max(drops) == pytest.approx(0.1)
+    step(model, images(2, size))
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_unknown_names_and_sizes_that_do_not_fit_raise():
+    with pytest.raises(ValueError, match=r"no model named 'resnet2' \(did you mean 'resnet20'\?\); there are tiny_vit"):
+        classifier(Model(arch="resnet2"), 10)
+    with pytest.raises(ValueError, match="multiple of 16; got 40"):
+        T2TViT(Model(image_size=40), 10)
+    with pytest.raises(ValueError, match="image_size=32; got 48 x 32"):
+        small_t2t()(torch.zeros(1, 3, 48, 32))
+    assert {"tiny_vit", "resnet20", "t2t_vit_14", "swin_t", *TIMM} == set(ARCHES)
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("spec", [*map(short, NORMS), *ISSUE])
+def test_every_norm_by_rule(name, spec):
+    """At the places that a rule names.
+
+    Every parameter has a gradient, and two trainings give the same scores.
+    """
+    place = "blocks.[0-3].*" if name == "resnet20" else "layers.*"
+
+    def trained() -> nn.Module:
+        torch.manual_seed(0)
+        model = MODELS[name](norm="layer", norm_at={place: spec})
+        step(model, images())
+        return model
+
+    model = trained()
+    at = model.blocks[:4] if name == "resnet20" else model.layers
+    placed = [norm for block in at for norm in (block.norm1, block.norm2)]
+    assert {type(norm) for norm in placed} == {type(make(spec, 8))}
+    assert sum(isinstance(m, LayerNorm) for m in model.modules()) >= (11 if name == "resnet20" else 5)
+    gradients = {key: p.grad for key, p in model.named_parameters()}
+    assert all(g is not None and g.isfinite().all() for g in gradients.values())
+    gains = [block.norm2.weight for block in at if getattr(block.norm2, "weight", None) is not None]
+    assert all(float(gain.grad.abs().max()) > 0 for gain in gains)  # one gain before another norm (scale) has none
+    scores = [m.eval()(images(2, seed=3)).detach() for m in (model, trained())]
+    assert_close(*scores, rtol=0, atol=0)
+
+
+def test_channels_last_changes_nothing():
+    model = randomize(small_resnet(norm="un(warmup=0)"))
+    twin = small_resnet(norm="un(warmup=0)").to(memory_format=torch.channels_last)
+    twin.load_state_dict(model.state_dict())
+    for m, x in ((model, images()), (twin, images().contiguous(memory_format=torch.channels_last))):
+        step(m, x)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "action", "norms"),
+    [*(("t2t_vit", spec, "folded", 9) for spec in FROZEN),
+     ("resnet20", "batch", "folded back", 19)],
+)  # fmt: skip
+def test_all_norms_fold(name, spec, action, norms):
+    """ResNet-20's go back into the convolution before, since a ReLU or a sum follows.
+
+    T2T-ViT's into what reads them.
+
+    Into the convolution behind the ReLU none can go.
+    """
+    torch.manual_seed(0)
+    model = randomize(MODELS[name](norm=spec)).eval()
+    folded, report = fold(model, images(2), other_shapes=False)
+    assert (report.count(action), len(report.rows)) == (norms, norms)
+    assert report.max_error < 1e-12
+    assert not any(isinstance(module, Norm) for module in folded.modules())
+    assert_close(folded(images(3, seed=7)), model(images(3, seed=7)), rtol=1e-4, atol=1e-4)
+
+
+def test_folded_run_is_saved_with_new_biases(tmp_path):
+    """ResNet-20's convolutions have none before."""
+    torch.manual_seed(0)
+    model = Model(arch="resnet20", image_size=16, norm="un")
+    run = Run(name="run", task="images", data="cifar10", steps=1, model=model)
+    old = randomize(classifier(model, 5)).eval()
+    folded, report = fold_run(Loaded(run, old, {"classes": Vocab("abcde")}))
+    assert report.count("folded back") == 19
+    save(tmp_path, folded)
+    again = load(tmp_path)
+    assert (again.run.model.norm, again.run.model.norm_at) == ("nonorm", {})
+    assert again.model.conv.bias is not None
+    assert_close(again.model(images(size=16)), old(images(size=16)), rtol=1e-4, atol=1e-4)
+    saved = again.model.state_dict() | {"conv.more": torch.zeros(16)}
+    safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"it has an unknown conv\.more"):
+        load(tmp_path)
+
+
+# -- T2T-ViT ----------------------------------------------------------------------------------------------------------
+
+
+def test_performer_equals_attention_with_its_feature_kernel():
+    """Against the sum over all pairs of tokens.
+
+    The weights are exp(W q - |q|^2 / 2) . exp(W k - |k|^2 / 2).
+    """
+    torch.manual_seed(0)
+    performer = Performer(10, 6).double().eval()
+    key, query, value = torch.randn(3, 2, 7, 6, dtype=torch.float64)
+
+    def f(x):
+        return torch.exp(x @ performer.features.T - x.square().sum(-1, keepdim=True) / 2)
+
+    weights = f(query) @ f(key).transpose(1, 2)
+    assert_close(performer._mix(key, query, value), weights / weights.sum(-1, keepdim=True) @ value)
+    assert performer._mix(100 * key, 100 * query, value).isfinite().all(), "exponents beyond those of float64"
+    rows = performer.features
+    assert_close(rows @ rows.T, rows.shape[0] * torch.eye(len(rows), dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_random_features_tend_to_softmax_attention():
+    torch.manual_seed(0)
+    performer = Performer(10, 4).double().eval()
+    performer.features = torch.randn(20_000, 4, dtype=torch.float64)
+    key, query, value = 0.5 * torch.randn(3, 1, 5, 4, dtype=torch.float64)
+    expected = (query @ key.transpose(1, 2)).softmax(-1) @ value
+    assert float((performer._mix(key, query, value) - expected).abs().max()) < 0.05
+
+
+def test_drop_path_leaves_blocks_out_by_picture():
+    torch.manual_seed(0)
+    layer = Layer(8, 2, 16, drop_path=0.5)
+    x = torch.randn(64, 3, 8)
+    kept = (layer(x) - x).abs().amax((1, 2)) > 0
+    assert 0.6 < kept.float().mean() < 0.9, "one of two blocks is left in three times of four"
+    assert_close(layer._dropped(torch.ones(4096, 1, 1)).mean(), torch.tensor(1.0), atol=0.1, rtol=0)
+    assert (layer.eval()(x) != x).any((1, 2)).all()
+    drops = [part.drop_path for part in small_t2t(layer_drop=0.1).layers]
+    assert drops == pytest.approx([0.0, 0.1])
+
+
+def test_the_final_norm_gets_all_tokens():
+    """Statistics of the last norm are of all tokens and not of the class token alone.
+
+    The authors' code does the same.
+    """
+    model = small_t2t(norm="batch")
+    seen = []
+    model.final_norm.register_forward_hook(lambda module, args, out: seen.append(args[0].shape))
+    model(images(2))
+    assert seen == [(2, (32 // 16) ** 2 + 1, 12)]
+    assert isinstance(small_t2t().final_norm, LayerNorm)
+    assert math.isclose(float(model.positions.norm()) ** 2, 5 * 6, rel_tol=1e-5), "a sine and a cosine a rate"

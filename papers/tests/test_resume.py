@@ -1,0 +1,313 @@
+"""A run killed at any step and resumed is bit for bit the run that was never killed."""
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+import torch
+from forked import Program
+from normkit_papers.models.config import Model
+from normkit_papers.report import results
+from normkit_papers.train import callbacks
+from normkit_papers.train.checkpoints import checkpoint_path, checkpoints, model_state, read_checkpoint
+from normkit_papers.train.config import Run
+from normkit_papers.train.run import train
+from normkit_papers.train.task import Task
+
+RUN = Run(
+    name="resumed",
+    task="digits",
+    data="digits",
+    model=Model(width=16, hidden=24, depth=2, heads=2, norm="un(warmup=9)", dropout=0.2, attention_dropout=0.1),
+    steps=40,
+    batch_tokens=24,
+    warmup=5,
+    valid_every=8,
+    checkpoint_every=7,
+    record_every=3,
+    threads=1,
+)
+
+
+class Killed(Exception):
+    """Stands for whatever ends a process."""
+
+
+def everything(folder):
+    """All that a run leaves, but for times."""
+    result = results.read(folder)
+    kept = {name: result[name] for name in ("run", "status", "parameters", "curve", "valid", "scores")}
+    files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "rows.csv", "run.json", "vocab.json")}
+    last = read_checkpoint(checkpoints(folder)[-1])
+    return kept, files, last["optimizer_states"], last["lr_schedulers"], last["global_step"]
+
+
+def same(a, b):
+    """Assert that two nested values are alike to the last bit."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for mine, theirs in zip(a, b, strict=True):
+            same(mine, theirs)
+    elif isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    else:
+        assert a == b
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(RUN, folder)
+    return folder
+
+
+@pytest.mark.parametrize("step", [3, 7, 8, 20, 35, 40])
+def test_killed_at_a_step_and_resumed(step, whole, tmp_path):
+    def die(progress):
+        if progress.step >= step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(RUN, tmp_path, on_progress=die)
+    assert not (tmp_path / "result.json").exists()
+    train(RUN, tmp_path, resume=True)
+    same(everything(tmp_path), everything(whole))
+
+
+def test_killed_twice_with_accumulation(tmp_path):
+    run = dataclasses.replace(
+        RUN, accumulate=2, steps=20, model=dataclasses.replace(RUN.model, norm="power(groups=0, warmup=7)")
+    )
+    train(run, tmp_path / "whole")
+    for step in (9, 16):
+
+        def die(progress, step=step):
+            if progress.step >= step:
+                raise Killed
+
+        with pytest.raises(Killed):
+            train(run, tmp_path / "killed", resume=True, on_progress=die)
+    train(run, tmp_path / "killed", resume=True)
+    same(everything(tmp_path / "killed"), everything(tmp_path / "whole"))
+
+
+def test_asked_to_stop_between_two_points_of_the_curve(tmp_path, monkeypatch):
+    monkeypatch.setattr(callbacks, "REPORT_EVERY", 0.0)
+    run = dataclasses.replace(RUN, steps=400, valid_every=200, checkpoint_every=200, record_every=100)
+    train(run, tmp_path / "whole")
+    result = train(run, tmp_path / "stopped", on_progress=lambda progress: progress.step >= 17)
+    assert result["status"] == "interrupted at step 17"
+    shown = []
+    train(run, tmp_path / "stopped", resume=True, on_progress=shown.append)
+    same(everything(tmp_path / "stopped"), everything(tmp_path / "whole"))
+    assert not any(math.isnan(progress.loss) for progress in shown if progress.stage == "training")
+
+
+def test_asked_to_stop_and_resumed(whole, tmp_path):
+    result = train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 17)
+    assert result["status"] == "interrupted at step 17"
+    assert result["scores"] == {}
+    assert checkpoints(tmp_path)[-1] == checkpoint_path(tmp_path, 17), "so that nothing is lost"
+    checkpoint_path(tmp_path, 17).unlink()
+    train(RUN, tmp_path, resume=True)
+    same(everything(tmp_path), everything(whole))
+
+
+def test_the_checkpoint_of_an_interrupt_is_not_averaged(tmp_path):
+    run = dataclasses.replace(RUN, average=3)
+    train(run, tmp_path / "whole")
+    train(run, tmp_path / "stopped", on_progress=lambda progress: progress.step >= 31)
+    assert checkpoints(tmp_path / "stopped")[-1].name == "step-00000031.ckpt"
+    assert train(run, tmp_path / "stopped", resume=True)["averaged"] == 3
+    same(everything(tmp_path / "stopped"), everything(tmp_path / "whole"))
+
+
+def test_a_run_resumes_with_another_name_and_workers(whole, tmp_path):
+    train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 17)
+    moved = dataclasses.replace(RUN, name="moved", device="cpu", workers=1)
+    assert train(moved, tmp_path, resume=True)["run"] == dataclasses.asdict(moved)
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    with pytest.raises(
+        ValueError,
+        match=r"another batch_tokens \(\d+, not 12\), milestones \(\(\), not \(30,\)\); resume with its own",
+    ):
+        train(dataclasses.replace(moved, batch_tokens=12, milestones=(30,)), tmp_path, resume=True)
+
+
+def test_a_stop_at_a_validation_loses_none(whole, tmp_path):
+    train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 16)
+    assert [point["step"] for point in train(RUN, tmp_path, resume=True)["valid"]] == [8, 16, 24, 32, 40]
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_process_that_is_killed(whole, tmp_path):
+    """SIGKILL while it trains; what resumes is another process."""
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from normkit_papers.train.config import Run\n"
+        "from normkit_papers.train.run import train\n"
+        "folder = Path(sys.argv[1])\n"
+        "run = Run.from_json(Path(sys.argv[2]).read_text())\n"
+        "train(run, folder, resume=True, on_progress=lambda p: time.sleep(0.05))\n"
+    )
+    settings = tmp_path / "settings.json"
+    settings.write_text(RUN.to_json())
+    folder = tmp_path / "run"
+    program = Program(code, str(folder), str(settings))
+    deadline = time.monotonic() + 300
+    while not checkpoint_path(folder, 14).exists():
+        assert program.process.is_alive(), "ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    program.process.kill()
+    assert program.ended()[0] == -signal.SIGKILL
+    assert not (folder / "result.json").exists()
+    code, _, errors = Program(code, str(folder), str(settings)).ended()
+    assert code == 0, errors
+    same(everything(folder), everything(whole))
+
+
+@pytest.mark.parametrize("every", [7, 8])
+def test_resuming_a_finished_run_changes_nothing(every, tmp_path):
+    run = dataclasses.replace(RUN, checkpoint_every=every)
+    train(run, tmp_path)
+    before = everything(tmp_path)
+    train(run, tmp_path, resume=True)
+    same(everything(tmp_path), before)
+
+
+def test_a_run_that_has_ended_is_not_trained_again(tmp_path):
+    """A study deletes its checkpoints, perhaps while another process is about to resume it."""
+    short = dataclasses.replace(RUN, steps=3)
+    result = train(short, tmp_path)
+    for name in ("run.json", "result.json"):  # as of a version without this setting
+        content = json.loads((tmp_path / name).read_text())
+        del content.get("run", content)["scale_loss"]
+        (tmp_path / name).write_text(json.dumps(content))
+    del result["run"]["scale_loss"]
+    before, seen = (tmp_path / "model.safetensors").stat(), []
+    assert train(short, tmp_path, resume=True, on_progress=seen.append) == json.loads(json.dumps(result))
+    assert (tmp_path / "model.safetensors").stat() == before
+    assert not seen
+
+
+def test_killed_between_the_last_rows_and_the_result(tmp_path, monkeypatch):
+    run = dataclasses.replace(RUN, task="g2p", data="cmudict", steps=2, batch_tokens=100, checkpoint_every=1,
+                              valid_items=2, test_items=2)  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            train(run, tmp_path)
+    before = (tmp_path / "rows.csv").read_text()
+    assert "singular_value[0]" in before
+    train(run, tmp_path, resume=True)
+    assert (tmp_path / "rows.csv").read_text() == before
+
+
+def test_a_checkpoint_of_a_machine_with_more_gpus(tmp_path, monkeypatch):
+    state, given = torch.get_rng_state(), []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, device: given.append(device))
+    callbacks._set_rng({**callbacks._rng(), "torch": state, "cuda": [state, state]})
+    assert given == [0]
+
+
+def test_a_first_validation_that_is_not_finite_is_the_worst(tmp_path, monkeypatch):
+    losses = iter((math.nan, 3.0, 2.0, 1.0))
+    monkeypatch.setattr(Task, "validate", lambda task: {"loss": next(losses)})
+    run = dataclasses.replace(RUN, steps=4, valid_every=1, patience=2, checkpoint_every=0)
+    assert train(run, tmp_path)["curve"][-1]["step"] == 4
+
+
+def test_a_run_that_ended_early_trains_no_further(tmp_path):
+    still = dataclasses.replace(RUN.model, norm="layer")  # running statistics would change at any rate
+    run = dataclasses.replace(RUN, checkpoint_every=8, patience=1, lr=1e-12, schedule="constant", model=still)
+    train(run, tmp_path / "whole")
+    stopped = train(run, tmp_path / "stopped", on_progress=lambda progress: progress.stage == "scoring")
+    assert stopped["status"] == "interrupted at step 16"
+    assert train(run, tmp_path / "stopped", resume=True)["curve"][-1]["step"] == 16
+    same(everything(tmp_path / "stopped"), everything(tmp_path / "whole"))
+
+
+# -- what cannot be resumed ------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_cut_short_is_refused(tmp_path):
+    with pytest.raises(Killed):
+        train(RUN, tmp_path, on_progress=lambda progress: (_ for _ in ()).throw(Killed) if progress.step > 14 else None)
+    path = checkpoints(tmp_path)[-1]
+    whole = path.read_bytes()
+    for length in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"step-00000014\.ckpt is cut short or not a checkpoint of a run"):
+            train(RUN, tmp_path, resume=True)
+    path.unlink()
+    assert train(RUN, tmp_path, resume=True)["status"] == "done", "the one before it serves"
+
+
+def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
+    other = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, width=8))
+    with pytest.raises(ValueError, match=r"holds a run with another model\.width \(16, not 8\); resume with its own"):
+        train(other, whole, resume=True)
+    train(dataclasses.replace(other, steps=7), tmp_path)
+    checkpoint_path(tmp_path, 7).rename(tmp_path / "kept")
+    (tmp_path / "run.json").write_text(RUN.to_json())
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "kept").rename(checkpoint_path(tmp_path, 7))
+    with pytest.raises(ValueError, match=r"step-00000007\.ckpt is of another model: it has \S+ of shape"):
+        train(RUN, tmp_path, resume=True)
+
+
+def test_a_damaged_vocabulary_is_named(tmp_path):
+    train(RUN, tmp_path, on_progress=lambda progress: progress.step >= 7)
+    (tmp_path / "vocab.json").write_text('{"classes": ["0", ')
+    with pytest.raises(ValueError, match=r"vocab\.json cannot be read: Expecting value"):
+        train(RUN, tmp_path, resume=True)
+    assert checkpoints(tmp_path), "nothing is lost"
+
+
+def test_something_else_is_no_checkpoint(tmp_path):
+    path = tmp_path / "x.ckpt"
+    torch.save({"weights": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="is not a checkpoint of a run: it has no weights"):
+        read_checkpoint(path)
+    torch.save(Killed(), path)  # a pickle that would run code
+    with pytest.raises(ValueError, match="is cut short or not a checkpoint of a run"):
+        read_checkpoint(path)
+
+
+def test_full_disk_keeps_the_previous_checkpoint(whole, tmp_path, monkeypatch):
+    free = [9]  # files that still fit
+
+    def full(descriptor):
+        free[0] -= 1
+        if free[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        patch.setattr(results, "note", lambda *_: None)  # how often progress is noted is not the question
+        with pytest.raises(OSError, match="No space left on device"):
+            train(RUN, tmp_path)
+    kept = checkpoints(tmp_path)
+    assert kept, "some were written before the disk was full"
+    assert model_state(read_checkpoint(kept[-1]))
+    assert [path for path in (tmp_path / "checkpoints").iterdir() if path not in kept] == [], "no half file"
+    train(RUN, tmp_path, resume=True)
+    same(everything(tmp_path), everything(whole))
+
+
+def test_settings_of_a_run_survive_the_file():
+    assert Run.from_json(RUN.to_json()) == RUN
+    assert json.loads(RUN.to_json())["model"]["norm"] == "un(warmup=9)"

@@ -1,0 +1,155 @@
+"""The callback: rows of any LightningModule, to a file and to the loggers of its trainer."""
+
+import csv
+
+import pytest
+import torch
+from normkit_papers.train.lightning import lightning
+from normkit_papers.train.watch_callback import LOGGED, Watch, log_rows
+from torch import nn
+
+from normkit import watch
+from normkit.watch import Row
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on loaders
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def training_step(self, batch, index):
+        return self.norm(self.line(batch)).pow(3).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def fit(callback, steps, folder, logger, resume=None, **options):
+    data = torch.utils.data.DataLoader(
+        torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).repeat(10, 1), batch_size=4
+    )
+    trainer = lightning.Trainer(
+        max_steps=steps, callbacks=[callback], logger=logger, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, log_every_n_steps=1, default_root_dir=folder, accelerator="cpu", **options,
+    )  # fmt: skip
+    trainer.fit(Module(), data, ckpt_path=resume, weights_only=None if resume is None else True)
+    return trainer
+
+
+def named(rows):
+    """Expected values of loggers, by name and global step."""
+    found = {}
+    for row in rows:
+        if row.quantity in LOGGED:
+            found.setdefault(f"{row.quantity}/{row.site}".rstrip("/"), {})[row.step - 1] = row.value
+    assert set(found) == {*(f"{name}/norm" for name in LOGGED if name != "gradient_norm"), "gradient_norm"}
+    return found
+
+
+def test_a_file_and_a_logger(tmp_path):
+    options = {"every": 2, "to": tmp_path / "rows.csv", "log_every": 4}
+    whole = Watch(**options)
+    fit(whole, 10, tmp_path, lightning.loggers.CSVLogger(tmp_path, name="log"))
+    expected = watch.read(tmp_path)
+    assert {row.step for row in expected} == {1, 3, 5, 7, 9}
+    assert [row[:4] for row in whole.rows] == [row[:4] for row in expected]
+    assert {row.site for row in expected} == {"norm", ""}
+    with next((tmp_path / "log").rglob("metrics.csv")).open() as file:
+        logged = list(csv.DictReader(file))
+    for name, points in named(whole.rows).items():
+        assert {int(row["step"]): float(row[name]) for row in logged if row.get(name)} == pytest.approx(points)
+
+    (tmp_path / "rows.csv").unlink()
+    fit(Watch(**options), 6, tmp_path, False).save_checkpoint(tmp_path / "last.ckpt")
+    fit(Watch(**options), 10, tmp_path, False, tmp_path / "last.ckpt")
+    assert watch.read(tmp_path) == expected, "as if it had not been interrupted"
+
+
+def test_padding_is_found_in_a_batch_with_names(tmp_path):
+    class Named(Module):
+        def training_step(self, batch, index):
+            return super().training_step(batch["x"], index)
+
+    watching = Watch(every=1, quantities=["tokens"])
+    batch = {"x": torch.randn(2, 3, 4), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+    trainer = lightning.Trainer(
+        max_steps=2, callbacks=[watching], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=tmp_path, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Named(), torch.utils.data.DataLoader([batch, batch], batch_size=None))
+    assert [row.value for row in watching.rows] == [3, 3]
+
+
+class Listening(lightning.loggers.Logger):
+    """A logger with the methods that Lightning calls."""
+
+    name, version = "listening", 0
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    def log_metrics(self, metrics, step=None):
+        self.logged.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        """Nothing."""
+
+
+def test_steps_under_accumulation_are_optimizer_steps(tmp_path):
+    logger, callback = Listening(), Watch(every=2, log=["rms"], log_every=4)
+    fit(callback, 5, tmp_path, logger, accumulate_grad_batches=2)
+    assert [row.step for row in callback.rows if row.quantity == "rms"] == [1, 3, 5, 7, 9]
+    assert [step for step, metrics in logger.logged if "rms/norm" in metrics] == [0, 1, 2, 3, 4]
+
+
+def test_rows_of_a_run_that_is_over():
+    logger = Listening()
+    rows = [Row(1, "a", "un", "rms", 2.0), Row(1, "", "", "gradient_norm", 3.0), Row(2, "a", "un", "dead", 0.0)]
+    log_rows([*rows, Row(26, "a", "un", "rms", 4.0)], [logger])
+    assert logger.logged == [(1, {"rms/a": 2.0, "gradient_norm": 3.0}), (26, {"rms/a": 4.0})]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    callback = Watch(every=2, log_every=4)
+    logger = lightning.loggers.TensorBoardLogger(tmp_path, "log")
+    fit(callback, 10, tmp_path, logger)
+    found = events.EventAccumulator(logger.log_dir).Reload()
+    expected = named(callback.rows)
+    assert set(expected) <= set(found.Tags()["scalars"])
+    for name, points in expected.items():
+        assert {event.step: event.value for event in found.Scalars(name)} == pytest.approx(points)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_and_biases(tmp_path, monkeypatch):
+    """In its offline mode: nothing is sent, all is in a file of its own."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb (100 MB)")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    callback = Watch(every=2, log_every=4)
+    logger = lightning.loggers.WandbLogger(save_dir=tmp_path, offline=True)
+    fit(callback, 10, tmp_path, logger)
+    summary = dict(logger.experiment.summary)
+    logger.experiment.finish()
+    expected = {name: points[8] for name, points in named(callback.rows).items()}
+    assert {name: summary[name] for name in expected} == pytest.approx(expected)
+    assert summary["trainer/global_step"] == 8
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_wrong_arguments_keep_the_rows_of_an_earlier_run(tmp_path):
+    path = tmp_path / "rows.csv"
+    fit(Watch(every=1, to=path, quantities=["rms"]), 3, tmp_path, False)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="rmss"):
+        fit(Watch(every=1, to=path, quantities=["rmss"]), 3, tmp_path, False)
+    assert path.read_bytes() == before
+    (tmp_path / "rows.parquet").write_bytes(b"kept")
+    with pytest.raises(ValueError, match=r"a file that grows is a \.csv"):
+        fit(Watch(every=1, to=tmp_path / "rows.parquet"), 3, tmp_path, False)
+    assert (tmp_path / "rows.parquet").read_bytes() == b"kept"
