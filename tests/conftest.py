@@ -9,7 +9,6 @@ import pathlib
 import pytest
 import torch
 
-
 SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import scene_files
 import torch
-
 from normkit_papers.cli import main
 from normkit_papers.data.coco import read_scenes
 from normkit_papers.data.image_files import Broken, ImageFiles, image_size, read_image
