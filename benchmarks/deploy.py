@@ -190,7 +190,8 @@ def compare(name: str, runtime: str, given: argparse.Namespace, folder: Path, ba
     import deploy_models
     import numpy as np
     import torch
-    from normkit_papers.timing import ROUNDS, measure
+
+    from normkit.bench import ROUNDS, measure
 
     subject = deploy_models.make(name, given.weights)
     norms = [norm for norm in given.norms if norm != "limited" or subject.spread]

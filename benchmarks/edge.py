@@ -41,11 +41,11 @@ import torch
 from normkit_papers.models.config import Model
 from normkit_papers.models.torchvision_ops import load_torchvision
 from normkit_papers.models.vit import TinyViT
-from normkit_papers.timing import ROUNDS, measure
 from normkit_papers.train.environment import environment
 from torch import Tensor, nn
 
-from normkit.files import write_whole
+from normkit._util import write_whole
+from normkit.bench import ROUNDS, measure
 from normkit.fold import fold
 from normkit.models import convert, export
 from normkit.norms import Norm, StatNorm

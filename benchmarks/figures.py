@@ -24,7 +24,7 @@ from normkit_papers.train.config import Run
 from normkit_papers.train.folder import load
 from normkit_papers.train.run import train
 
-from normkit.text import align
+from normkit._util import align
 from normkit.watch import Appender, Series
 
 UN = "un(outlier_filtration=True, warmup=%d)"

@@ -21,7 +21,7 @@ from normkit_papers.train.fold_run import fold_run
 from normkit_papers.train.folder import Loaded, load
 from normkit_papers.train.source import open_task
 
-from normkit.files import write_whole
+from normkit._util import write_whole
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -19,10 +19,10 @@ import torch
 from deploy_models import make, used, with_random_statistics
 from normkit_papers.models.torchvision_ops import load_torchvision
 from normkit_papers.report import markdown
-from normkit_papers.timing import measure
 from normkit_papers.train.environment import environment
 from torch import nn
 
+from normkit.bench import measure
 from normkit.fold import fold
 
 ROOT = Path(__file__).parents[1]

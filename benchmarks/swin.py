@@ -29,13 +29,13 @@ from normkit_papers.models.config import Model
 from normkit_papers.models.detection import detector
 from normkit_papers.models.torchvision_ops import load_torchvision, torchvision_operators
 from normkit_papers.report import markdown
-from normkit_papers.timing import measure
 from normkit_papers.train.environment import environment
 from torch import Tensor, nn
 
+from normkit._util import align
+from normkit.bench import measure
 from normkit.fold import fold
 from normkit.models import calibrate, convert, find
-from normkit.text import align
 
 ROOT = Path(__file__).parents[1]
 NORMS = ("layer", "rms", "un", "folded")

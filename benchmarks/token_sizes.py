@@ -19,9 +19,9 @@ from normkit_papers.train.folder import load
 from normkit_papers.train.source import open_task
 from torch import Tensor, nn
 
+from normkit._util import align
 from normkit.models.invoke import input_and_mask
 from normkit.norms import Norm, StatNorm
-from normkit.text import align
 
 BATCHES, CALIBRATED = 6, 50
 

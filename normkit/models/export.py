@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import normkit.models.openvino_executorch as openvino_executorch
-from normkit.arguments import as_path, is_number, require, require_flags, require_functions
+from normkit._util import as_path, is_number, require, require_flags, require_functions
 from normkit.models.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.models.difference import error
 from normkit.models.extras import needs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from normkit.arguments import require, require_flags
+from normkit._util import require, require_flags
 from normkit.models.invoke import Call, arguments, describe
 
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
