@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[1]
 OFFLINE = ("un", "batch", "renorm", "mabn", "pnv", "repbn", "power(groups=0)")
 ONLINE = ("as it is", "power(groups=2)")
 COLUMNS = (
-    "model", "spec", "norms", "gone", "gain", "affine", "kept", "rms", "found", "error", "saved", "why", "failed", "warnings",
-    "seconds", "commit",
+    "model", "spec", "norms", "gone", "gain", "affine", "kept", "rms", "found", "error", "saved", "why", "failed",
+    "warnings", "seconds", "commit",
 )  # fmt: skip
 
 
