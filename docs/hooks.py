@@ -43,10 +43,10 @@ def on_files(files: Files, config: Any) -> Files:
 def reference() -> str:
     """The public names, each with its docstring, by package."""
     lines = ["# Reference", "", "All public names of `normkit`, `import normkit as nk`."]
-    things = {name: getattr(normkit, name) for name in normkit.__all__}
+    things = [getattr(normkit, name) for name in normkit.__all__]
     for heading, package in GROUPS.items():
         lines += ["", f"## {heading}"]
-        for name, thing in things.items():
+        for thing in things:
             if (inspect.getmodule(thing) or normkit).__name__.startswith(package) and hasattr(thing, "__qualname__"):
                 lines += ["", f"::: {thing.__module__}.{thing.__qualname__}"]
     return "\n".join(lines)
@@ -54,16 +54,13 @@ def reference() -> str:
 
 def quantities() -> str:
     """The recorded quantities and the limits of the checks."""
-    lines = [
-        "# Recorded quantities", "",
-        "`normkit.record(model, quantities=[...])` records these of every norm; `normkit.diagnose` checks them. "
-        "[Find out why training fails](guides/diagnose.md) shows both.", "",
-        *table(("quantity", "definition", "source", "default"), (
-            (f"`{name}`", one.definition, one.source, "" if one.expensive else "yes") for name, one in QUANTITIES.items()
-        )),
-        "", "## Limits of the checks", "",
-        *table(("limit", "value", "meaning"), ((f"`{name}`", f"{one.value:g}", one.meaning) for name, one in THRESHOLDS.items())),
-    ]  # fmt: skip
+    recorded = [(f"`{key}`", q.definition, q.source, "" if q.expensive else "yes") for key, q in QUANTITIES.items()]
+    limits = [(f"`{key}`", f"{limit.value:g}", limit.meaning) for key, limit in THRESHOLDS.items()]
+    lines = ["# Recorded quantities", ""]
+    lines += ["`normkit.record(model, quantities=[...])` records these of every norm; `normkit.diagnose` checks them."]
+    lines += ["[Find out why training fails](guides/diagnose.md) shows both.", ""]
+    lines += table(("quantity", "definition", "source", "default"), recorded)
+    lines += ["", "## Limits of the checks", "", *table(("limit", "value", "meaning"), limits)]
     return "\n".join(lines)
 
 

@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     add("list", list_)
     _model(add("audit", audit))
     _model(add("fold", fold)).add_argument("--out", type=Path, required=True, help="folder for the folded model")
+    one = _model(add("export", export))
+    one.add_argument("--out", type=Path, required=True, help="file to write, .onnx or .pt2")
+    one.add_argument("--int8", choices=("dynamic",), help="weights in 8-bit integers for each channel (.onnx)")
     one = add("diagnose", diagnose)
     one.add_argument("rows", type=Path, help="file of rows (.csv, .parquet) that `normkit.record` wrote, or its folder")
     one = add("bench", bench)
@@ -125,6 +128,17 @@ def fold(given: argparse.Namespace) -> int:
     from normkit.fold.folders import fold_dir
 
     _write(f"{fold_dir(given.model, given.out)}\nsaved to {given.out}")
+    return 0
+
+
+def export(given: argparse.Namespace) -> int:
+    """Write a model as an ONNX or torch.export file, run it, and compare the outputs."""
+    from normkit.fold.folders import example_for
+    from normkit.models import export
+    from normkit.models.huggingface import load_pretrained
+
+    model = load_pretrained(given.model)
+    _write(str(export(model, given.out, int8=given.int8, **example_for(model))))
     return 0
 
 

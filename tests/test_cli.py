@@ -21,7 +21,8 @@ def failed(capsys, *words):
     captured = capsys.readouterr()
     assert status == 2
     assert captured.out == ""
-    assert captured.err.startswith("normkit") and captured.err.count("\n") == 1
+    assert captured.err.startswith("normkit")
+    assert captured.err.count("\n") == 1
     return captured.err
 
 
@@ -66,5 +67,7 @@ def test_diagnose_ends_with_1_where_it_finds_a_fault(capsys, tmp_path):
 
 
 def test_the_command_is_installed():
-    done = subprocess.run([sys.executable, "-m", "normkit.cli", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "normkit.cli", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"normkit {nk.__version__}\n"

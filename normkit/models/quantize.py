@@ -1,4 +1,4 @@
-"""Static quantization to 8-bit integers, calibrated on batches."""
+"""Quantization of ONNX files to 8-bit integers by onnxruntime: dynamic, or static and calibrated on batches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 from normkit._util import require, require_flags
 from normkit.models.invoke import Call, arguments, describe
 
+DYNAMIC = "dynamic"
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
 SCOPES = {"products": PRODUCTS, "stream": [*PRODUCTS, "Add", "Mul"]}
 
@@ -44,7 +45,7 @@ class Int8:
 
     def __post_init__(self) -> None:
         if isinstance(self.batches, str) or not hasattr(self.batches, "__iter__"):
-            allowed = "batches to calibrate on, such as a list of tensors, or Int8(batches, ...)"
+            allowed = '"dynamic", batches to calibrate on, such as a list of tensors, or Int8(batches, ...)'
             raise ValueError(f"int8= takes {allowed}; got {self.batches!r}")
         require_flags(per_channel=self.per_channel)
         require(self.scope in [*SCOPES], "scope", self.scope, " or ".join(map(repr, SCOPES)))
@@ -77,6 +78,17 @@ def calibration(int8: Int8, example: Call, dynamic: bool) -> list[list[Tensor]]:
 def _kind(t: Tensor, dynamic: bool) -> tuple[torch.dtype, torch.Size]:
     """Type and shape, the latter without the batch axis if that is dynamic."""
     return t.dtype, t.shape[dynamic and t.dim() > 0 :]
+
+
+def quantize_dynamically(source: Path, path: Path) -> None:
+    """Quantize the weights of an ONNX file for each channel; activations get their scales while it runs."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    prepared = source.with_suffix(".prepared.onnx")
+    quant_pre_process(source, prepared, skip_symbolic_shape=True)
+    _renamed(prepared)
+    quantize_dynamic(prepared, path, per_channel=True, weight_type=QuantType.QInt8, reduce_range=True)
 
 
 def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: Int8) -> None:
