@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from deploy_models import make, used, with_random_statistics
-from normkit_papers.models.torchvision_ops import load_torchvision
+from torchvision_stub import load_torchvision
 from normkit_papers.report import markdown
 from normkit_papers.train.environment import environment
 from torch import nn

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from normkit_papers.models.config import Model
 from normkit_papers.models.detection import detector
-from normkit_papers.models.torchvision_ops import load_torchvision, torchvision_operators
+from torchvision_stub import load_torchvision, torchvision_operators
 from normkit_papers.report import markdown
 from normkit_papers.train.environment import environment
 from torch import Tensor, nn

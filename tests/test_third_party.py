@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from normkit_papers.models.torchvision_ops import load_torchvision
+from torchvision_stub import load_torchvision
 from third_party_models import randomize
 from torch import nn
 

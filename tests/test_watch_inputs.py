@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from normkit_papers.models.torchvision_ops import load_torchvision
+from torchvision_stub import load_torchvision
 from torch import nn
 
 import normkit

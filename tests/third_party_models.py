@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from normkit_papers.models.torchvision_ops import load_torchvision
+from torchvision_stub import load_torchvision
 from torch import Tensor, nn
 
 from normkit.models import find
