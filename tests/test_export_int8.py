@@ -151,3 +151,9 @@ def test_dynamic_integers_have_a_scale_for_each_channel_and_take_any_length(tmp_
     session = onnxruntime.InferenceSession(str(done.path))
     more = {key: torch.cat([t, t[:, :3]], 1).numpy() for key, t in case.kwargs.items()}
     assert session.run(None, more)[0].shape[1] == more["input_ids"].shape[1]
+
+
+def test_weights_that_are_not_square_are_quantized_dynamically(tmp_path):
+    torch.manual_seed(0)
+    for model in (nn.Linear(8, 2), nn.Sequential(nn.Linear(8, 5, bias=False), nn.ReLU(), nn.Linear(5, 3))):
+        assert export(model.eval(), tmp_path / "m.onnx", torch.randn(4, 8), int8="dynamic").cosine > 0.99

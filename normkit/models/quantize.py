@@ -117,7 +117,8 @@ def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: I
 def _renamed(path: Path) -> Any:
     """Rename what onnxruntime's fusion of products and biases named, and return the graph.
 
-    The fusion runs again when the quantized file is loaded, and fails at names that it gave before.
+    The fusion runs again when the quantized file is loaded, and fails at names that it gave before. Shapes that are
+    noted for weights go, as dynamic quantization transposes weights.
     """
     import onnx
 
@@ -128,6 +129,10 @@ def _renamed(path: Path) -> Any:
         value.name = new.get(value.name, value.name)
     for node in model.graph.node:
         node.input[:] = [new.get(name, name) for name in node.input]
+    weights = {value.name for value in values} | set(new)
+    noted = [info for info in model.graph.value_info if info.name not in weights]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(noted)
     onnx.save(model, path)
     return model.graph
 
