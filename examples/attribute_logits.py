@@ -61,7 +61,7 @@ def worst(difference, logits):
 
 with torch.no_grad():
     model, tokens = model.eval(), pieces(8)[:, :-1]
-    fitted = nk.fit_norms(nk.convert(model, "un"), model, [pieces(32)[:, :-1] for _ in range(8)])
+    fitted = nk.calibrate(nk.convert(model, "un"), [pieces(32)[:, :-1] for _ in range(8)], like=model)
     folded = nk.fold(fitted, tokens)[0].double()
 
     logits, added = parts(folded, tokens)

@@ -5,17 +5,14 @@ from normkit.kernels.autograd import keep_statistics
 from normkit.kernels.dispatch import kernels
 from normkit.models import (
     Int8,
-    blend,
     calibrate,
     convert,
     export,
     find,
-    fit_norms,
     follow_optimizer,
     load_pretrained,
     save_pretrained,
     scale_loss,
-    settle,
 )
 from normkit.norms import (
     MABN,
@@ -38,13 +35,9 @@ from normkit.norms import (
     ScaleNorm,
     Split,
     SwitchableNorm,
-    TaperNorm,
     fix_embedding,
-    fold_weights,
     make,
     options,
-    spectral_norm,
-    weight_norm,
 )
 from normkit.watch import diagnose, record
 
@@ -53,7 +46,7 @@ __version__ = "0.2.0"
 __all__ = [
     "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "Derf", "DyT", "FixNorm", "GroupNorm",
     "InstanceNorm", "Int8", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "ScaleNorm", "Split",
-    "SwitchableNorm", "TaperNorm", "audit", "blend", "calibrate", "convert", "diagnose", "export", "find", "fit_norms",
-    "fix_embedding", "fold", "fold_weights", "follow_optimizer", "keep_statistics", "kernels", "load_pretrained",
-    "make", "options", "record", "save_pretrained", "scale_loss", "settle", "spectral_norm", "to_rms", "weight_norm",
+    "SwitchableNorm", "audit", "calibrate", "convert", "diagnose", "export", "find",
+    "fix_embedding", "fold", "follow_optimizer", "keep_statistics", "kernels", "load_pretrained",
+    "make", "options", "record", "save_pretrained", "scale_loss", "to_rms",
 ]  # fmt: skip

@@ -148,35 +148,6 @@ class Derf:
         return {"y": weight * z + bias, "dx": slope * a, "a": da, "s": ds, **affine_gradients(dy, z)}
 
 
-class Taper:
-    """Kanavalau et al. 2026, arXiv:2602.10408: y = g x gamma / r(x) + (1 - g) c x gamma'.
-
-    The gate g in step t = 1, 2, ... is 1 up to `warmup`, then (1 + cos(pi (t - warmup) / (until - warmup))) / 2, then
-    0; c = E[|x gamma|^2 / r] / E[|x gamma|^2] and gamma' = gamma as they are at the end of the warm-up; then gamma' is
-    learned: gamma' = anchor + drift.
-    """
-
-    def __init__(self, dim, eps=1e-5, alpha=0.99, warmup=4000, until=20_000):
-        self.eps, self.alpha, self.warmup, self.until = eps, alpha, warmup, until
-        self.t, self.anchor, self.energy = 0, np.ones(dim), np.zeros(2)
-
-    def step(self, x, dy, keep, weight, drift):
-        self.t += 1
-        r = np.sqrt((x**2).mean(-1, keepdims=True) + self.eps)
-        if self.t <= self.warmup:
-            size = ((x * weight) ** 2).sum(-1, keepdims=True)
-            new = np.array([(size / r)[keep].mean(), size[keep].mean()])
-            self.energy, self.anchor = self.alpha * self.energy + (1 - self.alpha) * new, weight
-        done = min(max((self.t - self.warmup) / (self.until - self.warmup), 0), 1)
-        g, c = (1 + np.cos(np.pi * done)) / 2, self.energy[0] / self.energy[1]
-        z, fixed = x / r, (1 - g) * c
-        y = g * z * weight + fixed * x * (self.anchor + drift)
-        back = g * weight * dy
-        dx = (back - z * (back * z).mean(-1, keepdims=True)) / r + fixed * (self.anchor + drift) * dy
-        out = {"y": y, "dx": dx, "weight": g * (dy * z).sum(ROWS), "drift": fixed * (dy * x).sum(ROWS)}
-        return {**out, "anchor": self.anchor, "energy": self.energy, "step": self.t, "skipped": 0}
-
-
 def fixnorm(matrix, tokens, dy_in, h, dy_out, eps=1e-12):
     """TWT section 2.3, Eq. 6 and gradients: E = W / ||w||, x = sqrt(d) E[token], h E^T."""
     length = np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), eps)
@@ -426,7 +397,7 @@ class UN(Channels):
 MODELS = {
     "layer": Layer, "rms": RMS, "group": Group, "instance": Instance, "switchable": Switchable,
     "scale": Scale, "nonorm": NoNorm, "dyt": DyT, "derf": Derf,
-    "taper": Taper, "batch": Batch, "repbn": RepBN, "renorm": Renorm, "pnv": PNV, "power": Power, "mabn": MABN,
+    "batch": Batch, "repbn": RepBN, "renorm": Renorm, "pnv": PNV, "power": Power, "mabn": MABN,
     "un": UN,
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from third_party_models import CASES, case_of, padding, randomize
 from torch import nn
 
-from normkit.models import calibrate, convert, fit_norms
+from normkit.models import calibrate, convert
 from normkit.models.invoke import describe
 from normkit.norms import NORMS, StatNorm, make
 
@@ -140,9 +140,9 @@ def test_bad_input_is_named_and_leaves_the_model_alone():
 @pytest.mark.parametrize("batches", [torch.ones(5, 6), "train", {"x": torch.ones(5, 6)}, nn.Linear(2, 2)])
 def test_one_batch_is_no_batches(batches):
     given = re.escape(describe(batches))
-    for transform in (calibrate, lambda model, batches: fit_norms(model, chain("layer"), batches)):
+    for like in (None, chain("layer")):
         with pytest.raises(TypeError, match=rf"got one {given}\. Give a list of it, \[x\], or a loader"):
-            transform(chain("un"), batches)
+            calibrate(chain("un"), batches, like=like)
     with pytest.raises(ValueError, match="all its tokens were padding"):
         calibrate(make("un", 6), [(torch.randn(2, 3, 6), torch.zeros(2, 3, dtype=torch.bool))])
     model = nn.Sequential(make("un", 6))

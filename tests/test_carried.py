@@ -88,13 +88,6 @@ def test_derf_takes_over_the_learned_width_of_dyt():
     assert convert(convert(model, "derf"), "dyt")[0].a == 2
 
 
-def test_a_tapered_norm_passes_on_its_effective_gain():
-    norm = trained("taper(warmup=2, until=4)", steps=6)
-    new = convert(norm, "rms")
-    assert_close(new.weight, (norm.anchor + norm.drift).detach(), check_dtype=False)
-    assert convert(trained("taper(warmup=9, until=12)"), "rms").weight.ne(1).all()
-
-
 def test_a_derived_class_goes_by_the_norm_that_it_is():
     class Mine(UN):
         def __init__(self, dim, *, window=2, note="x"):

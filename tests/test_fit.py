@@ -1,6 +1,7 @@
-"""Offline norms are fitted to the norms that they replaced."""
+"""`calibrate(like=)` fits offline norms to the norms that they replaced."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from third_party_models import case_of, randomize
 from torch import nn
 
 from normkit.fold import fold
-from normkit.models import convert, fit_norms
+from normkit.models import calibrate, convert
 
 DIM = 6
 
@@ -21,13 +22,52 @@ def model_of(count: int = 2) -> nn.Sequential:
 
 def batches(count: int = 4) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(40, DIM, generator=generator) + 0.3 for _ in range(count)]
+    return [torch.randn(40 + 7 * n, DIM, generator=generator) + 0.3 for n in range(count)]
+
+
+def outputs_and_inputs(model, name, data):
+    """Return rows that a module reads and returns, over batches of keyword arguments; padding left out."""
+    rows, masks = [], []
+
+    def keep(_, args, y):
+        real = masks[-1] if masks[-1] is not None else torch.ones(y.shape[:-1])
+        rows.append((args[0][real.bool()], y[real.bool()]))
+
+    with model.get_submodule(name).register_forward_hook(keep), torch.no_grad():
+        for batch in data:
+            masks.append(batch.get("attention_mask"))
+            model(**batch)
+    return [torch.cat(each).double() for each in zip(*rows, strict=True)]
+
+
+def fit_slowly(converted, original, data, order):
+    """Fit norm after norm, each from forwards of its own, by a general solver."""
+    model = copy.deepcopy(converted).eval()
+    for name in order:
+        norm = model.get_submodule(name)
+        (x, _), (_, y) = outputs_and_inputs(model, name, data), outputs_and_inputs(original, name, data)
+        mean = x.mean(0) if norm.center else 0 * x[0]
+        norm.running.copy_(torch.stack([mean, x.var(0, correction=0)]) if norm.center else x.square().mean(0)[None])
+        z = (x - mean) / (norm.running[-1].double() + norm.eps).sqrt()
+        with torch.no_grad():
+            for channel in range(norm.dim):
+                columns = [z[:, channel]] + ([torch.ones_like(z[:, 0])] if norm.bias is not None else [])
+                solved = torch.linalg.lstsq(torch.stack(columns, 1), y[:, [channel]]).solution[:, 0]
+                norm.weight[channel] = solved[0]
+                if norm.bias is not None:
+                    norm.bias[channel] = solved[1]
+    return model
+
+
+def assert_same(model, other):
+    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("spec", ["un", "batch", "un(bias=False)", "batch(bias=False)", "pnv(scalar=True)", "repbn"])
 def test_gain_and_bias_are_those_of_a_least_squares_solver_one_norm_after_the_other(spec):
     original, data = model_of(), batches()
-    fitted = fit_norms(convert(original, spec), original, data)
+    fitted = calibrate(convert(original, spec), data, like=original)
     x = torch.cat(data)
     for at in (2, 5):
         wanted, read = original[: at + 1](torch.cat(data)), fitted[:at](x)
@@ -41,7 +81,65 @@ def test_gain_and_bias_are_those_of_a_least_squares_solver_one_norm_after_the_ot
             torch.testing.assert_close(fitted[: at + 1](x)[:, channel], solved, rtol=1e-3, atol=1e-4)
 
 
-def test_masks_layouts_and_encoder_decoders_are_followed_and_the_error_falls():
+@pytest.mark.parametrize(("name", "spec"), [("bert", "batch"), ("gpt2", "un"), ("t5", "un(bias=False)")])
+def test_batches_of_other_lengths_and_masks_give_what_norm_by_norm_gives(name, spec):
+    case = case_of(name)
+    original, given = case.model.eval(), case.kwargs
+    masked = {} if name == "t5" else {"mask_from": "attention_mask"}
+    data = []
+    for length, padding in ((5, 0), (4, 2), (3, 1)):
+        batch = {key: value[:, :length] if value.dim() == 2 else value for key, value in given.items()}
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, length - padding :] = 0
+        data.append(batch | ({"attention_mask": mask} if masked else {}))
+    calls = []
+    converted = convert(original, spec, **masked)
+    norms = {name for name, module in converted.named_modules() if hasattr(module, "running")}
+    hooks = [
+        converted.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.append(name)) for name in norms
+    ]
+    converted(**data[0])
+    for hook in hooks:
+        hook.remove()
+    assert len(calls) == len(norms) > 2
+    count = []
+    with original.register_forward_hook(lambda *_: count.append(1)):
+        fitted = calibrate(converted, data, like=original)
+    assert len(count) == len(data) + 1, "each batch goes through the original once, the first one before"
+    assert_same(fitted, fit_slowly(converted, original, data, calls))
+    assert threading.active_count() == 1
+
+
+class Crossed(nn.Module):
+    """Norms that run in another order than they are defined in, one of them twice, one for long batches alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.twice, self.long, self.first = (nn.LayerNorm(DIM) for _ in range(4))
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        x = torch.tanh(self.layer(self.twice(self.first(x))))
+        if len(x) > 50:
+            x = self.long(x) + x.square()
+        return self.last(torch.tanh(self.layer(self.twice(x))))
+
+
+def test_a_norm_that_runs_twice_or_rests_gets_the_rows_of_all_its_calls():
+    original, data = randomize(Crossed()).eval(), [{"x": each} for each in batches()[::-1]]
+    assert len(data[0]["x"]) > 50 > len(data[-1]["x"])
+    converted = convert(original, "batch")
+    fitted = calibrate(converted, data, like=original)
+    assert_same(fitted, fit_slowly(converted, original, data, ["first", "twice", "long", "last"]))
+    fitted = calibrate(converted, data[::-1], like=original)  # the first batch does not show where `long` runs
+    for name in ("first", "twice"):
+        assert_same(fitted.get_submodule(name), calibrate(converted, data, like=original).get_submodule(name))
+    x, (_, y) = outputs_and_inputs(fitted, "last", data)[0], outputs_and_inputs(original, "last", data)
+    torch.testing.assert_close(fitted.last.running[0], x.mean(0).float(), rtol=0.1, atol=0.01)
+    torch.testing.assert_close(fitted.last(x.float()).mean(0), y.mean(0).float(), rtol=0.1, atol=0.01)
+
+
+def test_padding_layouts_and_activations_are_followed_and_the_error_falls():
     case = case_of("bert")
     original = case.model.eval()
     mask = torch.ones_like(case.kwargs["input_ids"])
@@ -49,64 +147,14 @@ def test_masks_layouts_and_encoder_decoders_are_followed_and_the_error_falls():
     one = {**case.kwargs, "attention_mask": mask}
     other = {**one, "input_ids": torch.where(mask.bool(), one["input_ids"], 5)}
     converted = convert(original, "un", mask_from="attention_mask")
-    fitted, same = (fit_norms(converted, original, [batch]) for batch in (one, other))
-    for (name, mine), theirs in zip(fitted.state_dict().items(), same.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, theirs, msg=name)
+    assert_same(*(calibrate(converted, [batch], like=original) for batch in (one, other)))
 
     torch.manual_seed(0)
-    picture = randomize(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))).eval()
-    x = torch.randn(4, 3, 8, 8)
-    fitted = fit_norms(convert(picture, "pnv"), picture, [x])
-    torch.testing.assert_close(fitted(x), picture(x), rtol=1e-4, atol=1e-5)
-
-
-def test_pytorchs_encoder_with_a_padding_mask_is_fitted_without_nested_tensors():
-    layer = nn.TransformerEncoderLayer(DIM, 2, 8, 0.0, batch_first=True)
-    model = randomize(nn.TransformerEncoder(layer, 2)).eval()
-    x, padding = torch.randn(3, 7, DIM), torch.arange(7) >= torch.tensor([7, 5, 4])[:, None]
-    fitted = fit_norms(
-        convert(model, "un", mask_from="src_key_padding_mask"), model, [{"src": x, "src_key_padding_mask": padding}]
-    )
-    assert all(module.running.isfinite().all() for module in fitted.modules() if hasattr(module, "running"))
-    assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_a_fitted_model_folds_and_the_given_models_stay():
-    original, data = model_of(), batches()
-    converted = convert(original, "un")
-    before = copy.deepcopy(converted.state_dict())
-    fitted = fit_norms(converted, original, data)
-    assert all(torch.equal(value, before[name]) for name, value in converted.state_dict().items())
-    folded, report = fold(fitted, data[0])
-    assert report.foldable == "2 of 2"
-    torch.testing.assert_close(folded(data[0]), fitted(data[0]), rtol=1e-4, atol=1e-5)
-
-
-def test_bad_input_raises():
-    original, data = model_of(1), batches(1)
-    with pytest.raises(ValueError, match="no batches"):
-        fit_norms(convert(original, "un"), original, [])
-    with pytest.raises(ValueError, match="no norm with running statistics"):
-        fit_norms(model_of(1), original, data)
-    with pytest.raises(ValueError, match="it has no 2"):
-        fit_norms(convert(original, "un"), nn.Sequential(nn.Linear(DIM, DIM)), data)
-    with pytest.raises(ValueError, match="no finite activations of real tokens at 2"):
-        fit_norms(convert(original, "un"), original, [data[0] * float("nan")])
-
-
-def test_a_norm_may_rest_in_some_batches():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-
-        def forward(self, x):
-            return self.second(self.first(x)) if len(x) > 2 else self.first(x)
-
-    original, data = randomize(Branch()).eval(), batches(2)
-    fitted = fit_norms(convert(original, "batch"), original, [data[0], data[1][:2]])
-    torch.testing.assert_close(fitted.first.running[0], torch.cat([data[0], data[1][:2]]).mean(0))
-    assert fitted.second.running.isfinite().all()
+    for norm, spec in ((nn.BatchNorm2d(4), "pnv"), (BatchNormAct2d(4), "batch")):
+        picture = randomize(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Conv2d(4, 2, 3))).eval()
+        x = torch.randn(4, 3, 8, 8)
+        fitted = calibrate(convert(picture, spec), [x], like=picture)
+        torch.testing.assert_close(fitted(x), picture(x), rtol=1e-3, atol=1e-4)
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
@@ -120,18 +168,65 @@ class BatchNormAct2d(nn.BatchNorm2d):
         return self.act(self.drop(super().forward(x)))
 
 
-def test_a_norm_with_an_activation_is_fitted():
-    original = randomize(nn.Sequential(nn.Conv2d(3, 8, 3), BatchNormAct2d(8), nn.Conv2d(8, 4, 3))).eval()
-    x = torch.randn(4, 3, 9, 9)
-    fitted = fit_norms(convert(original, "batch"), original, [x])
-    torch.testing.assert_close(fitted(x), original(x), rtol=1e-3, atol=1e-4)
+def test_pytorchs_encoder_with_a_padding_mask_is_fitted_without_nested_tensors():
+    layer = nn.TransformerEncoderLayer(DIM, 2, 8, 0.0, batch_first=True)
+    model = randomize(nn.TransformerEncoder(layer, 2)).eval()
+    x, padding = torch.randn(3, 7, DIM), torch.arange(7) >= torch.tensor([7, 5, 4])[:, None]
+    converted = convert(model, "un", mask_from="src_key_padding_mask")
+    fitted = calibrate(converted, [{"src": x, "src_key_padding_mask": padding}], like=model)
+    assert all(module.running.isfinite().all() for module in fitted.modules() if hasattr(module, "running"))
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_an_error_leaves_the_norms_as_they_were():
-    original = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM))
-    model, x = convert(original, "un"), torch.randn(4, DIM)
+def test_a_fitted_model_folds_and_the_given_models_stay():
+    original, data = model_of().train(), batches()
+    converted, seen = convert(original, "un"), []
+    before = copy.deepcopy(converted.state_dict())
+    fitted = calibrate(converted, data, like=original, on_progress=lambda *now: seen.append(now))
+    assert seen == [(1, 2), (2, 2)]
+    assert original.training
+    assert all(torch.equal(value, before[name]) for name, value in converted.state_dict().items())
+    folded, report = fold(fitted.eval(), data[0])
+    assert report.foldable == "2 of 2"
+    torch.testing.assert_close(folded(data[0]), fitted(data[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_holds_in_both_models():
+    original, kinds = model_of(), []
+    hook = original[3].register_forward_hook(lambda _, args, y: kinds.append(y.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        calibrate(convert(original, "un"), batches(1), like=original)
+    hook.remove()
+    assert set(kinds) == {torch.bfloat16}
+
+
+def test_bad_input_raises_and_leaves_no_thread_and_the_norms_as_they_were():
+    original, data = model_of(), batches(2)
+    model = convert(original, "un")
     before = copy.deepcopy(model.state_dict())
-    original[2].weight.data[0] = float("nan")
-    with pytest.raises(ValueError, match="no finite activations of real tokens at 3"):
-        fit_norms(model, original, [x], inplace=True)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def broken(model, batch):
+        model(batch)
+        raise KeyError("mine")
+
+    other = copy.deepcopy(original)
+    other[5].weight.data[0] = float("nan")
+    narrow = nn.Sequential(*original[:2], nn.Linear(DIM, 3), nn.LayerNorm(3), nn.Linear(3, DIM), *original[4:])
+    for like, given, forward, error in (
+        (original, [], None, "batches"),
+        (nn.Sequential(nn.Linear(DIM, DIM)), data, None, "2, 5"),
+        (other, data, None, "5"),
+        (narrow, data, None, "2"),
+        (original, data, broken, "mine"),
+        (original, data, lambda model, batch: model[:3](batch), "5"),
+    ):
+        with pytest.raises((ValueError, KeyError), match=error):
+            calibrate(model, given, like=like, forward=forward, inplace=True)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert threading.active_count() == 1
+    with pytest.raises(ValueError, match="no norm with running statistics"):
+        calibrate(original, data, like=other)
+    with pytest.raises(ValueError, match="passes"):
+        calibrate(model, data, like=original, passes=2)
+    with pytest.raises(ValueError, match="like"):
+        calibrate(model, data, like=model)

@@ -60,7 +60,7 @@ def test_every_norm_of_ours_folds_as_far_as_it_can(spec):
         model[2] = make("nonorm(affine=True)", 8)
     _, report = check(model, torch.randn(5, 4))
     _, scale, shift = model[2].split()
-    gain = bool((scale != 1).any() or (shift != 0).any())  # a TaperNorm keeps its gain inside until its gate is shut
+    gain = bool((scale != 1).any() or (shift != 0).any())
     assert [row.action for row in report] == ["folded" if model[2].offline else "gain folded" if gain else "kept"]
 
 

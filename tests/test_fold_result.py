@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from normkit.fold import audit, fold, to_rms
 from normkit.models import calibrate, convert
 from normkit.models.affine import Affine
-from normkit.norms import StatNorm, make, weight_norm
+from normkit.norms import StatNorm, make
 
 # -- the result -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,10 @@ def test_parameters_of_untied_and_of_parametrized_layers_are_counted():
     for untie in (False, True):
         folded, report = fold(model, tokens(2, 5), untie=untie)
         assert report.saved == count(model) - count(folded)
-    model = weight_norm(nn.Sequential(nn.Linear(4, DIM), make("un", DIM), nn.Linear(DIM, 2))).eval()
+    model = nn.Sequential(nn.Linear(4, DIM), make("un", DIM), nn.Linear(DIM, 2))
+    for layer in (model[0], model[2]):
+        nn.utils.parametrizations.weight_norm(layer)
+    model.eval()
     folded, report = fold(model, torch.randn(3, 4))
     assert report.saved == count(model) - count(folded) == 2 * DIM + DIM + 2
 

@@ -71,7 +71,7 @@ def test_a_norm_with_a_gate_is_converted_alone_and_folds(gates_input, activation
     assert report.foldable == "1 of 1", str(report)
     assert report.max_error < 1e-12
     assert type(folded.norm.norm) is nn.Identity
-    fitted = nk.fit_norms(nk.convert(model, "un"), model, [torch.randn(50, 5, DIM)])
+    fitted = nk.calibrate(nk.convert(model, "un"), [torch.randn(50, 5, DIM)], like=model)
     assert (fitted(x) - model(x)).square().mean() < 0.5 * model(x).var()
 
 

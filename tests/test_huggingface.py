@@ -17,7 +17,7 @@ from third_party_models import case_of, randomize
 
 from normkit.fold import fold, to_rms
 from normkit.fold.folders import audit_dir, example_for, fold_dir, is_pretrained_dir
-from normkit.models import blend, convert, find, load_pretrained, save_pretrained, settle
+from normkit.models import calibrate, convert, find, load_pretrained, save_pretrained
 from normkit.norms import Norm
 
 pytest.importorskip("transformers")
@@ -328,18 +328,13 @@ def test_norms_with_activations_come_back_converted(tmp_path):
 
 def test_every_transform_keeps_the_record(tmp_path):
     case = case_of("llama")
-    both = blend(case.model, "un", steps=1)
-    with pytest.raises(ValueError, match=r"is still a blend; call settle\(model\) before saving"):
-        save_pretrained(both, tmp_path / "blend")
-    both.save_pretrained(tmp_path / "blend")
-    with pytest.raises(ValueError, match=r"is a blend; rebuild the model with blend\(\)"):
-        load_pretrained(tmp_path / "blend")
-    both.train()(**case.kwargs)
+    model = convert(case.model, "un")
+    model.train()(**case.kwargs)
     gpt2 = case_of("gpt2")
     models = {
-        "settled": (case, settle(both).eval()),
+        "calibrated": (case, calibrate(model, [case.kwargs]).eval()),
         "rms": (gpt2, to_rms(gpt2.model, outputs=gpt2.outputs, untie=True, **gpt2.kwargs)[0]),
-        "folded": (case, fold(settle(both).eval(), outputs=case.outputs, **case.kwargs)[0]),
+        "folded": (case, fold(model.eval(), outputs=case.outputs, **case.kwargs)[0]),
     }
     for name, (each, model) in models.items():
         model.save_pretrained(tmp_path / name)

@@ -8,7 +8,7 @@ from third_party_models import CASES, case_of, missing, padding, pixels, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normkit.models import blend, convert
+from normkit.models import convert
 from normkit.models.masks import real_tokens
 from normkit.norms import StatNorm
 
@@ -97,7 +97,7 @@ def test_masks_arrive_under_checkpointing():
     assert not torch.allclose(blind.block[0].weight.grad, other.block[0].weight.grad, rtol=1e-2)
 
 
-@pytest.mark.parametrize("spec", ["un(warmup=1)", "power(groups=1)", "pnv", "taper(warmup=1, until=4)"])
+@pytest.mark.parametrize("spec", ["un(warmup=1)", "power(groups=1)", "pnv"])
 @pytest.mark.parametrize("lengths", [(7, 7), (7, 5)])
 def test_two_masked_forwards_before_one_backward_are_recomputed_with_their_own_masks(spec, lengths):
     """As contrastive losses do, which encode queries and passages by one model."""
@@ -252,6 +252,4 @@ def test_a_wrong_mask_leaves_the_model_as_it_was():
     for wrong, message in (("absent", "no argument 'absent'"), ({"other.*": "x"}, "no norm takes its mask from x")):
         with pytest.raises(ValueError, match=message):
             convert(model, "un", mask_from=wrong, inplace=True)
-        with pytest.raises(ValueError, match=message):
-            blend(model, "un", 5, mask_from=wrong, inplace=True)
         assert type(model.norm) is nn.LayerNorm

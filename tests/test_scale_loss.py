@@ -11,7 +11,7 @@ from normkit_papers.train.run import train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normkit.models import blend, convert, scale_loss
+from normkit.models import convert, scale_loss
 from normkit.models.scale_loss import ScaleDeviation
 from normkit.norms import make
 from normkit.watch import read_run
@@ -19,7 +19,7 @@ from normkit.watch import read_run
 
 def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
     torch.manual_seed(0)
-    model = blend(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), "un", steps=100).train()
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
     x = torch.randn(20, 6) * torch.linspace(0.2, 3, 20)[:, None]
     optimizer, seen = torch.optim.Adam(model.parameters(), 0.05), []
     with scale_loss(model) as scales:

@@ -21,7 +21,6 @@ SPECS = [
     "un(sync=True, window=2, warmup=2)",
     "un(sync=True, window=2, warmup=auto)",
     "repbn(sync=True)",
-    "taper(sync=True, warmup=2, until=5)",
 ]
 SIZES = (5, 2, 7)  # tokens a process
 STEPS = 5

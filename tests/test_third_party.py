@@ -7,7 +7,7 @@ from torch import nn
 from torchvision_stub import load_torchvision
 
 from normkit.fold import fold
-from normkit.models import blend, convert, find, unreadable
+from normkit.models import convert, find, unreadable
 from normkit.norms import BatchNorm, make, parse
 
 
@@ -195,8 +195,6 @@ def test_a_norm_with_an_activation_is_converted_alone():
     with torch.device("meta"):
         empty = nn.Sequential(BatchNormAct2d(4))
     assert list(find(convert(empty, "un"))) == ["0.norm"]
-    blended = blend(model, "un", steps=1)
-    torch.testing.assert_close(blended(x), model(x))
 
 
 def test_modules_around_a_norm_stay():
@@ -313,12 +311,6 @@ def test_a_norm_with_parametrizations_is_left_with_the_reason():
         nn.utils.parametrize.register_parametrization(norm, "weight", nn.Identity())
         with pytest.raises(ValueError, match="its parameters have parametrizations"):
             convert(nn.Sequential(norm), "un")
-
-
-def test_a_blend_has_to_be_settled_before_it_is_converted():
-    model = blend(nn.Sequential(nn.LayerNorm(4)), "un", steps=2)
-    with pytest.raises(ValueError, match=r"settle\(\) a blend first"):
-        convert(model, "rms")
 
 
 def test_a_norm_without_weights_is_read_by_its_size():

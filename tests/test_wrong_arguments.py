@@ -22,44 +22,29 @@ def un() -> nn.Sequential:
     return nk.convert(layers(), "un")
 
 
-def blended() -> nn.Sequential:
-    return nk.blend(layers(), "un", 10)
-
-
 ROWS = r"a recording consists of rows, as normkit\.record gives them; got"
 CASES = {  # message of the error: call
     "forward must be a function or None; got 3": lambda: nk.calibrate(un(), [X], forward=3),
     "on_progress must be a function or None; got 'x'": lambda: nk.calibrate(un(), [X], on_progress="x"),
     "UN takes a tensor .* not int. The batch was given as": lambda: nk.calibrate(un(), [3]),
     "tokens were padding or missing": lambda: nk.calibrate(un(), [X[:0]]),
-    "forward must be a function or None; got True": lambda: nk.fit_norms(un(), layers(), [X], forward=True),
-    r"fit_norms\(\) got one model twice": lambda: nk.fit_norms(model := un(), model, [X]),
-    "takes the model that was converted as `like`; 0 differs": lambda: nk.fit_norms(
-        un(), nn.Sequential(nn.Linear(8, 9)), [X]
+    r"calibrate\(\) got one model twice": lambda: nk.calibrate(model := un(), [X], like=model),
+    "takes the model that was converted as `like`; 0 differs": lambda: nk.calibrate(
+        un(), [X], like=nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8))
     ),
+    r"calibrate\(\) takes an nn\.Module; got str": lambda: nk.calibrate(un(), [X], like="model"),
     "outputs must be a function or None; got 'y'": lambda: nk.fold(un(), X, outputs="y"),
     r"outputs must be a function or None; got \[\]": lambda: nk.audit(un(), X, outputs=[]),
     "outputs must be a function or None; got {}": lambda: nk.to_rms(layers(), X, outputs={}),
     "cannot verify anything on an empty or meta example": lambda: nk.fold(un(), X.to("meta")),
-    r"1 of 1 blends are not done": lambda: nk.settle(blended()),
-    "early must be True or False; got 0": lambda: nk.settle(blended(), early=0),
     "inplace must be True or False; got 'x'": lambda: nk.convert(layers(), "un", inplace="x"),
     "inplace must be True or False; got 1": lambda: nk.calibrate(un(), [X], inplace=1),
-    "inplace must be True or False; got 2": lambda: nk.fit_norms(un(), layers(), [X], inplace=2),
-    "inplace must be True or False; got 3": lambda: nk.blend(layers(), "un", 10, inplace=3),
-    "first_last must be True or False; got 'x'": lambda: nk.blend(layers(), "un", 10, first_last="x"),
     "untie must be True or False; got 'no'": lambda: nk.fold(un(), X, untie="no"),
     "untie must be True or False; got None": lambda: nk.to_rms(layers(), X, untie=None),
     "other_shapes must be True or False; got 'no'": lambda: nk.audit(un(), X, other_shapes="no"),
     "per_channel must be True or False; got 0": lambda: nk.Int8([X], per_channel=0),
-    r"settle\(\) reads the model, and \d+ of its tensors have no values": lambda: nk.settle(blended().to("meta")),
-    "1 is on the meta device, so its weight has no values": lambda: nk.weight_norm(layers()[1:].to("meta")),
     "folder must be a folder that exists, that of a run; got 'nowhere'": lambda: watch.read_run("nowhere"),
     r"scale_loss\(\) takes an nn\.Module; got NoneType": lambda: nk.scale_loss(None).__enter__(),
-    r"model must be an nn\.Module; got None": lambda: nk.weight_norm(None),
-    r"model must be an nn\.Module; got 3": lambda: nk.fold_weights(3),
-    "layers must be a pattern of names of layers": lambda: nk.spectral_norm(layers(), None),
-    "initialize must be a function or None; got 3": lambda: nk.weight_norm(layers(), 3),
     "init must be a number above 0 or None; got -1": lambda: nk.fix_embedding(nn.Embedding(3, 4), init=-1),
     "eps must be a number of at least 0; got 'x'": lambda: nk.FixNorm("x"),
     "a norm is chosen by its name, a string; got None": lambda: nk.options(None),

@@ -26,9 +26,9 @@ from normkit.models.convert import find, put_everywhere, unreadable
 from normkit.models.difference import count_infinite, error
 from normkit.models.invoke import Call, Pick, advice, arguments, example_call, tensors
 from normkit.models.model_changes import record_changes
+from normkit.models.parametrized import plain_weights
 from normkit.models.take_apart import take_apart
 from normkit.models.third_party import read_eps
-from normkit.norms import fold_weights
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
@@ -79,7 +79,7 @@ class Survey:
 
     def copy(self, wide: bool = False) -> nn.Module:
         """A copy of the original in its own type, its output layer untied if requested."""
-        model = fold_weights(copy_model(self.original, wide))
+        model = plain_weights(copy_model(self.original, wide))
         for name, module in [*model.named_modules()]:
             if (whole := take_apart(module)[1]) is not None:
                 model = put_everywhere(model, name, whole)

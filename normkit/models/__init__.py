@@ -3,17 +3,15 @@
 They return a changed copy; those with `inplace=True` change the given model.
 """
 
-from normkit.models.blend import Blend, blend, settle
 from normkit.models.calibrate import calibrate
 from normkit.models.convert import convert, find, unreadable
 from normkit.models.export import Exported, export
-from normkit.models.fit import fit_norms
 from normkit.models.follow_optimizer import OptimizerLink, follow_optimizer
 from normkit.models.huggingface import load_pretrained, save_pretrained
 from normkit.models.quantize import Int8
 from normkit.models.scale_loss import scale_loss
 
 __all__ = [
-    "Blend", "Exported", "Int8", "OptimizerLink", "blend", "calibrate", "convert", "export", "find", "fit_norms",
-    "follow_optimizer", "load_pretrained", "save_pretrained", "scale_loss", "settle", "unreadable",
+    "Exported", "Int8", "OptimizerLink", "calibrate", "convert", "export", "find", "follow_optimizer",
+    "load_pretrained", "save_pretrained", "scale_loss", "unreadable",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from normkit._util import is_int, require, require_functions
 from normkit.kernels import ops, sync
 from normkit.models.checks import check_not_meta, check_not_wrapped, copy_unless, norms_with_statistics
+from normkit.models.fit import fit_like, set_statistics
 from normkit.models.invoke import Forward, call, check_batches, input_and_mask
 from normkit.norms import StatNorm
 
@@ -19,34 +20,45 @@ def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
+    like: nn.Module | None = None,
     forward: Forward | None = None,
     passes: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], object] | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Set the running statistics of a model's norms to exact moments of data.
+    """Set the running statistics of a model's norms from data, without training.
 
     The model runs in evaluation mode without gradients. In the first pass each norm divides each batch by that batch's
     own statistics, as in training ("precise" statistics). The running statistics become mean and variance (or the
     quadratic mean) of the inputs over the real tokens of all batches together. They are computed in float64, whatever
     the sizes and the order of the batches. Masks count.
 
+    With `like`, the original of a converted model, each norm also gets the gain and bias per channel that bring its
+    output closest, in squared error over real tokens, to that of the original norm. Norms are solved in the order in
+    which they run, so each also corrects part of the error of those before it. A norm that runs several times is
+    solved on the rows of all its calls. Both models compute each batch once, all batches side by side. Memory holds
+    the batches, and what their forwards need at one norm; give `use_cache=False` to language models.
+
     Args:
-        model: Model with norms that have running statistics (`convert(model, "un")`).
+        model: Model with norms that have running statistics (`convert(original, "un")`).
         batches: Inputs of the model: mappings of keywords, tuples or lists of arguments, or single arguments. Not a
-            generator if `passes` is above 1.
-        forward: Called as `forward(model, batch)` in place of the model.
+            generator if `passes` is above 1. With `like` a few thousand tokens suffice.
+        like: The original model, to which the norms are fitted. None keeps gains and biases.
+        forward: Called as `forward(model, batch)` in place of the model. With `like` it gets copies of both models,
+            which share their tensors, and the batches must not depend on each other.
         passes: Each pass after the first repeats the measurement while norms divide by the statistics of the pass
             before, as at inference. After p passes the first p - 1 norms from the input have exactly the statistics of
             their inputs at inference. 1 suits a trained model, about 4 one that was converted and not trained.
-        on_progress: Called as `on_progress(batches done, pass)` after each batch.
+        on_progress: Called as `on_progress(batches done, pass)` after each batch; with `like` as
+            `on_progress(norms fitted, norms)` after each norm.
         inplace: Change the given model. By default it is copied.
 
     Returns:
         The model with new running statistics.
 
     Raises:
-        ValueError: If no norm has statistics, there are no batches, a norm never ran, or its input was not finite.
+        ValueError: If no norm has statistics, there are no batches, a norm never ran, or its input was not finite; if
+            `like` is not the original, or is given with `passes`.
         TypeError: If `batches` is a single batch.
 
     Example:
@@ -54,22 +66,32 @@ def calibrate(
         >>> model = nn.Sequential(normkit.make("pnv", 1))
         >>> calibrate(model, [torch.full((2, 1), 3.0), torch.full((6, 1), 1.0)])[0].running.tolist()
         [[3.0]]
+        >>> original, batches = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), [torch.randn(64, 4)]
+        >>> calibrate(normkit.convert(original, "un"), batches, like=original)[1]
+        UN(4, un)
     """
-    check_not_wrapped(model, "calibrate")
-    check_not_meta(model, "calibrate")
+    for each in (model,) if like is None else (model, like):
+        check_not_wrapped(each, "calibrate")
+        check_not_meta(each, "calibrate")
     require_functions(forward=forward, on_progress=on_progress)
     require(is_int(passes) and passes >= 1, "passes", passes, "a whole number of at least 1")
     check_batches(batches, "calibrate()")
     if passes > 1 and iter(batches) is batches:
         raise ValueError(f"passes={passes} reads the batches {passes} times; give a list or a loader, not a generator")
+    if like is not None and passes > 1:
+        raise ValueError(f"calibrate(like=) fits in one pass; got passes={passes}, which you can leave out")
+    if model is like:
+        raise ValueError("calibrate() got one model twice; pass the original as `like`, and convert a copy of it")
     model = copy_unless(inplace, model)
     norms = norms_with_statistics(model, "calibrate")
     with torch.no_grad(), evaluating(model), restored_on_error(norms):
+        if like is not None:
+            with evaluating(like):
+                fit_like(model, norms, like, list(batches), forward, on_progress)
+            return model
         for index in range(passes):
             for norm, stat in _measure(model, norms, batches, forward, index, on_progress).items():
-                norm.running.copy_(norm.pool(stat))
-                if norm.follows_optimizer:
-                    norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
+                set_statistics(norm, stat)
     return model
 
 

@@ -87,11 +87,17 @@ def copy_unless(inplace: bool, model: nn.Module) -> nn.Module:
     return model if inplace else copy_model(model)
 
 
-def copy_model(model: nn.Module, wide: bool = False) -> nn.Module:
-    """Copy a model; with `wide`, tensors that are no parameters or buffers in float64."""
-    known = {id(t) for t in [*model.parameters(), *model.buffers()]}
+def copy_model(model: nn.Module, wide: bool = False, share: bool = False) -> nn.Module:
+    """Copy a model.
+
+    Args:
+        model: The model.
+        wide: Make tensors that are no parameters or buffers float64.
+        share: Let the copy have the parameters and buffers of the model itself.
+    """
+    known = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     leaves = tree_leaves([vars(module) for module in model.modules()])
     plain = {id(t): t for t in leaves if isinstance(t, Tensor) and id(t) not in known}
     memo = {key: t.detach().clone() for key, t in plain.items() if not t.is_leaf}  # weight norm computes them again
     memo |= {key: t.detach().clone().double() for key, t in plain.items() if wide and t.is_floating_point()}
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo | known if share else memo)

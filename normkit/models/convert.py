@@ -196,7 +196,7 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     found = read_norm(old)
     name, given = parse(spec)
     if isinstance(old, Norm) and not isinstance(old, tuple(NORMS.values())):
-        raise ValueError(f"{old.spec} cannot be replaced; settle() a blend first, or add your own class to NORMS")
+        raise ValueError(f"{old.spec} cannot be replaced; add your own class to NORMS")
     if isinstance(old, Norm) and parse(old.spec)[0] == name and all(old.option(k) == v for k, v in given.items()):
         return old
     computed = not isinstance(old, Norm) and found.weight is not getattr(old, "weight", None)

@@ -1,120 +1,227 @@
-"""Fit offline norms to the norms that they replaced, by least squares."""
+"""Fit norms with running statistics to the norms that they replaced, in one forward of both models."""
 
-from collections.abc import Iterable
-from contextlib import ExitStack
-from typing import Any
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from normkit._util import require_functions
-from normkit.kernels import ops
-from normkit.models.calibrate import evaluating, restored_on_error
-from normkit.models.checks import check_not_meta, check_not_wrapped, copy_model, copy_unless, norms_with_statistics
+from normkit.models.checks import copy_model
 from normkit.models.fastpath import no_fast_path
-from normkit.models.invoke import Forward, call, check_batches, input_and_mask
+from normkit.models.invoke import Forward, call, input_and_mask
 from normkit.models.take_apart import take_norms_apart
 from normkit.norms import RepBN, StatNorm
 
+Pause = Callable[[Any], None]
 
-def fit_norms(
-    model: nn.Module, like: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None, inplace: bool = False
-) -> nn.Module:
-    """Fit statistics, gain and bias of converted norms to the norms of the original.
 
-    In the order in which they run, each norm gets the statistics of its input, and the gain and bias per channel that
-    bring its output closest, in squared error over real tokens, to that of the original norm on the same batch. So a
-    norm also corrects part of the error of those before it. `calibrate` sets statistics alone and keeps the gains,
-    although channels of a LayerNorm's output do not have a mean square of 1.
+def fit_like(
+    model: nn.Module, norms: Mapping[str, StatNorm], like: nn.Module, batches: Sequence[Any], forward: Forward | None,
+    on_progress: Callable[[int, int], object] | None,
+) -> None:  # fmt: skip
+    """Set statistics, gain and bias of a model's norms by least squares to the outputs of the original's.
 
-    Args:
-        model: Model with offline norms: `convert(like, "un")`. Both models run in evaluation mode.
-        like: The original model.
-        batches: Inputs of the model as in `calibrate`; a few thousand tokens suffice.
-        forward: Called as `forward(model, batch)` in place of the model.
-        inplace: Change the given model. By default it is copied.
-
-    Returns:
-        The model with fitted norms.
+    All batches go through both models side by side. A forward waits where it comes to a norm. When no forward can still
+    bring rows for an earlier norm, the norm is solved, and the forwards that wait there go on. So each norm is solved
+    on inputs that fitted norms made, each model computes each batch once, and only the tensors of forwards under way
+    are in memory. A norm that runs several times in a forward costs one more: its later inputs depend on it.
 
     Raises:
-        ValueError: If no norm has statistics, one never ran, the original has no module of its name, there are no
-            batches, or an activation was not finite.
-
-    Example:
-        >>> original = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-        >>> import normkit
-        >>> fit_norms(normkit.convert(original, "un"), original, [torch.randn(64, 4)])[1]
-        UN(4, un)
+        ValueError: If `like` does not fit the model, a norm never ran, or its rows were padding or not finite.
     """
-    for each in (model, like):
-        check_not_wrapped(each, "fit_norms")
-        check_not_meta(each, "fit_norms")
-    if model is like:
-        raise ValueError("fit_norms() got one model twice; pass the original as `like`, and convert a copy of it")
-    require_functions(forward=forward)
-    check_batches(batches, "fit_norms()")
-    if not (batches := list(batches)):
-        raise ValueError("fit_norms() was given no batches")
-    model = copy_unless(inplace, model)
-    norms = norms_with_statistics(model, "fit_norms")
+    if not batches:
+        raise ValueError("calibrate() was given no batches")
+    if any(name not in dict(like.named_modules(remove_duplicate=False)) for name in norms):
+        take_norms_apart(like := copy_model(like), norms)  # modules of norm and activation
     theirs = dict(like.named_modules(remove_duplicate=False))
-    if any(name not in theirs for name in norms):  # a norm of a module of norm and activation
-        take_norms_apart(like := copy_model(like), norms)
-        theirs = dict(like.named_modules(remove_duplicate=False))
     if absent := [name for name in norms if name not in theirs]:
-        raise ValueError(f"fit_norms() takes the model that was converted as `like`; it has no {', '.join(absent)}")
-    with torch.no_grad(), evaluating(model), evaluating(like), restored_on_error(norms):
-        calls: list[str] = []
-        with ExitStack() as hooks:
-            for name, norm in norms.items():
-                hooks.enter_context(norm.register_forward_hook(lambda *_, name=name: calls.append(name)))
-            call(model, batches[0], forward)
-        if idle := sorted(set(norms) - set(calls)):
-            raise ValueError(f"fit_norms() found norms that never ran on the first batch: {', '.join(idle)}")
-        for name in dict.fromkeys(calls):
-            rows = [row for batch in batches for row in _rows(model, norms[name], like, theirs[name], batch, forward)]
-            x, y = (torch.cat([t.flatten(0, -2) for t in each]).double() for each in zip(*rows, strict=True))
-            if not (x.isfinite().all() and y.isfinite().all() and len(x)):
-                raise ValueError(f"fit_norms() found no finite activations of real tokens at {name}")
-            if x.shape != y.shape:
-                raise ValueError(f"fit_norms() takes the model that was converted as `like`; {name} differs in size")
-            _solve(norms[name], x, y)
-    return model
+        raise ValueError(f"calibrate() takes the model that was converted as `like`; it has no {', '.join(absent)}")
+    both = _Models(model, like, forward)
+    found: dict[str, Moments] = {}
+    done: set[str] = set()  # norms that ran several times, at which forwards wait no more
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_fast_path())
+        runs = Counter(name for name, _ in _pauses(functools.partial(both.run_original, norms, batches[0], done)))
+        order = [*runs, *(name for name in norms if name not in runs)]  # to solve in, if batches wait at several norms
+        calls = [stack.enter_context(contextlib.closing(both.calls(norms, batch, done))) for batch in batches]
+        waiting = {each: next(each, None) for each in calls}
+        while waiting := {each: at for each, at in waiting.items() if at is not None}:
+            name = min((at[0] for at in waiting.values()), key=order.index)
+            here = {each: rows for each, (at, rows) in waiting.items() if at == name}
+            rows: Iterable[Moments] = here.values()
+            if runs[name] > 1:
+                rows = (rows for batch in batches for _, rows in both.calls({name: norms[name]}, batch))
+                done.add(name)
+            found[name] = functools.reduce(Moments.join, rows, *([found[name]] if name in found else []))
+            if not found[name].usable:
+                raise ValueError(f"calibrate() found no finite activations of real tokens at {name}")
+            _solve(norms[name], found[name])
+            if on_progress is not None:
+                on_progress(len(found), len(norms))
+            waiting |= {each: next(each, None) for each in here}
+    if idle := [name for name in norms if name not in found]:
+        raise ValueError(f"calibrate() found norms that never ran, so they have no statistics: {', '.join(idle)}")
 
 
-def _solve(norm: StatNorm, x: Tensor, y: Tensor) -> None:
-    """Set statistics, gain and bias from rows `[n, dim]` of inputs and of wanted outputs."""
-    statistics, _ = ops.moments(x, None, norm.center)
+class Moments(NamedTuple):
+    """Moments `[channels]` of paired rows in float64: means, and sums of products of deviations from them."""
+
+    count: int
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    xy: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor) -> "Moments":
+        """Measure rows `[n, channels]`."""
+        x, y = x.double(), y.double()
+        mean_x, mean_y = (each.sum(0) / max(len(each), 1) for each in (x, y))
+        x = x - mean_x
+        return cls(len(x), mean_x, mean_y, x.square().sum(0), (x * (y - mean_y)).sum(0))
+
+    def join(self, other: "Moments") -> "Moments":
+        """Return the moments of the rows of both."""
+        count = self.count + other.count
+        share = other.count / max(count, 1)
+        dx, dy = other.x - self.x, other.y - self.y
+        between = share * self.count
+        xx, xy = self.xx + other.xx + between * dx * dx, self.xy + other.xy + between * dx * dy
+        return Moments(count, self.x + share * dx, self.y + share * dy, xx, xy)
+
+    @property
+    def usable(self) -> bool:
+        """True if there are rows, and all are finite."""
+        return self.count > 0 and bool(torch.stack(self[1:]).isfinite().all())
+
+
+def set_statistics(norm: StatNorm, statistics: Tensor) -> None:
+    """Set the running statistics `[k, channels]` of a norm."""
     norm.running.copy_(norm.pool(statistics))
+    if norm.follows_optimizer:
+        norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
+
+
+def _solve(norm: StatNorm, rows: Moments) -> None:
+    """Set statistics, gain and bias from the rows that a norm reads, and those that it should return."""
+    variance = rows.xx / rows.count
+    statistics = torch.stack([rows.x, variance] if norm.center else [variance + rows.x.square()])
+    set_statistics(norm, statistics)
     if norm.weight is None:
         return
+    center = norm.running[0].double() if norm.center else torch.zeros_like(rows.x)
+    scale = torch.rsqrt(norm.running[-1].double() + norm.eps)
+    y, xy, shift = rows.y, rows.xy, rows.x - center
     if isinstance(norm, RepBN):
-        y = y - norm.a.double() * x
-    z = x - norm.running[0].double() if norm.center else x
-    z = z * torch.rsqrt(norm.running[-1].double() + norm.eps)
-    mean_z, mean_y = (each.mean(0) if norm.bias is not None else torch.zeros_like(z[0]) for each in (z, y))
-    z, y = z - mean_z, y - mean_y
-    gain = (z * y).sum(0) / z.square().sum(0).clamp(min=torch.finfo(z.dtype).tiny)
+        y, xy = y - norm.a.double() * rows.x, xy - norm.a.double() * rows.xx
+    products, squares = xy, rows.xx
+    if norm.bias is None:  # the line goes through the origin, not through the means
+        products, squares = xy + rows.count * shift * y, squares + rows.count * shift.square()
+    gain = products / (scale * squares).clamp(min=torch.finfo(torch.double).tiny)
     norm.weight.copy_(gain)
     if norm.bias is not None:
-        norm.bias.copy_(mean_y - gain * mean_z)
+        norm.bias.copy_(y - gain * scale * shift)
 
 
-def _rows(
-    model: nn.Module, norm: StatNorm, like: nn.Module, old: nn.Module, batch: Any, forward: Forward | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Return real tokens that a norm reads and the old one's outputs, for each run."""
-    read: list[tuple[Tensor, Tensor | None]] = []
-    wanted: list[Tensor] = []
+class _Models(NamedTuple):
+    """A converted model and the original. Forwards run copies that share their tensors.
 
-    def keep_input(norm: StatNorm, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
-        x, mask = input_and_mask(args, kwargs)
-        read.append((norm.rest(x).clone(), norm.check(x, mask)))  # what follows may change x, and y below, in place
+    So what a forward keeps in modules, such as masks, is its own.
+    """
 
-    inputs = norm.register_forward_hook(keep_input, with_kwargs=True)
-    with inputs, old.register_forward_hook(lambda _, args, y: wanted.append(y.movedim(norm.channel_dim, -1).clone())):
-        call(model, batch, forward)
-        with no_fast_path():
-            call(like, batch, forward)
-    return [(x, y) if mask is None else (x[mask], y[mask]) for (x, mask), y in zip(read, wanted, strict=True)]
+    model: nn.Module
+    like: nn.Module
+    forward: Forward | None
+
+    def calls(
+        self, norms: Mapping[str, StatNorm], batch: Any, done: Collection[str] = ()
+    ) -> Iterator[tuple[str, Moments]]:
+        """Run both on a batch; yield the name of each norm that they call, unless it is done, and the call's rows."""
+        runs = (functools.partial(run, norms, batch, done) for run in (self.run_model, self.run_original))
+        inputs, outputs = map(_pauses, runs)
+        with contextlib.closing(inputs), contextlib.closing(outputs):
+            for name, (x, mask) in inputs:
+                same, y = next(outputs, ("", x[:0]))
+                y = y.movedim(norms[name].channel_dim, -1)
+                if name != same or y.shape != x.shape:
+                    raise ValueError(f"calibrate() takes the model that was converted as `like`; {name} differs in it")
+                yield name, Moments.of(*(each.flatten(0, -2) if mask is None else each[mask] for each in (x, y)))
+            if extra := next(outputs, None):
+                raise ValueError(f"calibrate() takes the model that was converted as `like`; only it calls {extra[0]}")
+
+    def run_model(self, norms: Iterable[str], batch: Any, done: Collection[str], pause: Pause) -> None:
+        """Pass on name, input and mask of each call of a norm, before it computes."""
+
+        def wait(name: str, norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
+            if name not in done:
+                x, mask = input_and_mask(args, kwargs)
+                mask = norm.check(x, mask)
+                pause((name, (norm.rest(x), mask)))
+
+        model = copy_model(self.model, share=True)
+        for name in norms:
+            norm = model.get_submodule(name)
+            norm.register_forward_pre_hook(functools.partial(wait, name), with_kwargs=True)
+        call(model, batch, self.forward)
+
+    def run_original(self, norms: Iterable[str], batch: Any, done: Collection[str], pause: Pause) -> None:
+        """Pass on name and output of each call of a norm."""
+
+        def wait(name: str, norm: nn.Module, args: tuple, y: Tensor) -> None:
+            if name not in done:
+                pause((name, y))
+
+        like = copy_model(self.like, share=True)
+        for name in norms:
+            like.get_submodule(name).register_forward_hook(functools.partial(wait, name))
+        call(like, batch, self.forward)
+
+
+class _Stop(BaseException):
+    """Ends a function that waits."""
+
+
+def _pauses(run: Callable[[Pause], object]) -> Iterator[Any]:
+    """Call `run(pause)` in a thread; yield what it passes to `pause`, where it waits until the next value is taken.
+
+    The thread never runs at the same time as the caller.
+    """
+    events: SimpleQueue = SimpleQueue()
+    go_on: SimpleQueue = SimpleQueue()
+    autocast = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+
+    def pause(value: Any) -> None:
+        events.put((True, value))
+        if not go_on.get():
+            raise _Stop
+
+    def work() -> None:
+        error = None
+        try:
+            with contextlib.ExitStack() as modes, torch.no_grad():  # PyTorch's modes are the thread's own
+                for kind, dtype in autocast.items():
+                    modes.enter_context(torch.autocast(kind, dtype))
+                run(pause)
+        except BaseException as problem:
+            error = problem
+        events.put((False, error))
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            waits, value = events.get()
+            if not waits:
+                if value is not None:
+                    raise value
+                return
+            yield value
+            go_on.put(True)
+    finally:
+        go_on.put(False)
+        thread.join()

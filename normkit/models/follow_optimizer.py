@@ -82,7 +82,7 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
         for norm in _norms(live):
             if norm.follows_optimizer:
                 _move_state(norm, getattr(stepped, "found_inf", None))
-            else:  # it came later, as by `settle`
+            else:  # it came later, as by `convert`
                 _start(norm)
 
     handle = register_optimizer_step_post_hook(after_step)

@@ -86,7 +86,7 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
 
     Raises:
         TypeError: If the model is not one of transformers.
-        ValueError: If a blend is not settled, normkit cannot rebuild a module, or the folder holds other weights.
+        ValueError: If normkit cannot rebuild a module, or the folder holds other weights.
     """
     folder = as_path(folder, "folder")
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
@@ -95,8 +95,6 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     if folder.exists() and not folder.is_dir():  # transformers would log a message, and save nothing
         raise ValueError(f"{folder} is a file; name a folder")
     changes = write_changes(model)
-    if blends := [name for name, change in changes.get("norms", {}).items() if change["is"].startswith("blend(")]:
-        raise ValueError(f"{blends[0]} is still a blend; call settle(model) before saving")
     if other := [file.name for file, variant in _weights(folder).items() if (variant is None) == bool(changes)]:
         raise ValueError(f"{folder} holds other weights ({', '.join(other[:3])}); name another folder")
     gated = any(isinstance(module, GatedNorm) for module in model.modules())  # which is of normkit

@@ -128,7 +128,7 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
         width = next(p.numel() for p in module.parameters())
         return {"is": "affine", **affine, "dim": width, "channel_dim": module.channel_dim}
     kind = type_before_parametrizations(module)  # a class derived from a norm may compute something else
-    if isinstance(module, Norm) and (kind in NORMS.values() or module.spec.startswith("blend(")):
+    if isinstance(module, Norm) and kind in NORMS.values():
         return {"is": module.spec, "dim": module.dim, "channel_dim": module.channel_dim}
     if isinstance(module, GroupRMS):
         return {"is": "layer-scale", "groups": module.groups, "eps": module.eps}
@@ -156,9 +156,6 @@ def _build(change: Mapping[str, Any]) -> nn.Module:
     if kind in ("LayerNorm", "RMSNorm"):
         options = {"bias": change.get("bias", False)} if kind == "LayerNorm" else {}
         return getattr(nn, kind)(dim, change["eps"], elementwise_affine=change.get("weight", False), **options)
-    if kind.startswith("blend("):
-        advice = "rebuild the model with blend() and load its weights, or settle() it before it is saved"
-        raise ValueError(f"{kind} is a blend; {advice}")
     norm = make(kind, dim)
     return channels_first(norm) if change["channel_dim"] == 1 else norm
 

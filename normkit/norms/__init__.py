@@ -23,9 +23,7 @@ from normkit.norms.repbn import RepBN
 from normkit.norms.rms import RMSNorm
 from normkit.norms.scale import ScaleNorm
 from normkit.norms.switchable import SwitchableNorm
-from normkit.norms.taper import TaperNorm
 from normkit.norms.un import UN
-from normkit.norms.weights import fold_weights, spectral_norm, weight_norm
 
 NORMS: dict[str, type[Norm]] = {
     "layer": LayerNorm,
@@ -36,7 +34,6 @@ NORMS: dict[str, type[Norm]] = {
     "nonorm": NoNorm,
     "dyt": DyT,
     "derf": Derf,
-    "taper": TaperNorm,
     "switchable": SwitchableNorm,
     "batch": BatchNorm,
     "repbn": RepBN,
@@ -50,8 +47,7 @@ NORMS: dict[str, type[Norm]] = {
 __all__ = [
     "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "CentralizeWeight", "Derf", "DyT", "FixNorm",
     "GroupNorm", "InstanceNorm", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "RowNorm", "ScaleNorm",
-    "Split", "Stat", "StatNorm", "SwitchableNorm", "TaperNorm", "fix_embedding", "fold_weights",
-    "make", "options", "parse", "spectral_norm", "weight_norm",
+    "Split", "Stat", "StatNorm", "SwitchableNorm", "fix_embedding", "make", "options", "parse",
 ]  # fmt: skip
 
 

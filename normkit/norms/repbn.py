@@ -10,8 +10,8 @@ class RepBN(BatchNorm):
     """BatchNorm plus a learned multiple of its input: `y = BN(x) + a * x`.
 
     The scalar `a` starts at 1. At inference both terms are affine, so the norm folds:
-    `scale = weight / sqrt(var + eps) + a`. SLAB replaces LayerNorm by it gradually during training; so does
-    `normkit.blend`. Options and state are those of BatchNorm.
+    `scale = weight / sqrt(var + eps) + a`. SLAB replaces LayerNorm by it gradually during training. Options and state
+    are those of BatchNorm.
 
     >>> RepBN(1, eps=0.0)(torch.tensor([[1.0], [3.0]])).tolist()
     [[0.0], [4.0]]

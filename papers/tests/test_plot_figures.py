@@ -228,8 +228,7 @@ def test_file_cut_within_a_step_is_drawn_or_raises(tmp_path, name):
     ("norm", "norm_at", "folds"),
     [("batch", {}, True), ("un(window=4)", {}, True), ("power(groups=0)", {}, True), ("nonorm", {}, True),
      ("power", {}, False), ("dyt", {}, False), ("derf", {}, False), ("layer", {}, False), ("rms", {}, False),
-     ("layer", {"encoder.*": "batch"}, False), ("pnv", {"final": "un"}, True), ("of another version", {}, False),
-     ("taper(warmup=10, until=100)", {}, True), ("taper(warmup=10, until=900)", {}, False)],
+     ("layer", {"encoder.*": "batch"}, False), ("pnv", {"final": "un"}, True), ("of another version", {}, False)],
 )  # fmt: skip
 def test_lines_are_solid_only_if_all_norms_fold_away(norm, norm_at, folds):
     made = result(norm, steps=400)

@@ -22,7 +22,7 @@ from normkit_papers.train.run import train
 from safetensors.torch import load_file
 from third_party_models import randomize
 
-from normkit.models import convert, fit_norms, load_pretrained
+from normkit.models import calibrate, convert, load_pretrained
 from normkit.norms import LayerNorm, StatNorm
 
 RUN = Run(
@@ -199,7 +199,7 @@ def test_distillation_brings_outputs_and_inner_activations_closer():
         torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.LayerNorm(6), torch.nn.Linear(6, 5)
     )).eval()  # fmt: skip
     data = [torch.randn(8, 4, 6) for _ in range(30)]
-    model = fit_norms(convert(original, "un"), original, data[:4])
+    model = calibrate(convert(original, "un"), data[:4], like=original)
     running = model[2].running.clone()
     for logits in (True, False):
         loss = Distillation(original, lambda m, x, logits=logits: Outputs(m(x), None, logits), ["2"])
@@ -226,7 +226,7 @@ def test_rows_of_embeddings_take_the_scale_of_a_norm_that_alone_reads_them(pretr
         return
 
     def error(model):
-        fitted = fit_norms(convert(model, "un", mask_from="attention_mask"), subject.model, batches)
+        fitted = calibrate(convert(model, "un", mask_from="attention_mask"), batches, like=subject.model)
         site = next(name for name, _ in fitted.named_modules() if name.endswith("embeddings.LayerNorm"))
         with torch.no_grad(), captured(fitted, [site]) as mine, captured(subject.model, [site]) as wanted:
             [model(**batches[0]) for model in (fitted, subject.model)]

@@ -66,13 +66,13 @@ def _norms() -> Iterator[str]:
         elif batch and "groups" in own:
             inference = "folds away with groups=0"
         else:
-            inference = "folds away after its schedule" if "until" in own else "stays at inference"
+            inference = "stays at inference"
         each = "per sample" if "over" in vars(kind) and "over" not in own else "per token"
         yield f"  {name:<{width}}  {kind.__name__}: {'batch statistics' if batch else each}, {inference}"
         indent = " " * (width + 6)
         text = ", ".join(f"{key}={value!r}" for key, value in own.items() if (key, value) not in common)
         yield from textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)
-    yield "  weight_norm, spectral_norm, fix_embedding: parametrizations of weights, no specs; weights fold into layers"
+    yield "  fix_embedding: a parametrization of embeddings, no spec"
     yield f"  defaults of options that all norms have: {', '.join(f'{key}={value!r}' for key, value in common)}"
 
 

@@ -66,8 +66,6 @@ class Model(Checked):
     """LSTM: dropout of recurrent weights."""
     init: Init = "xavier"
     """Initialization: Xavier, SmallInit of the attention, or smaller with depth (DS-Init, Fixup, T-Fixup)."""
-    reparametrize: Literal["none", "weight", "spectral"] = "none"
-    """Weight (started on the first batch) or spectral normalization of linear and convolution layers."""
     fixnorm: bool = False
     """Word vectors of length one."""
     tie: bool = True

@@ -71,7 +71,7 @@ class RemovableRun:
             self.task.carried.update(zip(models, states, strict=True))
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the logits."""
+        """Return the logits; a copy of a model that carries state begins without it."""
         return self.task.forward_norms(model, batch)
 
     def outputs(self, model: nn.Module, batch: Any) -> Outputs:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit._util import align, write_whole
-from normkit.models import calibrate, convert, find, fit_norms
+from normkit.models import calibrate, convert, find
 from normkit.norms import StatNorm, make, parse
 from normkit_papers.train.distill import Distillation
 from normkit_papers.train.environment import environment
@@ -153,8 +153,10 @@ def remove_norms(
         sites = [name for name, module in model.named_modules() if isinstance(module, StatNorm)]
         measure("original", original)
         if not _checkpoint(state, "without norms").exists():
-            show("fitting")
-            fit_norms(model, original, first, forward=subject.forward, inplace=True)
+            calibrate(
+                model, first, like=original, forward=subject.forward, inplace=True,
+                on_progress=lambda done, norms: show(f"fitted norm {done} of {norms}"),
+            )  # fmt: skip
             measure("fitted", model)
         train("without norms", model)
         if not settings.frozen:

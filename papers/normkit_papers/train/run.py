@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from normkit._util import write_whole
 from normkit.bench import use_threads
 from normkit.kernels.sync import is_distributed
-from normkit.norms import fold_weights, weight_norm
 from normkit_papers.report import results
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.build import build_model
@@ -135,9 +134,6 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
         gradient_clip_val=run.clip or None,
         callbacks=[callback],
     )
-    if run.model.reparametrize == "weight" and checkpoint is None and not run.weights:
-        model = fold_weights(task.model).eval()
-        weight_norm(model, lambda: task.forward_norms(model, next(task.batches(0)))).train()
     if run.compile:
         task.model.compile(dynamic=not (run.static or TASKS[run.task].fixed_length))
     if checkpoint is None:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from normkit.norms import make
 from normkit.watch.recording import Series
 from normkit_papers.report import canvas
@@ -50,9 +48,6 @@ def folds_away(run: Recorded) -> bool:
         norms = [make(spec, DIM) for spec in {model["norm"], *(model.get("norm_at") or {}).values()}]
     except ValueError:  # a norm of another version of normkit
         return False
-    for norm in norms:
-        if isinstance(step := getattr(norm, "step", None), Tensor):  # taper folds away after some steps
-            step.fill_(run.steps)
     return all(norm.offline for norm in norms)
 
 
