@@ -44,3 +44,11 @@ def test_examples_run(path, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout
+
+
+def test_pages_keep_their_limits():
+    """README at most 90 lines, a how-to 600 words, all pages 28,000."""
+    words = {page: len(page.read_text(encoding="utf8").split()) for page in (ROOT / "docs").rglob("*.md")}
+    assert len((ROOT / "README.md").read_text(encoding="utf8").splitlines()) <= 90
+    assert {page.name: n for page, n in words.items() if page.parent.name == "guides" and n > 600} == {}
+    assert sum(words.values()) <= 28_000
