@@ -1,5 +1,7 @@
 """Statistics over several processes on gloo, with unequal numbers of tokens."""
 
+import copy
+import pickle
 from multiprocessing import set_forkserver_preload
 
 import pytest
@@ -7,9 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from norm_cases import DIM, batch, random_norm, train_step
+from norm_cases import SPECS as ALL_SPECS
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+
+from normkit import convert
 
 SPECS = [
     "batch(sync=True)",
@@ -181,3 +187,173 @@ def _one_all_reduce_a_pass(rank, world):
 
 def test_one_small_all_reduce_a_pass(tmp_path):
     spawn(_one_all_reduce_a_pass, 2, tmp_path)
+
+
+# -- groups of processes -----------------------------------------------------------------------------------------------
+
+
+def _groups(rank, world, expected_steps):
+    """Two stages of a pipeline: ranks 0 and 1 train one norm, rank 2 another, which takes more steps."""
+    group = [dist.new_group(ranks) for ranks in ([0, 1], [2])][rank == 2]
+    for spec, expected in expected_steps.items():
+        norm = random_norm(spec.replace("sync=True, ", "").replace("(sync=True)", ""))
+        norm.sync = group
+        for step in range(STEPS):
+            if rank == 2:
+                train_step(norm, batch(step, 3, DIM), batch(step, 3, DIM))
+                train_step(norm, batch(step, 3, DIM), batch(step, 3, DIM))
+                continue
+            got = train_step(norm, *(part[rank] for part in shares(2, step)))
+            start = sum(SIZES[:rank])
+            assert_close(got["y"], expected[step]["y"][start : start + SIZES[rank]])
+            assert_close(got["dx"], expected[step]["dx"][start : start + SIZES[rank]])
+            assert_close(got["running"], expected[step]["running"])
+
+
+def test_a_group_leaves_the_other_processes_alone(tmp_path):
+    expected = {spec: one_process(spec, 2) for spec in (SPECS[0], SPECS[2], SPECS[6])}
+    spawn(_groups, 3, tmp_path, expected)
+
+
+def _group_survives(rank, world):
+    group = dist.new_group([0, 1])
+    old = nn.Sequential(nn.Conv1d(3, DIM, 1), nn.SyncBatchNorm(DIM, process_group=group), nn.SyncBatchNorm(DIM))
+    for spec in ("batch", "un", "mabn", "layer"):
+        norms = convert(old, spec)[1:]
+        assert [getattr(norm, "sync", None) for norm in norms] == ([None] * 2 if spec == "layer" else [group, True])
+        again = convert(convert(old, spec), "power(groups=0)")[1:]
+        assert [norm.sync for norm in again] == ([False] * 2 if spec == "layer" else [group, True])
+    assert convert(old, "un(sync=False)")[1].sync is False
+    norm = convert(old, "un")[1]
+    assert norm.spec == "un"
+    assert "2 processes" in repr(norm)
+    assert norm._without("affine").sync is group
+    for twin in (copy.deepcopy(norm), copy.copy(norm), copy.deepcopy(nn.Sequential(norm))[0]):
+        assert twin.sync is group
+    with pytest.raises(TypeError, match="sync"):
+        pickle.dumps(norm)
+    with pytest.raises(ValueError, match="sync"):
+        type(norm)(DIM, sync="tp")
+    assert type(norm)(DIM, sync=group).sync is group
+
+
+def test_conversions_and_copies_keep_the_group(tmp_path):
+    spawn(_group_survives, 2, tmp_path)
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------------------
+
+SEQUENCES = (3, 5, DIM)  # 5 tokens of two processes: 3 and 2
+
+
+def _dtensors(rank, world, expected_steps):
+    from torch.distributed.tensor import (
+        DTensor,
+        Replicate,
+        Shard,
+        distribute_module,
+        distribute_tensor,
+        init_device_mesh,
+    )
+
+    mesh = init_device_mesh("cpu", (world,))
+    for number, (spec, expected) in enumerate(expected_steps.items()):
+        for placement in (Shard(1), (Shard(0), Shard(2), Replicate())[number % 3]):
+            norm = distribute_module(random_norm(spec), mesh)
+            for step, joint in enumerate(expected):
+                x, dy, mask = sequences(step)
+                x, dy = (distribute_tensor(t, mesh, [placement]) for t in (x, dy))
+                x.requires_grad_()
+                norm.zero_grad()
+                y = norm(x, mask)
+                assert (y.placements, y.shape) == (x.placements, x.shape)
+                y.backward(dy)
+                got = {"y": y, "dx": x.grad, **{f"d{name}": p.grad for name, p in norm.named_parameters()}}
+                for name, tensor in {**got, **dict(norm.named_buffers())}.items():
+                    value = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+                    assert_close(
+                        value, joint[name], msg=lambda text, n=name: f"{spec}, {placement}, {step}, {n}: {text}"
+                    )
+            with torch.no_grad():
+                y = norm.eval()(x)
+            assert y.placements == x.placements
+
+
+def sequences(step):
+    """Return a batch, its gradient, and a mask."""
+    mask = torch.arange(5) < torch.tensor([[5], [2], [4]])
+    return batch(10 * step, *SEQUENCES), batch(500 + step, *SEQUENCES), mask
+
+
+def test_norms_of_dtensors_equal_one_process(tmp_path):
+    expected = {}
+    for spec in ALL_SPECS:
+        norm = random_norm(spec)
+        expected[spec] = [train_step(norm, *sequences(step)) for step in range(3)]
+    spawn(_dtensors, 2, tmp_path, expected)
+
+
+class Block(nn.Module):
+    """Two projections between a norm before and one after."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.up, self.down, self.after = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.LayerNorm(8),
+        )
+
+    def forward(self, x):
+        """Return `x` and more."""
+        return self.after(x + self.down(self.up(self.before(x)).relu()))
+
+
+def _tensor_parallel_block(rank, world, state, expected):
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (world,))
+    for spec, (output, running) in expected.items():
+        model = convert(Block(), spec)
+        model.load_state_dict(state, strict=False)
+        plan = {
+            "before": SequenceParallel(), "after": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }  # fmt: skip
+        parallelize_module(model, mesh, plan)
+        x = distribute_tensor(torch.linspace(-1, 1, 96).view(2, 6, 8), mesh, [Shard(1)])
+        x.requires_grad_()
+        y = model(x)
+        y.full_tensor().square().sum().backward()
+        assert_close(y.full_tensor().detach(), output)
+        found = model.after.running
+        assert_close(found.to_local() if hasattr(found, "to_local") else found, running)
+
+
+def test_a_converted_block_under_tensor_parallelism(tmp_path):
+    torch.manual_seed(0)
+    state, expected = Block().state_dict(), {}
+    for spec in ("un", "mabn", "batch", "renorm"):
+        model = convert(Block(), spec)
+        model.load_state_dict(state, strict=False)
+        expected[spec] = model(torch.linspace(-1, 1, 96).view(2, 6, 8)).detach(), model.after.running.clone()
+    spawn(_tensor_parallel_block, 2, tmp_path, state, expected)
+
+
+def _plain_parameters(rank, world):
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    x = distribute_tensor(torch.ones(2, 4, DIM, dtype=torch.float64), init_device_mesh("cpu", (world,)), [Shard(1)])
+    with pytest.raises(TypeError, match="weight"):
+        random_norm("un")(x)
+
+
+def test_plain_parameters_of_a_dtensor_raise(tmp_path):
+    spawn(_plain_parameters, 2, tmp_path)

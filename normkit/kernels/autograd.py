@@ -65,7 +65,8 @@ def _backward(
     )
     factor = reference.product(value.dtype, weight, output_scale, grad_scale)
     real = mask is not None and norm.pad_grad == "real"
-    whole_batch = norm.uses_batch_gradient and norm.center and mask is None and not norm.sync
+    processes = norm.process_groups()
+    whole_batch = norm.uses_batch_gradient and norm.center and mask is None and not processes
     if whole_batch and kind == "fused" and dy.dtype is x.dtype:
         dx, sums = fused.own_gradient(dy, x, value[0], torch.rsqrt(value[1] + norm.eps), factor)
     else:
@@ -73,7 +74,7 @@ def _backward(
         assert sums is not None
         grad_sums = sums[-2:] if norm.center else sums[-1:]  # of real rows, which come last: they move the state
         grad_sums = grad_sums if factor is None else grad_sums * factor
-        grad_sums = all_reduce(grad_sums) if norm.sync else grad_sums
+        grad_sums = all_reduce(grad_sums, processes)
         count = statistics.count
         removed = norm.take_gradient(grad_sums / count.clamp(min=1), count, statistics.step, saved)
         if (dx_scale := statistics.dx_scale) is not None:

@@ -60,7 +60,7 @@ def find_kernel_rule(norm: Any) -> KernelRule | None:
     That takes one process, one batch per step, statistics per channel, a rule that no subclass overrides, and plain
     tensors as buffers, because kernels write to their memory.
     """
-    if norm.sync or norm.accumulates or norm.scalar or not has_kernel_rule(type(norm)):
+    if norm.process_groups() or norm.accumulates or norm.scalar or not has_kernel_rule(type(norm)):
         return None
     for buffer in norm._buffers.values():
         if buffer is not None and (type(buffer) is not Tensor or not buffer.is_contiguous()):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from normkit.kernels import dispatch, fused, reference
+from normkit.kernels import dispatch, fused, layout, reference
 from normkit.kernels.cpu import entry as cpu
 
 # -- per token --------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def standardize_grad(
 
 def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """`x * scale + shift` with vectors `[C]` of a type to compute in; in the type of `x`."""
-    if not torch.is_grad_enabled() and dispatch.can_join(x, scale.dtype):
+    if not torch.is_grad_enabled() and dispatch.can_join(x, scale.dtype) and layout.has_rows(x):
         shift = shift.to(scale.dtype)
         if scale.dtype is torch.float32 and dispatch.can_use_native(x):
             return cpu.multiply_add(x, scale.contiguous(), shift.contiguous())
@@ -147,7 +147,7 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 def infer(norm: Any, x: Tensor) -> Tensor | None:
     """Apply a norm by its running statistics; None without a kernel or with gradients."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or dispatch.is_traced():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or dispatch.is_traced() or not layout.has_rows(x):
         return None
     kernels = dispatch.custom_kernels(x, norm.running.dtype)
     if kernels is None:

@@ -1,7 +1,11 @@
 """Joint statistics of several batches and of several processes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+Groups = tuple[Any, ...]  # of `torch.distributed.ProcessGroup`; sums run over one after the other
 
 
 def join(stat: Tensor, count: Tensor, more: Tensor, more_count: Tensor, center: bool) -> tuple[Tensor, Tensor]:
@@ -24,7 +28,7 @@ def join(stat: Tensor, count: Tensor, more: Tensor, more_count: Tensor, center: 
     return joint, both
 
 
-def join_processes(batch: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def join_processes(batch: Tensor, count: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the batches of all processes, and the number of their rows.
 
     The sums are in float64: in float32 a variance would be lost beside the square of a large mean.
@@ -32,7 +36,7 @@ def join_processes(batch: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     wide = batch.double()
     if len(batch) == 2:
         wide = torch.stack([wide[0], wide[1] + wide[0].square()])
-    sums = all_reduce(torch.cat([(wide * count).flatten(), count.double().view(1)]))
+    sums = all_reduce(torch.cat([(wide * count).flatten(), count.double().view(1)]), groups)
     joint = sums[:-1].view_as(batch) / sums[-1].clamp(min=1)
     if len(batch) == 2:
         joint = torch.stack([joint[0], (joint[1] - joint[0].square()).clamp(min=0)])
@@ -44,10 +48,27 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def all_reduce(sums: Tensor) -> Tensor:
-    """Sum over all processes of the default group; the tensor itself without a group."""
-    if not is_distributed():
-        return sums
-    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+def groups_of(sync: Any) -> Groups:
+    """Return the group of an option `sync`: all processes for True, none without several processes."""
+    if sync is False or not is_distributed():
+        return ()
+    return (torch.distributed.group.WORLD if sync is True else sync,)
 
-    return wait_tensor(all_reduce(sums, "sum", torch.distributed.group.WORLD))  # type: ignore[arg-type]
+
+def is_group(value: object) -> bool:
+    """Return True for a process group that has this process."""
+    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
+
+
+def includes(group: Any, other: Any) -> bool:
+    """Return True if a group has all processes of another."""
+    return {*torch.distributed.get_process_group_ranks(other)} <= {*torch.distributed.get_process_group_ranks(group)}
+
+
+def all_reduce(sums: Tensor, groups: Groups) -> Tensor:
+    """Sum over the processes of each group."""
+    if groups:
+        from torch.distributed._functional_collectives import all_reduce, wait_tensor
+    for group in groups:
+        sums = wait_tensor(all_reduce(sums, "sum", group))
+    return sums

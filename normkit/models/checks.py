@@ -3,10 +3,12 @@
 import copy
 
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from normkit._util import require_flags
+from normkit.models.hooks import share_groups
 from normkit.norms import StatNorm
 
 WRAPPERS = {  # class name: what to do instead
@@ -100,4 +102,11 @@ def copy_model(model: nn.Module, wide: bool = False, share: bool = False) -> nn.
     plain = {id(t): t for t in leaves if isinstance(t, Tensor) and id(t) not in known}
     memo = {key: t.detach().clone() for key, t in plain.items() if not t.is_leaf}  # weight norm computes them again
     memo |= {key: t.detach().clone().double() for key, t in plain.items() if wide and t.is_floating_point()}
-    return copy.deepcopy(model, memo | known if share else memo)
+    fake = [t for t in [*model.parameters(), *model.buffers()] if isinstance(t, FakeTensor)]
+    memo |= {id(t): _copy_fake(t) for t in fake}  # deepcopy would copy their mode, too
+    return copy.deepcopy(model, memo | share_groups(model) | (known if share else {}))
+
+
+def _copy_fake(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied

@@ -2,11 +2,13 @@
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from normkit._util import listed
@@ -16,7 +18,7 @@ from normkit.models.hooks import channels_first, take_hooks
 from normkit.models.masks import MaskFrom, argument_of_norms, route_mask
 from normkit.models.model_changes import record_changes
 from normkit.models.take_apart import take_apart
-from normkit.models.third_party import CannotRead, Found, is_named_norm, read_norm, statistics, write
+from normkit.models.third_party import CannotRead, Found, is_named_norm, read_norm, real_tensors, statistics, write
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
 
 Specs = str | Mapping[str, str]  # one spec, or rules from patterns of names to specs
@@ -203,16 +205,34 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
     if computed and found.weight is not None and found.weight.is_meta:
         gain = f"the gain of a {type(old).__name__} is 1 + weight, which is not known on the meta device"
         raise ValueError(f"{gain}; load the weights, then convert")
+    group = found.group if "sync" not in given else None
     given = {**_carried(found, name), **given}
-    new = make(write(name, given), found.dim)
+    tensors = [t for t in (found.weight, found.bias, found.running, *old.buffers(), like) if t is not None]
+    with _made_like(next((t for t in tensors if t.is_floating_point()), None)):
+        new: Any = make(write(name, given), found.dim)
+    if group is not None and "sync" in options(name):
+        new.sync = group
+    new.contiguous = found.contiguous
     for key in ("weight", "bias"):
         _carry(new, key, getattr(found, key))
-    tensors = [t for t in (found.weight, found.bias, found.running, *old.buffers(), like) if t is not None]
-    if tensors:
-        new.to(tensors[0].device, tensors[0].dtype)
     _inherit(new, old, found)
     new.channel_dim = found.channel_dim
     return new.train(old.training)
+
+
+@contextmanager
+def _made_like(tensor: torch.Tensor | None) -> Iterator[None]:
+    """Make modules on the device and in the type of a tensor, if there is one; fake ones for a fake one."""
+    before = torch.get_default_dtype()
+    if tensor is None:
+        yield
+        return
+    try:
+        with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext(), tensor.device:
+            torch.set_default_dtype(tensor.dtype)
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def take_place(new: Any, old: nn.Module) -> None:
@@ -286,11 +306,14 @@ def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
         new.running.copy_(statistics(found.running, new.center))
     if not isinstance(old, Norm) or not _akin(parse(found.kind)[0], parse(new.spec)[0]):
         return
-    with torch.device("cpu"):  # values, also where models are built on meta
+    with real_tensors():
         then, now = (dict(make(norm.spec, norm.dim).named_parameters()) for norm in (old, new))
-    for key in then.keys() & now.keys():  # except those whose start the spec changes
-        if then[key].requires_grad == now[key].requires_grad and torch.equal(then[key], now[key]):
-            setattr(new, key, getattr(old, key))
+        same_start = {
+            key for key in then.keys() & now.keys()
+            if then[key].requires_grad == now[key].requires_grad and torch.equal(then[key], now[key])
+        }  # fmt: skip
+    for key in same_start:  # not those whose start the spec changes
+        setattr(new, key, getattr(old, key))
     state = {key: (mine, getattr(old, key)) for key, mine in new.named_buffers(recurse=False) if hasattr(old, key)}
     if same and all(mine.shape == theirs.shape for mine, theirs in state.values()):  # no count without its window
         for mine, theirs in state.values():

@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from normkit.kernels.sync import is_group
+
 T = TypeVar("T", bound=nn.Module)
 
 HOOKS = [key for key in vars(nn.Module()) if "forward" in key or "backward" in key]  # not those of state_dict
@@ -20,7 +22,12 @@ def copy_without_hooks(module: T, memo: dict[int, Any] | None = None) -> T:
     """Copy a module but for its hooks, which may hold what cannot be copied."""
     bare = copy.copy(module)
     take_hooks(bare, nn.Module())
-    return copy.deepcopy(bare, memo)
+    return copy.deepcopy(bare, share_groups(module) | (memo or {}))
+
+
+def share_groups(model: nn.Module) -> dict[int, Any]:
+    """Return a memo for `copy.deepcopy` by which copies share process groups, as of `nn.SyncBatchNorm`."""
+    return {id(v): v for module in model.modules() for v in vars(module).values() if is_group(v)}
 
 
 def channels_first(norm: T) -> T:

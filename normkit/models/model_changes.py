@@ -17,6 +17,7 @@ from normkit.models.fastpath import leave_fast_path
 from normkit.models.hooks import channels_first
 from normkit.models.masks import mask_arguments, route_mask
 from normkit.models.take_apart import take_norms_apart
+from normkit.models.third_party import is_contiguous
 from normkit.norms import NORMS, Norm, make
 from normkit.norms.power import GroupRMS
 
@@ -81,7 +82,10 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
         take_norms_apart(model, {each for name in changes["norms"] for each in (name, f"{prefix}.{name}")})
         for name, change in changes["norms"].items():
             full = _full_name(model, name)
-            model.set_submodule(full, _build(change))
+            old, new = model.get_submodule(full), _build(change)
+            if isinstance(new, Norm):
+                new.contiguous = is_contiguous(old) and new.channel_dim == -1
+            model.set_submodule(full, new)
             if "mask" in change:
                 masks[full] = change["mask"]
             model.get_submodule(full)._is_hf_initialized = True  # else transformers resets it by the name of its class

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from normkit.models.hooks import copy_without_hooks, take_hooks
-from normkit.models.third_party import example_of, is_named_norm, read_eps, read_norm, runnable, write
+from normkit.models.third_party import example_of, is_named_norm, read_eps, read_norm, real_tensors, runnable, write
 from normkit.norms import Norm, make
 
 
@@ -51,7 +51,7 @@ def take_apart(module: nn.Module) -> tuple[nn.Module, nn.Sequential | GatedNorm 
     if isinstance(module, Norm) or is_parametrized(module) or not is_named_norm(module):
         return module, None
     try:
-        with torch.device("cpu"):  # also where models are built on meta
+        with real_tensors():
             for norm, whole in _candidates(module):
                 found = read_norm(norm)
                 theirs, mine = (copy_without_hooks(runnable(each)).float().eval() for each in (module, whole))

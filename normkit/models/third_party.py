@@ -6,16 +6,20 @@ No third-party library is imported.
 import fnmatch
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes
 
 from normkit._util import format_spec
+from normkit.kernels.sync import is_group
 from normkit.models.hooks import copy_without_hooks
 from normkit.norms import Norm, StatNorm, make, options, parse
 
@@ -34,6 +38,8 @@ class Found:
         kind: Spec of the norm in normkit that computes the same.
         channel_dim: 1 if the channels come second, -1 if they come last.
         running: Frozen statistics, `[k, dim]`, or None.
+        group: Process group over which it synchronizes statistics, or None.
+        contiguous: True if its output is contiguous whatever the strides of its input, as of `nn.LayerNorm`.
     """
 
     dim: int
@@ -43,6 +49,8 @@ class Found:
     kind: str
     channel_dim: int = -1
     running: Tensor | None = None
+    group: Any = None
+    contiguous: bool = False
 
 
 class CannotRead(Exception):
@@ -60,7 +68,9 @@ def read_norm(module: nn.Module) -> Found:
         raise CannotRead("its parameters have parametrizations; remove them with torch.nn.utils.parametrize first")
     if isinstance(module, Norm):
         running = module.running if isinstance(module, StatNorm) else None
-        return Found(module.dim, module.eps, module.gains(), module.bias, module.spec, module.channel_dim, running)
+        group = sync if is_group(sync := getattr(module, "sync", False)) else None
+        given = module.dim, module.eps, module.gains(), module.bias, module.spec, module.channel_dim, running
+        return Found(*given, group, module.contiguous)
     name = type(module).__name__
     for known, (pattern, readers) in itertools.product(_names(module), READERS.items()):
         if fnmatch.fnmatchcase(known, pattern):
@@ -133,11 +143,11 @@ def write(name: str, given: dict[str, object]) -> str:
 
 def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found], ...]) -> Found:
     reasons, tensors = [], [*module.named_parameters(), *module.named_buffers()]
-    if broken := [name for name, t in tensors if not t.is_meta and t.isnan().any()]:
+    if broken := [name for name, t in tensors if has_values(t) and t.isnan().any()]:
         raise CannotRead(f"its {broken[0]} has NaN; load or compute it again")
     if further := [name for name in module._parameters if name not in ("weight", "bias")]:
         raise CannotRead(f"it has further parameters ({', '.join(further)})")
-    with torch.device("cpu"):  # also where models are built on meta
+    with real_tensors():
         probe = runnable(module)
         for reader in readers:
             try:
@@ -151,16 +161,30 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
     raise CannotRead(f"{type(module).__name__} {what} ({'; '.join(dict.fromkeys(reasons))})")
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return False for tensors on the meta device and of `FakeTensorMode`."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Make tensors with values, on the CPU, also where models are built without."""
+    with _disable_current_modes(), torch.device("cpu"):
+        yield
+
+
 @torch.no_grad()
 def runnable(module: nn.Module) -> nn.Module:
-    """Return the module, or for one on meta a copy on the CPU with random positive values."""
-    if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
+    """Return the module, or for one without values a copy on the CPU with random positive ones."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(map(has_values, tensors)):
         return module
-    probe = copy_without_hooks(module).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
-    for t in [*probe.parameters(), *probe.buffers()]:
-        t.copy_(torch.rand(t.shape, generator=generator) + 0.5)
-    return probe
+    memo: dict[int, Any] = {}
+    for t in tensors:
+        made = (torch.rand(t.shape, generator=generator, dtype=torch.float32) + 0.5).to(t.dtype)
+        memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    return copy_without_hooks(module, memo)
 
 
 @torch.no_grad()
@@ -243,7 +267,13 @@ def _affine(module: Any, kind: str, channel_dim: int = -1, unit_offset: bool = F
     dim, weight, bias = _dim(module), getattr(module, "weight", None), getattr(module, "bias", None)
     if unit_offset:
         weight = nn.Parameter(1 + module.weight.detach(), module.weight.requires_grad)
-    return Found(dim, read_eps(module), weight, bias, kind, channel_dim)
+    contiguous = is_contiguous(module) and channel_dim == -1
+    return Found(dim, read_eps(module), weight, bias, kind, channel_dim, contiguous=contiguous)
+
+
+def is_contiguous(module: nn.Module) -> bool:
+    """Return True for a norm whose output PyTorch makes contiguous, so that a `view` may follow."""
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm)
 
 
 def _batch(module: Any) -> Found:
@@ -254,7 +284,9 @@ def _batch(module: Any) -> Found:
     given: dict[str, object] = {"sync": type(module).__name__ == "SyncBatchNorm"}
     if momentum is not None:  # None, an average over all: alpha=0.9; 0, frozen statistics: as good as 1
         given["alpha"] = min(round(1 - momentum, 12), 1 - 1e-12)
-    return Found(running.shape[1], read_eps(module), module.weight, module.bias, write("batch", given), 1, running)
+    group = getattr(module, "process_group", None)
+    numbers = running.shape[1], read_eps(module), module.weight, module.bias, write("batch", given), 1, running
+    return Found(*numbers, group)
 
 
 def _group(module: Any) -> Found:

@@ -1,9 +1,9 @@
 """The base of all norms.
 
-At inference a norm is `rest(x) * scale + shift`; training is up to the method. Per-token norms derive from
-`RowNorm`, here. Norms whose statistics outlive the batch derive from `StatNorm`: `_stat_norm.py` has their training
+At inference a norm is `rest(x) * scale + shift`; training is up to the method, in `normalize`. Per-token norms derive
+from `RowNorm`, here, norms with running statistics from `StatNorm`: `_stat_norm.py` has their training
 step, `_state.py` their buffers, `_recompute.py` the records for activation checkpointing. `_options.py` turns annotated
-class attributes into options.
+class attributes into options. `_inputs.py` turns jagged batches and DTensors into plain tensors.
 """
 
 from dataclasses import InitVar
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from normkit._util import format_spec, require
+from normkit.kernels import layout
+from normkit.kernels.sync import is_group
+from normkit.norms._inputs import find_form
 from normkit.norms._options import Epsilon, HasOptions, option, option_defaults
 
 
@@ -28,9 +31,9 @@ class Split(NamedTuple):
 class Norm(HasOptions):
     """Base of every norm: normalizes `x[..., dim]`, channels last.
 
-    The output has the shape and the type of `x`; the arithmetic runs in float32 or wider. Parameters are `weight` and
-    `bias`, None where switched off. A subclass declares its options as annotated class attributes and creates further
-    parameters and buffers in `build()`.
+    The output has the shape, the type and the strides of `x`; the arithmetic runs in float32 or wider. Jagged nested
+    tensors and DTensors give an output of their kind. Parameters are `weight` and `bias`, None where switched off. A
+    subclass declares its options as annotated class attributes and creates further parameters and buffers in `build()`.
 
     Args:
         dim: Number of channels, the last axis of `x`.
@@ -47,6 +50,8 @@ class Norm(HasOptions):
     offline: ClassVar[bool] = False  # True: statistics are frozen at inference and `rest` is the identity: it folds
     exact_grad: ClassVar[bool] = True  # True: backward is the derivative of the training forward
     batch_free: ClassVar[bool] = True  # True: an output depends on its own token only, in training too
+    whole = "token"  # "token", "sample" or "batch": what `normalize` needs in one piece
+    contiguous = False  # True: so is the output, whatever x is, as that of the `nn.LayerNorm` in whose place it stands
     channel_dim = -1  # 1 with the hooks of `channels_first`, which take and return `[batch, channels, ...]`
 
     dim: int = option(kw_only=False)
@@ -117,7 +122,8 @@ class Norm(HasOptions):
     def spec(self) -> str:
         """Name and options that differ from their defaults, as `make` reads them.
 
-        A class derived from a norm of the table has that norm's name and options, any other has its own class name.
+        A class derived from a norm of the table has that norm's name and options, any other has its own class name. A
+        process group as `sync` is left out, as no string can hold one.
 
         >>> import normkit
         >>> normkit.UN(8, window=2).spec
@@ -129,6 +135,7 @@ class Norm(HasOptions):
         kind = next((kind for kind in type(self).__mro__ if kind in names), type(self))
         name, defaults = names.get(kind, kind.__name__), option_defaults(kind)
         changed = {key: self.option(key) for key in defaults if self.option(key) != defaults[key]}
+        changed = {key: value for key, value in changed.items() if not is_group(value)}
         return format_spec(name, changed)
 
     def option(self, name: str) -> object:
@@ -147,6 +154,25 @@ class Norm(HasOptions):
             "normkit.export, or, for a model in evaluation mode, torch.export.export"
         )
 
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Check and normalize `x[..., dim]`; in training, norms with statistics update them."""
+        if type(x) is not Tensor and (normalize := find_form(x)):
+            return normalize(self, x, self.mask if mask is None else mask)
+        return self.normalize_plain(x, self.check(x, mask))
+
+    def normalize_plain(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Normalize a plain tensor that is checked; output and gradient have its strides."""
+        x = x.contiguous() if self.contiguous else x
+        if x.is_contiguous() and x.dim() < 4:  # images of one pixel are contiguous in several orders
+            return self.normalize(x, mask)
+        inner = layout.gradient_like(x)
+        y = self.normalize(inner, mask)
+        return x if y is inner else layout.like(y, x)
+
+    def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the normalized `x`, computed in float32 or wider and cast back to `x.dtype`."""
+        raise NotImplementedError
+
     def check(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the mask to use, after checking input and mask.
 
@@ -159,7 +185,8 @@ class Norm(HasOptions):
             raise TypeError(f"{type(self).__name__} takes a tensor [..., {self.dim}], not {type(x).__name__}{hint}")
         if x.is_nested:
             raise TypeError(
-                f"{type(self).__name__} takes no nested tensor; build nn.TransformerEncoder(enable_nested_tensor=False)"
+                f"{type(self).__name__} takes nested tensors of layout torch.jagged only; build them with "
+                "layout=torch.jagged, or nn.TransformerEncoder(enable_nested_tensor=False)"
             )
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise ValueError(
@@ -185,11 +212,3 @@ class Norm(HasOptions):
 
 class RowNorm(Norm):
     """Per-token norm, without state; a subclass implements `normalize`."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Check `x[..., dim]` and the mask, and normalize."""
-        return self.normalize(x, self.check(x, mask))
-
-    def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the normalized `x`, computed in float32 or wider and cast back to `x.dtype`."""
-        raise NotImplementedError

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, datacla
 from torch import nn
 
 from normkit._util import is_int, is_number, plain, require, unknown
+from normkit.kernels.sync import is_group
 
 
 class Allowed(NamedTuple):
@@ -28,6 +29,7 @@ Warmup = Steps | Literal["auto"]
 Epsilon = Annotated[float, Allowed("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)]
 OldShare = Annotated[float, Allowed("a number >= 0 and < 1", lambda v: is_number(v) and 0 <= v < 1)]
 Positive = Annotated[float, Allowed("a number above 0, at most 1e9", lambda v: is_number(v) and 0 < v <= 1e9)]
+Processes = Annotated[Any, Allowed("a process group of torch.distributed that has this process", is_group)]
 Bound = Annotated[float, Allowed("a number >= 1, at most 1e9", lambda v: is_number(v) and 1 <= v <= 1e9)]
 
 PLAIN = {

@@ -51,7 +51,8 @@ class StatNorm(StatefulNorm):
     The options of `Norm`, and:
 
     Args:
-        sync: Compute statistics over all processes of the default group; off, as it costs one all-reduce per pass.
+        sync: Compute statistics over all processes, or over those of a `torch.distributed` process group, which a spec
+            cannot hold; off, as it costs one all-reduce per pass.
         steps_per_update: Training forwards per update of the state, by their joint statistics; for accumulation.
         scalar: Divide all channels by one number, the root of their mean variance or mean square, as when the norms of
             a trained model are removed (Heimersheim 2024); off. A mean that is removed stays one per channel.
@@ -106,10 +107,11 @@ class StatNorm(StatefulNorm):
 
     # -- the training step --------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Normalize `x[..., dim]` by the rules of the method; at inference by `running`."""
-        mask = self.check(x, mask)
-        return self._train(x, mask) if self.training else self._infer(x)
+        if not self.training:
+            return self._infer(x)
+        return self._train(x.contiguous(), mask)  # kept for the backward pass, too
 
     def _train(self, x: Tensor, mask: Tensor | None) -> Tensor:
         # the flag itself: before PyTorch 2.12, is_exporting() is True in a graph of torch.compile, too
@@ -163,8 +165,8 @@ class StatNorm(StatefulNorm):
         """Measure the batch, apply the method's rule and update the state."""
         local, count = ops.moments(x, mask, self.center, wide, groups, self.eps)
         batch = local = self.pool(local)
-        if self.sync:
-            batch, count = sync.join_processes(local, count)
+        if groups_of_processes := self.process_groups():
+            batch, count = sync.join_processes(local, count, groups_of_processes)
             batch = self.pool(batch)  # again: between batches each channel has its own variance
         ok = usable(batch, count)
         batch = torch.where(ok, batch, self.running.to(batch.dtype))  # not finite, or all padding: as the average batch

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from normkit.kernels import sync
 from normkit.kernels.async_counter import AsyncCounter
+from normkit.kernels.sync import Groups
 from normkit.norms._base import Norm
-from normkit.norms._options import Count
+from normkit.norms._options import Count, Processes
 from normkit.norms._recompute import Records
 
 OPTIONAL = ("pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end")  # of options
@@ -29,7 +30,9 @@ class StatefulNorm(Norm):
     alpha = 0.9  # share of the old value in `average`
     follows_optimizer = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
 
-    sync: bool = False
+    processes: ClassVar[Groups] = ()  # over which a batch is sharded; see `_inputs.normalize_sharded`
+
+    sync: bool | Processes = False
     steps_per_update: Count = 1
 
     def build(self) -> None:
@@ -53,6 +56,15 @@ class StatefulNorm(Norm):
     def accumulates(self) -> bool:
         """True if the state changes by several batches together."""
         return self.steps_per_update > 1 or self.follows_optimizer
+
+    def extra_repr(self) -> str:
+        """Return size, spec, and the processes of a group, which a spec cannot hold."""
+        return super().extra_repr() + (f", sync over {self.sync.size()} processes" if sync.is_group(self.sync) else "")
+
+    def process_groups(self) -> Groups:
+        """Return the groups over which statistics are computed: those of a sharded batch, and that of `sync`."""
+        synced = sync.groups_of(self.sync)
+        return (*synced, *(group for group in self.processes if not any(sync.includes(each, group) for each in synced)))
 
     def _accumulate(
         self, side: str, batch: Tensor, count: Tensor, ok: Tensor, turn: Tensor
@@ -132,13 +144,37 @@ class StatefulNorm(Norm):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out records of the original's forwards, and the optimizer that it follows."""
         kept = {**super().__getstate__(), "follows_optimizer": False, "next_state": {}}
-        return {**kept, "_records": Records(), "_steps": AsyncCounter(), "_ended": AsyncCounter(CALLS)}
+        return {
+            **kept, "sync": Shared(self.sync) if sync.is_group(self.sync) else self.sync, "_records": Records(),
+            "_steps": AsyncCounter(), "_ended": AsyncCounter(CALLS),
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy, which has the group of the original."""
+        super().__setstate__(state)
+        if isinstance(self.sync, Shared):
+            self.sync = self.sync.group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StatefulNorm":
         """Copy by `__getstate__` also where PyTorch's parametrizations replace it."""
         twin = memo[id(self)] = self.__new__(type(self))
         twin.__setstate__(copy.deepcopy(StatefulNorm.__getstate__(self), memo))
         return twin
+
+
+class Shared:
+    """Process group in the state of a norm: copies share it, and it cannot be pickled."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shared":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a norm whose `sync` is a process group cannot be pickled; save its state_dict(), or set sync=True"
+        )
 
 
 def read_with(other: Tensor, buffer: Tensor) -> Tensor:

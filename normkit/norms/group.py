@@ -27,6 +27,10 @@ class GroupNorm(RowNorm):
     groups: Count = 8
     over: Literal["token", "sample"] = "token"
 
+    @property
+    def whole(self) -> str:  # type: ignore[override]  # noqa: D102
+        return self.over
+
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         if self.over == "token":
             return ops.group(x, self.weight, self.bias, self.eps, self.groups)

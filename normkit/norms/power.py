@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import ops
+from normkit.kernels import layout, ops
 from normkit.kernels.kernel_rule import NEVER, KernelRule
 from normkit.norms._base import Split
 from normkit.norms._options import OldShare, Steps, Warmup
@@ -122,4 +122,4 @@ class GroupRMS(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Divide each group of channels by its root mean square."""
-        return ops.group_rms(x, self.eps, self.groups)
+        return layout.like(ops.group_rms(x, self.eps, self.groups), x)

@@ -25,11 +25,11 @@ class RepBN(BatchNorm):
         super().reset_parameters()
         nn.init.ones_(self.a)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: D102
+    def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         if not self.training:
-            return super().forward(x, mask)
-        wide = x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
-        return (super().forward(wide, mask) + self.a * wide).to(x.dtype)
+            return super().normalize(x, mask)
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        return (super().normalize(wide, mask) + self.a * wide).to(x.dtype)
 
     def _affine(self) -> tuple[Tensor, Tensor]:
         scale, shift = super()._affine()

@@ -34,6 +34,7 @@ class SwitchableNorm(Norm):
     """
 
     batch_free = False
+    whole = "batch"
 
     over: Literal["token", "sample"] = "token"
     alpha: OldShare = 0.9
@@ -50,9 +51,8 @@ class SwitchableNorm(Norm):
             nn.init.zeros_(tensor)
         nn.init.ones_(self.running[1])
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Normalize `x[..., dim]`; in training, update the running statistics."""
-        mask = self.check(x, mask)
         if self.over == "sample" and x.dim() < 2:
             raise ValueError(f'over="sample" takes x[batch, ..., {self.dim}]; got shape {tuple(x.shape)}')
         if x.numel() == 0:  # with gradients of zeros

@@ -92,8 +92,8 @@ class Memory:
 def moments(x: Tensor, mask: Tensor | None, module: object) -> Moments:
     """Moments of the real rows of `x[..., C]`; global with `sync`."""
     batch, count = ops.moments(x, mask, center=True)
-    if getattr(module, "sync", False):
-        batch, count = sync.join_processes(batch, count)
+    if groups := sync.groups_of(getattr(module, "sync", False)):
+        batch, count = sync.join_processes(batch, count, groups)
     return batch[0], batch[1], count
 
 
@@ -162,8 +162,7 @@ def gather_gradient(site: Site, x: Tensor, dy: Tensor, mask: Tensor | None, know
         keep = mask.reshape(-1, 1)
         x, dy = torch.where(keep, x, 0), torch.where(keep, dy, 0)
     sums = torch.stack([dy.sum(0), (dy * x).sum(0), dy.square().sum(0)])
-    if getattr(site.module, "sync", False):
-        sums = sync.all_reduce(sums)
+    sums = sync.all_reduce(sums, sync.groups_of(getattr(site.module, "sync", False)))
     s0, sx, square = sums / count.clamp(min=1)
     psi = torch.sqrt(var + mean.square() + site.eps)
     gain = {} if site.weight is None else {"gain": site.weight.to(wide, copy=True)}
