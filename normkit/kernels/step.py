@@ -23,6 +23,8 @@ BACKWARD = ("exact", "running", "windowed")
 def can_run(norm: Any, x: Tensor, kernels: ModuleType) -> bool:
     """True if the step can be compiled, and reads the norm's parameters."""
     weight, bias = norm.weight, norm.bias
+    if not norm.track_running_stats:  # it always moves the state
+        return False
     kind = torch.float32 if kernels is entry or weight is None else weight.dtype
     plain = all(
         p is None

@@ -2,13 +2,15 @@
 
 import fnmatch
 import inspect
+import threading
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normkit._util import unique
+from normkit._util import listed
 from normkit.norms import Norm
 from normkit.norms._recompute import is_recomputed
 
@@ -21,14 +23,17 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     A single name serves both halves of an encoder-decoder: if the forward also takes `decoder_<name>`, norms under a
     module called "decoder" get that one. The meaning of an argument follows from its shape and name:
 
-    - `[batch, tokens]`, bool or number: True or above 0.5 is real, or, if no float is above 0 (they are added to
-      scores), above -1; in an argument named `...padding_mask` (PyTorch's) True, or a float below -1, is padding;
+    - `[batch, tokens]`, bool or number: True or above 0.5 is real, or, if no float is above 0 or one is below -1 (they
+      are added to scores), above -1; in an argument named `...padding_mask` (PyTorch's) True, or a float below -1,
+      is padding;
     - `[batch, (heads,) queries, keys]`: True marks keys that a query attends to, numbers are added to the scores; a
       token to which any query attends is real.
 
-    A mask belongs to one forward: parts of the model that are called by themselves get none. In a forward that
-    activation checkpointing recomputes, norms with statistics have its own mask, others that of the last forward. A
-    norm whose input has another layout than the mask, such as a pooled token, gets none.
+    A mask belongs to the forward that runs, so copies of norms and models, and norms that models share, follow their
+    own call. Where a mask does not fit a norm's input, the mask that the model itself derives from it is used: padded,
+    subsampled or joined with another one (`derived_mask`; not in compiled code). A norm with batch statistics that
+    trains without any raises a warning with both lengths. A pooled token, `[batch, channels]`, needs none. In a forward
+    that activation checkpointing recomputes, norms with statistics have its own mask, others that of the last forward.
 
     Args:
         model: Model whose norms are normkit's.
@@ -40,9 +45,9 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     norms = {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
     given, names = argument_of_norms(model, mask_from, norms), list(inspect.signature(model.forward).parameters)
     remove_routes(model)
-    route, time_first = Route(names, unique(given.values())), is_time_first(model)
+    route, time_first = Route(names, _rules(mask_from, names)), is_time_first(model)
     for name, argument in given.items():
-        norms[name].register_forward_pre_hook(GiveMask(route, argument, time_first), with_kwargs=True)
+        norms[name].register_forward_pre_hook(GiveMask(argument, time_first), with_kwargs=True)
     model.register_forward_pre_hook(route.begin, with_kwargs=True)
     model.register_forward_hook(route.end, always_call=True)
 
@@ -80,20 +85,31 @@ def remove_routes(model: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
-class Route:
-    """Hooks of a model that keep the masks of the current call for its norms."""
+class _Running(threading.local):
+    """The calls of models with masks that run in this thread, the innermost last."""
 
-    def __init__(self, names: list[str], masks_from: tuple[str, ...]):
-        self.names, self.masks_from = names, masks_from  # all arguments of the forward, those with masks
-        self.given: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+_running = _Running()
+
+
+class Call:
+    """A running forward: the masks among its arguments, and the norms that none of them fits."""
+
+    def __init__(self, route: "Route", model: nn.Module, given: dict[str, Any]):
+        self.route, self.model, self.given = route, model, given
         self.masks: dict[str, Tensor | None] = {}
-        self.over = True  # False while a forward runs
+        self.derived: dict[tuple[str, torch.Size], Tensor] = {}  # by argument and shape of the norm's input
+        self.unfit: dict[nn.Module, tuple[str, int, tuple[int, ...]]] = {}  # argument, its length, shape of the input
 
-    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Keep the arguments of this call."""
-        self.over, self.masks = False, {}
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        self.given = {name: given.get(name) for name in self.masks_from}
+    def argument(self, norm: nn.Module, usual: str) -> str:
+        """Return the argument for a norm: its usual one, unless another model now uses the norm."""
+        if usual in self.given or torch.compiler.is_compiling():
+            return usual
+        name = next((name for name, module in self.model.named_modules() if module is norm), "")
+        return next((a for pattern, a in self.route.rules.items() if fnmatch.fnmatchcase(name, pattern)), usual)
 
     def mask(self, name: str) -> Tensor | None:
         """Return the mask in an argument of this call, converted at its first use."""
@@ -102,33 +118,132 @@ class Route:
             self.masks[name] = None if given is None else real_tokens(given, name)
         return self.masks[name]
 
-    def end(self, model: nn.Module, args: tuple, output: object) -> None:
-        """Mark the end of the forward: from here on, only recomputed forwards get its masks."""
-        self.over = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}, "masks": {}, "over": True}
+class Route:
+    """Hooks of a model that open and close its calls. They keep no tensor, so that copies share nothing."""
+
+    def __init__(self, names: list[str], rules: dict[str, str]):
+        self.names, self.rules = names, rules  # all arguments of the forward; patterns of norms' names -> argument
+        self.warned: set[str] = set()  # names of norms
+
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Keep the arguments of this call."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        self._close()  # what an interrupt left open
+        _running.calls.append(Call(self, model, {name: given.get(name) for name in self.rules.values()}))
+
+    def end(self, model: nn.Module, args: tuple, output: object) -> None:
+        """End the call; warn of norms that its masks did not fit."""
+        for call in self._close():
+            if call.unfit and output is not None:
+                names = [name for name, module in model.named_modules() if module in call.unfit]
+                if new := [name for name in names if name not in self.warned]:
+                    self.warned.update(new)
+                    first = call.unfit[model.get_submodule(new[0])]
+                    _warn(listed(new, 6), *first)
+
+    def _close(self) -> list[Call]:
+        ended = [call for call in _running.calls if call.route is self]
+        if ended:
+            _running.calls[:] = [call for call in _running.calls if call.route is not self]
+        return ended
+
+
+@torch.compiler.assume_constant_result  # so that compiling a forward warns, too
+def _warn(norms: str, argument: str, length: int, shape: tuple[int, ...]) -> None:
+    warnings.warn(
+        f"norms that train without a mask: {norms}. {argument} has length {length}, the input of the first one "
+        f"{shape[1] if len(shape) > 1 else shape[0]} (shape {[*shape, 'channels']}). Padding in such an input enters "
+        "the statistics. Give the model a mask of the input's length, or use a per-token norm there; where the input "
+        "holds no padding, leave these norms out of the patterns of mask_from",
+        stacklevel=2,
+    )
 
 
 class GiveMask:
-    """Forward pre-hook of a norm that passes the mask of this call, unless it has one."""
+    """Forward pre-hook of a norm that passes the mask of the running call, unless the norm has one."""
 
-    def __init__(self, route: Route, argument: str, time_first: bool):
-        self.route, self.argument, self.time_first = route, argument, time_first
+    def __init__(self, argument: str, time_first: bool):
+        self.argument, self.time_first = argument, time_first
+        self.last: Call | None = None  # for what activation checkpointing recomputes
 
     def __call__(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Add `mask=` to the call."""
-        if not norm.training and torch.compiler.is_compiling():
+        compiles = torch.compiler.is_compiling()
+        if len(args) > 1 or kwargs.get("mask") is not None or (compiles and not norm.training):
             return None  # a graph for inference needs no masks; to compare their axes would fix its sizes
-        mask = self.route.mask(self.argument)
-        if mask is None or len(args) > 1 or kwargs.get("mask") is not None:
+        x = args[0] if args else kwargs["x"]
+        mask = self._mask(norm, x.shape[:-1], compiles)
+        return None if mask is None else (args, {**kwargs, "mask": mask})
+
+    def _mask(self, norm: Any, shape: torch.Size, compiles: bool) -> Tensor | None:
+        follows = norm.training and not norm.batch_free and not compiles
+        if _running.calls:
+            self.last = call = _running.calls[-1]
+        elif compiles or is_recomputed():  # a compiled part cannot detect recomputation
+            call = self.last
+        else:  # the model's `forward` was called without its hooks, as PEFT does
+            return derived_mask(self.argument, shape, self.time_first) if follows else None
+        argument = self.argument if call is None else call.argument(norm, self.argument)
+        mask = None if call is None else call.mask(argument)
+        if call is None or mask is None:
             return None
-        if self.route.over and not torch.compiler.is_compiling() and not is_recomputed():
-            return None  # a compiled part cannot detect recomputation
-        shape = (args[0] if args else kwargs["x"]).shape[:-1]
         if mask.shape[0] != mask.shape[1] and shape in (mask.shape, mask.shape[::-1]):
             self.time_first = shape != mask.shape  # known from here on, where both lengths are equal, too
-        return args, {**kwargs, "mask": fit(mask, shape, self.time_first)}
+        fitted = fit(mask, shape, self.time_first)
+        if fitted is None and follows and not is_recomputed():
+            fitted = derived_mask(argument, shape, self.time_first, call.model)
+            if fitted is None:
+                fitted = call.derived.get((argument, shape))  # a model may drop it before the last norm
+            else:
+                call.derived[argument, shape] = fitted
+        if fitted is None and norm.training and not norm.batch_free and len(shape) > 1:  # not for one token a sequence
+            call.unfit[norm] = argument, mask.shape[1], tuple(shape)
+        return fitted
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "last": None}
+
+
+def unfit_length(norm: nn.Module) -> int | None:
+    """Return the length of the mask of the running call if it does not fit the input of this norm."""
+    lasts = [hook.last for hook in norm._forward_pre_hooks.values() if isinstance(hook, GiveMask)]
+    return next((call.unfit[norm][1] for call in lasts if call in _running.calls and norm in call.unfit), None)
+
+
+OTHER_TOKENS = ("encoder_", "decoder_", "cross_", "memory_", "global_")  # in names of masks of other tokens
+
+
+def derived_mask(argument: str, shape: torch.Size, time_first: bool, model: object = None) -> Tensor | None:
+    """Return the mask that a running forward has derived for an input with `x.shape[:-1] == shape`, or None.
+
+    Models that pad, subsample or join sequences do the same to the mask, and hold it in a variable such as
+    `attention_mask` or `combined_attention_mask` until they pass it on. Nothing else knows it before the first norm.
+    So the variables of the callers are searched, from the norm out to the forward of `model`, or the outermost one.
+    """
+    found, frame = None, inspect.currentframe()
+    while frame is not None:
+        code, held = frame.f_code, frame.f_locals
+        owner = held.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module):  # a method of a module
+            for name, value in sorted(held.items(), key=lambda item: item[0] != argument):
+                if not isinstance(value, Tensor) or not _can_derive(name, value, argument):
+                    continue
+                mask = fit(real_tokens(value, name), shape, time_first)
+                if mask is not None and not value.is_floating_point():
+                    return mask
+                found = mask if found is None else found  # numbers that are added to scores may hold more than padding
+        frame = None if owner is model and code.co_name == "forward" else frame.f_back
+    return found
+
+
+def _can_derive(name: str, value: Tensor, argument: str) -> bool:
+    """Return True for a variable that may hold a mask derived from an argument, by its name."""
+    if name == "mask" != argument:
+        return value.dim() == 2 and not argument.endswith("padding_mask")
+    kind = "_".join(argument.split("_")[-2:])
+    other = any(word in name and word not in argument for word in OTHER_TOKENS)
+    return value.dim() in (2, 3, 4) and not other and (name == argument or ("_" in kind and name.endswith(kind)))
 
 
 def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
@@ -147,7 +262,7 @@ def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
     if given.dtype.is_floating_point:
         real = given > -1
         if given.dim() == 2 and not padding:
-            real = torch.where((given > 0).any(), given > 0.5, real)
+            real = torch.where((given > 0).any() & real.all(), given > 0.5, real)
     else:
         real = given.bool() ^ padding
     return real if given.dim() == 2 else real.flatten(1, -2).any(1)

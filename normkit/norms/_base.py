@@ -28,8 +28,12 @@ class Split(NamedTuple):
     shift: Tensor
 
 
-class Norm(HasOptions):
+class Norm(HasOptions, nn.LayerNorm):
     """Base of every norm: normalizes `x[..., dim]`, channels last.
+
+    It derives from PyTorch's LayerNorm in name only, for tools that choose parameters by this class: weight decay of
+    Hugging Face's `Trainer`, torchvision's `split_normalization_params`. Tools that would build another layer in its
+    place read `normalized_shape`, which it does not have, and fail.
 
     The output has the shape, the type and the strides of `x`; the arithmetic runs in float32 or wider. Jagged nested
     tensors and DTensors give an output of their kind. Parameters are `weight` and `bias`, None where switched off. A
@@ -52,6 +56,7 @@ class Norm(HasOptions):
     batch_free: ClassVar[bool] = True  # True: an output depends on its own token only, in training too
     whole = "token"  # "token", "sample" or "batch": what `normalize` needs in one piece
     contiguous = False  # True: so is the output, whatever x is, as that of the `nn.LayerNorm` in whose place it stands
+    _version = 1  # of the state dict: that of nn.Module
     channel_dim = -1  # 1 with the hooks of `channels_first`, which take and return `[batch, channels, ...]`
 
     dim: int = option(kw_only=False)
@@ -142,7 +147,7 @@ class Norm(HasOptions):
         """Return this norm's value of an option."""
         if name == "bias":
             return self.bias is not None if self.affine else option_defaults(type(self))["bias"]
-        return getattr(self, name)
+        return getattr(self, self.declared[name].attribute if name in self.declared else name)
 
     def extra_repr(self) -> str:
         """Return size and spec."""

@@ -92,7 +92,7 @@ class HasOptions(nn.Module):
         cls.__signature__ = None if "__init__" in vars(cls) else _signature(cls.declared)
 
     def __init__(self, dim: int, *, device: Any = None, dtype: Any = None, **options: Any):
-        super().__init__()
+        nn.Module.__init__(self)  # a class of PyTorch among the bases has a constructor of its own
         require(is_int(dim) and 0 < dim < 2**31, "dim", dim, "a whole number above 0")
         self.dim = plain(dim)
         for name in options.keys() - self.declared.keys():

@@ -17,14 +17,22 @@ OPTIONAL = ("pending", "pending_grad", "micro_step", "micro_step_grad", "average
 CALLS = 4  # a norm asks twice a step whether its warm-up has ended: on a GPU every second step copies or reads
 
 
-class StatefulNorm(Norm):
+class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):
     """Norm with running statistics.
 
     Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards without an
     update, as their statistics were not finite or no row was real). With accumulation the joint statistics of a
     step wait in `pending`, `pending_grad`, counted by `micro_step`, `micro_step_grad`. The forward or the backward
     writes a buffer, never both: compiled graphs cannot.
+
+    As for PyTorch's BatchNorm, `track_running_stats = False` keeps the state as it is, in training too. Lightning's
+    `BaseFinetuning` and `StochasticWeightAveraging` find both by the same base class, and what they read and set is
+    here under their names. Not `num_features`: tools that would put another class in the norm's place, such as
+    `SyncBatchNorm.convert_sync_batchnorm`, read it and fail. For them there is `sync=True`.
     """
+
+    track_running_stats = True  # False: no statistic moves
+    momentum = None  # unused: the options of a method have its place
 
     center: ClassVar[bool] = False  # True: statistics are mean and variance (k = 2), else a mean square (k = 1)
     alpha = 0.9  # share of the old value in `average`
@@ -80,6 +88,8 @@ class StatefulNorm(Norm):
 
         Returns the joint statistics, their number of rows, and True if the state changes now.
         """
+        if not self.track_running_stats:
+            return batch, count, ok
         pending = getattr(self, f"pending{side}")
         held = pending.to(batch.dtype)
         joint, rows = sync.join(held[:-1].view_as(batch), held[-1], batch, count, self.center and not side)
@@ -98,6 +108,8 @@ class StatefulNorm(Norm):
 
     def _commit(self, state: dict[str, Tensor], changes: Tensor) -> None:
         """Write new values into buffers where `changes` is True, without waiting for the device."""
+        if not self.track_running_stats:
+            return
         for name, new in state.items():
             old = getattr(self, f"next_{name}" if self.follows_optimizer else name)
             old.copy_(torch.where(changes, new, old))
@@ -105,6 +117,41 @@ class StatefulNorm(Norm):
     def average(self, batch: Tensor) -> Tensor:
         """Return the running statistics after this batch: `alpha * running + (1 - alpha) * batch`."""
         return self.running.lerp(batch.to(self.running.dtype), 1 - self.alpha)
+
+    @property
+    def running_mean(self) -> Tensor:
+        """The running mean `[C]`; zeros where the method has none."""
+        return self.running[0] if self.center else torch.zeros_like(self.running[0])
+
+    @running_mean.setter
+    def running_mean(self, value: Tensor) -> None:
+        if self.center:
+            self.running[0].copy_(value)
+
+    @property
+    def running_var(self) -> Tensor:
+        """The running variance `[C]`, or mean square."""
+        return self.running[-1]
+
+    @running_var.setter
+    def running_var(self, value: Tensor) -> None:
+        self.running[-1].copy_(value)
+
+    @property
+    def num_batches_tracked(self) -> Tensor:
+        """The number of updates so far, `step`."""
+        return self.step.view(())
+
+    @num_batches_tracked.setter
+    def num_batches_tracked(self, value: Tensor) -> None:
+        self.step.copy_(value)
+        self._reset_counters()
+
+    def reset_running_stats(self) -> None:
+        """Raise a TypeError: `update_bn` would go on with averages over all batches, which methods do not have."""
+        raise TypeError(
+            f"update_bn cannot measure the statistics of {type(self).__name__}; call normkit.calibrate(model, batches)"
+        )
 
     def _reset_counters(self) -> None:
         """Forget what the host has seen of `step` and of the end of an automatic warm-up."""
@@ -138,7 +185,7 @@ class StatefulNorm(Norm):
         windows = (prefix + name for name in self._buffers if name.startswith("window"))
         if (step := state_dict.get(f"{prefix}step")) is not None and not all(name in state_dict for name in windows):
             state_dict[f"{prefix}step"] = torch.zeros_like(step)  # empty windows are filled in a warm-up
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
         self._reset_counters()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from normkit.kernels.kernel_rule import KernelRule
-from normkit.norms._options import OldShare
+from normkit.norms._options import OldShare, option
 from normkit.norms._stat_norm import Stat, StatNorm
 
 
@@ -28,14 +28,14 @@ class BatchNorm(StatNorm):
     center = True
 
     alpha: OldShare = 0.9
-    running_var: Literal["unbiased", "biased"] = "unbiased"
+    variance: Literal["unbiased", "biased"] = option(default="unbiased", alias="running_var")
 
     def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
         new = batch
-        if self.running_var == "unbiased":
+        if self.variance == "unbiased":
             bessel = (count / (count - 1).clamp(min=1)).to(batch.dtype)
             new = batch * torch.stack([torch.ones_like(bessel), bessel])[:, None]
         return Stat(batch, {"running": self.average(new)})
 
     def kernel_rule(self) -> KernelRule:  # noqa: D102
-        return KernelRule("batch", rate=1 - self.alpha, unbiased=self.running_var == "unbiased")
+        return KernelRule("batch", rate=1 - self.alpha, unbiased=self.variance == "unbiased")

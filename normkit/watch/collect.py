@@ -119,6 +119,7 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     energy = kept.square().mean(-1)
     rows = energy.numel() if mask is None else mask.sum().clamp(min=1)  # `count` may be of all processes
     fields["token_share"] = energy.sum().square() / energy.square().sum() / rows
+    real = mask if real is None else real
     if real is not None:
         padded = ~real if mask is None else mask & ~real
         fields["padding"] = padded.sum() / rows

@@ -37,9 +37,7 @@ CHECKS = (
         0, "so far trained with each batch's own statistics, and for at least {0:.0f} more steps; evaluation uses the"
         " running ones", "train longer than that, or give a shorter warmup=", number=faults.last),
         "warmup_left", warms_up),
-    Check("padding", by_site(
-        LIMITS["padding"], "{percent:.0f} % of the rows that the statistics are taken over are padding",
-        "pass the norm its mask (convert(..., mask_from=...))"), "padding", keeps_batch_statistics, how=MASK),
+    Check("padding", faults.padding, "padding", keeps_batch_statistics, how=MASK, instead="mask_length"),
     Check("tiny batches", by_site(
         LIMITS["tokens"], "batches of {0:.0f} rows, too few for statistics",
         "larger batches, steps_per_update=k, sync=True over processes, or a per-token norm", below=True),
@@ -132,6 +130,8 @@ def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
     found = {}
     for site in _judged(check, recording):
         needs = check.needs.split()
+        if site in recording.quantities.get(check.instead, {}):
+            continue
         lacks = tuple(name for name in needs if site not in recording.quantities.get(name, {}))
         few = not lacks and any(len(recording.quantities[name][site].values) < check.samples for name in needs)
         if lacks or few or recording.last_step() < check.steps:

@@ -80,6 +80,7 @@ class Check(NamedTuple):
     samples: int = 1  # values of each quantity that it takes at least
     steps: float = 0  # length of the run from which on it judges
     how: str = RECORD  # advice on how to record the quantities
+    instead: str = ""  # a quantity that answers the question in their place
 
     def series(self, recording: Recording) -> dict[str, Series]:
         """The series of the first quantity needed, at the norms that are judged."""
@@ -118,6 +119,18 @@ def by_site(
 def last(series: Series) -> float:
     """The value of the last step."""
     return series.values[-1]
+
+
+def padding(check: Check, recording: Recording) -> list[Finding]:
+    """Find padding among the rows of statistics, and masks that do not fit the norm's input."""
+    message = "{percent:.0f} % of the rows that the statistics are taken over are padding"
+    advice = "pass the norm its mask (convert(..., mask_from=...))"
+    found = check.findings(_above(LIMITS["padding"], check.series(recording)), message, advice)
+    unfit = {site: last(each) for site, each in recording.of("mask_length").items()}
+    lengths = [last(each) for site, each in recording.of("length").items() if site in unfit]
+    given = f"inputs of length {lengths[0]:.0f}" if lengths else "inputs of another length"
+    message = f"the model's mask has length {{0:.0f}} and does not fit {given}: padding enters the statistics"
+    return found + check.findings(unfit, message, "pass a mask of the input's length, or use a per-token norm there")
 
 
 def growth(series: Series) -> float:

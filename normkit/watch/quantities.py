@@ -123,6 +123,7 @@ QUANTITIES: dict[str, Quantity] = {
     "nonfinite": Quantity("channels whose statistics are not finite", "normkit", "mean quadratic", _bad),
     "tokens": Quantity("rows that the statistics are taken over", "B of PowerNorm Alg. 1", "count"),
     "padding": Quantity("share of those that are padding", "normkit", "padding"),
+    "mask_length": Quantity("length of a given mask that does not fit the norm's input", "normkit", "mask_length"),
     "token_share": Quantity(
         "share of tokens that mean squares effectively average over: mean(e)^2 / mean(e^2), e a token's mean square",
         "normkit", "token_share"),

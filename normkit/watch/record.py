@@ -15,6 +15,7 @@ from normkit._util import is_int, is_number, require
 from normkit.kernels.sync import is_distributed
 from normkit.models.checks import check_is_model
 from normkit.models.invoke import input_and_mask
+from normkit.models.masks import unfit_length
 from normkit.norms import Norm
 from normkit.norms._recompute import is_recomputed
 from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
@@ -260,6 +261,8 @@ class NormRecorder:
         if not x.numel():  # nothing to record, but other processes wait for this one's share
             return moments(x, mask, self.site.module)
         fields = gather(self.site, self.memory, x, mask, self.recorder.padding.mask(x.shape[:-1]))
+        if mask is None and (length := unfit_length(self.site.module)) is not None:
+            fields["mask_length"] = x.new_tensor(length)
         self._add(self.recorder.step, fields, "x", fields["quadratic"])
         return fields["mean"], fields["var"], fields["count"]
 
