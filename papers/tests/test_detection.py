@@ -202,6 +202,7 @@ def test_augmentation_does_not_seed_gpus(tmp_path, monkeypatch):
     assert Samples(data.train, masks=True, augment=SceneAugmentation(TINY))[Item(0, 1)][1] == []
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 @pytest.mark.parametrize("bucketing", [False, True])
 def test_batches_resume_and_do_not_depend_on_workers(bucketing, tmp_path):
     data = find_scenes(str(scene_files.data_set(tmp_path, 8)))()

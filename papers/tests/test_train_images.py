@@ -345,6 +345,7 @@ def test_a_run_of_several_processes_is_scored_by_one_alone(folder, tmp_path, mon
             distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 def test_workers_make_the_same_batches(folder):
     run = dataclasses.replace(SMALL, images=Images(rand_augment="rand-m9-mstd0.5-inc1", cutmix=1.0))
     data = read_images(str(folder))
