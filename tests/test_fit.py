@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import weakref
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def batches(count: int = 4) -> list[torch.Tensor]:
 
 
 def outputs_and_inputs(model, name, data):
-    """Return rows that a module reads and returns, over batches of keyword arguments; padding left out."""
+    """Return the real tokens that a module reads and returns."""
     rows, masks = [], []
 
     def keep(_, args, y):
@@ -110,8 +111,33 @@ def test_batches_of_other_lengths_and_masks_give_what_norm_by_norm_gives(name, s
     assert threading.active_count() == 1
 
 
+def test_memory_holds_the_tensors_of_one_norm_alone():
+    original, alive = model_of(20), []
+    outputs = []
+    for norm in original[2::3]:
+        norm.register_forward_hook(lambda _, args, y: outputs.append(weakref.ref(y)))
+        norm.register_forward_hook(lambda *_: alive.append(sum(each() is not None for each in outputs)))
+    calibrate(convert(original, "un"), batches(3), like=original)
+    assert len(outputs) > 2 * 20 * 3
+    assert max(alive) <= 2 * 3 + 1, "each of two models holds one output a batch"
+
+
+def test_outliers_are_left_out():
+    torch.manual_seed(0)
+    original, x = model_of(), 1 + torch.randn(3, 50, DIM)
+    original[1] = nn.Identity()  # large tokens stay large
+    x[:, 0] *= 300
+    converted = convert(original, "un")
+    fitted = calibrate(converted, [x], like=original, outliers=10)
+    assert_same(fitted[2], calibrate(converted, [x[:, 1:]], like=original)[2])
+    every = calibrate(converted, [x], like=original)
+    with torch.no_grad():
+        error = [(m[:3](x) - original[:3](x))[:, 1:].square().mean() for m in (fitted, every)]
+    assert error[0] < 0.7 * error[1]
+
+
 class Crossed(nn.Module):
-    """Norms that run in another order than they are defined in, one of them twice, one for long batches alone."""
+    """Norms that run in another order than defined, one twice, one in long batches alone."""
 
     def __init__(self):
         super().__init__()
@@ -228,5 +254,6 @@ def test_bad_input_raises_and_leaves_no_thread_and_the_norms_as_they_were():
         calibrate(original, data, like=other)
     with pytest.raises(ValueError, match="passes"):
         calibrate(model, data, like=original, passes=2)
-    with pytest.raises(ValueError, match="like"):
-        calibrate(model, data, like=model)
+    for like, outliers in ((model, None), (None, 10), (original, 0.5)):
+        with pytest.raises(ValueError, match=r"like|outliers"):
+            calibrate(model, data, like=like, outliers=outliers)

@@ -1,4 +1,4 @@
-"""Fit norms with running statistics to the norms that they replaced, in one forward of both models."""
+"""Fit norms to the norms that they replaced, in one forward of both models."""
 
 import contextlib
 import functools
@@ -22,26 +22,26 @@ Pause = Callable[[Any], None]
 
 def fit_like(
     model: nn.Module, norms: Mapping[str, StatNorm], like: nn.Module, batches: Sequence[Any], forward: Forward | None,
-    on_progress: Callable[[int, int], object] | None,
+    outliers: float | None, on_progress: Callable[[int, int], object] | None,
 ) -> None:  # fmt: skip
-    """Set statistics, gain and bias of a model's norms by least squares to the outputs of the original's.
+    """Fit statistics, gain and bias of norms to the outputs of the original, by least squares.
 
     All batches go through both models side by side. A forward waits where it comes to a norm. When no forward can still
     bring rows for an earlier norm, the norm is solved, and the forwards that wait there go on. So each norm is solved
     on inputs that fitted norms made, each model computes each batch once, and only the tensors of forwards under way
-    are in memory. A norm that runs several times in a forward costs one more: its later inputs depend on it.
+    are in memory. The original computes the first batch once more, to find the order of norms. A norm that runs several
+    times in a forward costs one more forward of both models, as its later inputs depend on it.
 
     Raises:
         ValueError: If `like` does not fit the model, a norm never ran, or its rows were padding or not finite.
     """
     if not batches:
         raise ValueError("calibrate() was given no batches")
-    if any(name not in dict(like.named_modules(remove_duplicate=False)) for name in norms):
+    if set(norms) - _names(like):
         take_norms_apart(like := copy_model(like), norms)  # modules of norm and activation
-    theirs = dict(like.named_modules(remove_duplicate=False))
-    if absent := [name for name in norms if name not in theirs]:
+    if absent := sorted(set(norms) - _names(like)):
         raise ValueError(f"calibrate() takes the model that was converted as `like`; it has no {', '.join(absent)}")
-    both = _Models(model, like, forward)
+    both = _Models(model, like, forward, outliers)
     found: dict[str, Moments] = {}
     done: set[str] = set()  # norms that ran several times, at which forwards wait no more
     with contextlib.ExitStack() as stack:
@@ -68,8 +68,20 @@ def fit_like(
         raise ValueError(f"calibrate() found norms that never ran, so they have no statistics: {', '.join(idle)}")
 
 
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_modules(remove_duplicate=False)}
+
+
 class Moments(NamedTuple):
-    """Moments `[channels]` of paired rows in float64: means, and sums of products of deviations from them."""
+    """Moments `[channels]` of paired rows x and y, in float64.
+
+    Attributes:
+        count: Number of rows.
+        x: Mean of x.
+        y: Mean of y.
+        xx: Sum of the squared deviations of x from its mean.
+        xy: Sum of the products of both deviations.
+    """
 
     count: int
     x: Tensor
@@ -108,7 +120,7 @@ def set_statistics(norm: StatNorm, statistics: Tensor) -> None:
 
 
 def _solve(norm: StatNorm, rows: Moments) -> None:
-    """Set statistics, gain and bias from the rows that a norm reads, and those that it should return."""
+    """Set statistics, gain and bias from rows that a norm reads and should return."""
     variance = rows.xx / rows.count
     statistics = torch.stack([rows.x, variance] if norm.center else [variance + rows.x.square()])
     set_statistics(norm, statistics)
@@ -137,11 +149,12 @@ class _Models(NamedTuple):
     model: nn.Module
     like: nn.Module
     forward: Forward | None
+    outliers: float | None
 
     def calls(
         self, norms: Mapping[str, StatNorm], batch: Any, done: Collection[str] = ()
     ) -> Iterator[tuple[str, Moments]]:
-        """Run both on a batch; yield the name of each norm that they call, unless it is done, and the call's rows."""
+        """Run both on a batch, and yield name and rows of each call of a norm that is not done."""
         runs = (functools.partial(run, norms, batch, done) for run in (self.run_model, self.run_original))
         inputs, outputs = map(_pauses, runs)
         with contextlib.closing(inputs), contextlib.closing(outputs):
@@ -150,7 +163,11 @@ class _Models(NamedTuple):
                 y = y.movedim(norms[name].channel_dim, -1)
                 if name != same or y.shape != x.shape:
                     raise ValueError(f"calibrate() takes the model that was converted as `like`; {name} differs in it")
-                yield name, Moments.of(*(each.flatten(0, -2) if mask is None else each[mask] for each in (x, y)))
+                rows = [each.flatten(0, -2) if mask is None else each[mask] for each in (x, y)]
+                if self.outliers is not None and len(rows[0]):
+                    size = torch.linalg.vector_norm(rows[0], dim=-1, dtype=torch.double)
+                    rows = [each[size <= self.outliers * size.median()] for each in rows]
+                yield name, Moments.of(*rows)
             if extra := next(outputs, None):
                 raise ValueError(f"calibrate() takes the model that was converted as `like`; only it calls {extra[0]}")
 
@@ -187,12 +204,13 @@ class _Stop(BaseException):
 
 
 def _pauses(run: Callable[[Pause], object]) -> Iterator[Any]:
-    """Call `run(pause)` in a thread; yield what it passes to `pause`, where it waits until the next value is taken.
+    """Call `run(pause)` in a thread, and yield what it passes to `pause`.
 
-    The thread never runs at the same time as the caller.
+    There the thread waits until the next value is taken. It never runs at the same time as the caller.
     """
     events: SimpleQueue = SimpleQueue()
     go_on: SimpleQueue = SimpleQueue()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     autocast = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
     def pause(value: Any) -> None:
@@ -203,7 +221,8 @@ def _pauses(run: Callable[[Pause], object]) -> Iterator[Any]:
     def work() -> None:
         error = None
         try:
-            with contextlib.ExitStack() as modes, torch.no_grad():  # PyTorch's modes are the thread's own
+            with contextlib.ExitStack() as modes, torch.no_grad(), torch.cuda.stream(stream):
+                # PyTorch keeps modes and streams by thread
                 for kind, dtype in autocast.items():
                     modes.enter_context(torch.autocast(kind, dtype))
                 run(pause)

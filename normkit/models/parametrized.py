@@ -1,4 +1,4 @@
-"""Replace weights with PyTorch's parametrizations, such as weight and spectral normalization, by plain ones."""
+"""Plain weights in place of PyTorch's parametrizations, such as weight normalization."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
 
 
 def plain_weights(model: nn.Module) -> nn.Module:
-    """Replace parametrized weights by those that they give at inference, in place; shared ones stay shared.
+    """Replace parametrized weights by those of inference, in place; shared ones stay shared.
 
     Example:
         >>> plain_weights(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))))[0]

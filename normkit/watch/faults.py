@@ -29,6 +29,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
     "tokens": Threshold(32, "rows of a batch below which its statistics are mostly chance"),
     "token_share": Threshold(0.2, "share of tokens that the mean square averages over, below which a few decide it"),
+    "outlier_share": Threshold(0.02, "the same at a per-token norm, below which no other norm can take its place"),
     "filtered_rate": Threshold(0.5, "share of steps that outlier filtration drops, above which UN is PN-V"),
     "Gamma": Threshold(1.0, "Gamma over its bound, above which nu grows"),
     "nu": Threshold(1e3, "growth of ||nu|| over its median, which is divergence"),
