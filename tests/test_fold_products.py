@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from fold_cases import DIM, Read, check
+from fold_cases import DIM, Read, both_agree_on, check
 from torch import Tensor, nn
 
 from normkit.fold import fold
+from normkit.fold.relations import Relations
+from normkit.fold.survey import Survey
+from normkit.models.invoke import Call
 from normkit.norms import make
 
 
@@ -69,6 +72,85 @@ class Experts(nn.Module):
 
 def test_norms_fold_into_experts_in_a_batch_and_out_of_them():
     check(Experts(), torch.randint(20, (2, 6)), actions="folded, folded")
+
+
+class Routed(nn.Module):
+    """Two of many experts, slices of stacked weights and biases, add their rows; some experts are reached rarely."""
+
+    def __init__(self, experts: int, rank=lambda scores: scores.softmax(-1).topk(2), spec: str = "un"):
+        super().__init__()
+        self.words, self.norm, self.router = nn.Embedding(30, DIM), make(spec, DIM), nn.Linear(DIM, experts)
+        self.up, self.up_bias = nn.Parameter(torch.randn(experts, DIM, 4)), nn.Parameter(torch.randn(experts, 4))
+        self.down = nn.Parameter(torch.randn(experts, DIM, 4))
+        self.last, self.head, self.rank = make(spec, DIM), nn.Linear(DIM, 30), rank
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids).flatten(0, 1)
+        y = self.norm(x)
+        scores, chosen = self.rank(self.router(y))
+        out = torch.zeros_like(y)
+        for expert in chosen.unique().tolist():
+            rows, place = torch.where(chosen == expert)
+            hidden = torch.relu(y[rows] @ self.up[expert] + self.up_bias[expert])
+            out.index_add_(0, rows, hidden @ self.down[expert].T * scores[rows, place, None])
+        return self.head(self.last(x + out))
+
+
+class Switch(Routed):
+    """As many layers, one for each row, sorted by its score."""
+
+    def __init__(self, experts: int, spec: str = "un"):
+        super().__init__(experts, lambda scores: (values[:, :1] for values in scores.sort(descending=True)), spec)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(experts))
+        del self.up, self.up_bias, self.down
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids).flatten(0, 1)
+        out, (scores, chosen) = torch.zeros_like(x), self.rank(self.router(y := self.norm(x)))
+        for number, expert in enumerate(self.experts):
+            rows = (chosen[:, 0] == number).nonzero()[:, 0]
+            out.index_add_(0, rows, expert(y[rows]) * scores[rows])
+        return self.head(self.last(x + out))
+
+
+@pytest.mark.parametrize("kind", [Routed, Switch])
+@pytest.mark.parametrize("spec", ["un", "rms"])
+def test_norms_fold_into_many_experts_most_of_which_the_example_does_not_reach(kind, spec):
+    few, many = torch.randint(30, (1, 3)), torch.randint(30, (8, 64))
+    action = "folded" if spec == "un" else "gain folded"
+    _, report = both_agree_on(kind(24, spec=spec), (few,), (many,), f"{action}, {action}")
+    assert any("experts in turn" in label for label in report.tried)
+
+
+def test_an_expert_that_no_router_can_be_made_to_choose_keeps_the_norm():
+    model = Routed(12, lambda scores: (scores[:, :2], torch.full_like(scores[:, :2], 3, dtype=torch.long)))
+    _, report = check(model, torch.randint(30, (2, 9)), actions="multiply-add, multiply-add")
+    assert "up" in report.rows[0].why
+
+
+def test_the_time_of_a_plan_is_linear_in_the_number_of_slices():
+    def links(slices: int) -> int:
+        model = Stream((slices, DIM, 4), lambda x, w: sum(torch.tanh(x @ part) for part in w), "rms").eval()
+        example = Call((torch.randn(2, 3, DIM),), {})
+        return len(Relations(Survey(model, example, None, False, False, "fold").trace, model, {}).links)
+
+    assert links(80) < 5 * links(20)
+
+
+def test_slices_of_one_weight_that_differ_fold_each_its_own_norm():
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(make("rms", DIM) for _ in range(12))
+            self.weight = nn.Parameter(torch.randn(12, DIM, DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for norm, weight in zip(self.norms, self.weight, strict=True):
+                x = x + torch.tanh(norm(x) @ weight)
+            return x
+
+    _, report = check(Stacked(), torch.randn(2, 5, DIM))
+    assert report.count("gain folded") == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

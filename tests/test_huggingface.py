@@ -405,6 +405,74 @@ def test_positions_that_a_forward_assigns_again_are_saved_once_they_changed(tmp_
     torch.testing.assert_close(load_pretrained(tmp_path)(IDS)[0], changed(IDS)[0], rtol=0, atol=0)
 
 
+TIED = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 16, "n_layer": 1, "n_head": 2}),
+    "bert": ("BertForMaskedLM", "BertConfig", {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+                                               "num_attention_heads": 2}),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1,
+                                                            "num_heads": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "transform"), [*((name, fold) for name in TIED), ("gpt2", to_rms)])
+def test_an_output_layer_that_was_untied_stays_so(name, transform, tmp_path):
+    import transformers
+
+    kind, config, size = TIED[name]
+    model = getattr(transformers, kind)(getattr(transformers, config)(vocab_size=40, **size))
+    model = randomize(model).eval()
+    given = {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :4]} if name == "umt5" else {})
+    expected, before = model(**given).logits, (model.config.to_dict(), dict(model.all_tied_weights_keys))
+    changed, _ = transform(model, outputs=lambda out: out.logits, untie=True, **given)
+    assert before == (model.config.to_dict(), model.all_tied_weights_keys)
+    assert "_tied_weights_keys" not in vars(model)
+    ties_others = name == "umt5"  # whose forward reads the option, and whose encoder and decoder share an embedding
+    assert (changed.config.tie_word_embeddings, bool(changed.all_tied_weights_keys)) == (ties_others, ties_others)
+
+    def check(other, size=40):
+        torch.testing.assert_close(other.eval()(**given).logits[..., :size], expected, rtol=1e-4, atol=1e-5)
+
+    changed.tie_weights()
+    check(changed)
+    save_pretrained(changed, tmp_path)
+    check(load_pretrained(tmp_path))
+    changed.resize_token_embeddings(47, mean_resizing=False)
+    check(changed)
+
+
+def test_the_text_configuration_inside_another_is_untied_too():
+    import transformers
+
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = transformers.Qwen2Config(vocab_size=40, num_key_value_heads=2, tie_word_embeddings=True, **size)
+    vision = transformers.SiglipVisionConfig(image_size=16, patch_size=8, **size)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=39)
+    config.tie_word_embeddings = True
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    changed, _ = fold(model, input_ids=IDS - 1, outputs=lambda out: out.logits, untie=True)
+    assert (changed.config.tie_word_embeddings, changed.config.text_config.tie_word_embeddings) == (False, False)
+    assert model.config.text_config.tie_word_embeddings
+    assert changed.lm_head.weight is not changed.get_input_embeddings().weight
+
+
+def test_an_example_without_a_cache_is_called_without_one():
+    import transformers
+
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    config = transformers.DeepseekV2Config(vocab_size=40, first_k_dense_replace=1, **size, **latent)
+    model = randomize(transformers.DeepseekV2ForCausalLM(config)).eval()
+    folded, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits)
+    assert report.added == ("use_cache=False",)
+    assert report.count("gain folded") == len(report)
+    first = folded(input_ids=IDS[:, :4], use_cache=True)
+    second = folded(input_ids=IDS[:, 4:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(second.logits, model(IDS).logits[:, 4:], rtol=1e-4, atol=1e-5)
+    _, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits, use_cache=True)
+    assert not report.added
+    assert "use_cache=False" in next(row.why for row in report if "kv_a" in row.name)
+
+
 def test_positions_that_a_model_makes_anew_for_longer_inputs_stay():
     import transformers
 

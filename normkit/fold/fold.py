@@ -40,9 +40,11 @@ def fold(
 
     The connections are not assumed but traced, see `audit`. The result is compared with the original in float64 on
     the example and on random inputs of other shapes. Numbers, flags and the branches of conditions are taken as fixed,
-    masks that the example does not have as never given. A norm that a weight might read which no call used (an expert,
-    another head) stays, and one of whose output the model selects rows that the example does not have. Tied weights
-    stay tied. The original is not changed.
+    masks that the example does not have as never given. A norm that a weight might read which no call used (another
+    head) stays, and one of whose output the model selects rows that the example does not have. Experts that the example
+    does not reach are reached by calls in which the tokens choose all in turn. Models that take `use_cache` are called
+    with `use_cache=False`, unless the example says otherwise. A frozen batch norm that a forward calls as a function
+    becomes the identity, in its parameters and buffers. Tied weights stay tied. The original is not changed.
 
     Args:
         model: The model, in evaluation mode.
@@ -50,7 +52,8 @@ def fold(
         outputs: Picks what you use of the model's output, such as `lambda out: out.logits`. What you use cannot change,
             so a norm whose output it is stays.
         untie: Give an output layer that is tied to an embedding a copy of its own. Offline norms do not need it; it
-            lets the gain of a last norm that computes statistics vanish.
+            lets the gain of a last norm that computes statistics vanish. In the configuration of a Hugging Face model,
+            `tie_word_embeddings` becomes False, unless the model ties other weights as well (T5, BART).
         other_shapes: Also verify with other lengths and sizes. False suits a model that will never see another length
             or size (Swin at a multiple of its window, where nothing is padded).
         spread: A limit for the largest range of a channel of a residual stream over that of the median channel, on

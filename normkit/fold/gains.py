@@ -7,7 +7,7 @@ from torch import Tensor
 
 from normkit.fold.relations import NormNode, Relations, united
 
-SMALL = 1e-6  # a gain below this part of the largest counts as zero
+SMALL = 1e-6  # a gain below this part of the largest, or of 1, counts as zero
 
 
 def mark_small_gains(relations: Relations) -> dict[str, str]:
@@ -47,4 +47,4 @@ def mark_small_gains(relations: Relations) -> dict[str, str]:
 
 
 def _small(node: NormNode) -> Tensor:
-    return node.scale.abs() <= SMALL * node.scale.abs().max()
+    return node.scale.abs() <= SMALL * node.scale.abs().max().clamp(max=1)

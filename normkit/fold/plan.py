@@ -79,7 +79,9 @@ class FoldPlan:
         outcome = Outcome(name, node.spec, position(self.trace, name), "kept")
         if name in self.relations.kept:
             return replace(outcome, why=self.relations.kept[name])
-        own = sum(p.numel() for p in self.model.get_submodule(name).parameters())
+        if name in self.trace.calls:
+            outcome = replace(outcome, norm=f"{node.spec}, called")
+        own = sum(p.numel() for p in self.trace.norm_module(self.model, name).parameters())
         own -= sum(p.numel() for p in node.rest.parameters())
         if not node.offline and node.trivial:
             return replace(outcome, why=f"{ONLINE}; no gain or bias to fold")
@@ -91,6 +93,7 @@ class FoldPlan:
         if name in self.chosen:
             action = "folded back" if before and not after else "folded"
             why = "" if into else "it is the identity" if node.trivial else "its output is not used"
+            why = "its call stays, as the identity" if name in self.trace.calls else why
             return replace(outcome, action=action, into=into, why=why, saved=own)
         why = self._reason(node)
         if not node.offline:
@@ -98,6 +101,7 @@ class FoldPlan:
             return replace(outcome, action="gain changed" if moved else "kept", why=why)
         _, shift = self.affine(node)
         saved = own - len(shift) * (int(bool((shift != 0).any())) + int(name not in self.additions))
+        saved = 0 if name in self.trace.calls else saved
         if name in self.additions:
             why = why.split("; nor into")[0] + ": the gain is folded, one addition stays"
             return replace(outcome, action="add", into=into, why=why, saved=saved)
@@ -106,7 +110,7 @@ class FoldPlan:
     def _count_shared(self) -> None:
         """Count a parameter of several modules once if all are norms that go, else not at all."""
         rows = self.outcomes.values()
-        gone = {self.model.get_submodule(row.name): row.name for row in rows if row.action not in UNREPLACED}
+        gone = {self.trace.norm_module(self.model, row.name): row.name for row in rows if row.action not in UNREPLACED}
         for key, parameter in self.model.named_parameters():
             users = dict.fromkeys(self.model.get_submodule(owner) for owner, _ in self.trace.owners[key])
             names = [gone[module] for module in users if module in gone]

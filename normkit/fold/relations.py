@@ -8,7 +8,6 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -17,12 +16,13 @@ from torch import Tensor, nn
 
 from normkit._util import listed, unique
 from normkit.fold.forest import Forest, unite
-from normkit.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View
+from normkit.fold.trace import FOREIGN, ZERO, Product, Rowless, Source, Trace, View
 from normkit.models.hooks import LAYOUT_HOOKS
 from normkit.models.masks import GiveMask
 from normkit.models.third_party import equivalent
 from normkit.norms import Norm
 
+TINY = 1e-100  # a gain below this is zero
 LARGEST_TIE = 1 << 24  # elements of a weight whose uses are compared one by one
 
 
@@ -104,9 +104,7 @@ class Relations:
         self.inputs: dict[Product, Tensor] = {}
         self.outputs = {source.product: source.codes for source in trace.sources.values()
                         if source.product is not None and (source.kind != "table" or source.reads)}  # fmt: skip
-        self.uses: dict[str, list[Product]] = defaultdict(list)  # of each weight
-        for product in self.outputs:
-            self.uses[product.view.parameter].append(product)
+        self.uses = trace.uses()
         for name in trace.norms:
             self._norm(name, reasons.get(name))
         for source in trace.sources.values():
@@ -153,13 +151,14 @@ class Relations:
     # -- norms and sums -----------------------------------------------------------------------------------------------
 
     def _norm(self, name: str, reason: str | None) -> None:
-        source, module = self.trace.sources.get(("norm", name)), self.model.get_submodule(name)
+        source, module = self.trace.sources.get(("norm", name)), self.trace.norm_module(self.model, name)
         norm = module if isinstance(module, Norm) else equivalent(self.trace.norms[name])
         rest, scale, shift = norm.split()
         size = norm.dim if source is None else source.size
         inputs = self.slots(self.trace.inputs.get(name), size, f"norm {name}")
         outputs = torch.zeros(size, dtype=torch.long) if source is None else source.codes
         scale, shift = (t.detach().double().cpu().expand(size).clone() for t in (scale, shift))
+        scale[scale.abs() < TINY] = 0.0  # its inverse is infinite
         node = NormNode(name, norm.spec, norm.offline, inputs, outputs, scale, shift, rest)
         if not norm.offline:
             node.takes_scale, node.takes_shift = self._is_own(name, "weight", scale), self._is_own(name, "bias", shift)
@@ -168,6 +167,11 @@ class Relations:
             reason = "it never ran"
         elif reason is None and own_hooks(module):
             reason = "it has hooks of its own, which see its output"
+        elif reason is None and name in self.trace.calls:
+            used = [
+                each for each in self.trace.calls[name].tensors if self.uses.get(each) or self.trace.readers_of(each)
+            ]
+            reason = f"{listed(used)} is used elsewhere, too" if used else None
         if reason or not norm.offline:
             self.pin(inputs, f"read by norm {name}")
             node.inputs = torch.zeros_like(inputs)
@@ -186,7 +190,9 @@ class Relations:
         if source.kind == "input":
             self.pin(source.codes, "the model input")
         for by, codes in source.reads.items():
-            if isinstance(by, str) and not by.startswith("norm "):
+            if isinstance(by, Rowless) and by.place in self.trace.with_rows:
+                continue  # another call showed what it does
+            if isinstance(by, str | Rowless) and not str(by).startswith("norm "):
                 self.pin(codes.long(), f"read by {by}")
         where, terms = source.name or "the model", [(source.codes, -1.0)]
         for pairs, factor in source.terms:
@@ -208,69 +214,72 @@ class Relations:
     def _weights(self) -> None:
         """Uses of one array ask for the same change, element by element."""
         for name, products in self.uses.items():
-            why = ""
             if name in self.trace.entangled:
-                why = f"{name} shares memory with {self.trace.entangled[name]}"
-            elif consumers := self.trace.weight_consumers.get(name, set()) | self.trace.rowless.get(name, set()):
-                why = f"{name} is also read by {listed(sorted(consumers))}"
-            elif len(products) > 8:
-                why = f"{name} is used in {len(products)} places"
-            elif len(products) > 1 and any(product.kind == "gain" for product in products):
-                why = f"{name} is used in several places that differ"
-            for product in products if why else ():
-                if product.kind == "gain":  # it stays as it is and passes the scale on
-                    self._equal(self.inputs[product], self.outputs[product])
-                else:
-                    self._pin_both(product, why)
-            for one, other in combinations(products, 2) if not why else ():
-                self._tie(one, other)
+                self._keep(products, f"{name} shares memory with {self.trace.entangled[name]}")
+            elif consumers := self.trace.readers_of(name):
+                self._keep(products, f"{name} is also read by {listed(consumers)}")
+            else:
+                by_view: dict[View, list[Product]] = defaultdict(list)
+                for product in products:
+                    by_view[product.view].append(product)
+                for views in clusters(by_view):
+                    self._tie(name, [product for view in views for product in by_view[view]])
+
+    def _keep(self, products: Iterable[Product], why: str) -> None:
+        """Let a weight stay as it is."""
+        for product in products:
+            if product.kind == "gain":  # it passes the scale on
+                self._equal(self.inputs[product], self.outputs[product])
+            else:
+                self._pin_both(product, why)
 
     def _pin_both(self, product: Product, why: str, inputs: bool = True, outputs: bool = True) -> None:
         """Let both ends of a product have `t = 0`, and `s = 1` where requested."""
         self.pin(self.inputs[product], why, inputs)
         self.pin(self.outputs[product], why, outputs)
 
-    def _tie(self, one: Product, other: Product) -> None:
-        (a, b), name = (one.view, other.view), one.view.parameter
+    def _tie(self, name: str, uses: list[Product]) -> None:
+        """Let uses that share elements of a weight read and write these in equal coordinates."""
         differ = f"{name} is used in several places that differ"
-        mixed = one.takes_shift != other.takes_shift
-        tied = (
-            f"{name} is tied to an embedding; untie=True gives the output layer a copy of its own" if mixed else differ
-        )
-        if a == b:
-            self._equal(self.inputs[one], self.inputs[other], why=differ)
-            self._equal(self.outputs[one], self.outputs[other], shift=one.takes_shift and other.takes_shift, why=differ)
-        elif a == b.transposed and a.size[0] == a.size[2] == 1:
-            self._equal(self.inputs[one], self.outputs[other], -1, why=tied)
-            self._equal(self.outputs[one], self.inputs[other], -1, why=tied)
-        elif self.trace.sizes[name] > LARGEST_TIE:
-            self._pin_both(one, differ)
-            self._pin_both(other, differ)
+        if len(uses) > 1 and any(use.kind == "gain" for use in uses):
+            self._keep(uses, differ)
             return
-        else:
-            self._overlap(one, other, differ)
-        for product in (one, other) if mixed else ():
-            if product.takes_shift:
-                self.pin(self.outputs[product], tied, scale=False)
-            elif product not in self.trace.biases:
-                self.unshifted.append(self.inputs[product])
+        mixed = len({use.takes_shift for use in uses}) > 1
+        untied = f"{name} is tied to an embedding; untie=True gives the output layer a copy of its own"
+        first: dict[View, Product] = {}  # use of each view
+        for use in sorted(uses, key=lambda use: not use.takes_shift):
+            across = use.view.transposed if use.view.size[::2] == (1, 1) else None
+            if same := first.get(use.view):
+                shift = use.takes_shift and same.takes_shift
+                self._equal(self.inputs[use], self.inputs[same], why=differ)
+                self._equal(self.outputs[use], self.outputs[same], shift=shift, why=differ)
+            elif across in first:
+                tied = untied if mixed else differ
+                self._equal(self.inputs[use], self.outputs[first[across]], -1, why=tied)
+                self._equal(self.outputs[use], self.inputs[first[across]], -1, why=tied)
+            else:
+                first[use.view] = use
+        if len(first) > 1 and self.trace.sizes[name] > LARGEST_TIE:
+            self._keep(uses, differ)
+            return
+        if len(first) > 1:
+            self._tie_elements(name, list(first.values()), differ, shift=not mixed and uses[0].takes_shift)
+        for use in uses if mixed else ():
+            if use.takes_shift:
+                self.pin(self.outputs[use], untied, scale=False)
+            elif use not in self.trace.biases:
+                self.unshifted.append(self.inputs[use])
 
-    def _overlap(self, one: Product, other: Product, why: str) -> None:
-        """Link uses that share some elements: both read and write those in equal coordinates."""
-        (read, written), (other_read, other_written) = self._element_nodes(one), self._element_nodes(other)
-        shared = (read >= 0) & (other_read >= 0)
-        for a, b, shift in ((read, other_read, False), (written, other_written, one.takes_shift and other.takes_shift)):
-            pairs = torch.stack([a[shared], b[shared]], 1).unique(dim=0)
-            self._equal(pairs[:, 0], pairs[:, 1], shift=shift, why=why)
-
-    def _element_nodes(self, use: Product) -> list[Tensor]:
-        """For each element of a parameter the nodes that it reads and writes in a use; -1: none."""
-        groups, inputs, _, outputs = use.view.size
-        found = []
-        for nodes, shape in ((self.inputs[use], (groups, inputs, 1, 1)), (self.outputs[use], (groups, 1, 1, outputs))):
-            found.append(torch.full((self.trace.sizes[use.view.parameter],), -1))
-            use.view.of(found[-1]).copy_(nodes.view(shape).expand(use.view.size))
-        return found
+    def _tie_elements(self, name: str, uses: list[Product], why: str, shift: bool) -> None:
+        """Link, at each element of a parameter, the nodes that the uses of that element read, and those they write."""
+        for nodes, shape, passes in ((self.inputs, (1, 1), False), (self.outputs, (2, 3), shift)):
+            of_element = torch.full((self.trace.sizes[name],), -1)  # of the first use
+            for use in uses:
+                sizes = [length if axis in (0, *shape) else 1 for axis, length in enumerate(use.view.size)]
+                own, seen = nodes[use].view(sizes).expand(use.view.size), use.view.of(of_element)
+                pairs = torch.stack([own, seen], -1)[seen >= 0].unique(dim=0)
+                self._equal(pairs[:, 0], pairs[:, 1], shift=passes, why=why)
+                seen.copy_(torch.where(seen >= 0, seen, own))
 
     def _biases(self) -> None:
         """A product whose bias cannot change, or that can have none, passes no shift."""
@@ -292,13 +301,19 @@ class Relations:
                     self._pin_both(product, why, inputs=False)
         for name, uses in shared.items():
             why = f"{name} is also the bias of another product"
-            for (one, a), (other, b) in combinations(uses, 2):
-                if a == b and one.view == other.view:
-                    self._equal(self.inputs[one], self.inputs[other], shift=True, why=why)
-                    self._equal(self.outputs[one], self.outputs[other], shift=True, why=why)
-                elif max(a.offset, b.offset) < min(a.offset + a.outputs, b.offset + b.outputs):
-                    self._pin_both(one, why, inputs=False)
-                    self._pin_both(other, why, inputs=False)
+            parts: dict[View, Product] = {}  # first use of each part of a bias
+            for product, view in uses:
+                if (first := parts.setdefault(view, product)) is product:
+                    continue
+                if product.view == first.view:
+                    self._equal(self.inputs[product], self.inputs[first], shift=True, why=why)
+                    self._equal(self.outputs[product], self.outputs[first], shift=True, why=why)
+                else:
+                    self._pin_both(product, why, inputs=False)
+                    self._pin_both(first, why, inputs=False)
+            for views in clusters(parts):
+                for view in views if len(views) > 1 else ():
+                    self._pin_both(parts[view], why, inputs=False)
 
     # -- reasons ------------------------------------------------------------------------------------------------------
 
@@ -318,18 +333,31 @@ class Relations:
         return {self.stream[source.base] for source, _ in self.trace.by_code(nodes.double())}
 
 
+def clusters(views: Iterable[View]) -> list[list[View]]:
+    """Views of a parameter in groups whose stretches of memory do not meet."""
+    found: list[list[View]] = []
+    end = 0
+    for view in sorted(views, key=lambda view: view.offset):
+        if view.offset >= end:
+            found.append([])
+        found[-1].append(view)
+        end = max(end, view.end)
+    return found
+
+
 def unused_weights(trace: Trace, model: nn.Module, used: dict[str, list[Product]]) -> list[dict[Any, str]]:
     """Weights that no call used all of, by channels: what may read as many, and vectors.
 
     A vector may be added to tokens, or take their place. Those beside a norm, by module, may be gains of its output.
     """
     known = {*trace.weight_consumers, *(bias.parameter for bias in trace.biases.values())}
+    known |= {name for call in trace.calls.values() for name in call.tensors}
     own = tuple(f"{norm}." for norm in trace.norms)
     readers, vectors, gains = names = [defaultdict[Any, list[str]](list) for _ in range(3)]
     norms = [(norm, torch.ones(each.dim)) for norm, each in trace.norms.items() if ("norm", norm) not in trace.sources]
     for key, p in [*model.named_parameters(), *model.named_buffers(), *norms]:
         products = used.get(key, ())
-        if p.is_floating_point() and not key.startswith(own) and key not in known and not _all_used(p, products):
+        if p.is_floating_point() and not key.startswith(own) and key not in known and unused(p, products):
             owner, layers = key.rpartition(".")[0], nn.Linear | nn.modules.conv._ConvNd
             has_one_output = p.dim() > 1 and p.shape[0] == 1 and isinstance(model.get_submodule(owner), layers)
             lengths = [length for length in p.shape if length > 1]
@@ -345,15 +373,15 @@ def unused_weights(trace: Trace, model: nn.Module, used: dict[str, list[Product]
     return found
 
 
-def _all_used(weight: Tensor, products: Iterable[Product]) -> bool:
-    """True if products use all elements of a weight; of tables other inputs read more."""
+def unused(weight: Tensor, products: Iterable[Product]) -> int:
+    """The number of elements of a weight that no product uses; of tables other inputs read more."""
     whole = (prod(each.view.size) == weight.numel() or (each.takes_shift and weight.dim() < 3) for each in products)
     if any(whole):
-        return True
+        return 0
     used = torch.zeros(weight.numel(), dtype=torch.bool)
     for product in products:
         product.view.of(used).fill_(True)
-    return bool(used.all())
+    return int((~used).sum())
 
 
 def united(size: int, links: list[Link]) -> Forest:

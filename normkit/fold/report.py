@@ -1,12 +1,17 @@
 """Reports of folding: the outcome of each norm, and the table of all."""
 
-from collections.abc import Iterator
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from normkit._util import align, listed
 
 GONE = ("folded", "folded back")
 UNREPLACED = ("kept", "gain changed")  # the module stays
+WIDTH = 110  # characters of a row of the table
+MOST = (32, 16, 9, 12, WIDTH, 13)  # characters of each column; the fifth takes what the others leave
 
 
 @dataclass(frozen=True)
@@ -35,15 +40,18 @@ class Audit:
     """Outcome of every norm: iterates over its rows, prints as a table.
 
     `tried` are labels of the calls. `absent` are masks that the model takes and the example does not have. `prepared`
-    is the number of parameters that went before: those of parametrizations, less those of the copies that `untie` made.
-    `unreadable` are modules named like norms that stay as they are, with the reason.
+    is the number of parameters of parametrizations, which went before, `untied` that of the copies that `untie` made.
+    `unreadable` are modules named like norms that stay as they are, with the reason. `added` are arguments that the
+    example does not have, and with which the model was called.
     """
 
     rows: tuple[Outcome, ...]
     tried: tuple[str, ...]
     absent: tuple[str, ...] = ()
     prepared: int = 0
+    untied: int = 0
     unreadable: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Outcome]:
         return iter(self.rows)
@@ -62,17 +70,50 @@ class Audit:
 
     @property
     def saved(self) -> int:
-        """The number of parameters that the model has fewer afterwards."""
+        """The number of parameters that the norms and parametrizations had; `untied` are not subtracted."""
         return self.prepared + sum(row.saved for row in self.rows)
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> str:
+        """A row for each norm."""
         lines = [("norm", "is", "stands", "becomes", "into, or why not", "saved")]
         for row in self.rows:
             text = "; ".join(part for part in (", ".join(row.into), row.why) if part)
             lines.append((row.name or "(the model)", row.norm, row.position, row.action, text, f"{row.saved:,}"))
-        absent = f"\nnot in the example, so taken as never given: {', '.join(self.absent)}" if self.absent else ""
-        left = f"\nleft as they are, since they cannot be read: {listed(self.unreadable, 4)}" if self.unreadable else ""
-        return f"{align(lines)}\n{self.foldable} norms fold away, {self.saved:,} parameters saved{absent}{left}"
+        return align(narrow(lines))
+
+    @property
+    def summary(self) -> str:
+        """Numbers of norms and parameters, and what was taken as given."""
+        gains, known = self.count("gain folded"), [f"{self.foldable} norms fold away"]
+        known += [f"the gains of {gains} others are folded"] * bool(gains)
+        known += [f"{self.saved:,} parameters saved"]
+        known += [f"{self.untied:,} added by untying"] * bool(self.untied)
+        notes = {
+            "called with": self.added,
+            "not in the example, so taken as never given:": self.absent,
+            "left as they are, since they cannot be read:": [listed(self.unreadable, 4)] * bool(self.unreadable),
+        }
+        said = [f"{what} {', '.join(which)}" for what, which in notes.items() if which]
+        return "\n".join([", ".join(known), *said])
+
+    def __str__(self) -> str:
+        return f"{self.table}\n{self.summary}"
+
+
+class _Wrapper(textwrap.TextWrapper):
+    wordsep_simple_re = re.compile(r"(\s+|(?<=\.)(?=\D))")  # names break after a dot
+
+
+def narrow(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Break the long cells of a table of six columns into further lines, so that it is at most WIDTH wide."""
+    widths = [min(max(map(len, column)), most) for column, most in zip(zip(*lines, strict=True), MOST, strict=True)]
+    widths[4] = max(widths[4] - max(sum(widths) + 2 * (len(widths) - 1) - WIDTH, 0), 1)
+    broken = []
+    for line in lines:
+        cells = [_Wrapper(width, break_on_hyphens=False).wrap(cell) for cell, width in zip(line, widths, strict=True)]
+        broken += [list(each) for each in itertools.zip_longest(*cells, fillvalue="")]
+    return broken
 
 
 @dataclass(frozen=True)
@@ -90,12 +131,14 @@ class Report(Audit):
     largest_factor: float = 1.0
     spread: float = 1.0
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """Numbers of norms and parameters, and the errors of the comparison."""
         zero = ""
         if self.max_error == 0 and any(row.into for row in self):  # rounding leaves an error where norms matter
             zero = "\nno output changed by a single bit: where layers after the norms are zero, this shows nothing"
         return (
-            f"{super().__str__()}\ncompared on: {'; '.join(self.tried)}\n"
+            f"{super().summary}\ncompared on: {'; '.join(self.tried)}\n"
             f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type{zero}\n"
             f"largest factor of a weight {self.largest_factor:.3g}, spread of a stream's channels {self.spread:.3g}"
         )

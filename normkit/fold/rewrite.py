@@ -152,6 +152,9 @@ def _make_bias(model: nn.Module, name: str, length: int) -> None:
 
 def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.Module:
     """Change the gain and bias of a norm, or put what is left of it in its place."""
+    if node.name in plan.relations.trace.calls:
+        _norm_call(model, plan, node, action)
+        return model
     old, channel_dim = model.get_submodule(node.name), plan.relations.trace.norms[node.name].channel_dim
     gain, shift = plan.affine(node)
     if action == "gain changed":
@@ -174,6 +177,16 @@ def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.M
         new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)
         new.requires_grad_(any(parameter.requires_grad for parameter in old.parameters()))
     return put_everywhere(model, node.name, new.train(old.training))
+
+
+def _norm_call(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> None:
+    """Let a norm that a forward calls as a function compute what is left of it."""
+    call, (gain, shift) = plan.relations.trace.calls[node.name], plan.affine(node)
+    if action in GONE:
+        gain, shift = torch.ones_like(gain), torch.zeros_like(shift)
+    values = torch.zeros_like(gain), torch.full_like(gain, 1 - call.eps), gain, shift
+    for name, value in zip(call.tensors, values, strict=True):
+        change(model, name, lambda t, value=value: t.copy_(value))
 
 
 def _without_parameters(rest: nn.Module, channel_dim: int) -> nn.Module:

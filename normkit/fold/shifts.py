@@ -1,8 +1,9 @@
 """The shifts of the coordinates: `t` that satisfy the equations of all folded norms.
 
 Channels that are connected by equations form a system of their own. Most systems of a model have the same structure
-(one for each channel of its stream). They are solved together: a coefficient is a tensor with one entry, a *lane*, per
-system.
+(one for each channel of its stream). They are solved together: a coefficient has one entry, a *lane*, per system. With
+each goes its magnitude, the sum of the absolute values that it was made of: what is tiny beside that is a rounding
+error, and what is merely small, as the gain of a channel that weight decay switched off, is not.
 """
 
 from collections import defaultdict
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from normkit.fold.relations import Equation, Link, Relations, equation, united
 
-Expression = dict[int, Tensor]  # variable: its factor in every lane; the key CONSTANT: the constant
+Expression = dict[int, Tensor]  # variable: its factor, [2, lanes]; the key CONSTANT: the constant
 CONSTANT = -1
 OPTIONAL = "optional"  # in place of a norm: an equation that is met if that takes no new bias
-ROUNDING = 1e-14  # a shift below this part of the largest is a rounding error
+ROUNDING = 1e-13  # a number below this part of the magnitudes that were added to it is a rounding error
 PIVOT = 1e-6  # a factor below this part of the largest is no pivot
 
 
@@ -52,18 +53,18 @@ class System:
         for norm, variables, factors, constant in self.equations:
             if norm not in norms and norm not in ("", OPTIONAL):
                 continue
-            row: Expression = {CONSTANT: -constant}
+            row: Expression = {CONSTANT: _sized(-constant)}
             for variable, factor in zip(variables, factors, strict=True):
-                _add(row, solved.get(variable, {variable: torch.ones_like(factor)}), factor)
-            largest = max([1.0, *(float(factor.abs().max()) for factor in row.values())])
-            row = {each: factor for each, factor in row.items() if bool((factor.abs() > 1e-11 * largest).any())}
+                _add(row, solved.get(variable, {variable: _sized(torch.ones_like(factor))}), _sized(factor))
+            contradicts = bool((row[CONSTANT][0].abs() > 1e-9 * row[CONSTANT][1]).any())
+            row = {each: factor for each, factor in row.items() if not bool(_is_rounding(factor, 1e-11).all())}
             unknown = [each for each in row if each != CONSTANT]
             if not unknown:
-                if norm != OPTIONAL and CONSTANT in row and bool((row[CONSTANT].abs() > 1e-9 * largest).any()):
+                if norm != OPTIONAL and contradicts:
                     return None
                 continue
-            largest = torch.stack([row[each].abs() for each in unknown]).amax(0)
-            pivots = [each for each in unknown if bool((row[each].abs() > PIVOT * largest).all())]
+            largest = torch.stack([row[each][0].abs() for each in unknown]).amax(0)
+            pivots = [each for each in unknown if bool((row[each][0].abs() > PIVOT * largest).all())]
             if norm == OPTIONAL:
                 pivots = [each for each in pivots if self.rank[each] != 2]
             if not pivots:
@@ -71,13 +72,23 @@ class System:
                     continue
                 return None
             pivot = min(pivots, key=lambda each: (self.rank[each], -each))
-            by = row.pop(pivot)
-            expression = {each: -factor / by for each, factor in row.items()}
+            by = row.pop(pivot)[0]
+            expression = {each: factor * _sized(-1 / by) for each, factor in row.items()}
             for other in solved.values():
                 if pivot in other:
                     _add(other, expression, other.pop(pivot))
             solved[pivot] = expression
         return solved
+
+
+def _sized(values: Tensor) -> Tensor:
+    """Numbers and their magnitudes, `[2, lanes]`; sums and products of these bound what rounding may have added."""
+    return torch.stack([values, values.abs()])
+
+
+def _is_rounding(values: Tensor, part: float = ROUNDING) -> Tensor:
+    """True where a number is so small beside the magnitudes it was made of that it may be zero."""
+    return values[0].abs() <= part * values[1]
 
 
 def _add(to: Expression, terms: Expression, factor: Tensor) -> None:
@@ -108,8 +119,8 @@ class Shifts:
         for system in self.systems:
             for variable, expression in (system.solve(norms) or {}).items():
                 if CONSTANT in expression:
-                    values[system.nodes[:, variable]] = expression[CONSTANT]
-        values[values.abs() <= ROUNDING * values.abs().max()] = 0.0
+                    constant = expression[CONSTANT]
+                    values[system.nodes[:, variable]] = torch.where(_is_rounding(constant), 0.0, constant[0])
         return values[self.forest.root]
 
     def _ranks(self, relations: Relations) -> Tensor:

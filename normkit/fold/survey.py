@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,8 +14,10 @@ from normkit._util import require_flags, require_functions
 from normkit.fold.float64 import in_float64, widened
 from normkit.fold.inputs import longer, variants
 from normkit.fold.report import Audit, Outcome, Report
+from normkit.fold.routing import Routing, idle_experts
 from normkit.fold.trace import Product, Trace
 from normkit.fold.tracer import tracing
+from normkit.fold.untie import untie_embeddings
 from normkit.models.checks import (
     check_not_meta,
     check_not_quantized,
@@ -28,10 +31,11 @@ from normkit.models.invoke import Call, Pick, advice, arguments, example_call, t
 from normkit.models.model_changes import record_changes
 from normkit.models.parametrized import plain_weights
 from normkit.models.take_apart import take_apart
-from normkit.models.third_party import read_eps
+from normkit.models.third_party import is_named_norm, read_eps
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
+MOST_TURNS = 32  # calls that reach more experts
 TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
 
 
@@ -51,28 +55,29 @@ class Survey:
             check(model, verb)
         require_functions(outputs=outputs)
         require_flags(untie=untie, other_shapes=other)
-        self.given = example.unpacked(model)
+        self.given, self.added = without_cache(example.unpacked(model), model)
         if (passed := tensors(self.given)) and not any(t.numel() and not t.is_meta for t in passed.values()):
             raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.other = other
         self.model = self.double()
-        self.prepared = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in self.model.parameters())
+        before, now = (sum(p.numel() for p in each.parameters()) for each in (model, self.model))
+        self.prepared = before + self.untied - now
         own_storage(self.model)
-        self.unreadable = tuple(f"{name} ({why})" for name, why in unreadable(self.model).items())
-        if not (found := find(self.model)):
-            reason = f"it saw {', '.join(self.unreadable)}" if self.unreadable else "a folded model has none"
-            raise ValueError(f"{verb}() found no norm that it can read; {reason}")
-        self.trace = Trace(self.model, found)
+        self.trace = Trace(self.model, find(self.model))
         self.held = [*self.model.parameters(), *self.model.buffers()]  # kept alive: the trace goes by their ids
         self.trace.entangled = shared_memory(model)
+        self.trace.caches = bool(self.given.kwargs.get("use_cache"))
         self.trace.advice = lambda weights: advice(model, weights, self.given)
         self.expected: dict[str, Outputs] = {}
+        self.routing: dict[str, Routing] = {}  # calls in which the router has no say
         self.failure = ""  # of the last model that was compared
         with in_float64():
             others = variants(self.model, widened(self.given), other_shapes=other, run=self._record)
             self._record(EXAMPLE, False, self.given)
-        self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
+            self._require_norms()
+            self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
+            self._reach_experts()
         self.absent = tuple(name for name in self.given.left_out(model) if "mask" in name)
         if other:
             self._keep_tables_that_grow()
@@ -83,8 +88,7 @@ class Survey:
         for name, module in [*model.named_modules()]:
             if (whole := take_apart(module)[1]) is not None:
                 model = put_everywhere(model, name, whole)
-        if self.untie:
-            untie_embeddings(model)
+        self.untied = untie_embeddings(model) if self.untie else 0
         return model
 
     def double(self) -> nn.Module:
@@ -96,6 +100,18 @@ class Survey:
             if callable(choose := getattr(module, "set_experts_implementation", None)):
                 choose("eager")
         return model.double()
+
+    def _require_norms(self) -> None:
+        """Raise a ValueError for a model without norms, which names what it has; note functions that stay."""
+        named = (f"{name} ({why})" for name, why in unreadable(self.model).items())
+        called = (f"{' and '.join(sorted(found))} in the forward of {name or 'the model'}"
+                  for name, found in self.trace.called.items()
+                  if not is_named_norm(self.model.get_submodule(name)))  # fmt: skip
+        self.unreadable = (*named, *called)
+        if not self.trace.norms:
+            advice = f"it saw {', '.join(self.unreadable)}; modules such as nn.LayerNorm can be read"
+            reason = advice if self.unreadable else "a folded model has none"
+            raise ValueError(f"{self.verb}() found no norm that it can read; {reason}")
 
     # -- tracing ------------------------------------------------------------------------------------------------------
 
@@ -117,7 +133,8 @@ class Survey:
         """Trace one call and keep its outputs; a call that fails leaves no trace."""
         self.step(f"trace {label}")
         before = self.trace
-        self.trace = copy.deepcopy(before, {id(before.norms): before.norms})
+        shared = (before.norms, before.calls)
+        self.trace = copy.deepcopy(before, {id(each): each for each in shared})
         self.trace.resizable |= resized
         self.trace.measuring = self.trace.is_example = label == EXAMPLE
         try:
@@ -125,6 +142,19 @@ class Survey:
         except Exception:
             self.trace = before
             raise
+
+    def _reach_experts(self) -> None:
+        """Trace the example with other experts as well, until each was used, and try these calls later."""
+        before = None
+        for turn in range(MOST_TURNS):
+            sizes, idle = idle_experts(self.trace, self.model)
+            if not idle or idle == before:
+                return
+            label, routing, before = f"{EXAMPLE}, experts in turn {turn + 1}", Routing(sizes, turn), idle
+            with contextlib.suppress(Exception), routing:
+                self._record(label, False, self.given)
+                if routing.ranked:
+                    self.calls[label], self.routing[label] = self.given, routing
 
     def _follow(self, given: Call) -> Outputs:
         call = widened(given)
@@ -201,7 +231,8 @@ class Survey:
         with in_float64():
             for label, call in self.calls.items():
                 try:
-                    out = tensors(widened(call).of(model), self.outputs)
+                    with self.routing.get(label, contextlib.nullcontext()):
+                        out = tensors(widened(call).of(model), self.outputs)
                 except Exception as problem:
                     self.failure = f"{type(problem).__name__}: {problem}"
                     return float("inf")
@@ -225,7 +256,8 @@ class Survey:
 
     def audit(self, outcomes: dict[str, Outcome]) -> Audit:
         """Report the outcomes and what was tried."""
-        return Audit(tuple(outcomes.values()), tuple(self.calls), self.absent, self.prepared, self.unreadable)
+        found = (self.absent, self.prepared, self.untied, self.unreadable, self.added)
+        return Audit(tuple(outcomes.values()), tuple(self.calls), *found)
 
     def require_repeatable(self) -> None:
         """Raise a ValueError for a forward that is random or keeps state: copies differ, too."""
@@ -236,14 +268,15 @@ class Survey:
             )
 
 
-def untie_embeddings(model: nn.Module) -> None:
-    """Give layers that are tied to an embedding a weight of their own."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    copies: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and id(weight) in tables and not isinstance(module, nn.Embedding):
-            module.weight = copies.setdefault(id(weight), nn.Parameter(weight.detach().clone(), weight.requires_grad))
+def without_cache(given: Call, model: nn.Module) -> tuple[Call, tuple[str, ...]]:
+    """Add `use_cache=False` where a model takes it and the example has none; also the arguments added, in words."""
+    has_cache = any(given.kwargs.get(name) is not None for name in ("past_key_values", "cache_params", "use_cache"))
+    without = Call(given.args, {**given.kwargs, "use_cache": False})
+    with contextlib.suppress(TypeError):
+        inspect.signature(model.forward).bind_partial(*without.args, **without.kwargs)  # not given by position
+        if not has_cache and "use_cache" in inspect.signature(model.forward).parameters:
+            return without, ("use_cache=False",)
+    return given, ()
 
 
 def own_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

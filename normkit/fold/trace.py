@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from normkit.fold.calls import NormCall
 from normkit.fold.forest import components
 from normkit.models.third_party import Found
 
@@ -43,6 +44,11 @@ class View(NamedTuple):
         """The same elements, with inputs and outputs exchanged."""
         size, stride = ((groups, outputs, rest, inputs) for groups, inputs, rest, outputs in (self.size, self.stride))
         return self._replace(size=size, stride=stride)
+
+    @property
+    def end(self) -> int:
+        """The place after its last element."""
+        return self.offset + sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True)) + 1
 
     @property
     def inputs(self) -> int:
@@ -82,13 +88,24 @@ class Product:
         return self.kind in ("embedding", "table")
 
 
+@dataclass(frozen=True)
+class Rowless:
+    """A reader that had no rows in the example. Another call may have some, at the same `place` of a forward."""
+
+    operation: str
+    place: tuple
+
+    def __str__(self) -> str:
+        return f"{self.operation}, which had no rows in the example"
+
+
 @dataclass(eq=False)
 class Source:
     """Channels that are followed: the output of a norm or product, a table, a sum, an input.
 
     `terms` of a sum: for each summand the pairs (its code, channel of the sum) and a factor. `reads`: the sorted codes
-    that each reader reads. A reader is a Product, a sum of this source, or an operation in words. `range` has the
-    smallest and largest number of each channel.
+    that each reader reads. A reader is a Product, a sum of this source, a Rowless, or an operation in words. `range`
+    has the smallest and largest number of each channel.
     """
 
     kind: str  # "norm", "product", "table", "sum", "input"
@@ -97,7 +114,7 @@ class Source:
     size: int
     product: Product | None = None
     terms: list[tuple[Tensor, float]] = field(default_factory=list)
-    reads: dict["Product | Source | str", Tensor] = field(default_factory=dict)
+    reads: dict["Reader", Tensor] = field(default_factory=dict)
     range: tuple[Tensor, Tensor] | None = None
 
     def measure(self, tensor: Tensor, dim: int) -> None:
@@ -108,7 +125,7 @@ class Source:
             low, high = torch.minimum(low, self.range[0]), torch.maximum(high, self.range[1])
         self.range = low, high
 
-    def note_reader(self, by: "Product | Source | str", codes: Tensor) -> None:
+    def note_reader(self, by: "Reader", codes: Tensor) -> None:
         """Note a reader of some of the codes."""
         self.reads[by] = joined(self.reads.get(by), codes)
 
@@ -123,6 +140,9 @@ class Source:
         return len(self.terms) > 1
 
 
+Reader = Product | Source | Rowless | str
+
+
 class Trace:
     """Record of one or several forwards.
 
@@ -132,6 +152,8 @@ class Trace:
 
     def __init__(self, model: nn.Module, norms: dict[str, Found]):
         self.norms = norms
+        self.calls: dict[str, NormCall] = {}  # those of the norms that are no modules
+        self.called: dict[str, set[str]] = defaultdict(set)  # module: other functions for norms that its forward calls
         self.resizable = False
         self.keep_weights = False
         self.sources: dict[Any, Source] = {}
@@ -139,7 +161,8 @@ class Trace:
         self.masked: set[str] = set()  # norms that are called with a mask, or by keyword
         self.slots: dict[Product, Tensor] = {}  # pairs (code, input of the product)
         self.weight_consumers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
-        self.rowless: dict[str, set[str]] = defaultdict(set)  # parameter: operations that had no rows in the example
+        self.rowless: dict[str, set[Rowless]] = defaultdict(set)  # parameter: operations that had no rows
+        self.with_rows: set[tuple] = set()  # places of operations that had rows in some call
         self.biases: dict[Product, View] = {}
         self.entangled: dict[str, str] = {}  # parameters that are views of one another's memory
         self.sizes: dict[str, int] = {}  # numbers of elements
@@ -152,6 +175,7 @@ class Trace:
                     self.owners[name].append((module_name, key))
                     self.sizes[name] = tensor.numel()
         self.advice: Callable[[list[str]], str] = lambda weights: "give an example that does"  # for idle weights
+        self.caches = False  # the example asks for a cache of keys and values
         self.codes = 1  # the next free code
         self.measuring = False  # note the ranges of sums
         self.is_example = False  # the call that is traced is the user's example
@@ -169,6 +193,23 @@ class Trace:
             self._ordered.append(self.sources[key])
             self.codes += size
         return self.sources[key]
+
+    def norm_module(self, model: nn.Module, name: str) -> nn.Module:
+        """The module of a norm, one without parameters for a norm that is a function."""
+        return nn.Module() if name in self.calls else model.get_submodule(name)
+
+    def uses(self) -> dict[str, list[Product]]:
+        """The products with each weight, by its name."""
+        found: dict[str, list[Product]] = defaultdict(list)
+        for source in self.sources.values():
+            if source.product is not None and (source.kind != "table" or source.reads):
+                found[source.product.view.parameter].append(source.product)
+        return found
+
+    def readers_of(self, parameter: str) -> list[str]:
+        """The operations that read a parameter and are no product."""
+        unseen = {str(by) for by in self.rowless.get(parameter, ()) if by.place not in self.with_rows}
+        return sorted(unseen | self.weight_consumers.get(parameter, set()))
 
     def by_code(self, codes: Tensor) -> Iterator[tuple[Source, Tensor]]:
         """The sources that these codes belong to, each with its own codes, sorted."""

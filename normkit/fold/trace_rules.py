@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from normkit.fold.trace import FOREIGN, ZERO, channel_pairs, channel_rows, everywhere, joined, varying
+from normkit.fold.trace import (
+    FOREIGN,
+    ZERO,
+    Source,
+    channel_pairs,
+    channel_rows,
+    everywhere,
+    joined,
+    varying,
+)
 
 if TYPE_CHECKING:
     from normkit.fold.tracer import Tracer
@@ -107,13 +116,31 @@ def _modulated(tracer: "Tracer", x: Tensor, factor: Tensor, out: Tensor) -> bool
 
 
 def _index_add(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:
-    """Rows added to rows of another tensor, as experts add theirs: they have no shift."""
+    """Rows added to rows of another tensor, as experts add theirs: they have no shift.
+
+    What several experts add one after the other is one sum.
+    """
     into, axis, _, rows = args
     dim = _channel_axis(tracer.shadow(rows), rows)
     if dim is None or (dim - axis) % out.dim() == 0 or kwargs.get("alpha", 1) != 1:
         return False
-    before, added = (channel_pairs(tracer.origins(t), dim) for t in (into, rows))
-    return _combine(tracer, [into, rows], [(before, 1.0), (_or_zero(added), 1.0)], out, dim)
+    before, added = channel_pairs(tracer.origins(into), dim), _or_zero(channel_pairs(tracer.origins(rows), dim))
+    known = next((source for source in tracer.gathered if torch.equal(before, _own_pairs(source))), None)
+    if known is None:
+        _combine(tracer, [into, rows], [(before, 1.0), (added, 1.0)], out, dim)
+        tracer.gathered.update(source for source, _ in tracer.trace.by_code(tracer.origins(out)))
+        return True
+    known.terms[1] = (joined(known.terms[1][0], added), 1.0)
+    tracer.note_reader(rows, known)
+    tracer.shadows[out] = tracer.shadow(into)
+    if tracer.trace.measuring:
+        known.measure(out, dim)
+    return True
+
+
+def _own_pairs(source: Source) -> Tensor:
+    """The pairs (code, channel) of a tensor that holds a source."""
+    return torch.stack([source.codes, torch.arange(source.size)], 1).double()
 
 
 def _index_put(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> bool:

@@ -9,6 +9,7 @@ is a reader that folding has to respect. There is no table of models and no assu
 Most shadows vary along one axis only. They are kept as expanded tensors, which take no memory and no time.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,9 +21,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from normkit.fold.calls import NormCalls
 from normkit.fold.float64 import on_cpu
-from normkit.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View, channel_pairs, everywhere, joined
+from normkit.fold.trace import (
+    FOREIGN,
+    ZERO,
+    Product,
+    Reader,
+    Rowless,
+    Source,
+    Trace,
+    View,
+    channel_pairs,
+    everywhere,
+    joined,
+)
 from normkit.fold.trace_rules import MOVE_RULES, RULES
+from normkit.models.invoke import Call
 
 aten = torch.ops.aten
 
@@ -57,8 +72,10 @@ class Tracer(TorchDispatchMode):
         self.shadows: Any = WeakIdKeyDictionary()
         self.stack: list[str] = []
         self.inside_norm = 0
-        tensors = (t for t in [*model.parameters(), *model.buffers()] if id(t) in trace.names and t.numel())
-        self.storages = {Trace.memory(t): trace.names[id(t)] for t in tensors}
+        self.gathered: set[Source] = set()  # sums of rows that are added one after the other (experts)
+        known = [t for t in [*model.parameters(), *model.buffers()] if id(t) in trace.names and t.numel()]
+        self.storages = {Trace.memory(t): trace.names[id(t)] for t in known}
+        self.tensors = {trace.names[id(t)]: t for t in known}
         self.tables = self._tables(model)
 
     # -- shadows ------------------------------------------------------------------------------------------------------
@@ -85,15 +102,15 @@ class Tracer(TorchDispatchMode):
             shape[dim] = tensor.shape[dim]
         self.shadows[tensor] = source.codes.double().view(shape).expand(tensor.shape)
 
-    def note_reader(self, tensor: Tensor, by: Product | Source | str) -> None:
+    def note_reader(self, tensor: Tensor, by: Reader) -> None:
         """Note that `by` reads what is followed in a tensor."""
         for source, codes in self.trace.by_code(self.origins(tensor)):
             source.note_reader(by, codes)
 
-    def note_weight_reader(self, tensor: Tensor, by: str, readers: dict[str, set[str]] | None = None) -> None:
+    def note_weight_reader(self, tensor: Tensor, by: str) -> None:
         """Note that `by`, which is no product, reads a tensor if that is a weight."""
         if (parameter := self._parameter(tensor)) is not None:
-            (self.trace.weight_consumers if readers is None else readers)[parameter].add(by)
+            self.trace.weight_consumers[parameter].add(by)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -101,25 +118,34 @@ class Tracer(TorchDispatchMode):
     def enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Pre-hook of a module: a norm is about to read its input."""
         self.stack.append(name)
-        if norm := self.trace.norms.get(name):
+        if name in self.trace.norms:
             x = args[0] if args else next(iter(kwargs.values()), None)
             if len(args) != 1 or kwargs:
                 self.trace.masked.add(name)
-            if self.inside_norm == 0 and isinstance(x, Tensor):
-                pairs = channel_pairs(self.origins(x), norm.channel_dim)
-                self.trace.inputs[name] = joined(self.trace.inputs.get(name), pairs)
-                self.note_reader(x, f"norm {name}")
-            self.inside_norm += 1
+            self.read_norm(name, x)
 
     def leave(self, name: str, module: nn.Module, args: tuple, out: Any) -> Any:
         """Hook of a module: a norm has written its output."""
         self.stack.pop()
-        if norm := self.trace.norms.get(name):
-            self.inside_norm -= 1
-            if self.inside_norm == 0 and isinstance(out, Tensor) and out.numel():
-                dim, out = norm.channel_dim, out.detach() if any(out is x for x in args) else out  # not its own input
-                self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
+        if name in self.trace.norms:
+            out = out.detach() if any(out is x for x in args) else out  # not its own input
+            self.write_norm(name, out)
         return out
+
+    def read_norm(self, name: str, x: Any) -> None:
+        """Note what a norm reads; its own operations are not traced."""
+        if self.inside_norm == 0 and isinstance(x, Tensor):
+            pairs = channel_pairs(self.origins(x), self.trace.norms[name].channel_dim)
+            self.trace.inputs[name] = joined(self.trace.inputs.get(name), pairs)
+            self.note_reader(x, f"norm {name}")
+        self.inside_norm += 1
+
+    def write_norm(self, name: str, out: Any) -> None:
+        """Note what a norm has written."""
+        self.inside_norm -= 1
+        if self.inside_norm == 0 and isinstance(out, Tensor) and out.numel():
+            dim = self.trace.norms[name].channel_dim
+            self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
 
     @property
     def module(self) -> str:
@@ -146,10 +172,15 @@ class Tracer(TorchDispatchMode):
         if packet in SHAPES_ONLY:
             return out
         tensors = [t for t in (*given, *tree_leaves(out)) if isinstance(t, Tensor)]
-        if self.trace.is_example and not all(t.numel() for t in tensors):  # in another call it may have rows
+        place = (name, self.module, _place())
+        if all(t.numel() for t in tensors):
+            self.trace.with_rows.add(place)
+        elif self.trace.is_example:  # in another call it may have rows
+            cache = " (of a cache, which use_cache=False avoids)" if self.trace.caches and packet is aten.cat else ""
             for tensor in given:
-                self.note_reader(tensor, by := f"{name}, which had no rows in the example")
-                self.note_weight_reader(tensor, by, self.trace.rowless)
+                self.note_reader(tensor, by := Rowless(f"{name}{cache}", place))
+                if (parameter := self._parameter(tensor)) is not None:
+                    self.trace.rowless[parameter].add(by)
         if packet in MOVES and "out" not in kwargs and func is not aten.view.dtype and dtype.is_floating_point:
             rule = MOVE_RULES.get(packet)
             if any(self._followed(t) for t in given) and not (rule and rule(self, packet, args, out)):
@@ -250,11 +281,21 @@ class Tracer(TorchDispatchMode):
         return {id(t) for t in dense if t.dtype.is_floating_point and 1 < t.numel() <= 1 << 20}
 
 
+def _place() -> int:
+    """The place in the model's code that runs, the same in every call and every round of a loop."""
+    frame, place = sys._getframe(2), 0
+    while frame is not None and frame.f_code is not Call.of.__code__:
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "normkit.models.")):
+            place = hash((place, id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return place
+
+
 @contextmanager
 def tracing(trace: Trace, model: nn.Module) -> Iterator[Tracer]:
     """Follow the forwards of `model`, a copy with each parameter in its own storage."""
     tracer = Tracer(trace, model)
-    with ExitStack() as hooks, torch.no_grad(), tracer:
+    with ExitStack() as hooks, torch.no_grad(), tracer, NormCalls(tracer):
         for name, module in model.named_modules():
             enter, leave = partial(tracer.enter, name), partial(tracer.leave, name)
             hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))

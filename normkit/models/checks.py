@@ -60,7 +60,13 @@ def check_not_quantized(model: nn.Module, verb: str) -> None:
 def check_not_meta(model: nn.Module, verb: str) -> None:
     """Raise a ValueError for tensors without values, on the meta device or of lazy modules."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    if names := [name for name, t in named if t.is_meta or is_lazy(t)]:
+    names = [name for name, t in named if t.is_meta or is_lazy(t)]
+    if names and any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            f"{verb}() reads the model, and accelerate keeps {len(names)} of its tensors elsewhere ({names[0]}), "
+            "such as on disk. Load the model whole, with device_map='cpu' and without offload_folder"
+        )
+    if names:
         raise ValueError(
             f"{verb}() reads the model, and {len(names)} of its tensors have no values ({names[0]}). Call a lazy model "
             "once first; load the weights of a model on meta: model.load_state_dict(state, assign=True)"

@@ -77,8 +77,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
 
     The specs of the norms go into `config.json`, statistics are among the weights. `load_pretrained` restores both.
     `from_pretrained` of transformers would build the original norms. So that it fails instead, the weight files of a
-    model that differs from its architecture are named `model.normkit.safetensors`. A folded model that holds nothing
-    of normkit gets a `load.py`, which loads it without normkit.
+    model that differs from its architecture are named `model.normkit.safetensors`. A folded model whose norms are all
+    gone gets a `load.py`, which loads it without normkit.
 
     Args:
         model: A `PreTrainedModel`, usually after `convert`, `to_rms` or `fold`.

@@ -27,7 +27,7 @@ def audit(model: Path, /) -> int:
         from normkit_papers.train.folder import load
 
         found = audit_run(load(model))
-    write(fit_width(str(found), found.rows))
+    write(fit_width(found))
     return 0
 
 
@@ -40,7 +40,7 @@ def fold(model: Path, /, out: Path) -> int:
     Args:
         model: Folder of a run, or of a Hugging Face model with safetensors.
         out: Folder for the folded model: a run that `normkit pronounce --run` and `translate` take like any other,
-            or a Hugging Face folder with a load.py.
+            or a Hugging Face folder, with a load.py if no norm is left.
     """
     check_model(model)
     check_out(model, out, "folding")
@@ -54,7 +54,7 @@ def fold(model: Path, /, out: Path) -> int:
 
         folded, report = fold_run(load(model))
         save(out, folded)
-    write(f"{fit_width(str(report), report.rows)}\nsaved to {out}")
+    write(f"{fit_width(report)}\nsaved to {out}")
     return 0
 
 
@@ -85,20 +85,19 @@ def calibrate(run: Path, /, out: Path, batches: int | None = None) -> int:
     return 0
 
 
-def fit_width(text: str, rows: Any) -> str:
-    """Replace the table at the start of a report by indented lines in a narrow terminal."""
-    lines, width = text.splitlines(), shutil.get_terminal_size().columns
-    if not sys.stdout.isatty() or max(map(len, lines)) <= width:
+def fit_width(report: Any) -> str:
+    """Print a report, with indented lines in place of its table in a narrow terminal."""
+    text, width = str(report), shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or max(map(len, text.splitlines())) <= width:
         return text
     made = []
-    for row in rows:
+    for row in report:
         made.append(f"{row.name or '(the model)'}: {row.norm}, {row.position}")
         what = f"{row.action}{' into ' if row.into else ''}{', '.join(row.into)}"
         made.append("  " + "; ".join([what, *([row.why] if row.why else []), f"{row.saved:,} parameters saved"]))
-    rest = lines[len(rows) + 1 :]
     return "\n".join(
         textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-        for line in [*made, "", *rest]
+        for line in [*made, "", *report.summary.splitlines()]
     )
 
 

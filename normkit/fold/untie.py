@@ -1,0 +1,64 @@
+"""Give output layers that are tied to an embedding weights of their own, and models of Hugging Face note of that."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def untie_embeddings(model: nn.Module) -> int:
+    """Give layers that are tied to an embedding a weight and a bias of their own; return how many numbers that adds."""
+    before = sum(p.numel() for p in model.parameters())
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    copies: dict[int, nn.Parameter] = {}
+    untied = set()
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or id(weight) not in tables or isinstance(module, nn.Embedding):
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                setattr(module, key, copies.setdefault(id(parameter), own))
+                untied.add(f"{name}.{key}")
+    _forget_ties(model, untied)
+    return sum(p.numel() for p in model.parameters()) - before
+
+
+def _forget_ties(model: nn.Module, untied: set[str]) -> None:
+    """Let a model of Hugging Face tie these parameters no more, as when it is resized, saved or loaded.
+
+    `tie_word_embeddings` stays where the model still ties others, such as the embeddings of an encoder and a decoder,
+    and where its forward reads that option.
+    """
+    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
+    is_read = any("tie_word_embeddings" in getattr(each, "__code__", each).co_names for each in forwards)
+    for prefix, module in model.named_modules():
+        own = {name.removeprefix(f"{prefix}." if prefix else "") for name in untied if name.startswith(prefix)}
+        if hasattr(module, "all_tied_weights_keys"):
+            module.all_tied_weights_keys = _without(module.all_tied_weights_keys, own)
+        if not getattr(module, "_tied_weights_keys", None):
+            continue
+        expand = getattr(module, "get_expanded_tied_weights_keys", None)
+        before = expand() if expand else module._tied_weights_keys
+        if len(left := _without(before, own)) < len(before):
+            module._tied_weights_keys = left  # of this model alone, not of its class
+            for config in _configs(module.config) if not left and not is_read else ():
+                config.tie_word_embeddings = False
+
+
+def _without(keys: Any, untied: set[str]) -> Any:
+    """Leave names out of a mapping, or out of a list (transformers 4)."""
+    if isinstance(keys, dict):
+        return {key: source for key, source in keys.items() if key not in untied}
+    return [key for key in keys if key not in untied]
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A configuration and those inside it that tie word embeddings, as that of the text."""
+    if getattr(config, "tie_word_embeddings", False):
+        yield config
+    for part in vars(config).values():
+        if hasattr(part, "to_dict"):
+            yield from _configs(part)
