@@ -285,7 +285,7 @@ def _place() -> int:
     """The place in the model's code that runs, the same in every call and every round of a loop."""
     frame, place = sys._getframe(2), 0
     while frame is not None and frame.f_code is not Call.of.__code__:
-        if not frame.f_globals.get("__name__", "").startswith(("torch.", "normkit.models.")):
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "normkit.models.", "normkit.fold.")):
             place = hash((place, id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return place
