@@ -50,7 +50,7 @@ def test_output_and_gradient_have_the_strides_of_the_input(spec, choice):
                     y = each(inner)
                     assert order_of(y) == order_of(inner), (shape, "training")
                     y.backward(dy)
-                assert seen == [order_of(inner)], (shape, "gradient")
+                assert seen == [order_of(inner)] or y is inner, (shape, "gradient")  # the identity passes dy on
                 for grad_mode in (True, False):
                     with normkit.kernels(choice), torch.set_grad_enabled(grad_mode):
                         inferred = copy.deepcopy(each).eval()(given)

@@ -226,7 +226,7 @@ def _group_survives(rank, world):
     assert convert(old, "un(sync=False)")[1].sync is False
     norm = convert(old, "un")[1]
     assert norm.spec == "un"
-    assert "2 processes" in repr(norm)
+    assert "group of 2" in repr(norm)
     assert norm._without("affine").sync is group
     for twin in (copy.deepcopy(norm), copy.copy(norm), copy.deepcopy(nn.Sequential(norm))[0]):
         assert twin.sync is group

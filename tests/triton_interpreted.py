@@ -434,3 +434,19 @@ def test_several_forwards_in_one_graph_keep_separate_statistics():
     for a, b, c in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(b, c, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("spec", ["rms", "un(warmup=1)", "power(groups=2)"])
+def test_strides_are_those_of_the_input(spec):
+    norm = normkit.make(spec, 8)
+    x = draw(2, 8, 3, 4).requires_grad_()
+    inner = (x * 1).movedim(1, -1)
+    gradients = []
+    inner.register_hook(lambda grad: gradients.append(grad.stride()))
+    with normkit.kernels("triton") as ran:
+        y = norm(inner)
+        y.backward(draw(2, 3, 4, 8))
+    assert all(name.startswith("triton") for name in ran)
+    assert [y.stride(), *gradients] == [inner.stride()] * 2
+    with torch.no_grad(), normkit.kernels("triton"):
+        assert norm.eval()(inner).stride() == inner.stride()

@@ -67,7 +67,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):
 
     def extra_repr(self) -> str:
         """Return size, spec, and the processes of a group, which a spec cannot hold."""
-        return super().extra_repr() + (f", sync over {self.sync.size()} processes" if sync.is_group(self.sync) else "")
+        return super().extra_repr() + (f", sync over a group of {self.sync.size()}" if sync.is_group(self.sync) else "")
 
     def process_groups(self) -> Groups:
         """Return the groups over which statistics are computed: those of a sharded batch, and that of `sync`."""
