@@ -47,7 +47,8 @@ def calibrate(
             generator if `passes` is above 1. With `like` a few thousand tokens suffice.
         like: The original model, to which the norms are fitted. None keeps gains and biases.
         outliers: With `like`, leave out tokens whose root mean square is more than this many times the median token's
-            in the batch, such as the first token in many language models; None leaves out none.
+            in the batch, such as the first token in many language models; None leaves out none. The norm's output for
+            these tokens is then far too large, which can do more harm than the fit without them does good.
         forward: Called as `forward(model, batch)` in place of the model. With `like` it gets copies of both models,
             which share their tensors, and the batches must not depend on each other.
         passes: Each pass after the first repeats the measurement while norms divide by the statistics of the pass

@@ -50,7 +50,7 @@ CHECKS = (
     Check("outlier tokens", by_site(
         LIMITS["outlier_share"], "a few tokens are far larger than the others, often the first of each sequence:"
         " a norm with running statistics in this place would divide by those of {percent:.2g} % of the tokens",
-        "leave these norms as they are, or leave the tokens out when you fit new ones, calibrate(like=, outliers=10)",
+        "leave these norms as they are: convert(..., where=)",
         below=True), "token_share", lambda norm: not keeps_batch_statistics(norm)),
     Check("evaluation", faults.evaluation, "gap_batch",
           lambda norm: keeps_batch_statistics(norm) and not (freezes_quadratic_means(norm) or UNTRACKED in norm),
