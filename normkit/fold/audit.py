@@ -16,6 +16,7 @@ def audit(
     outputs: Pick | None = None,
     untie: bool = False,
     other_shapes: bool = True,
+    keep_architecture: bool = False,
     **kwexample: Any,
 ) -> Audit:
     """Report for each norm what `fold` can make of it, without changing anything.
@@ -29,6 +30,7 @@ def audit(
         outputs: Picks what you use of the model's output, such as `lambda out: out.logits`, as in `fold`.
         untie: Give an output layer that is tied to an embedding a copy of its own first.
         other_shapes: Also try other lengths and sizes, not only another batch.
+        keep_architecture: Report what `fold` with this argument can make of it.
         **kwexample: The keyword arguments of the call.
 
     Returns:
@@ -40,5 +42,5 @@ def audit(
         >>> audit(model, torch.zeros(3, 4)).foldable
         '1 of 1'
     """
-    survey = Survey(model, Call(example, kwexample), outputs, untie, other_shapes, "audit")
+    survey = Survey(model, Call(example, kwexample), outputs, untie, other_shapes, "audit", keep=keep_architecture)
     return survey.audit(FoldPlan(survey.trace, survey.model).outcomes)

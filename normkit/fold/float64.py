@@ -1,6 +1,9 @@
 """Run a model in float64, whatever types it asks for."""
 
 import contextlib
+import importlib
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +18,17 @@ from normkit.models.invoke import Call
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
 HIDDEN_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)  # no operation that a trace sees
+
+
+def import_compiler() -> None:
+    """Import what PyTorch imports where a function mode is first called, in a thread of its own.
+
+    A frame of that import stays alive, and with it the frames below it: ours would keep a model.
+    """
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+        thread.start()
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from normkit._util import is_number, require
 from normkit.fold.plan import FoldPlan
 from normkit.fold.progress import steps
 from normkit.fold.report import Report
-from normkit.fold.rewrite import largest_factor, rewrite
-from normkit.fold.survey import TOLERANCE, Survey
+from normkit.fold.rewrite import change, find_edits, largest_factor, rewrite
+from normkit.fold.survey import TOLERANCE, Survey, take_all_apart
 from normkit.models.invoke import Call, Pick, check_batches
 
 
@@ -26,6 +26,7 @@ def fold(
     other_shapes: bool = True,
     spread: float | None = None,
     balance: Iterable[Any] | None = None,
+    keep_architecture: bool = False,
     **kwexample: Any,
 ) -> tuple[nn.Module, Report]:
     """Return an equivalent model for inference without its norms, and a report on each.
@@ -62,6 +63,10 @@ def fold(
             post-norm stream multiply up over its depth.
         balance: Batches on which to measure the ranges of the channels. Scales that folding leaves free are chosen
             such that the ranges are equal, for float16 and integers. Mappings hold keywords, tuples or lists arguments.
+        keep_architecture: Change numbers alone: no parameter comes or goes. Gains of norms that compute statistics
+            become 1 (0 where the class adds 1), and their biases 0 where the layers that read them have a bias. A bias
+            without such a place stays in its norm. Norms with frozen statistics stay. The state of the result fits the
+            class of the original model, so its own loaders open it.
         **kwexample: The keyword arguments of the call.
 
     Returns:
@@ -87,30 +92,44 @@ def fold(
     if balance is not None:
         check_batches(balance, "balance")
     with steps("fold") as step:
-        survey = Survey(model, Call(example, kwexample), outputs, untie, other_shapes, "fold", step)
+        call = Call(example, kwexample)
+        survey = Survey(model, call, outputs, untie, other_shapes, "fold", step, keep_architecture)
         if balance is not None:
             survey.measure(balance)
-        step("solve")
-        plan = FoldPlan(survey.trace, survey.model, limit=spread, balance=balance is not None)
-        step("verify")
-        survey.add_longer_call()
-        worst = survey.worst(rewrite(survey.model, plan))
-        if "no attribute 'weight'" in survey.failure:  # the model reads that of a norm that is gone
-            survey.trace.keep_weights, survey.model = True, survey.double()
-            worst = survey.worst(rewrite(survey.model, plan))
-        if not worst <= TOLERANCE:
-            survey.require_repeatable()
-            plan, worst = _one_by_one(survey, plan)
-        del survey.model
+        plan, worst = find_plan(survey, spread, balance is not None)
         step("rewrite")
-        folded = rewrite(survey.copy(), plan)
+        folded = survey.copy()
+        if keep_architecture:
+            for name, edit in find_edits(survey.model, plan).items():
+                change(folded, survey.names.get(name, name), edit)
+        else:
+            folded = rewrite(take_all_apart(folded), plan)
         report = survey.report(folded, plan.outcomes, worst)
     return folded, replace(report, largest_factor=largest_factor(plan), spread=plan.spread)
 
 
+def find_plan(survey: Survey, spread: float | None = None, balance: bool = False) -> tuple[FoldPlan, float]:
+    """Find the coordinates that fold a model, and verify them in float64.
+
+    Returns:
+        The plan, and the largest error of the model that it gives.
+    """
+    survey.step("solve")
+    plan = FoldPlan(survey.trace, survey.model, limit=spread, balance=balance)
+    survey.step("verify")
+    survey.add_longer_call()
+    worst = survey.worst(rewrite(copy.deepcopy(survey.model), plan))
+    if "no attribute 'weight'" in survey.failure:  # the model reads that of a norm that is gone
+        survey.trace.keep_weights = True
+        worst = survey.worst(rewrite(copy.deepcopy(survey.model), plan))
+    if not worst <= TOLERANCE:
+        survey.require_repeatable()
+        plan, worst = _one_by_one(survey, plan)
+    return plan, worst
+
+
 def _one_by_one(survey: Survey, first: FoldPlan) -> tuple[FoldPlan, float]:
     """Should not be needed: leave out the norms whose folding is not exact."""
-    survey.model = survey.double()
     reasons: dict[str, str] = {}
     exact: list[str] = []
 

@@ -3,7 +3,6 @@
 import inspect
 import json
 import shutil
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import torch
 from normkit.fold import audit, fold
 from normkit.fold.report import Audit, Report
 from normkit.models import find
-from normkit.models.huggingface import load_pretrained, save_pretrained
-from normkit.norms import Norm
+from normkit.fold.checkpoints import Checkpoint, doubtful_gains, fold_checkpoint
+from normkit.models.huggingface import load_pretrained, read_config, save_pretrained
+from normkit.models.model_changes import KEY
 
 INPUT_FILES = (
     "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm",
@@ -48,34 +48,53 @@ def example_for(model: Any) -> dict[str, Any]:
             kwargs["decoder_input_ids"] = ids[:, :6]
     else:
         raise ValueError(f"{type(model).__name__} takes neither input_ids nor pixel_values; pass an example to fold()")
-    try:
-        with torch.no_grad():
-            outputs = attrgetter("logits") if hasattr(model(**kwargs), "logits") else None
-    except Exception as problem:
-        raise ValueError(
-            f"{type(model).__name__} needs more than {' and '.join(kwargs)} ({type(problem).__name__}: {problem}); "
-            "call fold() in Python with an example"
-        ) from problem
-    return {**kwargs, "outputs": outputs}
+    return {**kwargs, "outputs": _logits}
 
 
-def audit_dir(path: Path | str) -> Audit:
-    """Audit the model in a folder."""
-    model = load_pretrained(path)
-    return audit(model, untie=_has_online_norms(model), **example_for(model))
+def _logits(output: Any) -> Any:
+    """The logits of what a model returns, or all of it."""
+    return getattr(output, "logits", output)
 
 
-def fold_dir(path: Path | str, out: Path | str) -> Report:
-    """Fold the model in a folder and write the result to another folder."""
+def audit_dir(path: Path | str) -> tuple[Audit, list[str]]:
+    """Audit the model in a folder, for what `fold_dir` does with it; also return warnings about stored gains."""
+    path = Path(path)
+    plain = open_plain(path)
+    model = load_pretrained(path) if plain is None else plain.model
+    return audit(model, **example_for(model), keep_architecture=plain is not None), doubtful_gains(model)
+
+
+def fold_dir(path: Path | str, out: Path | str, untie: bool = False) -> Report:
+    """Fold the model in a folder and write the result to another folder.
+
+    Args:
+        path: Folder of a Hugging Face model. If transformers saved it and its norms compute statistics, the result is
+            a checkpoint of the same architecture, and the weights are read and written one by one.
+        out: Folder for the result.
+        untie: Give an output layer that is tied to an embedding a copy of its own.
+
+    Returns:
+        The report of `fold`.
+    """
     path, out = Path(path), Path(out)
     if out.resolve() == path.resolve():
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
+    if (plain := open_plain(path)) is not None:
+        return fold_checkpoint(plain, example_for(plain.model), out, untie)
     model = load_pretrained(path)
-    untie = _has_online_norms(model)  # their gains alone can need an output layer of its own
     folded, report = fold(model, untie=untie, **example_for(model))
     save_pretrained(folded, out)
     copy_input_files(path, out)
     return report
+
+
+def open_plain(path: Path) -> Checkpoint | None:
+    """Open a folder that transformers saved; None if its norms are other ones, or have frozen statistics."""
+    if KEY in read_config(path):
+        return None
+    checkpoint = Checkpoint(path)
+    offline = any(found.running is not None for found in find(checkpoint.model).values())
+    return None if offline else checkpoint
 
 
 def copy_input_files(path: Path, out: Path) -> None:
@@ -94,8 +113,3 @@ def is_pretrained_dir(path: Path) -> bool:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{config} is cut short or not JSON: {error}; get the model again") from None
     return isinstance(given, dict) and "architectures" in given
-
-
-def _has_online_norms(model: Any) -> bool:
-    """Return True if a norm computes statistics at inference."""
-    return not all(isinstance(norm, Norm) and norm.offline for norm in map(model.get_submodule, find(model)))

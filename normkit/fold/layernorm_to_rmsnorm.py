@@ -1,10 +1,12 @@
 """Turn LayerNorm into RMSNorm: its centring moves into the layers that write its input."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normkit._util import unique
 from normkit.fold.float64 import on_cpu
@@ -12,7 +14,7 @@ from normkit.fold.position import position
 from normkit.fold.relations import Relations
 from normkit.fold.report import Outcome, Report
 from normkit.fold.rewrite import change
-from normkit.fold.survey import TOLERANCE, Survey
+from normkit.fold.survey import TOLERANCE, Survey, take_all_apart
 from normkit.fold.trace import ZERO, Product, Source, Trace
 from normkit.models.convert import put_everywhere, replacement, take_place
 from normkit.models.fastpath import leave_fast_path
@@ -62,7 +64,7 @@ def to_rms(
     if not worst <= TOLERANCE:
         survey.require_repeatable()
         raise RuntimeError(f"to_rms() cannot verify this model: outputs differ by {worst:.1e} in float64")
-    done = _rewrite(survey.copy(), survey.trace, changed, producers)
+    done = _rewrite(take_all_apart(survey.copy()), survey.trace, changed, producers)
     return done, survey.report(done, outcomes, worst)
 
 
@@ -128,14 +130,26 @@ def _obstacle(relations: Relations, name: str, width: int, streams: set[int], so
     return ""
 
 
+def _centred(weight: Tensor, rows: slice, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """A weight whose outputs have no mean; `of` is the part that writes, its outputs last."""
+    of(weight := weight.clone(memory_format=torch.contiguous_format)).sub_(of(weight).mean(-1, keepdim=True))
+    return weight
+
+
+def _rows(table: Tensor, width: int) -> Tensor:
+    return table.view(-1, width)
+
+
 @torch.no_grad()
 def _rewrite(model: nn.Module, trace: Trace, changed: list[str], producers: dict[Product, int]) -> nn.Module:
     for producer, width in producers.items():
         view = producer.view
-        of = (lambda w, width=width: w.view(-1, width)) if producer.kind == "table" else view.of
-        change(model, view.parameter, lambda w, of=of: of(w).sub_(of(w).mean(-1, keepdim=True)))
+        rowwise = producer.kind in ("table", "embedding")  # their rows are what they write
+        change(
+            model, view.parameter, partial(_centred, of=partial(_rows, width=width) if rowwise else view.of), rowwise
+        )
         if bias := trace.biases.get(producer):
-            change(model, bias.parameter, lambda b, of=bias.of: of(b).sub_(of(b).mean()))
+            change(model, bias.parameter, partial(_centred, of=bias.of), in_parts=False)
     for name in changed:
         old = model.get_submodule(name)
         take_place(new := replacement(old, "rms", next(model.parameters(), None)), old)

@@ -52,11 +52,15 @@ class FoldPlan:
         self.outcomes = {name: self._outcome(node) for name, node in self.relations.norms.items()}
         self._count_shared()
         self._charge()
+        if trace.keep_architecture:
+            self.outcomes = {name: replace(row, saved=0) for name, row in self.outcomes.items()}
 
     def affine(self, node: NormNode) -> tuple[Tensor, Tensor]:
         """The gain and bias that a norm has in the new coordinates."""
         s, t = self.at.scale, self.at.shift
         gain = node.scale * s[node.inputs] / s[node.outputs]
+        if node.name in self.chosen:
+            return torch.ones_like(gain), torch.zeros_like(gain)
         return gain, (node.scale * t[node.inputs] + node.shift - t[node.outputs]) / s[node.outputs]
 
     def _note_layers(self) -> None:
@@ -90,6 +94,9 @@ class FoldPlan:
         into = unique([*after, *before])
         if name in self.chosen and not node.offline:
             return replace(outcome, action="gain folded", into=after, why=ONLINE, saved=own)
+        if name in self.additions and not node.offline:
+            why = f"{ONLINE}; its bias stays: {self._reason(node).split('; nor into')[0]}"
+            return replace(outcome, action="gain folded", into=after, why=why)
         if name in self.chosen:
             action = "folded back" if before and not after else "folded"
             why = "" if into else "it is the identity" if node.trivial else "its output is not used"
@@ -138,7 +145,8 @@ class FoldPlan:
         if node.name in self.solver.stuck:
             return self.solver.stuck[node.name]
         fixed_by, streams_of = self.relations.fixed_by, self.relations.streams_of
-        after, before = fixed_by(streams_of(node.outputs)), fixed_by(streams_of(node.inputs))
+        shifts = bool((node.shift != 0).any()) or node.offline
+        after, before = fixed_by(streams_of(node.outputs), shifts), fixed_by(streams_of(node.inputs), shifts)
         if self.limit is not None and self.solver.consistent([*self.chosen, node.name]):
             return f"folded, the ranges of a stream's channels would spread by more than {self.limit:g}"
         if bool((node.inputs == 0).any()):

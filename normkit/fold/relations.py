@@ -32,7 +32,8 @@ class NormNode:
 
     `rest` is the identity for an offline norm. `inputs` and `outputs` are nodes, `[channels]`. Channels with a gain
     of zero are cut off: in `dead_reads` by what reads the norm, in `dead_writes` by what writes its input. A norm that
-    stays may write another coordinate if its own gain (`takes_scale`) and bias (`takes_shift`) can change.
+    stays may write another coordinate if its own gain (`takes_scale`) and bias (`takes_shift`) can change. `offset` is
+    what its class adds to the weight that it stores.
     """
 
     name: str
@@ -45,6 +46,7 @@ class NormNode:
     rest: nn.Module
     takes_scale: bool = False
     takes_shift: bool = False
+    offset: float = 0.0
 
     def __post_init__(self):
         self.dead_reads = self.dead_writes = torch.zeros(len(self.scale), dtype=torch.bool)
@@ -161,10 +163,16 @@ class Relations:
         scale[scale.abs() < TINY] = 0.0  # its inverse is infinite
         node = NormNode(name, norm.spec, norm.offline, inputs, outputs, scale, shift, rest)
         if not norm.offline:
-            node.takes_scale, node.takes_shift = self._is_own(name, "weight", scale), self._is_own(name, "bias", shift)
+            offsets = [offset for offset in (0.0, 1.0) if self._is_own(name, "weight", scale - offset)]
+            node.takes_scale, node.offset = bool(offsets), sum(offsets)
+            node.takes_shift = self._is_own(name, "bias", shift)
         self.norms[name] = node
         if source is None:
             reason = "it never ran"
+        elif reason is None and self.trace.keep_architecture and norm.offline:
+            reason = "it has frozen statistics, and would vanish; the architecture is kept"
+        elif reason is None and self.trace.keep_architecture and not _is_stored(node):
+            reason = "its gain and bias are no parameters of this norm alone; the architecture is kept"
         elif reason is None and own_hooks(module):
             reason = "it has hooks of its own, which see its output"
         elif reason is None and name in self.trace.calls:
@@ -184,7 +192,7 @@ class Relations:
         own = getattr(self.model.get_submodule(name), key, None)
         if not isinstance(own, nn.Parameter) or len(self.trace.owners[self.trace.names.get(id(own), "")]) > 1:
             return False
-        return torch.equal(own.detach().double().cpu(), values)
+        return own.shape == values.shape and torch.allclose(own.detach().double().cpu(), values, rtol=1e-12, atol=1e-15)
 
     def _source(self, source: Source) -> None:
         if source.kind == "input":
@@ -245,7 +253,8 @@ class Relations:
             self._keep(uses, differ)
             return
         mixed = len({use.takes_shift for use in uses}) > 1
-        untied = f"{name} is tied to an embedding; untie=True gives the output layer a copy of its own"
+        own = f"untie=True gives the output layer a copy of its own, {self.trace.sizes[name]:,} parameters more"
+        untied = f"{name} is tied to an embedding; {own}"
         first: dict[View, Product] = {}  # use of each view
         for use in sorted(uses, key=lambda use: not use.takes_shift):
             across = use.view.transposed if use.view.size[::2] == (1, 1) else None
@@ -290,7 +299,11 @@ class Relations:
                 gain = product.view.of(parameter(self.model, product.view.parameter)).flatten()
                 self.equations.append(equation((nodes, -1.0), (self.inputs[product], gain)))
             elif bias is None and product.takes_bias and new_bias(self.model, self.trace, product) is None:
-                left = "peft would drop one" if ".lora_" in product.owner else "is used outside its own layer's forward"
+                left = "is used outside its own layer's forward"
+                if self.trace.keep_architecture:
+                    left = "the architecture is kept"
+                elif ".lora_" in product.owner:
+                    left = "peft would drop one"
                 why = f"{product.view.parameter} has no bias to take the shift, and {left}"
                 self._pin_both(product, why, inputs=False, outputs=False)
             elif bias is not None:
@@ -317,13 +330,13 @@ class Relations:
 
     # -- reasons ------------------------------------------------------------------------------------------------------
 
-    def fixed_by(self, streams: set[int]) -> str:
-        """The reasons why the coordinates of some streams are given."""
+    def fixed_by(self, streams: set[int], shifts: bool = True) -> str:
+        """The reasons why the coordinates of some streams are given; those of shifts alone only if `shifts`."""
         pins, unshifted, ties = kinds = [], [], []
         for link in self.links:
             if link.why and streams & self.streams_of(torch.cat([link.a, link.b])):
                 (ties if bool((link.a * link.b > 0).any()) else pins if link.scale else unshifted).append(link.why)
-        whys = unique(next(filter(None, kinds), ()))
+        whys = unique(next(filter(None, kinds if shifts else (pins, ties)), ()))
         reads = [why.removeprefix("read by ") for why in whys if why.startswith("read by ")]
         others = [why for why in whys if not why.startswith("read by ")]
         return ", ".join([f"read by {listed(reads)}"] * bool(reads) + others[:3])
@@ -349,7 +362,9 @@ def unused_weights(trace: Trace, model: nn.Module, used: dict[str, list[Product]
     """Weights that no call used all of, by channels: what may read as many, and vectors.
 
     A vector may be added to tokens, or take their place. Those beside a norm, by module, may be gains of its output.
+    Those of modules for other inputs are left out.
     """
+    apart = tuple(f"{name}." for name in trace.other_inputs)
     known = {*trace.weight_consumers, *(bias.parameter for bias in trace.biases.values())}
     known |= {name for call in trace.calls.values() for name in call.tensors}
     own = tuple(f"{norm}." for norm in trace.norms)
@@ -357,7 +372,7 @@ def unused_weights(trace: Trace, model: nn.Module, used: dict[str, list[Product]
     norms = [(norm, torch.ones(each.dim)) for norm, each in trace.norms.items() if ("norm", norm) not in trace.sources]
     for key, p in [*model.named_parameters(), *model.named_buffers(), *norms]:
         products = used.get(key, ())
-        if p.is_floating_point() and not key.startswith(own) and key not in known and unused(p, products):
+        if p.is_floating_point() and not key.startswith((*own, *apart)) and key not in known and unused(p, products):
             owner, layers = key.rpartition(".")[0], nn.Linear | nn.modules.conv._ConvNd
             has_one_output = p.dim() > 1 and p.shape[0] == 1 and isinstance(model.get_submodule(owner), layers)
             lengths = [length for length in p.shape if length > 1]
@@ -396,8 +411,11 @@ def united(size: int, links: list[Link]) -> Forest:
 def new_bias(model: nn.Module, trace: Trace, product: Product) -> tuple[View, int] | None:
     """The place of a bias to be made for a product, and the length of the parameter.
 
-    None if the layer's own forward did not run, so that nothing would read the bias, or a merge would drop it.
+    None if the layer's own forward did not run, so that nothing would read the bias, or a merge would drop it, or the
+    architecture is kept.
     """
+    if trace.keep_architecture:
+        return None
     owner, view = product.owner, product.view
     module, prefix = model.get_submodule(owner), f"{owner}." if owner else ""
     for key in (key for name, key in trace.owners[view.parameter] if name == owner):
@@ -419,6 +437,12 @@ def parameter(model: nn.Module, name: str) -> Tensor:
     """A parameter or buffer by name, contiguous, in float64."""
     owner, _, key = name.rpartition(".")
     return getattr(model.get_submodule(owner), key).detach().double().cpu().contiguous()
+
+
+def _is_stored(node: NormNode) -> bool:
+    """True if a norm's gain and bias are parameters of its own, where they are not 1 and 0."""
+    gain, bias = bool((node.scale != 1).any()), bool((node.shift != 0).any())
+    return node.takes_scale >= gain and node.takes_shift >= bias
 
 
 def own_hooks(module: nn.Module) -> bool:

@@ -42,7 +42,8 @@ class Audit:
     `tried` are labels of the calls. `absent` are masks that the model takes and the example does not have. `prepared`
     is the number of parameters of parametrizations, which went before, `untied` that of the copies that `untie` made.
     `unreadable` are modules named like norms that stay as they are, with the reason. `added` are arguments that the
-    example does not have, and with which the model was called.
+    example does not have, and with which the model was called. `other_inputs` are modules that read inputs which the
+    example does not have, such as images; they did not run, and stay as they are.
     """
 
     rows: tuple[Outcome, ...]
@@ -52,6 +53,7 @@ class Audit:
     untied: int = 0
     unreadable: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
+    other_inputs: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Outcome]:
         return iter(self.rows)
@@ -93,6 +95,7 @@ class Audit:
             "called with": self.added,
             "not in the example, so taken as never given:": self.absent,
             "left as they are, since they cannot be read:": [listed(self.unreadable, 4)] * bool(self.unreadable),
+            "not run and left as they are, since they read other inputs:": self.other_inputs,
         }
         said = [f"{what} {', '.join(which)}" for what, which in notes.items() if which]
         return "\n".join([", ".join(known), *said])

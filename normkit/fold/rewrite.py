@@ -2,9 +2,10 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,42 +13,109 @@ from torch import Tensor, nn
 from normkit.fold.float64 import on_cpu
 from normkit.fold.plan import FoldPlan
 from normkit.fold.relations import NormNode, parameter
-from normkit.fold.report import GONE
+from normkit.fold.report import GONE, UNREPLACED
 from normkit.fold.trace import Product, Source, View
 from normkit.models.affine import Affine, Identity
 from normkit.models.convert import put_everywhere
 from normkit.models.fastpath import leave_fast_path
 from normkit.models.hooks import channels_first, take_hooks
+from normkit.models.lazy import Lazy, blocks
 from normkit.models.masks import remove_routes
 from normkit.models.model_changes import save_buffer
 from normkit.norms import LayerNorm, Norm, RMSNorm
 
-Scaling = tuple[View, Tensor, Tensor, Tensor]  # a view, its factors by input and by output, what is subtracted
+Change = Callable[[Tensor, slice], Tensor]  # the new numbers of some rows of a parameter, in float64
+
+
+class Part(NamedTuple):
+    """A change of part of a parameter: what it is multiplied by, by input and by output, and a summand.
+
+    All are `[groups, in, 1, out]`, or broadcast to it.
+    """
+
+    view: View
+    read: Tensor
+    written: Tensor
+    summand: Tensor
+
+
+class Edit(NamedTuple):
+    """A change of a parameter, `w * read * written + summand`; each has its dimensions, or broadcasts to it."""
+
+    read: Tensor
+    written: Tensor
+    summand: Tensor
+
+    @property
+    def changes(self) -> bool:
+        """It changes a number."""
+        read, written, summand = self
+        return bool((read != 1).any() | (written != 1).any() | (summand != 0).any())
+
+    def __call__(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
+        """The new numbers of some rows, from their numbers."""
+        read, written, summand = (t[rows] if t.dim() and len(t) > 1 else t for t in self)
+        return values.mul(read).mul_(written).add_(summand)
 
 
 @torch.no_grad()
 @on_cpu()
 def rewrite(model: nn.Module, plan: FoldPlan) -> nn.Module:
     """Carry out a plan on a model in place, with arithmetic in float64."""
-    _biases(model, plan)  # first: they need the weights as they were
-    _weights(model, plan)
+    for bias, length in plan.new_biases.values():
+        _make_bias(model, bias.parameter, length)
+    for name, edit in find_edits(model, plan).items():
+        change(model, name, edit)
     for name, outcome in plan.outcomes.items():
-        if outcome.action != "kept":
-            model = _norm(model, plan, plan.relations.norms[name], outcome.action)
+        if outcome.action not in UNREPLACED and not plan.trace.keep_architecture:
+            model = _replace(model, plan, plan.relations.norms[name], outcome.action)
     leave_fast_path(model)
     if not any(isinstance(module, Norm) for module in model.modules()):
         remove_routes(model)
     return model
 
 
-def change(model: nn.Module, name: str, how: Callable[[Tensor], object]) -> None:
-    """Change a parameter or buffer in place: `how` changes its values in float64."""
+@torch.no_grad()
+def change(model: nn.Module, name: str, how: Change, in_parts: bool = True) -> None:
+    """Change a parameter or buffer in place; one that is lazy is replaced wherever it is used.
+
+    Args:
+        model: The model to change.
+        name: Name of the parameter or buffer.
+        how: Its new numbers from its numbers, in float64, and the rows that these are.
+        in_parts: The new numbers of a row depend on that row alone.
+    """
     owner, _, key = name.rpartition(".")
     module = model.get_submodule(owner)
-    value = parameter(model, name)
-    how(value)
-    getattr(module, key).copy_(value)
+    tensor = getattr(module, key)
+    if isinstance(tensor, Lazy):
+        new = tensor.changed(lambda rows: how(tensor.numbers(rows), rows), in_parts and tensor.in_parts)
+        if not in_parts:
+            new = tensor.changed(lambda rows: how(tensor.numbers(), slice(None))[rows], False)
+        for each in model.modules():
+            each._parameters |= {k: new for k, p in each._parameters.items() if p is tensor}
+        return
+    for rows, part in blocks(tensor) if in_parts else [(slice(None), tensor.detach())]:
+        part.copy_(how(part.double().cpu(), rows))
     save_buffer(module, key)
+
+
+def find_edits(model: nn.Module, plan: FoldPlan) -> dict[str, Edit]:
+    """The changes of parameters and buffers by name; `model` is what they are to be made on."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for part in (*_weights(model, plan), *_biases(model, plan)):
+        parts[part.view.parameter].append(part)
+    edits = {name: _edit(_shape(model, name), own) for name, own in parts.items()}
+    for name, outcome in plan.outcomes.items():
+        replaced = outcome.action == "gain folded" and not plan.trace.keep_architecture
+        if outcome.action in ("gain changed", "gain folded") and not replaced:
+            node, prefix = plan.relations.norms[name], f"{name}." if name else ""
+            gain, shift = plan.affine(node)
+            values = {"weight": gain - node.offset} if node.takes_scale else {}
+            values |= {"bias": shift} if node.takes_shift else {}
+            zero, one = torch.zeros(1).double(), torch.ones(1).double()
+            edits |= {prefix + key: Edit(zero, one, value) for key, value in values.items()}
+    return {name: edit for name, edit in edits.items() if edit.changes}
 
 
 def largest_factor(plan: FoldPlan) -> float:
@@ -64,22 +132,20 @@ def _factors(plan: FoldPlan, product: Product) -> tuple[Tensor, Tensor]:
     return read, (plan.at.written[writes] / plan.at.scale[writes]).view(groups, 1, 1, outputs)
 
 
-def _weights(model: nn.Module, plan: FoldPlan) -> None:
+def _weights(model: nn.Module, plan: FoldPlan) -> Iterator[Part]:
     """`W <- diag(1 / s_out) W diag(s_in)`; a table `E <- (E - t) / s`."""
-    changed: dict[str, list[Scaling]] = defaultdict(list)
     for product in plan.relations.inputs:
+        name = product.view.parameter
         read, written = _factors(plan, product)
         shift = torch.zeros_like(written)
         if product.takes_shift:
             nodes = plan.relations.outputs[product]
             shift = (plan.at.shift[nodes] / plan.at.scale[nodes]).view(written.shape)
         if product.kind == "table":
-            shape, table = parameter(model, product.view.parameter).shape, plan.relations.trace.sources[product]
-            written, shift = _of_longer_inputs(table, shape, written, shift)
+            table = plan.relations.trace.sources[product]
+            written, shift = _of_longer_inputs(table, _shape(model, name), written, shift)
         if bool((read != 1).any() | (written != 1).any() | (shift != 0).any()):
-            changed[product.view.parameter].append((product.view, read, written, shift))
-    for name, parts in changed.items():
-        change(model, name, partial(_multiply, parts=parts))
+            yield Part(product.view, read, written, -shift)
 
 
 def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> list[Tensor]:
@@ -101,29 +167,63 @@ def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> lis
     return [change.reshape(changes[0].shape) for change in result]
 
 
-def _multiply(weight: Tensor, parts: list[Scaling]) -> None:
-    """Multiply parts of a weight and subtract from them, each element once."""
-    whole = [part for part in parts if prod(part[0].size) == weight.numel()]
-    if whole or len(parts) == 1:
-        view, read, written, shift = (whole or parts)[0]  # uses that share elements ask for the same change of them
-        view.of(weight).mul_(read).mul_(written).sub_(shift)
-        return
-    factors, shifts = torch.ones_like(weight), torch.zeros_like(weight)
-    for view, read, written, shift in parts:
-        view.of(factors).copy_(read * written)
-        view.of(shifts).copy_(shift.expand(view.size))
-    weight.mul_(factors).sub_(shifts)
+def _edit(shape: torch.Size, parts: list[Part]) -> Edit:
+    """The change of a parameter, from those of its parts; uses that share elements ask for the same change of them."""
+    whole = [part for part in parts if prod(part.view.size) == prod(shape)][:1]
+    if whole and (axes := _axes(whole[0].view, shape, whole[0].view.offset)) is not None:
+        return Edit(*(_placed(t, axes) for t in whole[0][1:]))
+    row, slices = prod(shape[1:]), dict[int, list[Tensor]]()
+    for part in () if whole else parts:
+        axes = _axes(part.view, shape[1:], part.view.offset % row)
+        if axes is None:
+            break
+        slices[part.view.offset // row] = [_placed(t, axes) for t in part[1:]]
+    else:
+        if slices:
+            read, written, summand = zip(*slices.values(), strict=True)
+            stacked = partial(_stacked, [*slices], shape[0])
+            return Edit(stacked(read, 1.0), stacked(written, 1.0), stacked(summand, 0.0))
+    read, summand = torch.ones(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for part in whole or parts:
+        part.view.of(read).copy_((part.read * part.written).expand(part.view.size))
+        part.view.of(summand).copy_(part.summand.expand(part.view.size))
+    return Edit(read, torch.ones(()).double(), summand)
 
 
-def _biases(model: nn.Module, plan: FoldPlan) -> None:
+def _stacked(places: list[int], count: int, slices: tuple[Tensor, ...], default: float) -> Tensor:
+    """Slices along a new first axis; `default` where there is none."""
+    given = torch.stack(torch.broadcast_tensors(*slices))
+    return given.new_full((count, *given.shape[1:]), default).index_copy_(0, torch.tensor(places), given)
+
+
+def _axes(view: View, shape: torch.Size, offset: int) -> list[int] | None:
+    """The axis of a view at each axis of a contiguous tensor that it covers; None if it is another part."""
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    found = {(n, step): axis for axis, (n, step) in enumerate(zip(view.size, view.stride, strict=True)) if n > 1}
+    wanted = [(n, step) for n, step in zip(shape, strides, strict=True) if n > 1]
+    if offset or prod(view.size) != prod(shape) or {*wanted} != {*found}:
+        return None
+    return [found.get((n, step), -1) for n, step in zip(shape, strides, strict=True)]
+
+
+def _placed(tensor: Tensor, axes: list[int]) -> Tensor:
+    """A tensor `[groups, in, positions, out]`, or one that broadcasts to it, with these axes."""
+    if bool((tensor == tensor.flatten()[0]).all()):
+        tensor = tensor.flatten()[:1].view(1, 1, 1, 1)
+    rest = [axis for axis in range(4) if axis not in axes]
+    order = [axis for axis in axes if axis >= 0]
+    lengths = [tensor.shape[axis] if axis >= 0 else 1 for axis in axes]
+    return tensor.permute(*order, *rest).reshape(lengths)
+
+
+def _biases(model: nn.Module, plan: FoldPlan) -> Iterator[Part]:
     """`b <- (b + W t_in - t_out) / s_out`."""
     relations, at = plan.relations, plan.at
     changes: dict[View, tuple[Tensor, Tensor]] = {}
     for product, inputs in relations.inputs.items():
         bias = relations.trace.biases.get(product)
         if product in plan.new_biases:
-            bias, length = plan.new_biases[product]
-            _make_bias(model, bias.parameter, length)
+            bias, _ = plan.new_biases[product]
         if bias is None:
             continue
         writes, view = relations.outputs[product], product.view
@@ -135,7 +235,13 @@ def _biases(model: nn.Module, plan: FoldPlan) -> None:
         changes[bias] = written / scale, (written * delta - at.shift[writes]) / scale
     for bias, (factor, summand) in changes.items():
         if bool((factor != 1).any() | (summand != 0).any()):
-            change(model, bias.parameter, lambda b, of=bias.of, f=factor, a=summand: of(b).mul_(f).add_(a))
+            by_output = factor.view(1, 1, 1, -1), summand.view(1, 1, 1, -1)
+            yield Part(bias, torch.ones_like(by_output[0][..., :1]), *by_output)
+
+
+def _shape(model: nn.Module, name: str) -> torch.Size:
+    owner, _, key = name.rpartition(".")
+    return getattr(model.get_submodule(owner), key).shape
 
 
 def _make_bias(model: nn.Module, name: str, length: int) -> None:
@@ -150,18 +256,13 @@ def _make_bias(model: nn.Module, name: str, length: int) -> None:
         module.out_proj.bias = nn.Parameter(weight.new_zeros(module.embed_dim), weight.requires_grad)
 
 
-def _norm(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.Module:
-    """Change the gain and bias of a norm, or put what is left of it in its place."""
+def _replace(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.Module:
+    """Put what is left of a norm in its place."""
     if node.name in plan.relations.trace.calls:
         _norm_call(model, plan, node, action)
         return model
     old, channel_dim = model.get_submodule(node.name), plan.relations.trace.norms[node.name].channel_dim
     gain, shift = plan.affine(node)
-    if action == "gain changed":
-        for own, value in ((old.weight, gain), (getattr(old, "bias", None), shift)):
-            if isinstance(own, Tensor):
-                own.copy_(value)
-        return model
     tensors = [*old.parameters(), *old.buffers(), *model.parameters()]
     like = next(t for t in tensors if t.dtype.is_floating_point)
     if action in GONE:
@@ -186,7 +287,7 @@ def _norm_call(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) ->
         gain, shift = torch.ones_like(gain), torch.zeros_like(shift)
     values = torch.zeros_like(gain), torch.full_like(gain, 1 - call.eps), gain, shift
     for name, value in zip(call.tensors, values, strict=True):
-        change(model, name, lambda t, value=value: t.copy_(value))
+        change(model, name, lambda _, rows, value=value: value[rows])
 
 
 def _without_parameters(rest: nn.Module, channel_dim: int) -> nn.Module:

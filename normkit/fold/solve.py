@@ -139,15 +139,18 @@ class Solver:
         return set(add_each(gains, self.consistent, chosen))
 
     def additions(self, chosen: set[str], fits: Callable[[set[str], list[str]], bool]) -> set[str]:
-        """The other offline norms whose gain can be folded, so that an addition is left of them.
+        """The other norms whose gain can be folded, so that an addition is left of them.
 
+        Of norms that compute statistics at inference these are those whose own bias stays, as the architecture is kept.
         `fits(chosen, additions)` limits what they may do.
         """
+        keep = self.relations.trace.keep_architecture
 
         def possible(found: list[str]) -> bool:
             return self.scales_agree(frozenset({*chosen, *found})) and fits(chosen, found)
 
-        others = [(name, node.scale) for name, node in self.nodes.items() if node.offline and name not in chosen]
+        others = [(name, node.scale) for name, node in self.nodes.items()
+                  if (node.offline or (keep and node.takes_shift)) and name not in chosen]  # fmt: skip
         useful = [name for name, scale in others if name not in self.stuck and bool(scale.all() & (scale != 1).any())]
         return set(add_each(useful, possible))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit._util import require_flags, require_functions
-from normkit.fold.float64 import in_float64, widened
+from normkit.fold.float64 import import_compiler, in_float64, widened
 from normkit.fold.inputs import longer, variants
 from normkit.fold.report import Audit, Outcome, Report
 from normkit.fold.routing import Routing, idle_experts
@@ -28,6 +28,7 @@ from normkit.models.checks import (
 from normkit.models.convert import find, put_everywhere, unreadable
 from normkit.models.difference import count_infinite, error
 from normkit.models.invoke import Call, Pick, advice, arguments, example_call, tensors
+from normkit.models.lazy import Lazy, memory
 from normkit.models.model_changes import record_changes
 from normkit.models.parametrized import plain_weights
 from normkit.models.take_apart import take_apart
@@ -35,6 +36,7 @@ from normkit.models.third_party import is_named_norm, read_eps
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
+MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}  # arguments of models of transformers
 MOST_TURNS = 32  # calls that reach more experts
 TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
 
@@ -44,31 +46,35 @@ class Survey:
 
     `outputs` picks what is compared from what the model returns. `untie` gives an output layer that is tied to an
     embedding a copy of its own. With `other` other lengths and sizes are tried, too. Error messages name `verb`, the
-    public function. `step` is called with the name of each step.
+    public function. `step` is called with the name of each step. `keep` keeps the architecture.
+
+    The copy holds no large weight: these are lazy, and read the original where an operation needs them.
     """
 
     def __init__(
         self, model: nn.Module, example: Call, outputs: Pick | None, untie: bool, other: bool, verb: str,
-        step: Callable[[str], None] = lambda label: None,
+        step: Callable[[str], None] = lambda label: None, keep: bool = False,
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
+        import_compiler()
         require_functions(outputs=outputs)
-        require_flags(untie=untie, other_shapes=other)
+        require_flags(untie=untie, other_shapes=other, keep_architecture=keep)
         self.given, self.added = without_cache(example.unpacked(model), model)
         if (passed := tensors(self.given)) and not any(t.numel() and not t.is_meta for t in passed.values()):
             raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
-        self.other = other
+        self.other, self.keep = other, keep
         self.model = self.double()
         before, now = (sum(p.numel() for p in each.parameters()) for each in (model, self.model))
         self.prepared = before + self.untied - now
         own_storage(self.model)
-        self.trace = Trace(self.model, find(self.model))
-        self.held = [*self.model.parameters(), *self.model.buffers()]  # kept alive: the trace goes by their ids
+        self.trace = Trace(self.model, find(self.model), keep)
+        self.held = own_tensors(self.model)  # kept alive: the trace goes by their ids
         self.trace.entangled = shared_memory(model)
         self.trace.caches = bool(self.given.kwargs.get("use_cache"))
-        self.trace.advice = lambda weights: advice(model, weights, self.given)
+        given = self.given  # a function that held this object would keep it, and its model, alive
+        self.trace.advice = lambda weights: advice(model, weights, given)
         self.expected: dict[str, Outputs] = {}
         self.routing: dict[str, Routing] = {}  # calls in which the router has no say
         self.failure = ""  # of the last model that was compared
@@ -79,27 +85,44 @@ class Survey:
             self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
             self._reach_experts()
         self.absent = tuple(name for name in self.given.left_out(model) if "mask" in name)
+        self.trace.other_inputs = self._other_inputs()
         if other:
             self._keep_tables_that_grow()
 
     def copy(self, wide: bool = False) -> nn.Module:
-        """A copy of the original in its own type, its output layer untied if requested."""
+        """A copy of the original, its output layer untied if requested, in its own type unless `wide`."""
         model = plain_weights(copy_model(self.original, wide))
-        for name, module in [*model.named_modules()]:
-            if (whole := take_apart(module)[1]) is not None:
-                model = put_everywhere(model, name, whole)
         self.untied = untie_embeddings(model) if self.untie else 0
         return model
 
     def double(self) -> nn.Module:
         """A copy in float64, with experts of Hugging Face models one by one."""
         model = self.copy(wide=True)
-        for module in model.modules():
-            if isinstance(module, nn.RMSNorm) and module.eps is None:
-                module.eps = read_eps(module)  # of the model's own type, not of float64
-            if callable(choose := getattr(module, "set_experts_implementation", None)):
-                choose("eager")
-        return model.double()
+        names = {id(p): name for name, p in model.named_parameters()}
+        model = take_all_apart(model)
+        self.names = {name: names[id(p)] for name, p in model.named_parameters() if id(p) in names}  # in `copy`
+        widen(model)
+        return model
+
+    def _other_inputs(self) -> tuple[str, ...]:
+        """Modules beside the language model of a model for images or sound, where the example has none.
+
+        A whole module that did not run, such as the tower for images, gives the language model embeddings in place of
+        those of tokens: it does not read it.
+        """
+        if not MEDIA & self.given.left_out(self.original).keys():
+            return ()
+        ran = [f"{source.name}." for source in self.trace.sources.values() if source.kind == "norm"]
+        read = self.trace.weight_consumers.keys() - dict(self.model.named_buffers()).keys()
+        used = {*self.trace.uses(), *read, *ran}
+        return tuple(
+            f"{owner}.{name}" if owner else name
+            for owner, module in self.model.named_modules()
+            if hasattr(config := getattr(module, "config", None), "text_config") and config.text_config is not config
+            for name, child in module.named_children()
+            if not any(key.startswith(f"{owner}.{name}." if owner else f"{name}.") for key in used)
+            and not isinstance(child, nn.Linear)
+        )
 
     def _require_norms(self) -> None:
         """Raise a ValueError for a model without norms, which names what it has; note functions that stay."""
@@ -239,11 +262,19 @@ class Survey:
                 worst = max(worst, error(out, self.expected[label]))
         return worst
 
+    def written_error(self, model: nn.Module) -> float:
+        """The error of a model in float64, on the example, whose weights were rounded to their own types."""
+        copied = copy_model(model, wide=True)
+        widen(copied)
+        with in_float64():
+            return error(tensors(widened(self.given).of(copied), self.outputs), self.expected[EXAMPLE])
+
     @torch.no_grad()
     def report(self, changed: nn.Module, outcomes: dict[str, Outcome], worst: float) -> Report:
         """Compare a changed model in its own type; a RuntimeError if its weights overflow there."""
-        models, given = map(copy_model, (changed, self.original)), self.given  # a forward may write to buffers
-        returned = (example_call(each, given.copied(), self.verb, given) for each in models)
+        models, given = [changed, self.original], self.given
+        shared = (copy_model(model, share=True) for model in models)  # a forward may write to buffers
+        returned = (example_call(each, given.copied(), self.verb, given) for each in shared)
         out, expected = (tensors(each, self.outputs) for each in returned)
         if count_infinite(out) > count_infinite(expected):
             raise RuntimeError(
@@ -256,7 +287,7 @@ class Survey:
 
     def audit(self, outcomes: dict[str, Outcome]) -> Audit:
         """Report the outcomes and what was tried."""
-        found = (self.absent, self.prepared, self.untied, self.unreadable, self.added)
+        found = (self.absent, self.prepared, self.untied, self.unreadable, self.added, self.trace.other_inputs)
         return Audit(tuple(outcomes.values()), tuple(self.calls), *found)
 
     def require_repeatable(self) -> None:
@@ -266,6 +297,25 @@ class Survey:
                 f"{self.verb}() ran the model twice on the example and got different outputs: its forward is random or "
                 "keeps state, so its outputs cannot be compared. Remove what is random, or reset the state in forward"
             )
+
+
+def widen(model: nn.Module) -> None:
+    """Let a copy compute in float64, in place, with experts of Hugging Face models one by one."""
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm) and module.eps is None:
+            module.eps = read_eps(module)  # of the model's own type, not of float64
+        if callable(choose := getattr(module, "set_experts_implementation", None)):
+            choose("eager")
+    for tensor in (t for _, t in own_tensors(model) if t.dtype.is_floating_point and not isinstance(t, Lazy)):
+        tensor.grad, tensor.data = None, tensor.data.double()
+
+
+def take_all_apart(model: nn.Module) -> nn.Module:
+    """Put a norm and the rest in the place of each module that does more than normalize."""
+    for name, module in [*model.named_modules()]:
+        if (whole := take_apart(module)[1]) is not None:
+            model = put_everywhere(model, name, whole)
+    return model
 
 
 def without_cache(given: Call, model: nn.Module) -> tuple[Call, tuple[str, ...]]:
@@ -288,7 +338,7 @@ def shared_memory(model: nn.Module) -> dict[str, str]:
     """Parameters that are different objects in the same memory, by name."""
     seen, found = dict[int, str](), dict[str, str]()
     for name, t in own_tensors(model):
-        if t.numel() and (first := seen.setdefault(Trace.memory(t), name)) != name:
+        if t.numel() and (first := seen.setdefault(memory(t), name)) != name:
             found[name], found[first] = first, name
     return found
 
@@ -297,7 +347,9 @@ def own_storage(model: nn.Module) -> None:
     """Make each parameter and buffer contiguous in its own memory; ties stay."""
     seen: set[int] = set()
     for tensor in (t for t in [*model.parameters(), *model.buffers()] if t.layout is torch.strided):
+        if isinstance(tensor, Lazy):
+            continue
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        if not (whole and tensor.is_contiguous()) or Trace.memory(tensor) in seen:
+        if not (whole and tensor.is_contiguous()) or memory(tensor) in seen:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        seen.add(Trace.memory(tensor))
+        seen.add(memory(tensor))

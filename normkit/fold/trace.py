@@ -148,10 +148,13 @@ class Trace:
 
     `norms` is what `find` found. `resizable`: the model takes inputs of other sizes, so that padding of width zero may
     become wider. `keep_weights`: it reads the types of its norms' weights (Mamba); folded norms keep empty ones.
+    `keep_architecture`: no parameter comes or goes, and buffers that are not saved stay as they are.
     """
 
-    def __init__(self, model: nn.Module, norms: dict[str, Found]):
+    def __init__(self, model: nn.Module, norms: dict[str, Found], keep_architecture: bool = False):
         self.norms = norms
+        self.keep_architecture = keep_architecture
+        self.other_inputs: tuple[str, ...] = ()  # modules that read inputs which no call had, and nothing else
         self.calls: dict[str, NormCall] = {}  # those of the norms that are no modules
         self.called: dict[str, set[str]] = defaultdict(set)  # module: other functions for norms that its forward calls
         self.resizable = False
@@ -174,17 +177,14 @@ class Trace:
                     name = self.names.setdefault(id(tensor), f"{module_name}.{key}" if module_name else key)
                     self.owners[name].append((module_name, key))
                     self.sizes[name] = tensor.numel()
+                    if keep_architecture and key in module._non_persistent_buffers_set:
+                        self.weight_consumers[name].add("its module, which computes it again when the model is loaded")
         self.advice: Callable[[list[str]], str] = lambda weights: "give an example that does"  # for idle weights
         self.caches = False  # the example asks for a cache of keys and values
         self.codes = 1  # the next free code
         self.measuring = False  # note the ranges of sums
         self.is_example = False  # the call that is traced is the user's example
         self._ordered: list[Source] = []
-
-    @staticmethod
-    def memory(tensor: Tensor) -> int:
-        """The address of a tensor's memory, the same for its views; sparse ones have none."""
-        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
     def source(self, key: Any, kind: str, name: str, size: int, product: Product | None = None) -> Source:
         """The source with that key, created on first use; its codes stay the same."""

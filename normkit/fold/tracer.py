@@ -38,6 +38,7 @@ from normkit.fold.trace import (
 )
 from normkit.fold.trace_rules import MOVE_RULES, RULES
 from normkit.models.invoke import Call
+from normkit.models.lazy import memory
 
 aten = torch.ops.aten
 
@@ -74,7 +75,7 @@ class Tracer(TorchDispatchMode):
         self.inside_norm = 0
         self.gathered: set[Source] = set()  # sums of rows that are added one after the other (experts)
         known = [t for t in [*model.parameters(), *model.buffers()] if id(t) in trace.names and t.numel()]
-        self.storages = {Trace.memory(t): trace.names[id(t)] for t in known}
+        self.storages = {memory(t): trace.names[id(t)] for t in known}
         self.tensors = {trace.names[id(t)]: t for t in known}
         self.tables = self._tables(model)
 
@@ -185,8 +186,8 @@ class Tracer(TorchDispatchMode):
             rule = MOVE_RULES.get(packet)
             if any(self._followed(t) for t in given) and not (rule and rule(self, packet, args, out)):
                 self._move(func, args, kwargs, out)
-            storages = {Trace.memory(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
-            for tensor in (t for t in given if not self._followed(t) and storages - {Trace.memory(t)}):
+            storages = {memory(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+            for tensor in (t for t in given if not self._followed(t) and storages - {memory(t)}):
                 self.note_weight_reader(tensor, name)  # a copy of a weight will not change along with it
             return out
         if any(not t.numel() for t in given):  # an expert without rows: it reads, writes and adds nothing
@@ -228,8 +229,8 @@ class Tracer(TorchDispatchMode):
         self.shadows.update(zip(tree_leaves(out), tree_leaves(moved), strict=True))
 
     def _forget(self, written: Tensor) -> None:
-        storage = Trace.memory(written)
-        for tensor in [t for t in list(self.shadows.keys()) if Trace.memory(t) == storage]:
+        storage = memory(written)
+        for tensor in [t for t in list(self.shadows.keys()) if memory(t) == storage]:
             if tensor is not written:
                 self.note_reader(tensor, "an operation in place")
             del self.shadows[tensor]
@@ -238,7 +239,7 @@ class Tracer(TorchDispatchMode):
 
     def _parameter(self, tensor: Any) -> str | None:
         """The name of the parameter that a tensor is, or is a view of."""
-        return self.storages.get(Trace.memory(tensor)) if isinstance(tensor, Tensor) and tensor.numel() else None
+        return self.storages.get(memory(tensor)) if isinstance(tensor, Tensor) and tensor.numel() else None
 
     def bias(self, tensor: Any, length: int) -> View | None:
         """The part of a parameter that a bias is."""

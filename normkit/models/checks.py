@@ -5,10 +5,12 @@ import copy
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
 from normkit._util import require_flags
 from normkit.models.hooks import share_groups
+from normkit.models.lazy import is_large, widened
 from normkit.norms import StatNorm
 
 WRAPPERS = {  # class name: what to do instead
@@ -95,24 +97,36 @@ def copy_unless(inplace: bool, model: nn.Module) -> nn.Module:
     return model if inplace else copy_model(model)
 
 
-def copy_model(model: nn.Module, wide: bool = False, share: bool = False) -> nn.Module:
+def copy_model(model: nn.Module, wide: bool = False, share: bool = False, share_all: bool = False) -> nn.Module:
     """Copy a model.
 
     Args:
         model: The model.
-        wide: Make tensors that are no parameters or buffers float64.
-        share: Let the copy have the parameters and buffers of the model itself.
+        wide: Copy tensors that are no parameters or buffers in float64. Large parameters are not copied: they become
+            lazy ones that read the originals, in float64.
+        share: Let the copy have the parameters that the model's forward does not change.
+        share_all: Let the copy have all parameters and buffers.
     """
     known = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     leaves = tree_leaves([vars(module) for module in model.modules()])
     plain = {id(t): t for t in leaves if isinstance(t, Tensor) and id(t) not in known}
     memo = {key: t.detach().clone() for key, t in plain.items() if not t.is_leaf}  # weight norm computes them again
-    memo |= {key: t.detach().clone().double() for key, t in plain.items() if wide and t.is_floating_point()}
-    fake = [t for t in [*model.parameters(), *model.buffers()] if isinstance(t, FakeTensor)]
-    memo |= {id(t): _copy_fake(t) for t in fake}  # deepcopy would copy their mode, too
-    return copy.deepcopy(model, memo | share_groups(model) | (known if share else {}))
+    kept = {id(p): p for module in model.modules() for p in _read_only(module)} if share or wide else {}
+    if share:
+        memo |= kept
+    if wide:
+        memo |= {key: t.detach().clone().double() for key, t in plain.items() if t.is_floating_point()}
+        memo |= {key: widened(p) for key, p in kept.items() if is_large(p)}
+    memo |= {key: _copy_fake(t) for key, t in known.items() if isinstance(t, FakeTensor)}  # deepcopy copies their mode
+    return copy.deepcopy(model, memo | share_groups(model) | (known if share_all else {}))
 
 
 def _copy_fake(tensor: Tensor) -> Tensor:
     copied = tensor.detach().clone()
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _read_only(module: nn.Module) -> list[Tensor]:
+    """The parameters of a module that its forward does not change."""
+    changes = isinstance(module, ParametrizationList) or getattr(module, "max_norm", None) is not None
+    return [] if changes else [p for p in module._parameters.values() if p is not None]

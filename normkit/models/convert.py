@@ -72,15 +72,15 @@ def unreadable(model: nn.Module) -> dict[str, str]:
     """
     check_is_model(model, "unreadable")
     named = {name: _try_read(module) for name, module in outermost(model).items() if is_named_norm(module)}
-    return {name: str(reading) for name, reading in named.items() if isinstance(reading, CannotRead)}
+    return {name: reading for name, reading in named.items() if isinstance(reading, str)}
 
 
-def _try_read(module: nn.Module) -> Found | CannotRead:
+def _try_read(module: nn.Module) -> Found | str:
     """Return what the norm of a module computes, or the reason why it cannot be read."""
     try:
         return read_norm(take_apart(module)[0])
     except CannotRead as reason:
-        return reason
+        return str(reason)  # the exception would keep the frames, and so the model, alive
 
 
 def convert(

@@ -180,7 +180,7 @@ class _Models(NamedTuple):
                 mask = norm.check(x, mask)
                 pause((name, (norm.rest(x), mask)))
 
-        model = copy_model(self.model, share=True)
+        model = copy_model(self.model, share_all=True)
         for name in norms:
             norm = model.get_submodule(name)
             norm.register_forward_pre_hook(functools.partial(wait, name), with_kwargs=True)
@@ -193,7 +193,7 @@ class _Models(NamedTuple):
             if name not in done:
                 pause((name, y))
 
-        like = copy_model(self.like, share=True)
+        like = copy_model(self.like, share_all=True)
         for name in norms:
             like.get_submodule(name).register_forward_hook(functools.partial(wait, name))
         call(like, batch, self.forward)

@@ -77,8 +77,9 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
 
     The specs of the norms go into `config.json`, statistics are among the weights. `load_pretrained` restores both.
     `from_pretrained` of transformers would build the original norms. So that it fails instead, the weight files of a
-    model that differs from its architecture are named `model.normkit.safetensors`. A folded model whose norms are all
-    gone gets a `load.py`, which loads it without normkit.
+    model that differs from its architecture are named `model.normkit.safetensors`. If all its norms have become
+    identities, it gets a `load.py`, which loads it without normkit. A model of its architecture, such as one after
+    `fold(keep_architecture=True)`, is a plain checkpoint, which needs none.
 
     Args:
         model: A `PreTrainedModel`, usually after `convert`, `to_rms` or `fold`.
@@ -100,7 +101,7 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     gated = any(isinstance(module, GatedNorm) for module in model.modules())  # which is of normkit
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as new:  # the old files stay if the disk is full
-        with _quiet(_transformers()):
+        with quiet(import_transformers()):
             model.save_pretrained(new, variant=VARIANT if changes else None)
         if changes and not gated and all(change["is"] == "identity" for change in changes["norms"].values()):
             Path(new, "load.py").write_text(LOAD, encoding="utf8")
@@ -131,14 +132,9 @@ def load_pretrained(folder: Path | str) -> Any:
             the architecture.
     """
     path = as_path(folder, "folder")
-    config = _config(path)
+    config = read_config(path)
     variant = _only_variant(path)
-    transformers = _transformers()
-    architecture = config["architectures"][0]
-    try:
-        kind = getattr(transformers, architecture)
-    except (AttributeError, ImportError) as error:
-        raise ValueError(f"{path}: transformers {transformers.__version__} has no {architecture}: {error}") from error
+    transformers, kind = transformers_class(path, config)
     from safetensors import SafetensorError, safe_open  # transformers needs it
 
     for file in _weights(path):
@@ -156,7 +152,7 @@ def load_pretrained(folder: Path | str) -> Any:
     # a subclass, so that transformers itself reads shards, renames and converts weights, and ties them
     changed = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
     try:
-        with _quiet(transformers):
+        with quiet(transformers):
             model, found = changed.from_pretrained(
                 path, variant=variant, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -164,13 +160,24 @@ def load_pretrained(folder: Path | str) -> Any:
     except Exception as problem:  # what a damaged configuration raises depends on the class
         raise ValueError(f"{path}: {type(problem).__name__}: {problem}") from problem
     model.__class__ = kind
-    _check_fit(path, found, changes is not None)
+    check_fit(path, found, changes is not None)
     if changes is not None:
         write_changes(model)
     return model
 
 
-def _config(path: Path) -> dict[str, Any]:
+def transformers_class(path: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return transformers, and its class for the model of a folder; a ValueError if it has none."""
+    transformers, architecture = import_transformers(), config["architectures"][0]
+    try:
+        return transformers, getattr(transformers, architecture)
+    except (AttributeError, ImportError) as error:
+        version = f"transformers {transformers.__version__}"
+        raise ValueError(f"{path}: {version} has no {architecture}; install a version that has it") from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the configuration of a folder; a ValueError if the folder cannot be loaded by it."""
     if not path.is_dir():
         raise ValueError(f"{path} is no folder; load models of the Hub by their class's from_pretrained")
     if not (path / "config.json").is_file():
@@ -186,6 +193,12 @@ def _config(path: Path) -> dict[str, Any]:
     if config.get("quantization_config"):
         raise ValueError(f"{path} holds quantized weights; fold the model first, then quantize it")
     return config
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the weight files of a folder; a ValueError if there are none, or those of two models."""
+    _only_variant(path)
+    return [*_weights(path)]
 
 
 def _weights(path: Path) -> dict[Path, str | None]:
@@ -208,7 +221,7 @@ def _only_variant(path: Path) -> str | None:
     raise ValueError(f"{path} holds no weights; expected model.safetensors beside config.json")
 
 
-def _check_fit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
+def check_fit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
     """Raise a ValueError that names tensors unless a checkpoint fits its model exactly."""
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     shapes = sorted(f"{name} {list(saved)}, not {list(built)}" for name, saved, built in found["mismatched_keys"])
@@ -227,7 +240,7 @@ def _check_fit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(transformers: Any) -> Iterator[None]:
     """Hold back progress bars, and warnings about misfits, which are errors here."""
     library = transformers.utils.logging
     level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
@@ -241,7 +254,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
     """Import transformers, also where torchvision was built for another PyTorch and fails."""
     if "torchvision" not in sys.modules:
         try:

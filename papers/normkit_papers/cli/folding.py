@@ -20,35 +20,42 @@ def audit(model: Path, /) -> int:
     from normkit.fold.folders import audit_dir, is_pretrained_dir
 
     check_model(model)
+    warnings: list[str] = []
     if is_pretrained_dir(model):
-        found = audit_dir(model)
+        found, warnings = audit_dir(model)
     else:
         from normkit_papers.train.fold_run import audit_run
         from normkit_papers.train.folder import load
 
         found = audit_run(load(model))
     write(fit_width(found))
+    for warning in warnings:
+        write(f"warning: {warning}; was this checkpoint converted for another class?")
     return 0
 
 
 @command
-def fold(model: Path, /, out: Path) -> int:
+def fold(model: Path, /, out: Path, untie: bool = False) -> int:
     """Fold the norms of a saved model away, and verify that nothing changed.
 
-    They become part of the layers beside them; the comparison is in float64.
+    They become part of the layers beside them; the comparison is in float64. A Hugging Face model whose norms compute
+    statistics keeps its architecture: their gains become 1, and any program that opens the original opens the result.
 
     Args:
         model: Folder of a run, or of a Hugging Face model with safetensors.
         out: Folder for the folded model: a run that `normkit pronounce --run` and `translate` take like any other,
-            or a Hugging Face folder, with a load.py if no norm is left.
+            or a Hugging Face folder, with a load.py if all its norms vanished.
+        untie: Give an output layer that is tied to an embedding a copy of its own, so that the last gain folds, too.
     """
     check_model(model)
     check_out(model, out, "folding")
     from normkit.fold.folders import fold_dir, is_pretrained_dir
 
     if is_pretrained_dir(model):
-        report = fold_dir(model, out)
+        report = fold_dir(model, out, untie)
     else:
+        if untie:
+            raise ValueError("--untie is for folders of Hugging Face models; the output layers of runs stay tied")
         from normkit_papers.train.fold_run import fold_run
         from normkit_papers.train.folder import load, save
 
