@@ -104,7 +104,9 @@ def test_a_small_model_learns_the_made_language(corpus, tmp_path):
     messages: list[str] = []
     assert len(list(translate_lines(tmp_path, ["ka lo", "ЖЖЖ ЩЩЩ"], messages.append))) == 2
     assert messages == ["line 2 is mostly unknown to the model; is it in its language and script?"]
-    assert (tmp_path / "outputs" / "beam.txt").read_text().split()[0] in {*"one two three four five six seven eight".split()}
+    assert (tmp_path / "outputs" / "beam.txt").read_text().split()[0] in {
+        *"one two three four five six seven eight".split()
+    }
 
 
 def test_only_target_words_are_generated(corpus):

@@ -5,6 +5,7 @@ A run that ended is kept, a run that was interrupted resumes, also after kill -9
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import socket
@@ -30,7 +31,9 @@ from normkit_papers.train.config import Run
 from normkit_papers.train.folder import Locked, differences
 
 RETRIES = 3  # how often training goes on after a process was killed, as when memory runs out
-REFRESH = 0.5  # seconds between looks at the files of progress
+REFRESH = 0.5  # seconds between two readings of the notes
+PROGRESS, ENDED = ".progress.json", ".ended.json"  # notes of runs in training, and of those that have ended
+LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray reserves for results; ours are small
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_THRESHOLD_": "2147483647",  # glibc would return every large tensor to the system
@@ -64,34 +67,29 @@ def train_all(
     Returns:
         The status of each run that ended: "done", "diverged at step N", "failed: ...", "left out: ...".
     """
-    ended: dict[Path, str] = {}
     kinds: dict[tuple[Any, ...], dict[Path, Run]] = {}  # runs of equal needs are trained together
     for folder, run in runs.items():
         kinds.setdefault((run.device, run.devices, run.threads), {})[folder] = run
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-    with Display(console or Console(), len(runs)) as display:
+    shared = Path(os.path.commonpath([folder.parent for folder in runs]))
+    shared.mkdir(parents=True, exist_ok=True)
+    with Display(console or Console(), len(runs), shared, on_end) as display:
         for kind in kinds.values():
             with _backend(next(iter(kind.values())), processes, ray) as jobs:
-                for folder, status in _outcomes(kind, command, jobs, display):
-                    ended[folder] = status
-                    on_end(folder, status)
-                    display.end(runs[folder].name, status)
-    return ended
+                _train_kind(kind, command, jobs, display)
+    return {folder: display.ended[folder] for folder in runs if folder in display.ended}
 
 
-def _outcomes(runs: Runs, command: str, jobs: int, display: "Display") -> Iterator[tuple[Path, str]]:
-    """Yield folder and status of each run as it ends; start the others again after a process was killed."""
-    left = dict(runs)
+def _train_kind(runs: Runs, command: str, jobs: int, display: "Display") -> None:
+    """Train runs of equal needs; those that have not ended start again after a process was killed."""
     for attempt in range(RETRIES + 1):
+        left = {folder: run for folder, run in runs.items() if folder not in display.ended}
         calls = [joblib.delayed(train_one)(run, folder, command, display.notes) for folder, run in left.items()]
-        parallel = joblib.Parallel(jobs, return_as="generator_unordered", pre_dispatch=jobs, batch_size=1)
         try:
-            with contextlib.closing(parallel(calls)) as outcomes:  # closing it, as after Ctrl-C, ends the workers
-                for folder, status in outcomes:
-                    del left[folder]
-                    yield folder, status
+            joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)
             return
         except TerminatedWorkerError:
+            display.follow()
             if attempt == RETRIES:
                 raise ValueError(
                     f"a process was killed {attempt + 1} times, as when memory runs out; take fewer --processes"
@@ -99,17 +97,17 @@ def _outcomes(runs: Runs, command: str, jobs: int, display: "Display") -> Iterat
             display.console.print("a process was killed, as when memory runs out; the others start again")
 
 
-def train_one(run: Run, folder: Path, command: str, notes: Path) -> tuple[Path, str]:
-    """Train or resume a run in a worker, unless it has ended; note its progress in a file.
+def train_one(run: Run, folder: Path, command: str, notes: Path) -> None:
+    """Train or resume a run in a worker, unless it has ended; note progress and status in files.
 
-    Returns:
-        The folder and the status. A run that raises leaves failed.txt and is tried again by the next command.
+    A run that raises leaves failed.txt, and is tried again by the next command.
     """
-    note, shown = notes / f"{os.getpid()}.json", 0.0
+    name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    note, shown = notes / f"{name}{PROGRESS}", 0.0
 
     def on_progress(progress: Any) -> None:
         nonlocal shown
-        if time.monotonic() - shown > REFRESH and notes.is_dir():
+        if time.monotonic() - shown > REFRESH:
             shown = time.monotonic()
             write_whole(note, json.dumps({"description": run.name, **describe(progress)}).encode())
 
@@ -117,18 +115,16 @@ def train_one(run: Run, folder: Path, command: str, notes: Path) -> tuple[Path, 
         if not is_finished(folder, run):
             _on_devices(run, folder, command, on_progress)
         status = results.read(folder)["status"]
-        if status.startswith("interrupted"):  # by Ctrl-C, which ends this process too
-            raise KeyboardInterrupt
         (folder / FAILURE).unlink(missing_ok=True)
-        return folder, status
     except Locked as error:  # another command trains it
-        return folder, f"left out: {error}"
+        status = f"left out: {error}"
     except Exception as error:
         status = f"failed: {' '.join(str(error).split()) or type(error).__name__}"[:300]
         write_whole(folder / FAILURE, f"{status}\n".encode())
-        return folder, status
-    finally:
-        note.unlink(missing_ok=True)
+    note.unlink(missing_ok=True)
+    if status.startswith("interrupted"):  # by Ctrl-C, which ends this process too
+        raise KeyboardInterrupt
+    write_whole(notes / f"{name}{ENDED}", json.dumps([str(folder), run.name, status]).encode())
 
 
 def is_finished(folder: Path, run: Run) -> bool:
@@ -191,11 +187,12 @@ def _backend(run: Run, processes: int, ray: str | None) -> Iterator[int]:
     from ray.util.joblib import register_ray
 
     register_ray()
-    cluster.init(address=ray, log_to_driver=False, ignore_reinit_error=True)
+    local = {"include_dashboard": False, "object_store_memory": LOCAL_MEMORY} if ray == "local" else {}
+    cluster.init(address=ray, log_to_driver=False, ignore_reinit_error=True, **local)
     have = cluster.cluster_resources()
     jobs = int(have.get("GPU", 0) // gpus if gpus else have["CPU"] // threads)
-    if not jobs:
-        raise ValueError(f"a run needs {gpus} GPU and {threads} CPU; this Ray cluster has {have}")
+    if jobs < 2:  # joblib would train in this process
+        raise ValueError(f"this Ray cluster has {have}, not enough for two runs of {gpus} GPU and {threads} CPU each")
     with joblib.parallel_config("ray", n_jobs=jobs, ray_remote_args={"num_cpus": threads, "num_gpus": gpus}):
         yield jobs
 
@@ -215,20 +212,23 @@ def describe(progress: Any) -> dict[str, Any]:
 class Display:
     """One progress display of many runs: a bar for all, and one for each run in training.
 
+    Workers write notes into files, which a thread follows: so it is the same for processes, Ray, and this process.
+
     Attributes:
-        notes: Folder in which workers write the progress of their runs.
+        notes: Folder of the notes, which all workers see.
+        ended: Status of each run that has ended, by its folder.
     """
 
-    def __init__(self, console: Console, total: int):
-        self.console, self.total = console, total
-        self._folder = tempfile.TemporaryDirectory(prefix="papers-")
-        self.notes = Path(self._folder.name)
+    def __init__(self, console: Console, total: int, shared: Path, on_end: Callable[[Path, str], object]):
+        self.console, self.total, self.on_end = console, total, on_end
+        self._folder = tempfile.TemporaryDirectory(prefix=".progress-", dir=shared)
+        self.notes, self.ended = Path(self._folder.name), dict[Path, str]()
         columns = (TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
         more = (TextColumn("{task.fields[state]}", markup=False), TimeRemainingColumn())
         self._bars = Progress(*columns, *more, console=console, disable=not console.is_terminal)
         self._rows: dict[str, TaskID] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_following, daemon=True)
 
     def __enter__(self) -> "Display":
         self._bars.start()
@@ -239,19 +239,26 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
+        self.follow()
         self._bars.stop()
         self._folder.cleanup()
 
-    def end(self, name: str, status: str) -> None:
-        """Show how a run has ended."""
-        self._bars.advance(self._all)
-        self._bars.console.print(f"{name}: {status}", markup=False, highlight=False, soft_wrap=True)
-
-    def _follow(self) -> None:
-        """Show the notes of the workers until the display closes."""
+    def _keep_following(self) -> None:
         while not self._closed.wait(REFRESH):
+            self.follow()
+
+    def follow(self) -> None:
+        """Show the notes that workers have written since the last time."""
+        with self._lock:
+            for file in sorted(self.notes.glob(f"*{ENDED}")):
+                folder, name, status = json.loads(file.read_bytes())
+                file.unlink()
+                self.ended[Path(folder)] = status
+                self._bars.advance(self._all)
+                self.console.print(f"{name}: {status}", markup=False, highlight=False, soft_wrap=True)
+                self.on_end(Path(folder), status)
             found = {}
-            for file in self.notes.glob("*.json"):
+            for file in self.notes.glob(f"*{PROGRESS}"):
                 with contextlib.suppress(OSError):  # it was removed meanwhile
                     found[file.name] = json.loads(file.read_bytes())
             for name in self._rows.keys() - found.keys():
