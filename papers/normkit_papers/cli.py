@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from normkit.names import pick
-from normkit.text import align, escape, truncate
+from normkit._util import align, escape, pick, truncate
 
 Scale = Literal["pocket", "gpu", "paper"]
 BAD_INPUT, INTERRUPTED = 2, 130

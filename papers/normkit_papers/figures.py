@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from normkit.names import pick
+from normkit._util import pick
 from normkit_papers.powernorm import figures as power
 from normkit_papers.report.recorded import Drawn, Recorded, recorded
 from normkit_papers.report.settings import Results

@@ -76,7 +76,7 @@ def test_lists_name_what_runs_here_and_where_missing_data_is(capsys, monkeypatch
     lines = capsys.readouterr().out.splitlines()
     assert "pocket: runs here" in next(line for line in lines if line.startswith("core.cmudict "))
     assert "pocket: lacks iwslt14.de-en" in next(line for line in lines if line.startswith("un.table9 "))
-    assert "benchmarks/swin.py" in next(line for line in lines if line.startswith("un.table8 "))
+    assert "benchmarks/deploy.py" in next(line for line in lines if line.startswith("un.table8 "))
 
 
 def test_a_study_is_run_shown_continued_and_reported(tmp_path, monkeypatch, capsys):
@@ -168,7 +168,7 @@ def test_reports_of_runs_rows_and_figures(demo, tmp_path, capsys):
         (["repport"], "'report'"),
         (["study", "pn.tabel1"], "'pn.table1'"),
         (["study", "un.table9", "--only", "LN"], "'LN'"),
-        (["study", "un.table8"], "swin.py"),
+        (["study", "un.table8"], "deploy.py"),
         (["study", "core.cmudict", "--seeds", "0"], "--seeds"),
         (["demo", "--norms", "un", "un"], "'un'"),
         (["demo", "--norms", "unn"], "unn"),

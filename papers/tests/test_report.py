@@ -198,8 +198,8 @@ def test_a_page_of_csv_files_has_their_tables_and_charts(tmp_path):
     assert "<td>batch</td>" in made
     assert made.count('class="plotly-graph-div"') == 1
     (tmp_path / "deploy.csv").write_text(
-        "model,runtime,batch,precision,norm,ms,file_mb\nvit,onnx,1,int8,layer,20,30\nvit,slow,1,int8,layer,40,30\n"
-        "vit,onnx,1,int8,folded,15,29\n"
+        "model,runtime,batch,scheme,norm,ms\nvit,onnx,1,int8,layer,20\nvit,slow,1,int8,layer,40\n"
+        "vit,onnx,1,int8,folded,15\n"
     )
     charts = page.make([tmp_path / "deploy.csv"], "time").parts
     assert '"x":[20.0]' in charts[1].replace(" ", ""), "of two runtimes, the fastest"

@@ -11,7 +11,6 @@ import pytest
 import safetensors.torch
 import torch
 from normkit_papers.models.config import Model
-from normkit_papers.timing import use_threads
 from normkit_papers.train import environment
 from normkit_papers.train.checkpoints import checkpoint_path, checkpoints, remove_temporary
 from normkit_papers.train.config import Run
@@ -19,7 +18,8 @@ from normkit_papers.train.folder import LOCK, load, locked
 from normkit_papers.train.run import train
 from normkit_papers.train.task import Task
 
-from normkit.files import write_whole
+from normkit._util import write_whole
+from normkit.bench import use_threads
 
 RUN = Run(
     name="folder", task="digits", data="digits", model=Model(width=8, hidden=8, depth=1, heads=1), steps=6,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from normkit.names import unknown
+from normkit._util import unknown
 from normkit_papers.data.lines import find_file, read_lines
 
 VARIABLE = "NORMKIT_DATA"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from normkit.files import open_regular
+from normkit._util import open_regular
 from normkit_papers.data.image_files import reading, to_rgb
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")

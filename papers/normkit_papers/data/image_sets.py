@@ -7,7 +7,7 @@ such a folder, or a folder of your own images. `normkit_papers.data.images` read
 import dataclasses
 from pathlib import Path
 
-from normkit.names import unknown
+from normkit._util import unknown
 from normkit_papers.data.corpora import VARIABLE, data_roots
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from normkit.files import cache_folder, write_whole
+from normkit._util import cache_folder, write_whole
 from normkit_papers.data import OnStage
 from normkit_papers.data.corpora import SPLITS, Corpus, Located
 from normkit_papers.data.embedded import Text, split_of

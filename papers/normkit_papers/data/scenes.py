@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from normkit.names import unknown
+from normkit._util import unknown
 from normkit_papers.data.coco import Broken, Scenes, read_scenes
 from normkit_papers.data.corpora import data_roots, not_here
 from normkit_papers.data.image_files import ImageFiles

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.arguments import is_number
+from normkit._util import is_number
 
 
 def filled(outline: Any, height: int, width: int) -> Tensor:

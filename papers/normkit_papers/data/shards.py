@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from normkit.files import cache_folder, write_whole
+from normkit._util import cache_folder, write_whole
 from normkit_papers.data import OnStage
 from normkit_papers.data.image_folder import SUFFIXES, WINDOW
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from normkit.names import unknown
+from normkit._util import unknown
 from normkit_papers.data.corpora import SPLITS
 from normkit_papers.data.embedded import SOURCES, Pairs
 from normkit_papers.data.lines import read_pairs

@@ -100,12 +100,12 @@ def study(table: Table) -> "Figure | None":
 
 
 class Deployed(NamedTuple):
-    """Time and size of one model: milliseconds of a call and megabytes of its file or weights."""
+    """Time and size of one model: milliseconds of a call, and megabytes of its weights if they are known."""
 
     model: str
     kind: str
     ms: float
-    megabytes: float
+    megabytes: float | None = None
 
 
 def deployed_runs(runs: Sequence[Recorded]) -> list[Deployed]:
@@ -120,14 +120,14 @@ def deployed_runs(runs: Sequence[Recorded]) -> list[Deployed]:
 
 
 def deployed_rows(rows: Sequence[dict[str, Any]]) -> list[Deployed]:
-    """Read time and size from the rows that `benchmarks/deploy.py` measures, one input at a time.
+    """Read times from the rows that `benchmarks/deploy.py` measures, one input at a time.
 
-    Of the runtimes, the fastest one stands for a model and its precision.
+    Of the runtimes, the fastest one stands for a model and its scheme of numbers.
     """
     fastest: dict[tuple[str, str], Deployed] = {}
     for row in rows:
         if row["batch"] == "1" and row["ms"]:
-            one = Deployed(f"{row['model']}, {row['precision']}", row["norm"], float(row["ms"]), float(row["file_mb"] or 0))
+            one = Deployed(f"{row['model']}, {row['scheme']}", row["norm"], float(row["ms"]))
             fastest[one[:2]] = min(fastest.get(one[:2], one), one, key=lambda each: each.ms)
     return list(fastest.values())
 
@@ -136,11 +136,13 @@ def time_and_size(found: Sequence[Deployed]) -> "Figure | None":
     """Draw time and size of models, as trained and folded; None without a measurement."""
     if not found:
         return None
-    models = list(dict.fromkeys(one.model for one in found))
-    figure = panels(1, 2, ["milliseconds", "megabytes"], 60 + 34 * len(models), shared_yaxes=True)
+    models = dict.fromkeys(one.model for one in found)
+    titles = ["milliseconds", "megabytes"][: 1 + any(one.megabytes for one in found)]
+    figure = panels(1, len(titles), titles, 60 + 34 * len(models), shared_yaxes=True)
     for position, kind in enumerate(dict.fromkeys(one.kind for one in found)):
         own = [one for one in found if one.kind == kind]
-        for column, values in enumerate(([one.ms for one in own], [one.megabytes for one in own]), 1):
+        measured = ([one.ms for one in own], [one.megabytes for one in own])
+        for column, values in enumerate(measured[: len(titles)], 1):
             figure.add_bar(
                 x=values, y=[one.model for one in own], orientation="h", name=kind, legendgroup=kind,
                 showlegend=column == 1, marker={"color": COLOURS[position]}, row=1, col=column,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from normkit.text import truncate
+from normkit._util import truncate
 from normkit_papers.report import results
 from normkit_papers.report.seeds import difference, interval
 from normkit_papers.report.settings import job, split

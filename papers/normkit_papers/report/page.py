@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normkit.files import write_whole
+from normkit._util import write_whole
 from normkit.watch import NOT_CHECKED, Recording, checked, diagnose
 from normkit.watch import read as read_rows
 from normkit_papers import figures
@@ -151,7 +151,7 @@ def make(paths: Sequence[Path], title: str) -> Page:
         head = _fields(path)
         if "study" in head:
             add_csv(page, path)
-        elif {"model", "runtime", "ms", "file_mb"} <= set(head):
+        elif {"model", "runtime", "scheme", "ms"} <= set(head):
             page.heading(f"Time and size, folded and not folded ({path.name})")
             with path.open(encoding="utf8", newline="") as file:
                 page.chart(charts.time_and_size(charts.deployed_rows(list(csv.DictReader(file)))))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from normkit.text import escape
+from normkit._util import escape
 
 Result = Mapping[str, Any]
 Results = Mapping[Any, Result]

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from normkit.text import align
+from normkit._util import align
 from normkit_papers.report.seeds import difference, interval
 from normkit_papers.report.settings import Results, job, labels
 from normkit_papers.tasks import METRICS, Metric

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from normkit.files import write_whole
+from normkit._util import write_whole
 from normkit.watch.row_files import FILE as ROWS
 from normkit.watch.row_files import read_run
 from normkit_papers.metrics import STUDY_METRICS, validation_metrics

@@ -21,7 +21,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from normkit.files import write_whole
+from normkit._util import write_whole
 from normkit_papers.report import results
 from normkit_papers.studies import rows
 from normkit_papers.studies.catalogue import lacking

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from normkit.text import align, escape
+from normkit._util import align, escape
 from normkit_papers.metrics import STUDY_METRICS
 from normkit_papers.studies.rows import SEPARATOR, CsvRow
 from normkit_papers.study import Study

@@ -177,7 +177,7 @@ TABLE8 = Study(
     title="memory (MB) and throughput (images a second) of Swin-T at inference, LN against UN folded, RTX 3090",
     claim="Folding saves 17.7% of the memory and adds 31.2% to the throughput on ImageNet, 6.1% and 24.2% on COCO.",
     note="All variants in one run, memory on GPUs alone. Shown are eager models in float32.",
-    script="python benchmarks/swin.py",
+    script="python benchmarks/deploy.py --models swin --runtimes eager --schemes float32",
     columns=tuple(
         Column(title=f"{task} {title}", metric=metric)
         for task in ("ImageNet", "COCO")
