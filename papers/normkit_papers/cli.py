@@ -69,17 +69,17 @@ def train(arguments: list[str]) -> int:
     """Train a recipe; every setting of a run is a flag: papers train RECIPE [--SETTING VALUE ...]."""
     from normkit_papers.studies.catalogue import RECIPES
     from normkit_papers.study import warm
-    from normkit_papers.train.config import Run
 
     if not arguments or arguments[0].startswith("-"):
         _write("usage: papers train RECIPE [--steps N] [--model.norm SPEC] [--SETTING VALUE ...]\n")
         list_()
         return 0 if arguments else BAD_INPUT
     recipe = pick(RECIPES, arguments[0], "recipe")
+    default = recipe()
 
     @dataclasses.dataclass
     class Given:
-        run: Annotated[Run, tyro.conf.arg(name="")]
+        run: Annotated[type(default), tyro.conf.arg(name="")]  # type: ignore[valid-type]
         out: Path | None = None
         """Folder of the run; runs/NAME by default."""
         resume: bool = False
@@ -87,7 +87,7 @@ def train(arguments: list[str]) -> int:
         seeds: int = 1
         """Train this many seeds, from --seed on; of several, each in a folder seed-N."""
 
-    given = tyro.cli(Given, args=arguments[1:], prog=f"papers train {arguments[0]}", default=Given(recipe()),
+    given = tyro.cli(Given, args=arguments[1:], prog=f"papers train {arguments[0]}", default=Given(default),
                      description=recipe.__doc__)  # fmt: skip
     run, folder = warm(given.run, automatic=True), given.out or Path("runs") / given.run.name
     if given.seeds < 1:
