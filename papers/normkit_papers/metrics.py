@@ -1,19 +1,16 @@
-"""Metrics of studies: numbers from a run's scores, losses and recorded statistics."""
+"""Metrics of studies: what a table shows of a run, and in which fields of the CSV it stands."""
 
-import functools
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from normkit.watch import QUANTITIES, Recording, read_run
-from normkit.watch.row_files import FILE
+from normkit.watch import QUANTITIES, Recording
 from normkit_papers.tasks import ACCURACY, BLEU, LOSS, PER, PERPLEXITY, perplexity
-from normkit_papers.train.donor_kinds import DONORS
 
-Result = Mapping[str, Any]
-Reader = Callable[[Path, Result], float | None]
 SKIPPED_START = 0.1  # statistics over a run leave out this first part of it
+
+Summary = Callable[[Recording, int], float | None]
+"""Computes a number from what a run recorded, and its last step; None if the run did not record it."""
 
 
 class StudyMetric(NamedTuple):
@@ -21,141 +18,87 @@ class StudyMetric(NamedTuple):
 
     Attributes:
         about: Definition, with unit.
-        read: Takes the run's folder and result and returns the number; None if the run has none.
+        fields: Fields of the CSV; the first one that a run has counts.
         better: 1 if higher is better, -1 if lower is better, 0 if neither.
         digits: Digits shown after the decimal point.
-        error: Sampling error of one run's number, read the same way.
-        kind: Kind of test scores, if it is one of these.
+        summary: Function that fills the field from recorded statistics when a run has ended.
     """
 
     about: str
-    read: Reader
+    fields: tuple[str, ...]
     better: int = 0
     digits: int = 1
-    error: Reader = lambda folder, result: None
-    kind: str = ""
+    summary: Summary | None = None
+
+    def value(self, row: Mapping[str, Any]) -> float | None:
+        """Return the number in a row of a CSV.
+
+        >>> STUDY_METRICS["per"].value({"per running": "11.0", "per beam": ""})
+        11.0
+        """
+        return next((float(row[field]) for field in self.fields if row.get(field) not in (None, "")), None)
 
 
-def score(name: str, *kinds: str) -> Reader:
-    """Read a test score, of the first kind that exists.
-
-    Kind "running" stands in for beam search where a task has none, and for all kinds of statistics where the norm has
-    none.
-
-    >>> result = {"scores": {"running": {"per": 11.0}, "beam": {"per": 10.5}}}
-    >>> score("per", "beam")(Path(), result), score("per", "calibrated")(Path(), result)
-    (10.5, 11.0)
-    """
-
-    def read(folder: Path, result: Result) -> float | None:
-        scores = result["scores"]
-        same = "calibrated" not in scores or not kinds or "beam" in kinds
-        allowed = (*kinds, "running") if same else kinds
-        return next((scores[kind][name] for kind in allowed if name in (scores.get(kind) or {})), None)
-
-    return read
+def _score(name: str, about: str, *kinds: str, better: int, digits: int = 1) -> StudyMetric:
+    return StudyMetric(about, tuple(f"{name} {kind}" for kind in kinds), better, digits)
 
 
-def _score(about: str, name: str, *kinds: str, better: int, digits: int = 1) -> StudyMetric:
-    return StudyMetric(about, score(name, *kinds), better, digits, score(f"{name}_error", *kinds), *kinds[:1])
+def validation_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+    """Compute the metrics that need the losses during training, as they are called in a CSV."""
+    valid, curve, found = result["valid"], result["curve"], dict[str, float]()
+    last = max((point["step"] for point in curve), default=result["run"]["steps"])  # patience may end a run early
+    if scores := [point["bleu"] for point in valid if "bleu" in point]:
+        found["bleu valid"] = max(scores)
+    if valid:
+        found["perplexity valid"] = perplexity(valid[-1]["loss"])
+    if late := [point["train_loss"] for point in curve if point["step"] > 0.95 * last]:
+        found["perplexity train"] = perplexity(statistics.fmean(late))
+    if reached := [point["step"] for point in valid if point.get("accuracy", 0.0) >= 80]:
+        found["minutes to 80%"] = result["seconds"]["train"] / 60 * reached[0] / last
+    return found
 
 
-def _best_valid(name: str) -> Reader:
-    return lambda folder, result: max((v[name] for v in result["valid"] if name in v), default=None)
+def _recorded(name: str, about: str, quantity: str, summarize: Callable, digits: int, every: bool = False) -> dict:
+    """Metric that summarizes a recorded quantity over the run: of its first norm, or of all sites."""
 
+    def summary(recording: Recording, last: int) -> float | None:
+        series = list(recording.of(quantity).values())[: None if every else 1]
+        values = [value for each in series for step, value in each.points() if step > SKIPPED_START * last]
+        return summarize(values) if values else None
 
-def _minutes_to(name: str, target: float) -> Reader:
-    """Training time until a validation pass reaches the target, assuming equally long steps."""
-
-    def read(folder: Path, result: Result) -> float | None:
-        reached = [valid["step"] for valid in result["valid"] if valid.get(name, 0.0) >= target]
-        return result["seconds"]["train"] / 60 * reached[0] / _last_step(result) if reached else None
-
-    return read
-
-
-def _last_step(result: Result) -> int:
-    """Last step trained; patience may end a run before its configured last step."""
-    return max((point["step"] for point in result["curve"]), default=result["run"]["steps"])
-
-
-def _valid_perplexity(folder: Path, result: Result) -> float | None:
-    return perplexity(result["valid"][-1]["loss"]) if result["valid"] else None
-
-
-def _train_perplexity(folder: Path, result: Result) -> float | None:
-    last = [point["train_loss"] for point in result["curve"] if point["step"] > 0.95 * _last_step(result)]
-    return perplexity(statistics.fmean(last)) if last else None
-
-
-def recorded(quantity: str, summary: Callable[[list[float]], float], all_sites: bool = False) -> Reader:
-    """Summarize a recorded quantity over the run: of its first norm, or of all sites."""
-
-    def read(folder: Path, result: Result) -> float | None:
-        series = list(_recording(folder).of(quantity).values())
-        start = SKIPPED_START * _last_step(result)
-        pairs = [pair for s in series[: None if all_sites else 1] for pair in s.points()]
-        values = [value for step, value in pairs if step > start]
-        return summary(values) if values else None
-
-    return read
-
-
-def _singular_value(folder: Path, result: Result) -> float | None:
-    """A singular value of the first embedding, a tenth of the way down from the largest."""
-    prefix, recording = "singular_value[", _recording(folder)
-    indices = [int(name[len(prefix) : -1]) for name in recording.quantities if name.startswith(prefix)]
-    if not indices:
-        return None
-    nearest = min(indices, key=lambda index: abs(index - max(indices) / 10))
-    series = recording.of(f"{prefix}{nearest}]")
-    return series[site].values[0] if (site := next(iter(recording.of(f"{prefix}0]")), "")) in series else None
-
-
-def _similarity(part: int) -> Reader:
-    """Read the mean CKA of equal layers of two models, over the first `1 / part` of them."""
-
-    def read(folder: Path, result: Result) -> float | None:
-        series = _recording(folder).of("cka")
-        same = [series[site].values[-1] for site in series if len(set(site.split("|"))) == 1]
-        return statistics.fmean(same[: max(1, len(same) // part)]) if same else None
-
-    return read
-
-
-def _recording(folder: Path) -> Recording:
-    path = folder / FILE
-    return _read_once(folder, path.stat().st_mtime_ns) if path.is_file() else Recording()
-
-
-@functools.lru_cache(maxsize=8)
-def _read_once(folder: Path, modified: int) -> Recording:
-    """Read a run's rows; cached because several columns of a table read the same file."""
-    return read_run(folder)
+    return {name: StudyMetric(about, (name,), 0, digits, summary)}
 
 
 def _largest_over_median(values: list[float]) -> float:
     return max(values) / max(statistics.median(values), 1e-30)
 
 
-def _of_quantity(name: str, definition: str) -> dict[str, StudyMetric]:
-    """Metrics of a recorded quantity."""
-    return {
-        name: StudyMetric(f"{definition}: first norm, median over the run", recorded(name, statistics.median), 0, 4),
-        f"{name} max": StudyMetric(f"{definition}: first norm, largest over the run", recorded(name, max), 0, 4),
-        f"{name} outliers": StudyMetric(
-            f"{definition}: first norm, largest / median", recorded(name, _largest_over_median)
-        ),
-        f"{name} anywhere": StudyMetric(f"{definition}: largest over run and norms", recorded(name, max, True), 0, 3),
-    }
+def _singular_value(recording: Recording, last: int) -> float | None:
+    """Read a singular value of the first embedding, a tenth of the way down from the largest."""
+    prefix = "singular_value["
+    indices = [int(name[len(prefix) : -1]) for name in recording.quantities if name.startswith(prefix)]
+    if not indices:
+        return None
+    site = next(iter(recording.of(f"{prefix}0]")), "")
+    nearest = recording.of(f"{prefix}{min(indices, key=lambda index: abs(index - max(indices) / 10))}]")
+    return nearest[site].values[0] if site in nearest else None
 
 
-KINDS = {  # kinds of test scores: the suffix of the metric's name, and its description
-    "": ("beam", "by beam search where the task has one"),
-    " running": ("running", "without beam search, running statistics"),
-    " calibrated": ("calibrated", "without beam search, statistics recalibrated after training"),
-    **{f" {kind}": (kind, f"without beam search, statistics {donor.about}") for kind, donor in DONORS.items()},
-    " batch": ("batch", "without beam search, statistics of each test batch itself, by its right answers"),
+def _similarity(part: int) -> Summary:
+    """Average the CKA of equal layers of two models, over the first `1 / part` of them."""
+
+    def summary(recording: Recording, last: int) -> float | None:
+        pairs = {site: series.values[-1] for site, series in recording.of("cka").items()}
+        same = [value for site, value in pairs.items() if len(set(site.split("|"))) == 1]
+        return statistics.fmean(same[: max(1, len(same) // part)]) if same else None
+
+    return summary
+
+
+KINDS = {  # kinds of test scores: the suffix of the metric's name, the fields, and the description
+    "": (("beam", "running"), "by beam search where the task has one"),
+    " running": (("running",), "without beam search, running statistics"),
+    " calibrated": (("calibrated", "running"), "without beam search, statistics recalibrated after training"),
 }
 AVERAGE_PRECISION = {  # suffix in COCO's tables: suffix in result files, and the description
     "": ("", ""),
@@ -167,30 +110,43 @@ AVERAGE_PRECISION = {  # suffix in COCO's tables: suffix in result files, and th
 }
 STUDY_METRICS: dict[str, StudyMetric] = {
     **{
-        f"{metric.key}{suffix}": _score(f"{metric.about}, {about}", metric.key, kind, better=metric.better)
+        f"{metric.key}{suffix}": _score(metric.key, f"{metric.about}, {about}", *kinds, better=metric.better)
         for metric in (BLEU, PER, PERPLEXITY, ACCURACY, LOSS)
-        for suffix, (kind, about) in KINDS.items()
+        for suffix, (kinds, about) in KINDS.items()
     },
-    "bleu valid": StudyMetric("best BLEU on the validation split", _best_valid("bleu"), 1),
-    "perplexity valid": StudyMetric("perplexity on the validation split at the end", _valid_perplexity, -1),
-    "perplexity train": StudyMetric("perplexity with label smoothing, last 5% of training", _train_perplexity, -1, 3),
-    **{f"symbols {kind}": _score("symbols of an output", "symbols", kind, better=0) for kind in DONORS},
-    "perplexity smoothed": _score("perplexity with label smoothing, test", "smoothed_perplexity", better=-1, digits=3),
-    "minutes to 80%": StudyMetric("minutes of training to 80% validation accuracy", _minutes_to("accuracy", 80.0), -1),
     **{
-        f"{target} AP{suffix}": _score(f"average precision of {target}{about}", f"{target}_ap{key}", better=1)
+        f"{target} AP{suffix}": _score(
+            f"{target}_ap{key}", f"average precision of {target}{about}", "running", better=1
+        )
         for target in ("box", "mask")
         for suffix, (key, about) in AVERAGE_PRECISION.items()
     },
-    "memory": StudyMetric("peak MB allocated at inference", lambda _, r: r["speed"].get("inference_megabytes"), -1, 0),
-    "speed": StudyMetric("items per second at inference", lambda _, r: r["speed"].get("inference_items_per_s"), 1),
-    "singular value": StudyMetric("of the embedding, a tenth of the way down; the largest is 1", _singular_value, 1, 3),
-    "cka": StudyMetric("similarity (CKA) of each layer with the same one of the first row, mean", _similarity(1), 1, 3),
-    "cka shallow": StudyMetric("the same, mean over the first third of the layers", _similarity(3), 1, 3),
-    **{
-        name: metric
-        for quantity, one in QUANTITIES.items()
-        for name, metric in _of_quantity(quantity, one.definition).items()
-    },
+    "perplexity smoothed": _score(
+        "smoothed_perplexity", "perplexity with label smoothing, test", "running", better=-1, digits=3
+    ),
+    "bleu valid": StudyMetric("best BLEU on the validation split", ("bleu valid",), 1),
+    "perplexity valid": StudyMetric("perplexity on the validation split at the end", ("perplexity valid",), -1),
+    "perplexity train": StudyMetric(
+        "perplexity with label smoothing, last 5% of training", ("perplexity train",), -1, 3
+    ),
+    "minutes to 80%": StudyMetric("minutes of training to 80% validation accuracy", ("minutes to 80%",), -1),
+    "memory": StudyMetric("peak MB allocated at inference", ("memory",), -1, 0),
+    "speed": StudyMetric("items per second at inference", ("speed",), 1),
+    "singular value": StudyMetric(
+        "of the embedding, a tenth of the way down; the largest is 1", ("singular value",), 1, 3, _singular_value
+    ),
+    "cka": StudyMetric("CKA of each layer with the same one of the first row, mean", ("cka",), 1, 3, _similarity(1)),
+    "cka shallow": StudyMetric("the same over the first third of the layers", ("cka shallow",), 1, 3, _similarity(3)),
 }
 """Metrics by name, as in `Column.metric`."""
+
+for _name, _one in QUANTITIES.items():
+    _what = _one.definition
+    STUDY_METRICS |= {
+        **_recorded(_name, f"{_what}: first norm, median over the run", _name, statistics.median, 4),
+        **_recorded(f"{_name} max", f"{_what}: first norm, largest over the run", _name, max, 4),
+        **_recorded(
+            f"{_name} outliers", f"{_what}: first norm, largest / median over the run", _name, _largest_over_median, 1
+        ),
+        **_recorded(f"{_name} anywhere", f"{_what}: largest over run and norms", _name, max, 3, every=True),
+    }

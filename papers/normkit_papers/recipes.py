@@ -11,9 +11,9 @@ from normkit_papers.train.config import Images, Run
 
 
 def g2p_cmudict() -> Run:
-    """Spelling to sound on the CMU Pronouncing Dictionary: one model of `normkit demo`.
+    """Spelling to sound on the CMU Pronouncing Dictionary: one model of `papers demo`.
 
-    normkit train g2p_cmudict
+    papers train g2p_cmudict
 
     Cost: 2 minutes on one CPU core.
     """
@@ -29,7 +29,7 @@ def g2p_cmudict() -> Run:
 def lm_pydoc() -> Run:
     """Word-level language model on the Python reference that ships with CPython.
 
-    normkit train lm_pydoc
+    papers train lm_pydoc
 
     Cost: 2 min 30 s on one CPU core. Expected perplexity: 12.9 (12,931 test words, CPython 3.11, one seed).
     """
@@ -45,7 +45,7 @@ def lm_pydoc() -> Run:
 def lm_wikitext2() -> Run:
     """Language model on WikiText-2, a decoder of 3 layers of width 256.
 
-    NORMKIT_DATA=FOLDER normkit train lm_wikitext2
+    NORMKIT_DATA=FOLDER papers train lm_wikitext2
 
     Cost: an hour on one CPU core.
     """
@@ -61,7 +61,7 @@ def lm_wikitext2() -> Run:
 def vit_digits() -> Run:
     """Tiny Vision Transformer on the 8 x 8 digits of scikit-learn.
 
-    normkit train vit_digits
+    papers train vit_digits
 
     Cost: half a minute on one CPU core. Expected accuracy: 97.9 % (96 test images, sampling error 1.5, one seed).
     """
@@ -77,7 +77,7 @@ def vit_digits() -> Run:
 def cifar10_tiny_vit() -> Run:
     """Tiny Vision Transformer on CIFAR-10.
 
-    NORMKIT_DATA=FOLDER normkit train cifar10_tiny_vit --model.norm 'un(warmup=50)'
+    NORMKIT_DATA=FOLDER papers train cifar10_tiny_vit --model.norm 'un(warmup=50)'
 
     Cost: minutes on one CPU core.
     """
@@ -94,7 +94,7 @@ def cifar10_tiny_vit() -> Run:
 def mt_multi30k() -> Run:
     """German to English on Multi30k, 29,000 image captions.
 
-    NORMKIT_DATA=FOLDER normkit train mt_multi30k --model.norm power
+    NORMKIT_DATA=FOLDER papers train mt_multi30k --model.norm power
 
     Cost: minutes on one CPU core.
     """
@@ -113,7 +113,7 @@ def mt_multi30k() -> Run:
 def mt_speedrun() -> Run:
     """German to English on Multi30k at full GPU speed: large batches in bf16.
 
-    NORMKIT_DATA=FOLDER normkit train mt_speedrun
+    NORMKIT_DATA=FOLDER papers train mt_speedrun
 
     Cost: a minute or two on one GPU.
     """

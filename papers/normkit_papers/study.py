@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from normkit.norms import options, parse
 from normkit_papers.metrics import STUDY_METRICS
 from normkit_papers.report.settings import flat
 from normkit_papers.train.config import Run
-from normkit_papers.train.donor_kinds import DONORS
 
 SCALES = ("pocket", "gpu", "paper")
 PAPERS = {"pn": "PowerNorm", "tears": "Transformers without Tears", "un": "Unified Normalization"}
@@ -121,8 +120,8 @@ class Study:
         columns: Metrics and models.
         claim: The paper's conclusion. Figures print no numbers, so this is compared with our results.
         note: Differences between our runs and the paper's at every scale.
-        measured: Returns, for a scale, what a script measured: lists of runs of a table by row and column. Such a study
-            has no runs of its own.
+        seeds: Runs of each cell, unless the command gives another number.
+        script: Command that measures the study's numbers, for a study without runs of its own.
 
     >>> from normkit_papers.recipes import g2p_cmudict
     >>> base = {"pocket": Base("toy", g2p_cmudict, {"steps": 10})}
@@ -138,7 +137,8 @@ class Study:
     columns: tuple[Column, ...]
     claim: str = ""
     note: str = ""
-    measured: Callable[[str], Mapping[tuple[int, int], list[dict[str, Any]]]] | None = None
+    seeds: int = 1
+    script: str = ""
 
     def __post_init__(self):
         for column in self.columns:
@@ -159,9 +159,7 @@ class Study:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Scales at which some of the study can be run, or was measured."""
-        if self.measured:
-            return tuple(filter(self.measured, SCALES))
+        """Scales at which some of the study can be run."""
         places = [(row, place) for row in self.rows if row.settings is not None for place in range(len(self.columns))]
         return tuple(scale for scale in SCALES if any(self.base(row, place, scale) for row, place in places))
 
@@ -169,12 +167,6 @@ class Study:
         """Return the base of a row in the column at `place`, or None at other scales."""
         bases = self.columns[place].base if row.base is None else row.base
         return (bases if isinstance(bases, Mapping) else bases[place]).get(scale)
-
-    @property
-    def donors(self) -> tuple[str, ...]:
-        """Kinds of donors that columns show beyond those that each run is scored with."""
-        shown = {STUDY_METRICS[column.metric].kind for column in self.columns}
-        return tuple(kind for kind in DONORS if kind in shown)
 
 
 class Cell(NamedTuple):
@@ -344,8 +336,3 @@ def _complete(run: Run, scale: str, folder: Path) -> Run:
     every = run.checkpoint_every or max(1, run.steps // 10)
     keep = max(run.average, 2)  # checkpoints of many runs fill a disk
     return dataclasses.replace(warm(run), name=str(folder), checkpoint_every=every, keep=keep, **hardware)
-
-
-def unique(cells: Iterable[Cell]) -> list[Cell]:
-    """Keep one cell of those that share the same runs."""
-    return list({cell.folder: cell for cell in reversed(list(cells))}.values())[::-1]

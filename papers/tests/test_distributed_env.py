@@ -9,15 +9,12 @@ import pytest
 import torch
 from forked import Program, free_port
 from normkit_papers.report import results
-from normkit_papers.studies import runner
 from normkit_papers.studies.catalogue import RECIPES
-from normkit_papers.studies.workers import ENVIRONMENT, Workers
-from normkit_papers.study import Base, Column, Row, Study
+from normkit_papers.studies.workers import ENVIRONMENT
 from normkit_papers.train import callbacks
 from normkit_papers.train.distributed_env import check_launched, is_rank_zero
 from normkit_papers.train.run import train
 from normkit_papers.train.trainer import make_trainer
-from worker_jobs import answer_of_ranks, job_with_forked_ranks
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "4",
             "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
@@ -161,34 +158,3 @@ def test_hosts_train_one_model_and_the_first_writes(tmp_path):
     for code, _, error in outcomes:
         assert code == 1
         assert "would resume from different steps, [3, 0]" in error
-
-
-@pytest.mark.slow
-def test_a_run_of_a_study_may_have_several_devices(tmp_path, monkeypatch, forked_workers):
-    monkeypatch.setattr(runner, "study_job", job_with_forked_ranks)
-    base = {"pocket": Base("tiny", RECIPES["vit_digits"], {**TINY, "devices": 2})}
-    column = Column(title="accuracy", metric="accuracy", base=base)
-    wild = {"lr": 1e30, "clip": 0.0, "warmup": 0, "model.norm": "layer"}
-    rows = (Row(label="UN", settings={}), Row(label="wild", settings=wild))
-    study, ticks = Study(id="two", title="on two devices", rows=rows, columns=(column,)), []
-    plan = runner.plan(study, "pocket", tmp_path)
-    with Workers(1, lambda title, tick: ticks.append((title, tick.step))) as workers:
-        from normkit_papers.studies.progress import Board
-        from rich.console import Console
-
-        table, _ = runner.run_study(study, "pocket", tmp_path, plan, workers, Board(Console(quiet=True), [], 1))
-    (ours,), (diverged,) = [row["cells"][0]["runs"] for row in table["rows"]]
-    assert ours["status"] == "done"
-    assert diverged["status"].startswith("diverged at step ")
-    assert ticks.count((ours["folder"], 3)) == 1, "the first process alone reports"
-    assert ours["device"].startswith("2 x ")
-
-
-def test_processes_of_one_run_start_from_a_worker_and_send_through_it(tmp_path, forked_workers):
-    """They are new Pythons, as on a machine with GPUs: what they get must be picklable."""
-    sent = []
-    with Workers(1, lambda title, message: sent.append((title, message))) as workers:
-        workers.submit("two", answer_of_ranks, tmp_path)
-        ((_, noted),) = workers.ended()
-    assert noted == ["0 of 2: False", "1 of 2: False"]
-    assert sent == [("two", "0")]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 import sys
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 from corpus_files import cache_with_kernels, sentences, write_corpus, write_text
 from forked import torchrun, two_ranks
-from normkit_papers.cli import main
 from normkit_papers.data.batches import rounded, static_batches
 from normkit_papers.data.corpora import CORPORA, locate
 from normkit_papers.data.prepare import prepare
@@ -26,7 +24,6 @@ from normkit_papers.studies.catalogue import RECIPES
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.bleu import bleu
 from normkit_papers.train.checkpoints import checkpoint_path, checkpoints
-from normkit_papers.train.compare import compared, interval, paired, read_outputs
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import load
 from normkit_papers.train.mt import MachineTranslation
@@ -78,57 +75,6 @@ def test_what_bleu_is_counted_on_is_the_corpus_own():
         bleu(["a"], ["a", "b"], PARALLEL)
 
 
-def test_paired_bootstrap_distinguishes_a_real_difference_from_none():
-    lines = [two for _, two in sentences(60, 5, longest=9)]
-    worse = [line if number % 3 else " ".join(line.split()[::-1]) for number, line in enumerate(lines)]
-    assert paired(lines, worse, lines, PARALLEL, samples=200).p < 0.02
-    also = [line if number % 3 != 1 else " ".join(line.split()[::-1]) for number, line in enumerate(lines)]
-    assert paired(also, worse, lines, PARALLEL, samples=200).p > 0.05
-    assert paired(worse, worse, lines, PARALLEL, samples=200).p == 1, "no difference is not a significant one"
-    with pytest.raises(ValueError, match="60 and 1 translations for 60 references"):
-        paired(lines, lines[:1], lines, PARALLEL)
-
-
-def test_intervals_have_their_nominal_coverage():
-    draws = np.random.default_rng(0).normal(5, 2, (2000, 4))
-    covered = sum(abs(mean - 5) < half for mean, half in (interval(list(row)) for row in draws))
-    assert 1900 - 35 < covered < 1900 + 35
-    assert np.isnan(interval([1.0])[1])
-
-
-def test_compare_pools_seeds_and_pairs_sentences(corpus, tmp_path, capsys):
-    made = train(changed(corpus, steps=2), tmp_path / "made")
-    references = read_outputs(tmp_path / "made", "reference")
-    assert references == [two for _, two in sentences(30, 2)]
-    for name, shift in (("a", 0.0), ("b", 1.0)):
-        for seed, score in enumerate((30.0, 31.0, 32.0)):
-            ((folder := tmp_path / name / f"seed-{seed}") / "outputs").mkdir(parents=True)
-            found = references if name == "a" else [line if at % 3 else "no" for at, line in enumerate(references)]
-            for kind, lines in (("reference", references), ("beam", found)):
-                (folder / "outputs" / f"{kind}.txt").write_text("\n".join(lines) + "\n", encoding="utf8")
-            scores = {"beam": {"bleu": score + shift}, "running": {"loss": 1.0}}
-            older = {field: value for field, value in made["run"].items() if seed or field != "valid_items"}
-            run = {**older, "seed": seed, "threads": seed + 1, "model": {**made["run"]["model"], "norm": name}}
-            results.write(folder, {**made, "run": run, "scores": scores})
-    one, two = tmp_path / "a", tmp_path / "b"
-    assert main(["compare", str(one), str(two), str(two / "seed-0")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:5] == [
-        f"{one}: bleu by beam search 31.00 (± 2.48, 95 % interval of 3 seeds)",
-        f"{two}: bleu by beam search 32.00 (± 2.48, 95 % interval of 3 seeds)",
-        f"{two / 'seed-0'}: bleu by beam search 31.00 (one seed)",
-        f"{two} less {one}: 1.00 (95 % interval -1.27 to 3.27): not distinguishable",
-        f"{two / 'seed-0'} less {one}: 0.00; two seeds of each show whether this may be chance (--seed)",
-    ]
-    assert len(lines) == 10
-    assert re.search("no statement about their norms, .*seed 0: .*against 100.00, p = 0.00", lines[5] + lines[6])
-    with pytest.raises(ValueError, match=r"has runs of several settings, which differ in model\.norm; name"):
-        compared([tmp_path])
-    (two / "seed-0" / "outputs" / "reference.txt").write_text("other\n")
-    with pytest.raises(ValueError, match="translated other sentences"):
-        compared([one, two])
-
-
 @pytest.mark.parametrize("norm", ["layer", "un(warmup=4)"])
 def test_a_run_on_a_made_corpus(corpus, tmp_path, norm):
     model = dataclasses.replace(TINY, norm=norm, mask_logits=True, word_dropout=0.1, dropout=0.1)
@@ -139,7 +85,7 @@ def test_a_run_on_a_made_corpus(corpus, tmp_path, norm):
     assert all(score["n"] == 20 for score in result["scores"].values())
     assert result["data"]["splits"]["train"]["lines"] == 300
     assert [set(each) for each in result["valid"]] == [{"step", "loss", "bleu"}] * 2
-    assert len(read_outputs(tmp_path)) == 20
+    assert len((tmp_path / "outputs" / "beam.txt").read_text().splitlines()) == 20
     _, model, vocabularies = load(tmp_path)
     assert isinstance(vocabularies["target"], Subwords)
     assert model.allowed.sum() < len(model.allowed)
@@ -158,7 +104,9 @@ def test_a_small_model_learns_the_made_language(corpus, tmp_path):
     messages: list[str] = []
     assert len(list(translate_lines(tmp_path, ["ka lo", "ЖЖЖ ЩЩЩ"], messages.append))) == 2
     assert messages == ["line 2 is mostly unknown to the model; is it in its language and script?"]
-    assert read_outputs(tmp_path)[0].split()[0] in {"one", "two", "three", "four", "five", "six", "seven", "eight"}
+    assert (tmp_path / "outputs" / "beam.txt").read_text().split()[0] in {
+        *["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    }
 
 
 def test_only_target_words_are_generated(corpus):

@@ -1,387 +1,261 @@
-"""Table, conclusions, figures and page made from result files."""
+"""Reports: tables of runs, figures of the papers, comparison of seeds, and the page, also in a real browser."""
 
-import base64
-import copy
-import hashlib
-import html.parser
-import json
 import math
-import re
+import os
+import shutil
 
 import made_results
 import pytest
-from made_results import result, score
-from normkit_papers.report import page, plot, summary
-from normkit_papers.report.panels import panels
+from made_results import result, score, write
+from normkit_papers import figures
+from normkit_papers.report import compare, page, results, summary
+from normkit_papers.report.recorded import Recorded, extremes, first_sites, recorded
 from normkit_papers.report.settings import labels
-from normkit_papers.report.verdict import sentences
+from normkit_papers.studies import rows
+from normkit_papers.unified.figures import folds_away
 
+from normkit.watch import Recording, Row, read_run
+
+QUANTITIES = (
+    "distance_mean", "distance_var", "distance_quadratic", "g_mu", "g_sigma2", "g_psi2", "gradient_norm", "learned_g",
+    "filtered", "pnac_activation", "pnac_gradient", "channel_activation", "channel_activation_am",
+    "channel_activation_gm", "channel_gradient", "channel_gradient_am",
+    *(f"gamma_over_psi_{name}" for name in ("min", "q25", "median", "q75", "max")),
+)  # fmt: skip
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
 
 
-# -- labels and table ------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs")
+    write(place / "batch", result("batch", 21.3, calibrated=12.0), QUANTITIES)
+    write(place / "pnv", result("pnv", 13.9), QUANTITIES)
+    write(place / "more", result("pnv", 12.9, batch_tokens=1000), QUANTITIES)
+    write(place / "smooth", result("un(window=4)", 10.2, label_smoothing=0.0), QUANTITIES)
+    write(place / "digits", result("batch", task="digits", data="digits"), QUANTITIES)
+    un = result("un(window=4)", 10.2, calibrated=10.1)
+    un["scores"]["folded"] = score(10.2)
+    un["fold"] = {"foldable": "9 of 10", "max_error": 3e-14, "seconds_trained": 0.2, "seconds_folded": 0.15}
+    un["fold"] |= {"megabytes_trained": 1.6, "megabytes_folded": 1.5, "obstacle": None}
+    write(place / "un", un, QUANTITIES)
+    extra = [f"500,embedding,,singular_value[{i}],{5 / (i + 1)}" for i in range(9)]
+    extra += [f"500,{a}|{b},,cka,{1.0 if a == b else 0.5}" for a in "abc" for b in "abc"]
+    with (place / "un" / "rows.csv").open("a") as file:
+        file.write("\n".join(extra) + "\n")
+    return results.find([place])
 
 
-def test_labels_are_different():
-    def named(*made):
-        return list(labels(dict(enumerate(made))).values())
-
-    assert named(result("un(warmup=5)"), result("power(groups=0, warmup=5)")) == ["un", "power(groups=0)"]
-    assert named(result("un(warmup=5)"), result("power(warmup=6)")) == ["un(warmup=5)", "power(warmup=6)"]
-    assert named(result("un"), result("un(warmup=5)"), result("pnv(warmup=5)"))[1:] == ["un(warmup=5)", "pnv(warmup=5)"]
-    assert named(result("un(window=4)"), result("un(window=8)")) == ["un(window=4)", "un(window=8)"]
-    assert named(result("scale"), result("layer")) == ["scale + FixNorm", "layer"]
-    assert named(result(seed=1), result(seed=2)) == ["layer, seed=1", "layer, seed=2"]
-    assert named(result(), result()) == ["layer, 0", "layer, 1"]
-    mixed = result()
-    mixed["run"]["model"]["norm_at"] = {"encoder.*": "un"}
-    assert named(mixed) == ["layer (encoder.*: un)"]
-    other = result(seed=1)
-    other["run"].update(task="digits", data="digits", lr=1.0)
-    assert named(result(), other) == ["layer, g2p, cmudict", "layer, digits"]
-    assert named(result(seed=1), result(seed=2), other) == ["layer, seed=1", "layer, seed=2", "layer"]
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_figures_of_the_table_are_those_of_the_results(tmp_path):
-    made = made_results.demo(tmp_path)
-    for row, (folder, one) in zip(summary.rows(made), made.items(), strict=True):
-        assert row["norm"].text == labels(made)[folder]
-        assert row["parameters"].value == one["parameters"]
-        assert row["loss"].value == one["scores"]["running"]["loss"]
-        for kind in ("running", "donors", "calibrated", "beam"):
-            found = row[f"PER {kind}"]
-            if kind in one["scores"]:
-                assert found == (f"{one['scores'][kind]['per']:.1f}", one["scores"][kind]["per"], 0.35)
-            else:
-                assert found == ("=", one["scores"]["running"]["per"], None)
-        assert row["WER"].value == one["scores"]["beam"]["wer"]
-        assert row["words/s train"].value == one["speed"]["train_words_per_s"]
-        assert row["words/s infer"].text == "800"
-        assert row["foldable"].text == one["fold"]["foldable"]
-        assert row["status"].text == "done"
-    line = next(line for line in summary.table(made).splitlines() if line.startswith("batch"))
-    assert " ".join(line.split()) == "batch 381,547 1.032 21.3 9.7 12.0 20.9 - 73.2 1,221 800 0 of 2 done"
-    head, *cells = summary.cells(made)
-    assert head == list(summary.rows(made)[0])
-    assert cells[-1][:4] == ["batch", "381,547", "1.032", "21.3"]
-
-
-def test_columns_are_there_only_where_a_result_fills_them():
-    lm = result("un", 1.0, task="lm", data="pydoc")
-    lm["scores"] = {"running": {"loss": 3.0, "perplexity": 20.1, "n": 500}, "batch": {"loss": 2.9, "perplexity": 18.2}}
-    lm["speed"], lm["fold"] = {}, None
-    assert summary.cells({1: lm})[0] == [
-        "norm",
-        "parameters",
-        "loss",
-        "perplexity running",
-        "perplexity own",
-        "status",
-    ]
-    both = summary.table({1: lm, 2: result()})
-    assert both.startswith("lm on pydoc\n")
-    assert "\n\ng2p on cmudict\n" in both
-
-
-def test_the_speed_of_image_models_is_in_images():
-    made = {"text": result(), "pictures": result(task="images", data="cifar10")}
-    for one, unit, other in (("text", "words", "images"), ("pictures", "images", "words")):
-        row = summary.rows(made)[list(made).index(one)]
-        assert row[f"{unit}/s train"].value == made[one]["speed"]["train_words_per_s"]
-        assert row[f"{other}/s train"].text == "-"
-        assert f"{unit}/s" in summary.table({one: made[one]})
-        assert f"{other}/s" not in summary.table({one: made[one]})
-
-
-def test_a_diverged_run_is_in_the_table():
-    made = {1: result("layer", 9.9), 2: result("batch", status="diverged at step 1500")}
-    made[2]["scores"] = {}
-    assert summary.cells(made)[2] == ["batch", "381,547", *["-"] * 4, "1,210", "800", "0 of 2", "diverged at step 1500"]
-    assert summary.table(made).splitlines()[-1].endswith("  diverged")
-    assert "batch: diverged at step 1500, no score." in sentences(made)
-
-
-def test_the_table_is_never_wider_than_a_terminal(tmp_path):
-    made = made_results.demo(tmp_path)
-    for number, one in enumerate(made.values()):
-        one["run"]["model"]["norm"] = f"un{number}(" + "window=4, " * 20 + ")\x1b[31m\n"
-    text = summary.text(made)
-    assert max(map(len, text.splitlines())) <= 120
-    assert "\x1b" not in text
-    assert all(line.isprintable() for line in text.splitlines())
-
-
-def test_the_best_of_a_column_is_the_least_or_the_most():
-    made = {1: result("layer", 9.0), 2: result("un", 10.0)}
-    assert {title for folder, title in summary.best(made) if folder == 1} == {"loss", "PER running", "PER beam", "WER"}
-    assert {title for folder, title in summary.best(made) if folder == 2} == {"words/s train"}
-
-
-# -- conclusions -----------------------------------------------------------------------------------------------------
-
-
-def verdict(*made):
-    return " ".join(sentences(dict(enumerate(made))))
-
-
-def test_the_verdict_turns_when_the_figures_turn():
-    one, two = result("layer", 9.9), result("pnv", 13.9, statistics=(9.8, 10.2))
-    assert "Best with running statistics is layer, PER 9.9; behind: pnv 13.9." in verdict(one, two)
-    assert "pnv loses by its running statistics: PER 13.9, against 9.8" in verdict(one, two)
-    assert "calibration repairs 90% of that (10.2)" in verdict(one, two)
-    one, two = result("layer", 13.9), result("pnv", 9.9, statistics=(9.8, 10.2))
-    assert "Best with running statistics is pnv, PER 9.9; behind: layer 13.9." in verdict(one, two)
-    assert "Running statistics lose nothing beyond sampling error against those of other" in verdict(one, two)
-    assert "loses" not in verdict(one, two)
-
-
-def test_two_sampling_errors_decide_what_differs():
-    margin = 2 * math.hypot(0.35, 0.35)
-    assert "within sampling error of it: un" in verdict(result("layer", 10.0), result("un", 10.0 + margin - 0.01))
-    assert "behind: un" in verdict(result("layer", 10.0), result("un", 10.0 + margin + 0.01))
-    sure = result("un", 10.0 + margin - 0.01)
-    sure["scores"]["running"]["per_error"] = 0.1
-    assert "behind: un" in verdict(result("layer", 10.0), sure)
-
-
-def test_calibration_without_gain_is_not_recommended():
-    assert "calibration makes it worse (22.0)" in verdict(result("batch", 18.0, statistics=(10.0, 22.0)))
-    assert "calibration does not repair it (18.1)" in verdict(result("batch", 18.0, statistics=(10.0, 18.1)))
-    assert "repairs 5% of that (17.6, within sampling error)" in verdict(result("batch", 18.0, statistics=(10.0, 17.6)))
-    without = result("batch", 18.0, statistics=(10.0, 11.0))
-    del without["scores"]["calibrated"]
-    assert verdict(without).endswith("against 10.0 with those of other items of the same lengths.")
-
-
-def test_direction_of_accuracy_and_perplexity():
-    made = []
-    for norm, accuracy in (("layer", 97.0), ("batch", 80.0)):
-        one = result(norm, task="digits", data="digits")
-        one["scores"] = {"running": {"loss": 1.0, "accuracy": accuracy, "n": 360}}
-        made.append(one)
-    assert "is layer, accuracy 97.0; behind: batch 80.0." in verdict(*made)  # the error follows from n
-    for one, perplexity in zip(made, (30.0, 20.0), strict=True):
-        one["scores"] = {"running": {"loss": 1.0, "perplexity": perplexity, "n": 360}}
-    assert "is batch, perplexity 20.0; behind: layer 30.0; no sampling error is known" in verdict(*made)
-
-
-def test_folding_and_timing_are_reported_as_measured():
-    one = result("un", 10.2, statistics=(10.1, 10.1))
-    one["scores"]["folded"] = score(10.4)
-    one["fold"] |= {"foldable": "9 of 10", "max_error": 2e-14}
-    pair = {"a": "un folded", "b": "layer", "ratio": 1.2, "low": 1.1, "high": 1.3, "n": 15}
-    one["timing"] = {"what": "seconds", "pairs": [pair]}
-    assert "un folded: 9 of 10 norms are gone, outputs differ by at most 2e-14, PER 10.4 (before 10.2)." in verdict(one)
-    assert "un folded takes 1.20 of the time of layer (1.10 to 1.30 in 15 turns): slower." in verdict(one)
-    pair |= {"ratio": 0.8, "low": 0.7, "high": 0.9}
-    assert "turns): faster." in verdict(one)
-    pair |= {"high": 1.01}
-    assert "turns): no clear difference." in verdict(one)
-    one["timing"]["obstacle"] = "this machine is too noisy"
-    assert "Speed was not compared: this machine is too noisy." in verdict(one)
-    assert "turns)" not in verdict(one)
-
-
-def test_runs_that_differ_in_more_than_their_norm_are_named():
-    assert "Mind that the runs differ in more than their norms: steps (5000, 400)." in verdict(
-        result(), result(steps=400)
-    )
-    assert "Mind" not in verdict(result("layer"), result("un"))
-    assert "batches bucketed by length, seed 0." in verdict(result("layer"), result("un"))
-    assert "batches of any lengths, not bucketed" in verdict(result(bucketing=False))
-
-
-# -- figures ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_same_results_give_the_same_figure(tmp_path, suffix):
-    made = made_results.demo(tmp_path)
-    for draw in (plot.curves, plot.statistics):
-        first, second = (draw(made, tmp_path / f"{name}.{suffix}").read_bytes() for name in "ab")
-        assert first == second
-        assert first.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-    made[tmp_path / "un"]["valid"][-1]["loss"] += 0.1
-    assert plot.curves(made, tmp_path / f"a.{suffix}").read_bytes() != (tmp_path / f"b.{suffix}").read_bytes()
-
-
-def test_figures_have_titles_and_labels(tmp_path):
-    made = made_results.demo(tmp_path)
-    made[tmp_path / "layer"]["run"]["model"]["norm"] = "$\\bad{$ <&>"
-    curves = plot.curves(made, tmp_path / "curves.svg").read_text()
-    assert all(f">{name}</text>" in curves for name in ("scale + FixNorm", "power(groups=0)", "training loss", "pnv"))
-    assert "$\\bad{$ &lt;&amp;&gt;</text>" in curves
-    statistics = plot.statistics(made, tmp_path / "statistics.svg").read_text()
-    assert all(f">{title}</text>" in statistics for title in ("batch: mean", "batch: variance", "un: quadratic mean"))
-
-
-def test_figures_that_cannot_be_made_are_errors(tmp_path):
-    with pytest.raises(ValueError, match=r"\.svg"):
-        plot.curves({tmp_path: result()}, tmp_path / "curves.gif")
-    with pytest.raises(ValueError, match=r"rows\.csv"):
-        plot.statistics({tmp_path: result()}, tmp_path / "statistics.png")
-    with pytest.raises(ValueError, match="no learning curve"):
-        plot.curves({tmp_path: result() | {"curve": [], "valid": []}}, tmp_path / "curves.png")
-
-
-def test_a_curve_that_diverged_is_drawn_as_far_as_it_goes(tmp_path):
-    made = result(status="diverged at step 1500")
-    made["curve"][-1]["train_loss"] = math.nan
-    assert plot.curves({tmp_path: made}, tmp_path / "curves.svg").stat().st_size > 1000
-    assert "NaN" not in data(page.write({tmp_path: made}, tmp_path / "report.html"))[1]
-
-
-def test_rows_become_panels(tmp_path):
-    lines = ["step,site,norm,quantity,value", "1,a,pnv,distance_quadratic,2.0", "1,b,pnv,distance_quadratic,4.0"]
-    lines += ["3,a,pnv,distance_quadratic,nan", "3,c,pnv,distance_quadratic,1.0", "3,a,pnv,other,1.0"]
-    (tmp_path / "rows.csv").write_text("\n".join(lines))
-    (panel,) = panels({tmp_path: result("pnv")})
-    assert (panel.title, panel.steps) == ("pnv: quadratic mean", [1, 3])
-    assert panel.sites == {"a": [2.0, None], "b": [4.0, None], "c": [None, 1.0]}
-    assert panel.median() == [3.0, 1.0]
-
-
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", "step,site,norm,quantity,value\n1,a,pnv,distance_mean\n", "\xff\n"])
-def test_rows_that_cannot_be_read_are_refused(tmp_path, text):
-    (tmp_path / "rows.csv").write_bytes(text.encode("latin1"))
-    with pytest.raises(ValueError, match=r"rows\.csv"):
-        panels({tmp_path: result("pnv")})
-
-
-# -- page ------------------------------------------------------------------------------------------------------------
-
-
-class Reader(html.parser.HTMLParser):
-    """Elements of a page with their attributes, its text, and the text of scripts and styles."""
-
-    def __init__(self, text):
-        super().__init__(convert_charrefs=True)
-        self.elements, self.text, self.within, self.inside = [], "", [], {"script": [], "style": []}
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self.within.append(tag)
-        if tag in self.inside:
-            self.inside[tag].append("")
-
-    def handle_endtag(self, tag):
-        while self.within and self.within.pop() != tag:
-            pass
-
-    def handle_data(self, data):
-        if self.within and self.within[-1] in self.inside:
-            self.inside[self.within[-1]][-1] += data
-        else:
-            self.text += data
-
-
-def data(path):
-    text = path.read_text()
-    found = Reader(text)
-    return json.loads(found.inside["script"][0]), found.inside["script"][0], found
-
-
-def test_every_string_of_a_file_is_text(tmp_path):
-    made = made_results.demo(tmp_path)
-    one = made[tmp_path / "un"]
-    one["run"]["model"]["norm"] = one["run"]["name"] = one["status"] = one["command"] = EVIL
-    one["run"]["task"] = one["run"]["evil" + EVIL] = EVIL
-    one["where"]["device"] = one["where"][EVIL] = EVIL
-    one["fold"]["foldable"] = one["timing"]["what"] = one["timing"]["pairs"][0]["a"] = EVIL
-    one["fold"]["rows"] = [{"name": EVIL, "action": EVIL, "into": [EVIL], "why": EVIL}]
-    one["scores"][EVIL] = {EVIL: 1.0}
-    rows = tmp_path / "un" / "rows.csv"
-    rows.write_text(rows.read_text().replace("encoder.layers.0.attention_norm", EVIL.replace('"', "")))
-    path = page.write(made, tmp_path / "report.html", title=EVIL, command=EVIL)
-    values, script, found = data(path)
-    tags = [tag for tag, _ in found.elements]
-    assert tags.count("script") == 2
-    assert "img" not in tags
-    assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
-    assert "<" not in script
-    assert found.text.count(EVIL) > 15
-    assert values["runs"][2]["name"] == EVIL
-    assert EVIL.replace('"', "") in values["statistics"][0]["panels"][0]["sites"]
-    clean = Reader(page.write(made_results.demo(tmp_path), tmp_path / "clean.html").read_text())
-    assert set(tags) == {tag for tag, _ in clean.elements}
-
-
-def test_page_loads_nothing_and_runs_only_its_script(tmp_path):
-    path = page.write(made_results.demo(tmp_path), tmp_path / "report.html", title="t", command="normkit demo")
-    _, _, found = data(path)
-    links = [value for _, given in found.elements for name, value in given.items() if name in ("src", "href", "srcset")]
-    assert links == ["data:,"]
-    assert not re.search(r"url\(|@import", found.inside["style"][0])
-    code = found.inside["script"][1]
-    assert re.findall(r"https?://[^\"]*", code) == ["http://www.w3.org/2000/svg"]  # the name of SVG, no address
-    assert not re.search(r"\b(eval|fetch|innerHTML|outerHTML|insertAdjacentHTML|XMLHttpRequest|import)\b", code)
-    policy = next(given["content"] for _, given in found.elements if given.get("http-equiv"))
-    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}';")
-    assert path.stat().st_size < 300_000
-
-
-def test_the_page_has_the_figures_settings_and_origin(tmp_path):
-    made = made_results.demo(tmp_path)
-    values, _, found = data(
-        page.write(made, tmp_path / "report.html", title="A title", command="normkit demo --seed 0")
-    )
-    shown = [float(given["data-value"]) for tag, given in found.elements if tag == "td" and given.get("data-value")]
-    assert shown == [cell.value for row in summary.rows(made) for cell in row.values() if cell.value is not None]
-    for sentence in [*sentences(made), "A title", "normkit demo --seed 0", "0123456789abcdef", "un(warmup=500)"]:
-        assert sentence in found.text
-    assert [chart["title"] for chart in values["curves"]] == ["Training loss", "Validation loss"]
-    validation = values["curves"][1]["lines"][0]
-    valid = next(iter(made.values()))["valid"]
-    assert validation["x"] == [point["step"] for point in valid]
-    assert validation["y"] == pytest.approx([point["loss"] for point in valid], rel=1e-3)
-    assert [run["name"] for run in values["runs"]] == list(labels(made).values())
-    assert {one["name"]: len(one["panels"]) for one in values["statistics"]} == {
-        "distance_quadratic": 3,
-        "distance_mean": 1,
-        "distance_var": 1,
+def test_labels_name_what_differs_and_not_the_seed():
+    made = {1: result("un"), 2: result("un", seed=1), 3: result("un", steps=100), 4: result("scale", scale_loss=0.1)}
+    assert labels(made) == {
+        1: "un, steps=500",
+        2: "un, steps=500",
+        3: "un, steps=100",
+        4: "scale + FixNorm + scale loss",
     }
-    assert (
-        page.write(made, tmp_path / "again.html", title="A title", command="normkit demo --seed 0").read_bytes()
-        == (tmp_path / "report.html").read_bytes()
+
+
+def test_runs_of_several_seeds_are_one_row_with_its_interval():
+    made = {n: result("un", per, seed=n) for n, per in enumerate((31.0, 32.0, 33.0))}
+    (members,) = summary.groups(made).values()
+    lines = summary.cells(members)
+    row = dict(zip(*lines, strict=True))
+    assert (row["norm"], row["seeds"], row["PER greedy"], row["status"]) == ("un", "3", "32.0 ± 2.5", "done")
+    made[3] = result("un", seed=3, status="diverged at step 7")
+    (members,) = summary.groups(made).values()
+    assert dict(zip(*summary.cells(members), strict=True))["status"] == "1 of 4 diverged at step 7"
+
+
+def test_two_scores_are_level_if_the_interval_of_their_difference_contains_zero():
+    def is_level(per):
+        a, b = summary.groups({1: result("un", 10.0), 2: result("layer", per)})["g2p on cmudict"]
+        return summary.is_level(a, b, "running", summary.main_metric([a]))
+
+    assert is_level(10.9)
+    assert not is_level(11.0), "1.96 * hypot(0.35, 0.35) = 0.97"
+
+
+def test_conclusions_follow_the_scores(runs):
+    text = "\n".join(summary.sentences(summary.groups(runs)["g2p on cmudict"]))
+    assert "Best by PER (beam search): un(window=4)" in text
+    assert "batch" in next(line for line in text.splitlines() if "running statistics" in line)
+    assert "9 of 10 norms are gone" in text
+    assert "folded 0.75" in text, "of its own time, without a layer"
+
+
+def test_a_damaged_result_is_named(tmp_path):
+    for text in ("{", "[]", '{"schema": 1}', '{"schema": 99}', "\xff"):
+        (tmp_path / "result.json").write_bytes(text.encode("latin1"))
+        with pytest.raises(ValueError, match=r"result\.json"):
+            results.find([tmp_path])
+
+
+# -- figures of the papers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_every_figure_is_drawn_with_finite_values(runs, name):
+    figure, left_out = figures.draw(name, runs)
+    assert figure.data
+    assert len(left_out) < len(runs)
+    for trace in figure.data:
+        assert trace.type == "heatmap" or len(trace.y if trace.y is not None else trace.median)
+
+
+def test_the_figures_show_the_recorded_numbers(runs):
+    figure, left_out = figures.draw("pn.figure2", runs)
+    folder = next(path for path in runs if path.name == "batch")
+    series = read_run(folder).of("distance_mean")[made_results.SITES[0]]
+    trace = next(trace for trace in figure.data if trace.name.startswith("batch") and "digits" not in trace.name)
+    assert list(trace.y) == [value for _, value in series.points()]
+    assert list(trace.x)[:2] == [100 / 500, 100 * 13 / 500]
+    assert {label.split(",")[0] for label in left_out} == {"pnv", "un(window=4)"}, "they have no BatchNorm"
+    figure, _ = figures.draw("pn.figure5", runs)
+    points = {trace.name: (list(trace.x), list(trace.y)) for trace in figure.data}
+    assert points["pnv"] == ([500, 1000], [13.9, 12.9])
+    (trace,) = figures.draw("un.figure6", runs)[0].data
+    assert [list(line) for line in trace.z] == [[1, 0.5, 0.5], [0.5, 1, 0.5], [0.5, 0.5, 1]]
+
+
+def test_missing_quantities_are_named(tmp_path):
+    write(tmp_path / "a", result("batch"), ["distance_mean"])
+    with pytest.raises(ValueError, match=r"pn\.figure2: .*distance_var"):
+        figures.draw("pn.figure2", results.find([tmp_path]))
+    with pytest.raises(ValueError, match=r"pn\.figure8"):
+        figures.draw("pn.figure8", {})
+
+
+def test_the_first_batch_norm_is_shown():
+    made = Recording([Row(1, "a", "layer", "g_mu", 1.0), Row(1, "b", "batch", "g_mu", 2.0)])
+    run = Recorded("x", result(), made)
+    assert first_sites([run], "g_mu", "batch") == [(run, "b")]
+    assert first_sites([run], "g_mu", "pnv") == [(run, "a")], "without any, the first norm"
+
+
+def test_outliers_survive_thinning():
+    points = [(float(i), 1.0) for i in range(10_000)]
+    points[777] = (777.0, 50.0)
+    thinned = extremes(points, 100)
+    assert len(thinned) <= 100
+    assert (777.0, 50.0) in thinned
+
+
+@pytest.mark.parametrize(
+    ("norm", "norm_at", "folds"),
+    [("un", {}, True), ("layer", {}, False), ("power(groups=0)", {}, True), ("un", {"*.final": "layer"}, False)],
+)
+def test_lines_are_solid_only_if_all_norms_fold_away(norm, norm_at, folds):
+    made = result(norm)
+    made["run"]["model"]["norm_at"] = norm_at
+    assert folds_away(Recorded("x", made, Recording())) == folds
+
+
+# -- comparison -------------------------------------------------------------------------------------------------------
+
+
+def test_comparison_of_seeds_gives_means_and_the_difference(tmp_path):
+    for name, start in (("a", 30.0), ("b", 33.0)):
+        for seed in range(3):
+            write(tmp_path / name / f"seed-{seed}", result("un" if name == "a" else "layer", start + seed, seed=seed))
+    first, second, less = compare.compare([tmp_path / "a", tmp_path / "b"])
+    assert "30.60 (± 2.48" in first
+    assert "33.60 (± 2.48" in second
+    assert "3.00 ± 2.27: different" in less
+    write(tmp_path / "a" / "seed-9", result("un", seed=9, steps=7))
+    with pytest.raises(ValueError, match="steps"):
+        compare.compare([tmp_path / "a", tmp_path / "b"])
+
+
+def test_bootstrap_distinguishes_a_real_difference_from_none(tmp_path):
+    pytest.importorskip("sacrebleu")
+    words = [f"w{i}" for i in range(40)]
+    reference = [" ".join(words[(7 * i + j) % 40] for j in range(12)) for i in range(60)]
+    worse = [" ".join(line.split()[:7] + ["x"] * 5) for line in reference]
+    for name, lines in (("good", reference), ("bad", worse)):
+        write(tmp_path / name, result("un", task="mt", data="multi30k.de-en"))
+        (tmp_path / name / "outputs").mkdir()
+        (tmp_path / name / "outputs" / "beam.txt").write_text("".join(f"{line}\n" for line in lines))
+        (tmp_path / name / "outputs" / "reference.txt").write_text("".join(f"{line}\n" for line in reference))
+    assert compare.bootstrap(tmp_path / "good", tmp_path / "bad") < 0.01
+    assert compare.bootstrap(tmp_path / "good", tmp_path / "good") == 1.0
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_rows_needs_no_run(tmp_path):
+    folder = write(tmp_path / "a", result("batch"), ["drift_mean", "length"])
+    made = "".join(page.make([folder / "rows.csv"], "rows").parts)
+    assert made.index('"label":"drift_mean"') < made.index('"label":"length"'), "what matters comes first"
+    assert made.count("<h2>") == 2, "statistics and findings, no empty section"
+
+
+def test_a_page_of_csv_files_has_their_tables_and_charts(tmp_path):
+    made = page.make([rows.KEPT / "core.ptb.csv"], "kept").write(tmp_path / "p.html").read_text()
+    assert "<td>batch</td>" in made
+    assert made.count('class="plotly-graph-div"') == 1
+    (tmp_path / "deploy.csv").write_text(
+        "model,runtime,batch,scheme,norm,ms\nvit,onnx,1,int8,layer,20\nvit,slow,1,int8,layer,40\n"
+        "vit,onnx,1,int8,folded,15\n"
     )
+    charts = page.make([tmp_path / "deploy.csv"], "time").parts
+    assert '"x":[20.0]' in charts[1].replace(" ", ""), "of two runtimes, the fastest"
+    with pytest.raises(ValueError, match=r"nothing\.csv"):
+        page.make([tmp_path / "nothing.csv"], "none")
 
 
-def test_a_page_of_an_interrupted_run_leaves_out_empty_sections(tmp_path):
-    made = result(status="interrupted at step 1")
-    made |= {"curve": [], "valid": [], "speed": {}, "fold": None, "scores": {}, "command": ""}
-    values, _, found = data(page.write({tmp_path: made}, tmp_path / "report.html"))
-    assert (values["curves"], values["statistics"]) == ([], [])
-    assert "layer: interrupted at step 1, no score." in found.text
-    assert not {"Learning curves", "Folding", "Timing"} & set(found.text.split("\n"))
-    with pytest.raises(ValueError, match="no results"):
-        page.write({}, tmp_path / "report.html")
+def test_values_that_are_not_finite_leave_the_page_whole(tmp_path):
+    made = result("un", status="diverged at step 7")
+    made["curve"][3]["train_loss"] = math.inf
+    made["valid"] = [{"step": 1, "loss": math.nan}]
+    found = page.make([write(tmp_path, made)], "diverged").write(tmp_path / "p.html").read_text()
+    assert "diverged at step 7" in found
 
 
-def test_lines_are_thinned_until_the_page_is_small(tmp_path, monkeypatch):
-    made = made_results.demo(tmp_path)
-    full = page.write(made, tmp_path / "report.html").stat().st_size
-    monkeypatch.setattr(page, "LIMIT", full // 2)
-    values, _, _ = data(page.write(made, tmp_path / "report.html"))
-    assert (tmp_path / "report.html").stat().st_size < full // 2
-    line = values["curves"][0]["lines"][0]
-    assert len(line["x"]) == len(line["y"]) <= 100
-    assert (line["x"][0], line["x"][-1]) == (1, 5000)
-    monkeypatch.setattr(page, "POINTS", (page.POINTS[0], 0))  # nothing between all and no statistics
-    values, _, found = data(page.write(made, tmp_path / "report.html"))
-    assert values["statistics"] == []
-    assert values["curves"]
-    assert page.CROWDED in found.text
-    monkeypatch.setattr(page, "LIMIT", 1000)
-    with pytest.raises(ValueError, match="show fewer"):
-        page.write(made, tmp_path / "report.html")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 
 
-def test_many_runs_stay_below_three_megabytes(tmp_path):
-    made = {}
-    for seed in range(40):
-        folder = tmp_path / str(seed)
-        made[folder] = copy.deepcopy(result("batch", statistics=(9.0, 9.5), seed=seed))
-        made_results.rows(folder, "batch")
-    assert page.write(made, tmp_path / "report.html").stat().st_size < 3_000_000
+def test_the_page_in_a_browser(runs, tmp_path):
+    """Nothing is loaded or run but the page's own script; charts are drawn, and fit phones and dark screens."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on the path, and CHROMIUM does not name one")
+    made = {folder: {**each, "run": {**each["run"], "name": EVIL}, "command": EVIL} for folder, each in runs.items()}
+    made[next(iter(made))]["run"]["model"] = {"norm": EVIL}
+    report = page.Page(EVIL)
+    page.add_runs(report, made)
+    path, troubles, requests = report.write(tmp_path / "report.html"), [], []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=ARGUMENTS)
+        for width, scheme in ((390, "dark"), (1280, "light")):
+            context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+            tab = context.new_page()
+            tab.on("console", lambda message: troubles.append(message.text))
+            tab.on("pageerror", lambda error: troubles.append(str(error)))
+            tab.on("dialog", lambda dialog: (troubles.append(dialog.message), dialog.dismiss()))
+            tab.on("request", lambda request: requests.append(request.url))
+            tab.goto(path.as_uri())
+            tab.wait_for_selector(".js-plotly-plot .scatterlayer path.js-line", state="attached")
+            assert tab.locator(".js-plotly-plot").count() == 3, "losses, time and size, statistics"
+            assert EVIL in tab.locator("h1").inner_text()
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+            before = tab.locator(".js-plotly-plot").last.locator("path.js-line").first.get_attribute("d")
+            tab.locator(".updatemenu-header").click()
+            tab.locator(".updatemenu-dropdown-button").nth(1).click()
+            tab.wait_for_timeout(300)
+            assert tab.locator(".js-plotly-plot").last.locator("path.js-line").first.get_attribute("d") != before
+            context.close()
+        browser.close()
+    assert not troubles
+    assert set(requests) == {path.as_uri()}
+
+
+def test_recorded_runs_of_several_seeds_have_names_of_their_own(tmp_path):
+    for seed in (0, 1):
+        write(tmp_path / str(seed), result("un", seed=seed), ["length"])
+    assert {run.label for run in recorded(results.find([tmp_path]))} == {"un, seed=0", "un, seed=1"}

@@ -16,8 +16,6 @@ from normkit_papers.data.images import IMAGE_SETS
 from normkit_papers.data.scenes import SCENE_SETS
 from normkit_papers.models.config import Model
 from normkit_papers.report import results
-from normkit_papers.report.verdict import sentences
-from normkit_papers.studies import runner
 from normkit_papers.studies.catalogue import RECIPES
 from normkit_papers.tasks import TASKS, takers
 from normkit_papers.train import callbacks
@@ -134,18 +132,6 @@ def test_scores_of_donors_have_the_statistics_of_a_training_batch():
     assert found["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_study_adds_scores_by_donors_without_training_again(tmp_path, monkeypatch):
-    run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="pnv"))
-    before = train(run, tmp_path)
-    monkeypatch.setattr(runner, "train_job", None)
-    assert runner.finished(tmp_path, run)
-    assert not runner.finished(tmp_path, run, ["donors any"])
-    after = runner.study_job("title", run, tmp_path, "", ["donors", "donors any"])
-    assert {name: after["scores"][name] for name in before["scores"]} == before["scores"]
-    assert after["scores"].keys() - before["scores"].keys() == {"donors any"}
-    assert runner.finished(tmp_path, run, ["donors any"])
-
-
 def test_loss_that_is_not_finite_ends_the_run_with_a_row(tmp_path):
     run = dataclasses.replace(SMALL, steps=40, lr=1e30, warmup=0, clip=0.0, schedule="constant")
     result = train(run, tmp_path)
@@ -208,8 +194,6 @@ def test_run_without_checkpoints_to_average_keeps_last_weights(tmp_path):
     assert result["scores"] == plain["scores"]
     weights = [load(tmp_path / name).model.state_dict() for name in ("plain", "average")]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
-    (sentence,) = [line for line in sentences({tmp_path / "average": result}) if "average" in line]
-    assert "there was no checkpoint to average, so its last weights are scored" in sentence
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):

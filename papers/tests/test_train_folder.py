@@ -3,21 +3,15 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from forked import Program
-from normkit_papers.cli import main
 from normkit_papers.models.config import Model
-from normkit_papers.report import results
 from normkit_papers.train import environment
-from normkit_papers.train import run as run_module
 from normkit_papers.train.checkpoints import checkpoint_path, checkpoints, remove_temporary
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import LOCK, load, locked
@@ -280,57 +274,6 @@ def test_there_is_no_estimate_before_speed_is_measured(tmp_path):
     assert (first.seconds_left, first.tokens_per_s) == (None, 0.0)
     assert second.seconds_left > 0
     assert second.tokens_per_s > 0
-
-
-def test_several_seeds_train_into_separate_folders(tmp_path, capsys):
-    (tmp_path / "statistics.svg").touch()  # of an earlier report
-    assert main([*SHORT, "--seeds", "2", "--out", str(tmp_path)]) == 0
-    found = results.find([tmp_path])
-    assert sorted(path.name for path in found) == ["seed-0", "seed-1"]
-    assert [found[tmp_path / f"seed-{n}"]["run"]["seed"] for n in (0, 1)] == [0, 1]
-    assert (tmp_path / "report.html").exists()
-    assert not (tmp_path / "statistics.svg").exists(), "these runs recorded none"
-    before = (tmp_path / "seed-0" / "result.json").stat().st_mtime_ns
-    assert main([*SHORT, "--seeds", "3", "--resume", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "seed-0" / "result.json").stat().st_mtime_ns == before, "a finished seed is not repeated"
-    assert len(results.find([tmp_path])) == 3
-    assert main([*SHORT, "--seeds", "0", "--out", str(tmp_path)]) == 2
-    assert "seeds must be at least 1 and at most 1,000; got 0" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="background processes ignore Ctrl-C")
-@pytest.mark.parametrize(
-    ("signals", "status"),
-    [([signal.SIGTERM], 143), ([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130)],
-)
-def test_a_signal_ends_training_with_its_status(signals, status, tmp_path):
-    command = [*SHORT, "--steps", "20000", "--checkpoint-every", "20000", "--out", str(tmp_path)]
-    program = Program("import sys; from normkit_papers.cli import main; sys.exit(main())", *command)
-    while "step 1 of" not in program.printed():
-        time.sleep(0.1)
-    for number in signals:
-        os.kill(program.process.pid, number)
-        time.sleep(0.01)
-    code, out, err = program.ended(240)
-    assert code == status, (out, err)
-    assert "Traceback" not in err
-    if len(signals) == 1:
-        result = results.read(tmp_path)
-        assert result["status"].startswith("interrupted at step ")
-        assert checkpoints(tmp_path) == [checkpoint_path(tmp_path, int(result["status"].split()[-1]))]
-    else:
-        assert err == "normkit: interrupted\n"
-
-
-def test_a_signal_while_data_is_read_ends_with_its_status(tmp_path, monkeypatch, capsys):
-    def source(run, on_stage):
-        signal.raise_signal(signal.SIGTERM)
-        return lambda: on_stage("reading")
-
-    monkeypatch.setattr(run_module, "source", source)
-    assert main([*SHORT, "--out", str(tmp_path / "run")]) == 143
-    assert capsys.readouterr().err == "normkit: interrupted; the same command with --resume continues\n"
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("count", "end"), [(6, "c, d, e, f"), (9, "e, f, 3 more")])

@@ -3,15 +3,12 @@
 import dataclasses
 from pathlib import Path
 
-import made_results
 import pytest
 import torch
-from normkit_papers.cli import main
-from normkit_papers.report import results
 from torch import nn
 
 import normkit
-from normkit.watch import NOT_CHECKED, QUANTITIES, THRESHOLDS, Row, advise, checked, diagnose, train_eval_gap, write
+from normkit.watch import NOT_CHECKED, QUANTITIES, THRESHOLDS, Row, advise, checked, diagnose, train_eval_gap
 from normkit.watch.diagnose import CHECKS
 from normkit.watch.row_names import format_sites
 
@@ -313,23 +310,6 @@ def test_complete_and_healthy_rows_have_no_findings():
     assert checked(healthy()) == list(dict.fromkeys(check.kind for check in CHECKS))
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.kind}-{check.needs}".replace(" ", "-"))
-def test_a_check_that_cannot_be_made_is_named(check, tmp_path, capsys):
-    """A quantity is missing, everywhere or at one norm; the command names the check, too."""
-    for name in check.needs.split():
-        [found] = unchecked(row for row in healthy() if row.quantity != name)
-        assert check.kind in found
-        assert f"no {name}" in found
-        assert check.how in found
-        sites = [site for site, norm in NORMS.items() if check.judges is None or check.judges(norm)]
-        if check.judges is not None:
-            [found] = diagnose(row for row in healthy() if (row.quantity, row.site) != (name, sites[0]))
-            assert (found.kind, found.where) == (NOT_CHECKED, (sites[0],))
-        write(tmp_path / "rows.csv", [row for row in healthy() if row.quantity not in check.needs.split()])
-        assert main(["doctor", str(tmp_path)]) == 0
-        assert check.kind in capsys.readouterr().out.split("not checked:\n")[1].split(":")[0]
-
-
 def test_too_little_to_judge_by():
     assert "evaluation" in " ".join(unchecked(healthy(steps=12)))
     young = [Row(step, "a", "BatchNorm1d", "gap_batch", 2.0) for step in range(1, 12)]
@@ -367,81 +347,10 @@ def test_a_finding_is_a_value():
     assert found.evidence == {"a": 4.0}
 
 
-def test_the_command(tmp_path, capsys):
-    write(tmp_path / "rows.csv", [Row(step, "norm", "batch", "tokens", 4.0) for step in range(5)])
-    assert main(["doctor", str(tmp_path)]) == 1
-    assert "batches of 4 rows" in capsys.readouterr().out
-    gaps = [Row(step, "norm", "layer", f"gap_{kind}", 0.1) for step in range(5) for kind in ("batch", "quadratic")]
-    write(tmp_path / "rows.parquet", gaps)
-    assert main(["doctor", str(tmp_path / "rows.parquet")]) == 2
-    out = capsys.readouterr().out
-    assert "BatchNorm would be off by 10 % at evaluation, PN-V and UN by 10 %" in out
-    assert "nothing wrong" not in out
-    assert out.startswith("nothing was checked")
-    assert main(["doctor", str(tmp_path / "nothing")]) == 2
-    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
-    assert main(["doctor", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
-
-
-def test_a_run_that_diverged_between_two_samples(tmp_path, capsys):
-    write(tmp_path / "rows.csv", healthy())
-    results.write(tmp_path, made_results.result(status="diverged at step 44"))
-    assert main(["doctor", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.startswith("- the run diverged at step 44")
-
-
 def test_findings_that_are_no_faults_are_marked_in_print():
     """`print(*diagnose(rows))` must not present a check that was not made as a fault."""
     found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
     assert [str(finding).startswith("not checked: ") for finding in found] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("calibrated", "bucketing", "advice"),
-    [(12.0, True, ": calibrate the model, which repaired 80 % of the loss here (PER 21.3, 12.0 calibrated, 9.7"),
-     (21.1, True, ("calibration repaired only 2 % of the loss here (PER 21.3, 21.1 calibrated, 9.7 with those "
-                   "of other items of the same lengths): the batches differ from each other; train with "
-                   "--no-bucketing, or use a per-token norm")),
-     (21.4, False, ("calibration did not help here (PER 21.3, 21.4 calibrated, 9.7 with those "
-                    "of other items of the same lengths): the batches differ from each other; mix them, or use a "
-                    "per-token norm")),
-     (None, True, ": calibrate the model; if that does not help, the batches differ from each other: mix them")],
-)  # fmt: skip
-def test_advice_to_calibrate_follows_the_scores_of_the_run(calibrated, bucketing, advice, tmp_path, capsys):
-    rows = [row for row in healthy() if row.quantity != "loss_eval_mode"]
-    write(tmp_path / "rows.csv", [*rows, Row(60, "", "", "loss_eval_mode", 2.0)])
-    made = made_results.result("batch", 21.3, statistics=(9.7, calibrated or 0.0), bucketing=bucketing)
-    if calibrated is None:
-        del made["scores"]["calibrated"]
-    results.write(tmp_path, made)
-    assert main(["doctor", str(tmp_path)]) == 1
-    assert advice in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("calibrated", "donors", "status"), [(9.8, True, 1), (21.1, True, 0), (9.8, False, 1)])
-def test_a_calibration_that_helped_is_advised_where_rows_show_no_reason(calibrated, donors, status, tmp_path, capsys):
-    write(tmp_path / "rows.csv", list(healthy()))
-    made = made_results.result("un", 21.3, statistics=(9.7, calibrated))
-    if not donors:  # as of images
-        del made["scores"]["donors"]
-    results.write(tmp_path, made)
-    assert main(["doctor", str(tmp_path)]) == status
-    share = 99 if donors else 100
-    advised = f"much dropout: calibrate the model, which repaired {share} % of the loss here (PER 21.3, 9.8 calibrated"
-    assert (advised in capsys.readouterr().out) == bool(status)
-
-
-def test_control_characters_of_files_are_escaped(tmp_path, capsys):
-    """A file must not be able to move the cursor of a terminal, or to hide a line of it."""
-    rows = [Row(step, "norm\x1b[2J\u202e", "batch", "tokens", 4.0) for step in range(5)]
-    write(tmp_path / "rows.csv", rows)
-    results.write(tmp_path, made_results.result(status="diverged\x1b]0;x\x07\nat step 4"))
-    assert main(["doctor", str(tmp_path)]) == 1
-    out = capsys.readouterr().out
-    assert "norm\\x1b[2J\\u202e: batches of 4 rows" in out
-    assert "the run diverged\\x1b]0;x\\x07\\nat step 4" in out
-    assert all(line.isprintable() for line in out.splitlines())
 
 
 def test_rows_of_no_norm_let_almost_nothing_be_checked():

@@ -16,7 +16,7 @@ from normkit_papers.train.config import Run
 def lm_ptb_lstm() -> Run:
     """Tied LSTM on Penn Treebank (Inan et al. 2017): two layers of 650.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_lstm
+    NORMKIT_DATA=FOLDER papers train lm_ptb_lstm
 
     Cost: an hour on one GPU. The PowerNorm paper's test perplexity: 48.7, its validation perplexity 75.7. Differs:
     without the augmented loss; cosine schedule.
@@ -35,7 +35,7 @@ def lm_ptb_lstm() -> Run:
 def lm_ptb_mos() -> Run:
     """AWD-LSTM with a mixture of softmaxes on Penn Treebank (Yang et al. 2018).
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_mos
+    NORMKIT_DATA=FOLDER papers train lm_ptb_mos
 
     Cost: a day on one GPU. The paper's test perplexity: 56.0. Differs: segments of 70 words without random lengths;
     no dropout of embedding rows and no penalties on activations; dropout of the latent vectors 0.225 in place of 0.29.
@@ -53,7 +53,7 @@ def lm_ptb_mos() -> Run:
 def lm_ptb_adaptive() -> Run:
     """Transformer with adaptive input and output on Penn Treebank.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_adaptive
+    NORMKIT_DATA=FOLDER papers train lm_ptb_adaptive
 
     Cost: an hour on one GPU. The PowerNorm paper's test perplexity: 57.0. Baevski & Auli (2019) give no settings for
     this corpus: these sizes are ours.
@@ -70,7 +70,7 @@ def lm_ptb_adaptive() -> Run:
 def lm_ptb_xl() -> Run:
     """Transformer-XL on Penn Treebank (Dai et al. 2019), of about the paper's 24 M parameters.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_xl
+    NORMKIT_DATA=FOLDER papers train lm_ptb_xl
 
     Cost: hours on one GPU. The paper's test perplexity: 54.5. It gives no sizes; these are ours. Differs: without
     variational dropout and averaged weights.
@@ -87,7 +87,7 @@ def lm_ptb_xl() -> Run:
 def lm_wikitext103_lstm() -> Run:
     """Tied LSTM on WikiText-103 (Grave et al. 2017): one layer of 1,024.
 
-    NORMKIT_DATA=FOLDER normkit train lm_wikitext103_lstm
+    NORMKIT_DATA=FOLDER papers train lm_wikitext103_lstm
 
     Cost: days on one GPU. The paper's test perplexity: 48.7. Differs: a softmax over all words, without groups.
     """
@@ -102,7 +102,7 @@ def lm_wikitext103_lstm() -> Run:
 def lm_wikitext103_mos() -> Run:
     """AWD-LSTM with a mixture of three softmaxes on WikiText-103.
 
-    NORMKIT_DATA=FOLDER normkit train lm_wikitext103_mos
+    NORMKIT_DATA=FOLDER papers train lm_wikitext103_mos
 
     Cost: days on one GPU of 80 GB. The PowerNorm paper's test perplexity: 29.2. Yang et al. (2018) give no settings
     for this corpus: these sizes are ours.
@@ -119,7 +119,7 @@ def lm_wikitext103_mos() -> Run:
 def lm_wikitext103_adaptive() -> Run:
     """Transformer with adaptive input and output on WikiText-103 (Baevski & Auli 2019).
 
-    NORMKIT_DATA=FOLDER normkit train lm_wikitext103_adaptive --devices 8
+    NORMKIT_DATA=FOLDER papers train lm_wikitext103_adaptive --devices 8
 
     Cost: days on eight GPUs. The paper's test perplexity: 20.5, with 2,560 words before those that are scored.
     Differs: momentum is not Nesterov's; one cosine.
@@ -138,7 +138,7 @@ def lm_wikitext103_adaptive() -> Run:
 def lm_wikitext103_xl() -> Run:
     """Transformer-XL base on WikiText-103 (Dai et al. 2019).
 
-    NORMKIT_DATA=FOLDER normkit train lm_wikitext103_xl
+    NORMKIT_DATA=FOLDER papers train lm_wikitext103_xl
 
     Cost: days on one GPU. The paper's test perplexity: 24.0, with 640 words of memory. Differs: embeddings of rare
     words are narrower, as in the large model; at the test, distances above 400 count as they are.
@@ -156,7 +156,7 @@ def lm_wikitext103_xl() -> Run:
 def lm_wikitext103_xl_large() -> Run:
     """Transformer-XL large on WikiText-103 (Dai et al. 2019).
 
-    NORMKIT_DATA=FOLDER normkit train lm_wikitext103_xl_large
+    NORMKIT_DATA=FOLDER papers train lm_wikitext103_xl_large
 
     Cost: weeks on one GPU. The paper's test perplexity: 18.3, with 1,600 words of memory, on 64 TPUs. Differs: at the
     test, distances above 1,000 count as they are.
@@ -173,7 +173,7 @@ def lm_wikitext103_xl_large() -> Run:
 def lm_ptb_core1_brief() -> Run:
     """Tensorized Transformer, core-1, on 256,000 words of Penn Treebank.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_core1_brief
+    NORMKIT_DATA=FOLDER papers train lm_ptb_core1_brief
 
     Cost: five minutes on one CPU core.
     """
@@ -192,7 +192,7 @@ def _brief(name: str, model: Model, **changes: Any) -> Run:
 def lm_ptb_lstm_brief() -> Run:
     """Tied LSTM, two layers of 256, on 256,000 words of Penn Treebank.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_lstm_brief
+    NORMKIT_DATA=FOLDER papers train lm_ptb_lstm_brief
 
     Cost: five minutes on one CPU core. With SGD: with AdamW the validation loss rose while the model trained.
     """
@@ -204,7 +204,7 @@ def lm_ptb_lstm_brief() -> Run:
 def lm_ptb_mos_brief() -> Run:
     """AWD-LSTM with a mixture of three softmaxes on 256,000 words of Penn Treebank.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_mos_brief
+    NORMKIT_DATA=FOLDER papers train lm_ptb_mos_brief
 
     Cost: five minutes on one CPU core. NT-ASGD, as the paper; so few validations cannot start its averaging.
     """
@@ -217,7 +217,7 @@ def lm_ptb_mos_brief() -> Run:
 def lm_ptb_adaptive_brief() -> Run:
     """Transformer with adaptive input and output on 256,000 words of Penn Treebank.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_adaptive_brief
+    NORMKIT_DATA=FOLDER papers train lm_ptb_adaptive_brief
 
     Cost: five minutes on one CPU core. Each test word has the 96 words before its piece.
     """
@@ -229,7 +229,7 @@ def lm_ptb_adaptive_brief() -> Run:
 def lm_ptb_xl_brief() -> Run:
     """Transformer-XL, small, on 256,000 words of Penn Treebank.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_xl_brief
+    NORMKIT_DATA=FOLDER papers train lm_ptb_xl_brief
 
     Cost: five minutes on one CPU core. Memory of 32 words in training, 96 at the test.
     """
@@ -241,7 +241,7 @@ def lm_ptb_xl_brief() -> Run:
 def lm_ptb_xl_large_brief() -> Run:
     """Transformer-XL of twice the size on 256,000 words of Penn Treebank.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_xl_large_brief
+    NORMKIT_DATA=FOLDER papers train lm_ptb_xl_large_brief
 
     Cost: five minutes on one CPU core.
     """

@@ -19,7 +19,7 @@ SCALING_NMT: dict[str, Settings] = {  # Ott et al. 2018, section 3: 128 GPUs of 
 def mt_iwslt14() -> Run:
     """German to English on IWSLT'14, as in the PowerNorm paper (A.1).
 
-    NORMKIT_DATA=FOLDER normkit train mt_iwslt14 --model.norm-at 'encoder.*' power
+    NORMKIT_DATA=FOLDER papers train mt_iwslt14 --model.norm-at 'encoder.*' power
 
     Cost: hours on one GPU. The paper's BLEU with all 160,239 training pairs: layer 35.5, power 35.9, batch 34.4.
     Differs: dropout of 0.3, as in the authors' script; A.1 gives 0 for this model.
@@ -42,7 +42,7 @@ def mt_iwslt14() -> Run:
 def mt_iwslt14_gpu() -> Run:
     """German to English on IWSLT'14, the PowerNorm paper's model in large batches.
 
-    NORMKIT_DATA=FOLDER normkit train mt_iwslt14_gpu
+    NORMKIT_DATA=FOLDER papers train mt_iwslt14_gpu
 
     Cost: two minutes on an H200.
     """
@@ -57,7 +57,7 @@ def mt_iwslt14_gpu() -> Run:
 def mt_iwslt14_pocket() -> Run:
     """German to English on IWSLT'14, the small model of `mt_multi30k`.
 
-    NORMKIT_DATA=FOLDER normkit train mt_iwslt14_pocket
+    NORMKIT_DATA=FOLDER papers train mt_iwslt14_pocket
 
     Cost: minutes on one CPU core.
     """
@@ -68,7 +68,7 @@ def mt_iwslt14_pocket() -> Run:
 def mt_wmt14_de() -> Run:
     """English to German on WMT'14, Transformer big, as in the PowerNorm paper (A.1).
 
-    NORMKIT_DATA=FOLDER normkit train mt_wmt14_de --devices 8 --accumulate 16
+    NORMKIT_DATA=FOLDER papers train mt_wmt14_de --devices 8 --accumulate 16
 
     Cost: many GPUs. The paper's BLEU, on 128 GPUs of 4,096 tokens: layer 29.5, batch 28.1, power 30.1. Differs: 32,764
     subwords, as in the authors' script; A.1 has 37,000.
@@ -92,7 +92,7 @@ def mt_wmt14_de() -> Run:
 def mt_scaling_nmt() -> Run:
     """English to German on WMT'14 by large batches, after Ott et al. 2018 ("Scaling NMT").
 
-    NORMKIT_DATA=FOLDER normkit train mt_scaling_nmt --devices 8 --accumulate 16
+    NORMKIT_DATA=FOLDER papers train mt_scaling_nmt --devices 8 --accumulate 16
 
     Cost: many GPUs. The paper's BLEU: 29.3.
     """
@@ -103,7 +103,7 @@ def mt_scaling_nmt() -> Run:
 def lm_ptb_core1() -> Run:
     """Tensorized Transformer, core-1, on Penn Treebank, as in the PowerNorm paper (A.2).
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_core1 --model.norm power
+    NORMKIT_DATA=FOLDER papers train lm_ptb_core1 --model.norm power
 
     Cost: minutes on one GPU. The paper's test perplexity: layer 53.2, batch 60.7, pnv 55.3, power 47.6. Differs:
     post-norm, as in the code of Ma et al. (2019) that A.2 follows; section 5.1 has pre-norm in all experiments.
@@ -127,7 +127,7 @@ def lm_ptb_core1() -> Run:
 def lm_ptb_pocket() -> Run:
     """Tensorized Transformer, core-1, on Penn Treebank, trained briefly.
 
-    NORMKIT_DATA=FOLDER normkit train lm_ptb_pocket
+    NORMKIT_DATA=FOLDER papers train lm_ptb_pocket
 
     Cost: an hour on one CPU core.
     """
@@ -141,7 +141,7 @@ def lm_ptb_pocket() -> Run:
 def lm_wikitext103() -> Run:
     """Tensorized Transformer on WikiText-103, as in the PowerNorm paper (A.2).
 
-    NORMKIT_DATA=FOLDER normkit train lm_wikitext103 --model.norm power
+    NORMKIT_DATA=FOLDER papers train lm_wikitext103 --model.norm power
 
     Cost: days on one GPU. The paper's test perplexity: layer 20.9, batch 27.2, pnv 21.3, power 17.9.
 
@@ -160,7 +160,7 @@ def lm_wikitext103() -> Run:
 def cifar10_resnet20_paper() -> Run:
     """ResNet-20 on CIFAR-10, as in He et al. 2016 (section 4.2).
 
-    NORMKIT_DATA=FOLDER normkit train cifar10_resnet20_paper --model.norm batch
+    NORMKIT_DATA=FOLDER papers train cifar10_resnet20_paper --model.norm batch
 
     Cost: minutes on one GPU. The paper's accuracy: 91.25 with batch normalization.
     """
@@ -179,7 +179,7 @@ def cifar10_resnet20_paper() -> Run:
 def cifar10_resnet20() -> Run:
     """ResNet-20 on CIFAR-10 at half its image size, as the PowerNorm paper's Figure 2.
 
-    NORMKIT_DATA=FOLDER normkit train cifar10_resnet20 --model.norm batch
+    NORMKIT_DATA=FOLDER papers train cifar10_resnet20 --model.norm batch
 
     Cost: minutes on one CPU core.
     """
@@ -195,7 +195,7 @@ def cifar10_resnet20() -> Run:
 def cifar100_resnet20_paper() -> Run:
     """ResNet-20 on CIFAR-100, trained as on CIFAR-10.
 
-    NORMKIT_DATA=FOLDER normkit train cifar100_resnet20_paper --model.norm batch
+    NORMKIT_DATA=FOLDER papers train cifar100_resnet20_paper --model.norm batch
 
     Cost: minutes on one GPU.
     """

@@ -1,245 +1,188 @@
-"""One self-contained page of results, with table, charts, folding, settings and origin.
+"""One HTML page with tables and charts, which opens without a network."""
 
-The page draws its charts with its own script rather than a plotting library; docs/architecture.md gives the reasons. A
-policy in the page allows this script, by its hash, and no other, and forbids loading anything.
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from normkit._util import write_whole
+from normkit.watch import NOT_CHECKED, Recording, checked, diagnose
+from normkit.watch import read as read_rows
+from normkit_papers import figures
+from normkit_papers.report import charts, results, summary
+from normkit_papers.report.recorded import Recorded, recorded
+from normkit_papers.report.settings import Results, split
+from normkit_papers.studies import rows, table
+from normkit_papers.studies.catalogue import STUDIES
+from normkit_papers.study import SCALES
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+SHOWN = ("device", "threads", "torch", "commit")  # of the environment of runs
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: auto; padding: 1rem }
+h1, h2 { line-height: 1.2 } h2 { margin-top: 2.5rem }
+li { overflow-wrap: anywhere }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: 14px }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #8884; vertical-align: top }
+th:first-child, td:first-child { text-align: left }
+pre { overflow-x: auto; background: #8882; padding: .6rem }
 """
 
-import base64
-import functools
-import hashlib
-import json
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from normkit._util import truncate, write_whole
-from normkit.watch.row_files import RunReader
-from normkit_papers.report import study_tables, summary
-from normkit_papers.report.curves import losses, thin
-from normkit_papers.report.panels import Panel, panels
-from normkit_papers.report.seeds import CONFIDENT, pool
-from normkit_papers.report.settings import Results, groups, job, labels, split
-from normkit_papers.report.verdict import sentences
+class Page:
+    """A page that grows section by section; `write` puts it into a file."""
 
-TEMPLATES = Path(__file__).parent / "templates"
-LIMIT = 3_000_000  # bytes of a page
-FEWEST = 6
-POINTS = (400, 200, 100, 50, 25, 12, FEWEST, 0)  # in a line, until the page is small enough; 0: no statistics
-CROWDED = "Statistics by layer are left out, for they would make this page larger than 3 MB: show fewer runs."
-COLOURS = 7
-DIGITS = 4  # of numbers in charts
+    def __init__(self, title: str):
+        self.title = title
+        self.parts: list[str] = []
+
+    def heading(self, text: str) -> None:
+        """Begin a section."""
+        self.parts.append(f"<h2>{escape(text)}</h2>")
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Add sentences, as a list."""
+        if items := "".join(f"<li>{escape(text)}</li>" for text in texts):
+            self.parts.append(f"<ul>{items}</ul>")
+
+    def table(self, cells: Sequence[Sequence[str]], heads: int = 1) -> None:
+        """Add a table, whose first lines are headings."""
+        lines = [
+            "".join(
+                f"<{'th' if place < heads else 'td'}>{escape(cell)}</{'th' if place < heads else 'td'}>"
+                for cell in line
+            )
+            for place, line in enumerate(cells)
+        ]
+        self.parts.append(f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>')
+
+    def chart(self, figure: "Figure | None") -> None:
+        """Add a chart; None adds nothing."""
+        if figure is not None:
+            self.parts.append(figure.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True}))
+
+    def write(self, path: Path) -> Path:
+        """Write the page; a browser needs no other file."""
+        from plotly.offline import get_plotlyjs
+
+        script = f"<script>{get_plotlyjs()}</script>" if any("plotly" in part for part in self.parts) else ""
+        head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        head += f"<title>{escape(self.title)}</title><style>{STYLE}</style>{script}"
+        page = f"<!doctype html><html lang=en><head>{head}</head><body>"
+        page += f"<h1>{escape(self.title)}</h1>{''.join(self.parts)}</body></html>\n"
+        return write_whole(path, page.encode())
 
 
-class PageSections(NamedTuple):
-    """Content of a page besides results.
+def add_runs(page: Page, found: Results) -> None:
+    """Add table, conclusions, charts and findings of runs with their results."""
+    runs = recorded(found)
+    for kind, members in summary.groups(found).items():
+        page.heading(kind)
+        page.table(summary.cells(members))
+        page.lines(summary.sentences(members))
+    page.heading("Losses")
+    page.chart(charts.losses(runs))
+    if deployed := charts.deployed_runs(runs):
+        page.heading("Time and size, folded and not folded")
+        page.lines(["milliseconds to decode 64 words on one thread, medians of turns; megabytes of weights"])
+        page.chart(charts.time_and_size(deployed))
+    add_recordings(page, runs)
+    page.heading("Settings")
+    common, different = split(result["run"] for result in found.values())
+    machines = [{name: result["where"].get(name) for name in SHOWN} for result in found.values()]
+    page.lines(dict.fromkeys(", ".join(f"{key} {value}" for key, value in each.items()) for each in machines))
+    page.lines(dict.fromkeys(result["command"] for result in found.values() if result["command"]))
+    page.table(
+        [["setting", "values"], *([name, ", ".join(dict.fromkeys(map(str, v)))] for name, v in different.items())]
+    )
+    page.parts.append(f"<details><summary>common settings</summary><pre>{escape(str(common))}</pre></details>")
 
-    Attributes:
-        definitions: Definition of each recorded quantity.
-        findings: Findings of the diagnosis, by run.
-        unchecked: Checks that could not be made, by run.
-        studies: Tables of studies; see `normkit_papers.report.study_tables`.
-    """
 
-    definitions: Mapping[str, str] = {}
-    findings: Mapping[Path, Sequence[str]] = {}
-    unchecked: Mapping[Path, Sequence[str]] = {}
-    studies: Sequence[Mapping[str, Any]] = ()
+def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
+    """Add the recorded statistics of runs, and the faults that they show."""
+    runs = [run for run in runs if run.recording.quantities]
+    if not runs:
+        return
+    page.heading("Statistics of the norms")
+    page.lines(["a line is the median over the norms of a run" if len(runs) > 1 else "a line is a norm"])
+    page.chart(charts.recorded_statistics(runs))
+    page.heading("Findings")
+    unchecked: dict[str, None] = {}
+    for run in runs:
+        found = diagnose(run.recording)
+        unchecked |= dict.fromkeys(one.message for one in found if one.kind == NOT_CHECKED)
+        faults = [f"{run.label}: {one}" for one in found if one.kind != NOT_CHECKED]
+        page.lines(faults or [f"{run.label}: no fault in {len(checked(run.recording))} checks"])
+    if unchecked:
+        page.lines(f"not checked: {message}" for message in unchecked)
 
 
-NO_SECTIONS = PageSections()
+def add_study(page: Page, made: table.Table, folders: Sequence[Path] = ()) -> None:
+    """Add the table of a study, its chart and, of a figure, the drawing from its own runs."""
+    page.heading(table.heading(made.study))
+    page.table(table.grid(made), heads=2)
+    page.lines(table.remarks(made))
+    if made.study.id not in figures.FIGURES:
+        page.chart(charts.study(made))
+    elif folders:
+        try:
+            page.chart(figures.draw(made.study.id, results.find(folders))[0])
+        except ValueError as error:
+            page.lines([f"not drawn: {error}"])
 
 
-def write(
-    results: Results,
-    path: str | Path,
-    *,
-    title: str = "normkit report",
-    command: str = "",
-    sections: PageSections = NO_SECTIONS,
-) -> Path:
-    """Write a page that loads nothing, is below 3 MB, and shows content of files as text.
-
-    Args:
-        results: Results by folder.
-        path: File to write.
-        title: Title of the page.
-        command: Command line that makes everything again.
-        sections: Further content.
+def make(paths: Sequence[Path], title: str) -> Page:
+    """Make a page of run folders, CSV files of studies, and files of recorded rows.
 
     Raises:
-        ValueError: without results, or for a file of rows that cannot be read.
+        ValueError: If a path does not exist or holds nothing of these.
     """
-    return write_whole(Path(path), page(results, title, command, sections))
+    page, folders, loose = Page(title), list[Path](), list[Recorded]()
+    for path in paths:
+        if path.suffix not in (".csv", ".parquet") or path.is_dir():
+            folders.append(path)
+            continue
+        head = _fields(path)
+        if "study" in head:
+            add_csv(page, path)
+        elif {"model", "runtime", "scheme", "ms"} <= set(head):
+            page.heading(f"Time and size, folded and not folded ({path.name})")
+            with path.open(encoding="utf8", newline="") as file:
+                page.chart(charts.time_and_size(charts.deployed_rows(list(csv.DictReader(file)))))
+        else:
+            loose.append(Recorded(path.stem, {"run": {}, "scores": {}}, Recording(read_rows(path))))
+    if folders:
+        add_runs(page, results.find(folders))
+    if loose:
+        add_recordings(page, loose)
+    return page
 
 
-def page(
-    results: Results,
-    title: str,
-    command: str = "",
-    sections: PageSections = NO_SECTIONS,
-    live: bool = False,
-    reader: RunReader | None = None,
-    notes: Sequence[str] = (),
-) -> bytes:
-    """Make the page, with lines as dense as its size allows; a `live` page updates itself."""
-    if not results:
-        raise ValueError("no results to show; give at least one")
-    import jinja2
-    from markupsafe import Markup
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    names, pooled, charts = labels(results), pool(results), panels(results, None, reader)
-    seeds = len(pooled) < len(results)
-    scripts = [(TEMPLATES / name).read_text(encoding="utf8") for name in ("page.js", "live.js")[: 1 + live]]
-    same, different = split([result["run"] for result in results.values()])
-    here, elsewhere = split([result["where"] for result in results.values()])
-    render = functools.partial(
-        environment.get_template("page.html.j2").render,
-        title=title,
-        live=live,
-        command=command,
-        tables=[*_tables(pooled, "means over seeds: "), *_tables(results)] if seeds else _tables(results),
-        findings=_by_sentence(sections.findings, names),
-        unchecked=_by_sentence(sections.unchecked, names),
-        studies=[study_tables.shown(table) for table in sections.studies],
-        folds=[_fold(names[folder], result["fold"]) for folder, result in results.items() if result.get("fold")],
-        timings=[result["timing"] for result in results.values() if result.get("timing")],
-        runs=list(names.values()),
-        commands={names[folder]: result["command"] for folder, result in results.items() if result["command"]},
-        seconds={names[folder]: result["seconds"] for folder, result in results.items()},
-        same=_texts(same),
-        different={name: list(map(_text, values)) for name, values in different.items() if name != "name"},
-        here=_texts(here),
-        elsewhere={name: list(map(_text, values)) for name, values in elsewhere.items()},
-        style=Markup((TEMPLATES / "page.css").read_text(encoding="utf8")),
-        scripts=[Markup(script) for script in scripts],
-        digests=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
-    )
-    conclusions = [*notes, *sentences(pooled)]
-    for points in POINTS:
-        data = _data(results, charts if points else (), names, sections, points or FEWEST)
-        made = render(
-            conclusions=[*conclusions, *([] if points or not charts else [CROWDED])],
-            has_curves=bool(data["curves"]),
-            has_statistics=bool(data["statistics"]),
-            data=Markup(as_script(data)),
-        ).encode("utf8", "replace")
-        if len(made) < LIMIT:
-            return made
-    raise ValueError(f"a page of {len(results)} results would be larger than {LIMIT / 1e6:.0f} MB; show fewer")
+def _fields(path: Path) -> list[str]:
+    """Names of the columns of a CSV file; none for other files."""
+    if not path.is_file():
+        raise ValueError(f"there is no file or folder {path}")
+    if path.suffix != ".csv":
+        return []
+    with path.open(encoding="utf8", errors="replace", newline="") as file:
+        return next(csv.reader(io.StringIO(file.readline())), [])
 
 
-def as_script(data: Any) -> str:
-    r"""Format data as JSON that cannot end the script element of a page.
-
-    >>> as_script({"norm": "</script>"})
-    '{"norm":"\\u003c/script>"}'
-    """
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("&", "\\u0026")
-
-
-def _by_sentence(lines: Mapping[Path, Sequence[str]], names: dict[Any, str]) -> dict[str, list[str]]:
-    """The labels of the runs that a sentence is about, by sentence."""
-    about: dict[str, list[str]] = {}
-    for folder, found in lines.items():
-        for sentence in found if folder in names else ():
-            about.setdefault(sentence, []).append(names[folder])
-    return {sentence: truncate(runs) for sentence, runs in about.items()}
-
-
-def _tables(results: Results, lead: str = "") -> list[dict[str, Any]]:
-    """The tables of results, one for each task and data."""
-    names = labels(results)
-    return [_table(group, names, lead) for group in groups(results)]
-
-
-def _table(group: Results, names: dict[Any, str], lead: str) -> dict[str, Any]:
-    columns, best = summary.columns(group), summary.best(group)
-    rows = [
-        [
-            {
-                "text": cell.text.split(" \u00b1")[0],
-                "value": "" if cell.value is None else repr(cell.value),
-                "error": "" if cell.error is None else f"{CONFIDENT * cell.error:.2g}",
-                "best": (folder, column.title) in best,
-            }
-            for column, cell in ((column, column.cell(result)) for column in columns)
-        ]
-        for folder, result in group.items()
-    ]
-    return {
-        "name": lead + " on ".join(job(next(iter(group.values())))),
-        "columns": columns,
-        "rows": list(zip((names[folder] for folder in group), rows, strict=True)),
-    }
-
-
-def _data(
-    results: Results, charts: Sequence[Panel], names: dict[Any, str], sections: PageSections, points: int
-) -> dict[str, Any]:
-    """The data of the page's script: runs, charts of losses, statistics by quantity."""
-    number = {Path(folder): place for place, folder in enumerate(results)}
-    found = [losses(result) for result in results.values()]
-    curves = []
-    for title in ("training loss", "validation loss"):
-        lines = [
-            {"run": run, "name": "", "x": thin(steps, points), "y": list(map(_round, thin(values, points)))}
-            for run, (steps, values) in enumerate(by[title] for by in found)
-            if len(steps) > 1
-        ]
-        if lines:
-            curves.append({"title": title.capitalize(), "lines": lines})
-    quantities: dict[str, list[dict[str, Any]]] = {}
-    for panel in charts:
-        sites = {site: list(map(_round, thin(values, points))) for site, values in panel.sites.items()}
-        one = {"run": number[panel.folder], "x": thin(panel.steps, points), "sites": sites}
-        quantities.setdefault(panel.quantity, []).append(one)
-    return {
-        "runs": [
-            {"name": name, "colour": i % COLOURS, "dash": i // COLOURS % 4} for i, name in enumerate(names.values())
-        ],
-        "curves": curves,
-        "statistics": [
-            {"name": name, "about": sections.definitions.get(name, ""), "panels": found}
-            for name, found in quantities.items()
-            if not name.endswith("]")  # measured once, at the end of training, such as singular_value[3]
-        ],
-    }
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
-
-
-def _fold(name: str, fold: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "foldable": fold.get("foldable") or summary.NONE,
-        "errors": [
-            summary.NONE if fold.get(kind) is None else f"{fold[kind]:.1e}" for kind in ("max_error", "native_error")
-        ],
-        "rows": [{**row, "into": ", ".join(map(str, row.get("into") or []))} for row in fold.get("rows") or []],
-    }
-
-
-def _texts(settings: dict[str, Any]) -> dict[str, str]:
-    return {name: _text(value) for name, value in settings.items()}
-
-
-def _text(value: Any) -> str:
-    """Format a setting."""
-    if value is None:
-        return summary.NONE
-    if isinstance(value, list):
-        return ", ".join(map(_text, value)) or summary.NONE
-    if isinstance(value, dict):
-        return "; ".join(f"{key}: {_text(inner)}" for key, inner in value.items()) or summary.NONE
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+def add_csv(page: Page, path: Path) -> None:
+    """Add the tables of a CSV of results, one for each study and scale that it has."""
+    found = rows.read(path)
+    for name in dict.fromkeys(row["study"] for row in found):
+        for scale in SCALES:
+            own: list[Any] = [row for row in found if (row["study"], row["scale"]) == (name, scale)]
+            if own and name in STUDIES:
+                add_study(page, table.build(STUDIES[name], scale, own))
+            elif own:  # runs of no study
+                page.heading(f"{name}, {scale}")
+                shown = [key for key in own[0] if any(row[key] for row in own) and key not in ("study", "scale")]
+                page.table([shown, *([row[key] for key in shown] for row in own)])

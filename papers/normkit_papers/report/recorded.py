@@ -1,28 +1,23 @@
-"""Runs as the papers' figures use them: label, settings, scores and recorded values."""
+"""Runs as figures use them, with their recorded values; panels and lines of charts."""
 
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from normkit.watch.recording import Recording, Series
-from normkit.watch.row_files import read_run
-from normkit_papers.report.canvas import line_style, safe
-from normkit_papers.report.curves import extremes
-from normkit_papers.report.settings import Result, Results, groups, job, labels
+from normkit.watch import Recording, Series, read_run
+from normkit_papers.report.settings import Result, Results, labels
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from plotly.graph_objects import Figure
 
 SKIP = 0.05  # part of the training after which scales begin: running statistics have just started before
-LETTERS = 16  # of a title, to an inch
-POINTS = 200  # of a line at most
+POINTS = 300  # of a line at most
+# Okabe and Ito's palette, which colour-blind readers can distinguish; all can be seen on white and on black
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7F7F7F")
+DASHES = ("solid", "dash", "dot", "dashdot")
 BATCH_NORMS = ("batch", "BatchNorm", "renorm", "SyncBatchNorm")
 HOW = (
-    "some quantities exist for some norms only (docs/figures.md lists the runs that each figure needs); "
-    "record with `normkit train RECIPE --record-every 5`, or the expensive quantities (pnac_...) with "
-    "`normkit.record(model, quantities='all')`; cka and singular values are measured at the end, see normkit.watch; "
-    "rows.csv must lie beside result.json or run.json"
+    "some quantities exist for some norms only; record with `papers train RECIPE --record-every 5`, or the expensive "
+    "ones (pnac_...) with `--quantities all`; rows.csv must lie beside result.json"
 )
 
 
@@ -49,16 +44,12 @@ class Recorded(NamedTuple):
         return {site: s for site, s in found.items() if not norms or self.recording.sites[site].startswith(norms)}
 
     def complete_sites(self, quantities: Sequence[str], *norms: str) -> list[str]:
-        """The sites with all of these quantities, at such norms if there are any.
-
-        Raises:
-            ValueError: if there is no such site, as in a run in progress that has not written its first step whole.
-        """
+        """The sites with all of these quantities, at such norms if there are any; ValueError without one."""
         every = [self.recording.of(quantity) for quantity in quantities]
         some = self.sites(quantities[0], *norms) or every[0]
         if sites := [site for site in some if all(site in each for each in every)]:
             return sites
-        raise ValueError(f"{self.label} has no norm yet with all of {', '.join(quantities)}; wait for its next step")
+        raise ValueError(f"{self.label} has no norm with all of {', '.join(quantities)}")
 
 
 Drawn = tuple["Figure", Sequence[Recorded]]
@@ -66,12 +57,14 @@ Drawn = tuple["Figure", Sequence[Recorded]]
 
 
 def recorded(results: Results) -> list[Recorded]:
-    """The runs, each with a label of its own; ValueError for rows that cannot be read."""
-    kinds = groups(results)
+    """The runs with their labels and recordings; seeds of one run get different labels."""
+    names = labels(results)
+    common = list(names.values())
     return [
-        Recorded(f"{job(result)[1]}: {name}" if len(kinds) > 1 else name, result, read_run(folder))
-        for kind in kinds
-        for (folder, result), name in zip(kind.items(), labels(kind).values(), strict=True)
+        Recorded(
+            f"{name}, seed={result['run'].get('seed')}" if common.count(name) > 1 else name, result, read_run(folder)
+        )
+        for (folder, result), name in zip(results.items(), names.values(), strict=True)
     ]
 
 
@@ -79,7 +72,7 @@ def with_quantities(runs: Sequence[Recorded], *quantities: str) -> list[Recorded
     """The runs that recorded all of these quantities.
 
     Raises:
-        ValueError: if no run did; the message names what is missing and how to record it.
+        ValueError: If no run did; the message names what is missing and how to record it.
     """
     found = [run for run in runs if run.recording.quantities.keys() >= set(quantities)]
     if not found:
@@ -94,29 +87,69 @@ def first_sites(runs: Sequence[Recorded], quantity: str, *norms: str) -> list[tu
     return having or [(run, next(iter(run.sites(quantity)))) for run in runs]
 
 
-def plot_series(axes: "Axes", run: Recorded, series: Series, number: int, **more: Any) -> None:
-    """Draw a quantity over the percent of training; thinning keeps outliers."""
-    points = series.points()
-    steps, heights = extremes([step for step, _ in points], [value for _, value in points], POINTS)
-    style = {**line_style(number), "linewidth": 0.8, "label": safe(run.label), **more}
-    axes.plot([100 * step / run.steps for step in steps], heights, **style)
+def panels(rows: int, columns: int, titles: Sequence[str] = (), height: int = 300, **more: Any) -> "Figure":
+    """Create a figure of several panels, in the style of all charts."""
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(rows, columns, subplot_titles=[_wrapped(title) for title in titles], **more)
+    legend = {"orientation": "h", "yanchor": "bottom", "y": 1 + 40 / (height * rows)}
+    margin = {"l": 60, "r": 20, "t": 100, "b": 50}
+    figure.update_layout(template="none", height=150 + height * rows, legend=legend, margin=margin)
+    figure.update_layout(paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", font={"color": "#808080"})
+    figure.update_xaxes(gridcolor="rgba(128,128,128,.25)", zeroline=False)
+    figure.update_yaxes(gridcolor="rgba(128,128,128,.25)", zeroline=False)
+    figure.update_annotations(font={"size": 13})
+    return figure
 
 
-def highest(axes: "Axes") -> float:
-    """The highest value after the first twentieth of training."""
-    points = [point for line in axes.get_lines() for point in line.get_path().vertices]  # type: ignore[union-attr]
-    return max((float(y) for x, y in points if x >= 100 * SKIP), default=0.0)
+def _wrapped(title: str, width: int = 44) -> str:
+    import textwrap
+
+    return "<br>".join(textwrap.wrap(title, width))
 
 
-def limit(axes: "Axes") -> None:
-    """Scale an axis from 0 to the highest value after the first twentieth of training."""
-    axes.set_ylim(0, 1.05 * highest(axes) or None)
+def add_line(
+    figure: "Figure",
+    points: Iterable[tuple[float, float]],
+    name: str,
+    number: int,
+    row: int = 1,
+    column: int = 1,
+    **more: Any,
+) -> None:
+    """Add a line to a panel; lines of one name share colour and entry in the legend."""
+    known = any(trace.name == name for trace in figure.data)
+    x, y = zip(*extremes(list(points), POINTS), strict=True)
+    line = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)], "width": 1.5}
+    style: dict[str, Any] = {"mode": "lines", "legendgroup": name, "showlegend": not known, "line": line}
+    figure.add_scatter(x=x, y=y, name=name, row=row, col=column, **{**style, **more})
 
 
-def titled(axes: "Axes", text: str) -> None:
-    """Write a title, on as many lines as the width of the panel needs."""
-    wide = axes.get_figure(root=True).get_size_inches()[0] * axes.get_position().width * LETTERS  # type: ignore[union-attr]
-    axes.set_title("\n".join(textwrap.wrap(safe(text), max(12, int(wide)), break_long_words=False)), fontsize=9)
+def in_percent(run: Recorded, series: Series) -> list[tuple[float, float]]:
+    """The points of a series over the percent of training."""
+    return [(100 * step / run.steps, value) for step, value in series.points()]
+
+
+def limit(figure: "Figure", row: int, column: int, **panel: Any) -> None:
+    """Scale a panel from 0 to its highest value after the first twentieth of training."""
+    traces = list(figure.select_traces(row=row, col=column))
+    highest = max((y for trace in traces for x, y in zip(trace.x, trace.y, strict=True) if x >= 100 * SKIP), default=0)
+    figure.update_yaxes(range=[0, 1.05 * highest or 1], row=row, col=column, **panel)
+
+
+def extremes(points: list[tuple[float, float]], count: int) -> list[tuple[float, float]]:
+    """Keep at most `count` points, the lowest and the highest of each stretch.
+
+    >>> extremes([(0, 1.0), (1, 9.0), (2, 2.0), (3, 2.0), (4, 0.0), (5, 3.0)], 4)
+    [(0, 1.0), (1, 9.0), (4, 0.0), (5, 3.0)]
+    """
+    if len(points) <= count:
+        return points
+    parts, chosen = max(1, count // 2), list[tuple[float, float]]()
+    for part in range(parts):
+        inside = points[part * len(points) // parts : (part + 1) * len(points) // parts]
+        chosen += sorted({min(inside, key=lambda point: point[1]), max(inside, key=lambda point: point[1])})
+    return chosen
 
 
 def short(site: str) -> str:

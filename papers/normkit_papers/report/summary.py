@@ -1,209 +1,158 @@
-"""The table of results: every number is computed from result files."""
+"""The table of runs, with means over seeds, and the conclusions from it."""
 
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from normkit._util import align, escape
-from normkit_papers.report.seeds import CONFIDENT, pool
-from normkit_papers.report.settings import Result, Results, groups, job, labels
-from normkit_papers.report.verdict import sentences
-from normkit_papers.tasks import LOSS, METRICS, unit
+from normkit._util import align
+from normkit_papers.report.seeds import difference, interval
+from normkit_papers.report.settings import Results, job, labels
+from normkit_papers.tasks import METRICS, Metric
 
 WIDTH = 120
-LEAST_LABEL = 8
-SAME = "="  # the norm has no batch statistics, so that all scores are the one with running statistics
-NONE = "-"
-STATISTICS = ("donors", "batch", "calibrated")
-MEANS = "means over seeds, with 95 % intervals:"
-
-
-class Cell(NamedTuple):
-    """The text of a cell, the number behind it, and the sampling error of the number."""
-
-    text: str
-    value: float | None = None
-    error: float | None = None
-
-
-class Column(NamedTuple):
-    """A column: its heading in two lines, its meaning, and the cell of a result."""
-
-    top: str
-    bottom: str
-    about: str
-    cell: Callable[[Result], Cell]
-    better: int = 0
-    """1 if higher is better, -1 if lower is better."""
-
-    @property
-    def title(self) -> str:
-        """The heading in one line."""
-        return f"{self.top} {self.bottom}".strip()
-
-
-def _number(value: Any, digits: int, error: Any = None, pooled: bool = False) -> Cell:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return Cell(NONE)
-    if not math.isfinite(value):
-        return Cell(str(value))
-    error = error if isinstance(error, int | float) else None
-    interval = f" \u00b1{CONFIDENT * error:.{digits}f}" if pooled and error is not None else ""
-    return Cell(f"{value:,.{digits}f}{interval}", value, error)
-
-
-def _score(kind: str, metric: str, digits: int = 1) -> Callable[[Result], Cell]:
-    def cell(result: Result) -> Cell:
-        scores = result["scores"]
-        running = scores.get("running") or {}
-        if kind in STATISTICS and scores.keys().isdisjoint(STATISTICS) and metric in running:
-            return Cell(SAME, running[metric])
-        score = scores.get(kind) or {}
-        return _number(score.get(metric), digits, score.get(f"{metric}_error"), "seeds" in result)
-
-    return cell
-
-
-def _loss(result: Result) -> Cell:
-    return _number((result["scores"].get("running") or {}).get("loss"), 3)
-
-
-def _word_errors(result: Result) -> Cell:
-    scores = result["scores"]
-    return _score("beam" if "wer" in (scores.get("beam") or {}) else "running", "wer")(result)
-
-
-def _speed(key: str, images: bool) -> Callable[[Result], Cell]:
-    """Words or images a second, depending on the task."""
-
-    def cell(result: Result) -> Cell:
-        ours = (unit(job(result)[0]) == "images") == images
-        return _number(result["speed"].get(key) if ours else None, 0)
-
-    return cell
-
-
-def _foldable(result: Result) -> Cell:
-    text = escape((result.get("fold") or {}).get("foldable") or NONE)
-    first, _, last = text.partition(" of ")
-    return Cell(text, int(first) / int(last) if first.isdecimal() and last.isdecimal() and int(last) else None)
-
-
 KINDS = {
-    "running": "with the running statistics of the end of training, as in use",
-    "donors": "with the statistics of other training items of the same lengths",
-    "batch": "with the statistics of each test batch itself, by its right answers (until 0.2)",
-    "calibrated": "with running statistics computed again after training",
-    "beam": "by beam search, running statistics",
-    "folded": "after the norms were folded away",
+    "beam": "beam search",
+    "running": "greedy",
+    "calibrated": "greedy, calibrated",
+    "folded": "greedy, folded",
 }
-SHORT = {"batch": "own"}
-COLUMNS = (
-    Column("", "seeds", "number of runs, of which the row shows means", lambda result: _number(result.get("seeds"), 0)),
-    Column("", "parameters", "learned parameters", lambda result: _number(result["parameters"], 0)),
-    Column("", "loss", "cross-entropy on the test split, running statistics", _loss, -1),
-    *(
-        Column(metric.name, SHORT.get(kind, kind), f"{metric.about} {how}", _score(kind, metric.key), metric.better)
+"""Kinds of scores in the order of the columns; "greedy" also stands for scores without a search."""
+
+
+class Group(NamedTuple):
+    """Runs that differ in their seed alone."""
+
+    label: str
+    results: list[Mapping[str, Any]]
+
+    def values(self, kind: str, metric: Metric) -> list[float]:
+        """Scores of the seeds; one of a single seed has a sampling error, see `error`."""
+        scores = [result["scores"].get(kind) or {} for result in self.results]
+        return [float(score[metric.key]) for score in scores if isinstance(score.get(metric.key), int | float)]
+
+    def error(self, kind: str, metric: Metric) -> float:
+        """Half the 95 % interval: over seeds, or of the test set for one seed; nan if unknown."""
+        values = self.values(kind, metric)
+        if len(values) != 1:
+            return interval(values)[1] if values else math.nan
+        score = self.results[0]["scores"][kind]
+        error = score.get(f"{metric.key}_error")
+        if error is None and metric.key == "accuracy" and score.get("n"):
+            error = 100 * math.sqrt(max(values[0] * (100 - values[0]), 0) / 1e4 / score["n"])
+        return math.nan if error is None else 1.96 * error
+
+    def fold(self, name: str) -> Any:
+        """A fact about folding; None if it is unknown."""
+        return next((found[name] for result in self.results if (found := result.get("fold") or {}).get(name)), None)
+
+
+def groups(results: Results) -> dict[str, list[Group]]:
+    """Group results by task and data, and there by settings without the seed."""
+    names = labels(results)
+    found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for folder, result in results.items():
+        found.setdefault(" on ".join(job(result)), {}).setdefault(names[folder], []).append(result)
+    return {kind: [Group(*pair) for pair in members.items()] for kind, members in found.items()}
+
+
+def main_metric(members: Sequence[Group]) -> Metric | None:
+    """The first metric that a run has a score of."""
+    return next((metric for metric in METRICS for group in members if group.values("running", metric)), None)
+
+
+def cells(members: Sequence[Group]) -> list[list[str]]:
+    """Format the table of one task: a heading, then a row for each group; empty columns are left out."""
+    wanted = [
+        (metric, kind)
         for metric in METRICS
-        if metric is not LOSS
-        for kind, how in KINDS.items()
-    ),
-    Column("", "WER", "words wrong, in percent; by beam search where there was one", _word_errors, -1),
-    *(
-        Column(f"{unit}/s", short, f"speed of {what}", _speed(key, unit == "images"), 1)
-        for unit in ("words", "images")
-        for short, what, key in (
-            ("train", "training", "train_words_per_s"),
-            ("infer", "inference", "inference_words_per_s"),
+        for kind in KINDS
+        if any(group.values(kind, metric) for group in members) and (metric.key != "loss" or kind == "running")
+    ]
+    head = ["norm", "seeds", *(f"{metric.name} {KINDS[kind]}" for metric, kind in wanted)]
+    lines = [[*head, "folds", "parameters", "minutes", "status"]]
+    for group in members:
+        scores = [_number(group, kind, metric) for metric, kind in wanted]
+        first, minutes = group.results[0], interval([(r["seconds"].get("train") or 0) / 60 for r in group.results])[0]
+        ended = [result["status"] for result in group.results if result["status"] != "done"]
+        status = (
+            f"{len(ended)} of {len(group.results)} {ended[0]}" if ended and len(group.results) > 1 else ended or "done"
         )
-    ),
-    Column("", "foldable", "norms that folding removes", _foldable),
-    Column("", "status", "how the run ended", lambda result: Cell(escape(result["status"]))),
-)
+        status = status[0] if isinstance(status, list) else status
+        row = [group.label, str(len(group.results)), *scores, group.fold("foldable") or "-"]
+        lines.append([*row, f"{first['parameters']:,}", f"{minutes:.1f}", status])
+    return lines
 
 
-def columns(results: Results) -> list[Column]:
-    """The columns that at least one result fills."""
-    always = {"parameters", "status"}
-    return [
-        column
-        for column in COLUMNS
-        if column.title in always or any(column.cell(result).text not in (SAME, NONE) for result in results.values())
-    ]
-
-
-def rows(results: Results) -> list[dict[str, Cell]]:
-    """The table, a row a result: the norm, then a cell for each of `columns(results)`."""
-    shown, names = columns(results), labels(results)
-    return [
-        {"norm": Cell(names[folder]), **{column.title: column.cell(result) for column in shown}}
-        for folder, result in results.items()
-    ]
-
-
-def best(results: Results) -> set[tuple[Any, str]]:
-    """Folder and column of each cell that is the best of its column, unless all are equal."""
-    found = set()
-    for column in columns(results):
-        if not column.better:
-            continue
-        cells = {folder: column.cell(result) for folder, result in results.items()}
-        values = {folder: cell.value for folder, cell in cells.items() if cell.text != SAME}
-        known = [value for value in values.values() if value is not None]
-        top = (max if column.better > 0 else min)(known, default=None)
-        if len(set(known)) < 2:
-            continue
-        found |= {(folder, column.title) for folder, value in values.items() if value == top}
-    return found
-
-
-def table(results: Results) -> str:
-    """Format a text table per task and data, at most 120 columns wide."""
-    kinds = groups(results)
-    tables = [_table(kind, labels(results)) for kind in kinds]
-    if len(kinds) == 1:
-        return tables[0]
-    return "\n\n".join(
-        f"{' on '.join(job(next(iter(kind.values()))))}\n{lines}" for kind, lines in zip(kinds, tables, strict=True)
-    )
+def _number(group: Group, kind: str, metric: Metric) -> str:
+    if not (values := group.values(kind, metric)):
+        return "-"
+    digits, mean, half = (3 if metric.key == "loss" else 1), interval(values)[0], group.error(kind, metric)
+    return f"{mean:,.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
 
 def text(results: Results) -> str:
-    """Format the table and the conclusions from it, as commands print them.
+    """Format tables and conclusions, as commands print them."""
+    parts = []
+    for kind, members in groups(results).items():
+        lines = cells(members)
+        short = [[cell.replace("greedy, ", "") for cell in line] for line in lines]
+        parts += [kind, align(short, right=range(1, len(lines[0]) - 1), heads=1)]
+        parts.append("\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in sentences(members)))
+    return "\n\n".join(parts)
 
-    If runs differ only in their seed, a table of means with 95 % intervals comes first, and the conclusions are about
-    these means.
+
+def sentences(members: Sequence[Group]) -> list[str]:
+    """State which norms are best, what running statistics cost, and what folding changed.
+
+    Two scores are level if the 95 % interval of their difference contains 0.
     """
-    pooled = pool(results)
-    parts = [table(results)] if len(pooled) == len(results) else [MEANS, table(pooled), "each run:", table(results)]
-    conclusions = "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in sentences(pooled))
-    return "\n\n".join([*parts, conclusions]) + "\n"
-
-
-def cells(results: Results) -> list[list[str]]:
-    """The cells of the table as text: the headings, then a list for each result."""
-    return [
-        ["norm", *(column.title for column in columns(results))],
-        *([c.text for c in row.values()] for row in rows(results)),
+    metric = main_metric(members)
+    if metric is None:
+        return []
+    scored = [group for group in members if group.values("running", metric)]
+    kind = "beam" if all(group.values("beam", metric) for group in scored) else "running"
+    best = max(scored, key=lambda group: metric.better * interval(group.values(kind, metric))[0])
+    level = [group.label for group in scored if group is not best and is_level(best, group, kind, metric)]
+    found = [
+        f"Best by {metric.name} ({KINDS[kind]}): {best.label}, {_number(best, kind, metric)}; ± is a 95 % interval of "
+        + ("the mean over seeds." if len(best.results) > 1 else "the sampling error of the test set, not of training.")
+        + (f" Level with it: {', '.join(level)}." if level else "")
     ]
+    for group in scored:
+        running, calibrated = (group.values(each, metric) for each in ("running", "calibrated"))
+        if running and calibrated:
+            gain = metric.better * (interval(calibrated)[0] - interval(running)[0])
+            if gain > max(group.error("running", metric), 0):
+                found.append(
+                    f"{group.label} loses by its running statistics: {metric.name} {_number(group, 'running', metric)},"
+                    f" calibrated {_number(group, 'calibrated', metric)}."
+                )
+        if (error := group.fold("max_error")) is not None:
+            found.append(
+                f"{group.label} folded: {group.fold('foldable')} norms are gone, outputs differ by at most {error:.0e};"
+                f" {metric.name} greedy {_number(group, 'folded', metric)}, before {_number(group, 'running', metric)}."
+            )
+            found += _times(group, members)
+    return found
 
 
-def _table(results: Results, names: dict[Any, str]) -> str:
-    shown = columns(results)
-    cells = [[_brief(column, column.cell(result)) for column in shown] for result in results.values()]
-    lines = [[column.top for column in shown], [column.bottom for column in shown], *cells]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(shown))]
-    width = max(LEAST_LABEL, WIDTH - sum(w + 2 for w in widths))
-    heads = ["", "norm", *(_cut(names[folder], width) for folder in results)]
-    right = [place for place, column in enumerate(shown, 1) if column.title != "status"]
-    return align([[head, *line] for head, line in zip(heads, lines, strict=True)], right, heads=2)
+def is_level(a: Group, b: Group, kind: str, metric: Metric) -> bool:
+    """Return True if the 95 % interval of the difference of two groups contains 0, or is not known."""
+    first, second = a.values(kind, metric), b.values(kind, metric)
+    less, half = difference(first, second)
+    if math.isnan(half):
+        half = math.hypot(a.error(kind, metric), b.error(kind, metric))
+    return not abs(less) > half
 
 
-def _brief(column: Column, cell: Cell) -> str:
-    """A status without its step, which the sentences below the table name."""
-    return cell.text.split(" at step")[0][:12] if column.title == "status" else cell.text
-
-
-def _cut(label: str, width: int) -> str:
-    return label if len(label) <= width else label[: width - 3] + "..."
+def _times(group: Group, members: Sequence[Group]) -> list[str]:
+    seconds = {"as trained": group.fold("seconds_trained"), "folded": group.fold("seconds_folded")}
+    layer = next((each.fold("seconds_trained") for each in members if each.label == "layer"), None)
+    if not all(seconds.values()):
+        return []
+    if obstacle := group.fold("obstacle"):
+        return [f"No verdict on time: {obstacle}."]
+    base = seconds["as trained"] if layer is None else layer
+    ratios = ", ".join(f"{name} {value / base:.2f}" for name, value in seconds.items())
+    return [f"Time of {group.label}, where {'it as trained' if layer is None else 'layer'} takes 1: {ratios}."]

@@ -1,15 +1,14 @@
-"""Tables of recipes and studies, by name."""
+"""Tables of recipes and studies, by name, and which of them this machine can run."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from normkit._util import align
 from normkit_papers import recipes
 from normkit_papers.powernorm import language_models
 from normkit_papers.powernorm import recipes as power_recipes
 from normkit_papers.powernorm import tables as power
 from normkit_papers.studies import bucketing, core, warmup
-from normkit_papers.study import Study
+from normkit_papers.study import PAPERS, SCALES, Study, expand
 from normkit_papers.tears import recipes as tears_recipes
 from normkit_papers.tears import tables as tears
 from normkit_papers.train.config import Run
@@ -34,10 +33,70 @@ STUDIES: dict[str, Study] = {
 }
 """By id: the studies that these modules define, one by one or in tuples."""
 
+OF_PAPERS = tuple(name for name in STUDIES if name.partition(".")[0] in PAPERS)
+"""Ids of the papers' tables and figures."""
 
-def listing() -> str:
-    """List all studies, one a line, with the scales at which they can be run."""
-    rows = [
-        (name, f"{study.title} [{', '.join(study.scales) or 'not measured yet'}]") for name, study in STUDIES.items()
-    ]
-    return align(rows)
+
+def lacking(run: Run, whole: bool = False) -> str:
+    """Explain which data of a run is missing or, with `whole`, incomplete; empty if none is."""
+    from normkit_papers.data.corpora import CORPORA, locate
+    from normkit_papers.train.source import source
+
+    try:
+        source(run)
+    except ValueError as error:
+        return str(error)
+    except ImportError as error:
+        return f"the package {error.name} is not installed"
+    if whole and run.data in CORPORA and (part := locate(run.data).partial):
+        return f"of the corpus {run.data} only a part is here ({part}); the rest is at {CORPORA[run.data].origin}"
+    return ""
+
+
+def recipe_rows() -> tuple[list[list[str]], dict[str, str]]:
+    """List the recipes with what they train and if they can run here; and why data is missing, by its name."""
+    missing: dict[str, str] = {}
+    lines = []
+    for name, recipe in RECIPES.items():
+        run, about = recipe(), str(recipe.__doc__)
+        if why := lacking(run):
+            missing[run.data] = why
+        gpu = "GPU" in about.partition("Cost:")[2].partition(".")[0] and not _has_gpu()
+        state = f"lacks {run.data}" if why else "needs a GPU" if gpu else "runs here"
+        lines.append([name, state, about.splitlines()[0]])
+    return lines, missing
+
+
+def study_rows() -> tuple[list[list[str]], dict[str, str]]:
+    """List the studies with their scales and if these can run here; and why data is missing, by its name."""
+    missing: dict[str, dict[str, str]] = {scale: {} for scale in SCALES}
+    known: dict[tuple[str, str, str], str] = {}
+    lines = []
+    for name, study in STUDIES.items():
+        states = []
+        for scale in study.scales:
+            for run in {cell.run.data: cell.run for cell in expand(study, scale)}.values():
+                key = (scale, run.task, run.data)
+                if key not in known:
+                    known[key] = lacking(run, scale == "paper")
+                if known[key]:
+                    missing[scale][run.data] = known[key]
+            data = dict.fromkeys(cell.run.data for cell in expand(study, scale))
+            absent = [each for each in data if each in missing[scale]]
+            gpu = scale != "pocket" and not _has_gpu()
+            lacks = [*(["a GPU"] if gpu else []), *absent]
+            some = "some rows lack" if len(absent) < len(data) and not gpu else "lacks"
+            states.append(f"{scale}: {some} {', '.join(lacks)}" if lacks else f"{scale}: runs here")
+        lines.append([name, "; ".join(states) or f"measured by `{study.script}`", study.title])
+    return lines, {name: why for found in missing.values() for name, why in found.items()}
+
+
+def missing_lines(missing: dict[str, str]) -> Iterable[str]:
+    """Format missing data with its source."""
+    return [f"{name}: {why}" for name, why in sorted(missing.items())]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

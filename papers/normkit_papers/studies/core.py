@@ -29,20 +29,13 @@ THIRD = (
     "At pocket scale the training set is a third of the corpus, and the test 1,000 of its 6,750 lines, evenly spread."
     " Validation perplexity is of 500 lines at every scale."
 )
-BLEU = {"BLEU": "bleu", "BLEU greedy": "bleu running"}
-CALIBRATED = {"greedy, calibrated": "bleu calibrated"}
 VALID = {"valid perplexity": "perplexity valid"}
 
 
-def _with_donors(metric: str) -> dict[str, str]:
-    """Metrics of a search, with the statistics of several batches."""
-    return {
-        metric.upper(): metric,
-        f"{metric.upper()} greedy": f"{metric} running",
-        "greedy, statistics of donors of the same lengths": f"{metric} donors",
-        "greedy, of each test batch itself (until 0.2)": f"{metric} batch",
-        "greedy, calibrated": f"{metric} calibrated",
-    }
+def _scores(metric: str) -> dict[str, str]:
+    """Metrics of a search, and of greedy decoding with the statistics of training and with calibrated ones."""
+    greedy = f"{metric.upper()} greedy"
+    return {metric.upper(): metric, greedy: f"{metric} running", "greedy, calibrated": f"{metric} calibrated"}
 
 
 MULTI30K_CORE = Study(
@@ -50,7 +43,7 @@ MULTI30K_CORE = Study(
     title="norms in translation, Multi30k De-En",
     note=WARM_UP,
     rows=(*CORE, FIXED, FIXED_UN, *SCALED, *OTHERS),
-    columns=columns(MULTI30K, _with_donors("bleu")),
+    columns=columns(MULTI30K, _scores("bleu")),
 )
 
 MULTI30K_LONG = Study(
@@ -66,7 +59,7 @@ MULTI30K_LONG = Study(
         *AUTOMATIC,
         *(Row(f"{norm}, shuffled", {"model.norm": norm, "bucketing": False}) for norm in ("layer", "batch")),
     ),
-    columns=columns(MULTI30K_HOUR, _with_donors("bleu")),
+    columns=columns(MULTI30K_HOUR, _scores("bleu")),
 )
 
 IWSLT14_CORE = Study(
@@ -74,7 +67,7 @@ IWSLT14_CORE = Study(
     title="norms in translation, IWSLT14 De-En",
     rows=(*CORE, *OTHERS),
     note=f"{THIRD} {WARM_UP}",
-    columns=columns(IWSLT14_UN, BLEU | CALIBRATED | VALID),
+    columns=columns(IWSLT14_UN, _scores("bleu") | VALID),
 )
 
 GERMAN_LONG = Study(
@@ -82,7 +75,7 @@ GERMAN_LONG = Study(
     title="norms in translation, 5,000 steps, IWSLT14 De-En",
     rows=(CORE[0], FIXED, AUTOMATIC[0], FIXED_UN, *SCALED),
     note=THIRD,
-    columns=columns(IWSLT14_LONG, BLEU | CALIBRATED | VALID),
+    columns=columns(IWSLT14_LONG, _scores("bleu") | VALID),
 )
 
 PTB_CORE = Study(
@@ -135,7 +128,7 @@ GALICIAN_LONG = Study(
         *(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
         Row("pnv + FixNorm + scale loss", {"model.norm": "pnv", "model.fixnorm": True, "scale_loss": 0.1}),
     ),
-    columns=columns(TED_LONG, BLEU | CALIBRATED | VALID),
+    columns=columns(TED_LONG, _scores("bleu") | VALID),
 )
 
 CMUDICT_CORE = Study(
@@ -143,7 +136,7 @@ CMUDICT_CORE = Study(
     title="norms from spelling to sound, CMU Pronouncing Dictionary",
     note=WARM_UP,
     rows=(*CORE, *OTHERS),
-    columns=columns(CMUDICT, _with_donors("per")),
+    columns=columns(CMUDICT, _scores("per")),
 )
 
 IMAGES = (

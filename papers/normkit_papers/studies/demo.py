@@ -1,198 +1,117 @@
-"""The demo: train one model with each of several norms alike, then fold one."""
+"""The demo: train one model with each of several norms alike, then fold one and time it."""
 
 import dataclasses
-import tempfile
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from normkit.bench import ROUNDS
-from normkit.norms import NORMS, StatNorm, parse
+import torch
+from torch import Tensor
+
+from normkit.bench import ROUNDS, measure
+from normkit.norms import parse
 from normkit_papers.recipes import g2p_cmudict
 from normkit_papers.report import results
-from normkit_papers.studies.evaluate import finish_job
-from normkit_papers.studies.progress import Board
-from normkit_papers.studies.workers import Workers, send, train_job
 from normkit_papers.study import slug, warmed
 from normkit_papers.train.config import Run
-from normkit_papers.train.progress import Progress
+from normkit_papers.train.fold_run import audit_run, fold_run
+from normkit_papers.train.folder import load, save
+from normkit_papers.train.source import open_task
 
 COMPARED = ("layer", "scale", "un", "power(groups=0)", "pnv", "batch")
 STEPS = 3600
-FINISH = "folding and timing"
-
-# --minutes reserves time for these, in steps of the slowest worker
-SCORING = 700  # after the training of each norm
-FINISHING = 1500  # before and after all of them
-LEAST = 200
-SPEED_SAMPLES = 5
-SPARE = 0.05  # share of the minutes
+WORDS = 64  # words that are decoded together for timing
+FOLDED = "folded"  # folder of the folded model, in that of its run
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One norm of the demo: its title in the table, its run, and the run's folder."""
-
-    title: str
-    run: Run
-    folder: Path
-
-
-def entries(
-    norms: tuple[str, ...] = COMPARED,
-    *,
+def runs(
+    norms: Sequence[str] = COMPARED,
+    out: Path = Path("runs/demo"),
     steps: int = STEPS,
     seed: int = 0,
     bucketing: bool = True,
-    out: Path = Path("runs/demo"),
-    test_items: int = 2000,
-) -> list[Entry]:
-    """Make the runs of the demo, one per norm spec.
+) -> dict[Path, Run]:
+    """Make the runs of the demo by folder, one per norm spec.
 
     `scale` comes with FixNorm. Statistics end their warm-up by drift, unless the spec sets `warmup`.
-
-    Args:
-        norms: Norm specs.
-        steps: Steps of each run.
-        seed: Seed of weights and data order.
-        bucketing: Batches of words of similar length.
-        out: Folder of the runs' folders.
-        test_items: Words to score.
 
     Raises:
         ValueError: If a spec is unknown or given twice, or there is none.
 
-    >>> [entry.run.model.norm for entry in entries(("layer", "un"), steps=1000)]
-    ['layer', 'un']
+    >>> [str(folder) for folder in runs(("layer", "power(groups=0)"))]
+    ['runs/demo/layer', 'runs/demo/power-groups=0']
     """
-    found = []
+    found: dict[Path, Run] = {}
+    recipe, tenth = g2p_cmudict(), max(1, steps // 10)
     for spec in norms:
-        warmup = max(1, steps // 10)
-        recipe = g2p_cmudict()
         fixnorm = parse(spec)[0] == "scale"  # FixNorm normalizes the embedding, to which the output is tied then
-        model = dataclasses.replace(
-            recipe.model, norm=warmed(spec, warmup, automatic=True), fixnorm=fixnorm, tie=fixnorm
-        )
-        run = dataclasses.replace(
-            recipe,
-            name=f"demo {spec}",
-            model=model,
-            steps=steps,
-            warmup=warmup,
-            valid_every=max(1, steps // 10),
-            checkpoint_every=0,
-            record_every=max(1, steps // 200),
-            bucketing=bucketing,
-            seed=seed,
-            test_items=test_items,
-            device="cpu",
-        )
-        title = f"{spec} + FixNorm" if model.fixnorm else spec
-        if out / slug(spec) in [entry.folder for entry in found]:  # also 'un' and 'un()'
+        norm = warmed(spec, tenth, automatic=True)
+        model = dataclasses.replace(recipe.model, norm=norm, fixnorm=fixnorm, tie=fixnorm)
+        folder = out / slug(spec)
+        if folder in found:  # also 'un' and 'un()'
             raise ValueError(f"{spec!r} is given twice; give each norm once")
-        found.append(Entry(title=title, run=run, folder=out / slug(spec)))
+        name = f"{spec} + FixNorm" if fixnorm else spec
+        found[folder] = dataclasses.replace(
+            recipe, name=name, model=model, steps=steps, warmup=tenth, valid_every=tenth, checkpoint_every=0,
+            record_every=max(1, steps // 200), bucketing=bucketing, seed=seed, device="cpu",
+        )  # fmt: skip
     if not found:
         raise ValueError(f"no norm given; the demo compares {', '.join(COMPARED)}")
     return found
 
 
-@dataclasses.dataclass
-class DemoResult:
-    """Result of a demo.
+def fold_and_time(folders: Sequence[Path], rounds: int = ROUNDS) -> None:
+    """Fold the first run whose norms all fold, score it again, and time all models; add all to the results.
 
-    Attributes:
-        found: Results by folder, in the order of the plan.
-        failed: Error messages by title.
-        interrupted: Ctrl-C ended it.
+    The result of each run gets `fold`: how many norms fold away; seconds to decode 64 words and megabytes of weights as
+    trained and, of the folded run, as folded.
     """
-
-    found: dict[Path, dict[str, Any]]
-    failed: dict[str, str]
-    interrupted: bool
-
-
-def compare(plan: list[Entry], board: Board, command: str, processes: int = 2, rounds: int = ROUNDS) -> DemoResult:
-    """Train all norms in parallel, then fold and time them; Ctrl-C keeps finished ones."""
-    found: dict[str, dict[str, Any]] = {}
-    failed: dict[str, str] = {}
-    interrupted = False
-    with Workers(processes, board.update) as workers:
-
-        def collect() -> None:
-            for title, result in workers.ended():
-                if isinstance(result, BaseException):
-                    failed[title] = f"failed: {result}"
-                elif title != FINISH:
-                    found[title] = result
-                board.end(title, failed.get(title) or _ending(result))
-
-        try:
-            for entry in sorted(plan, key=_cost, reverse=True):
-                workers.submit(entry.title, train_job, entry.run, entry.folder, command)
-            collect()
-            scored = {entry.title: entry.folder for entry in plan if found.get(entry.title, {}).get("scores")}
-            if scored:
-                offline = [title for title in scored if "donors" in found[title]["scores"]]
-                to_fold = "un" if "un" in offline else next(iter(offline), None)
-                workers.submit(FINISH, finish_job, scored, to_fold, "layer" if "layer" in scored else None, rounds)
-                collect()
-                found |= {title: results.read(folder) for title, folder in scored.items()}
-        except KeyboardInterrupt:
-            interrupted = True
-            board.print("stopping; what is finished is kept (Ctrl-C again to stop at once)")
-            workers.stop()
-            collect()
-    by_folder = {entry.folder: found[entry.title] for entry in plan if entry.title in found}
-    return DemoResult(by_folder, failed, interrupted)
+    loaded = {folder: load(folder) for folder in folders}
+    found = {folder: results.read(folder) for folder in folders}
+    models = {folder: run.model for folder, run in loaded.items()}
+    for folder, run in loaded.items():
+        found[folder]["fold"] = {"foldable": audit_run(run).foldable, "max_error": None}
+    whole = [folder for folder in folders if len(set(found[folder]["fold"]["foldable"].split(" of "))) == 1]
+    chosen = next((folder for folder in whole if loaded[folder].run.model.norm.startswith("un")), *whole[:1] or [None])
+    if chosen is not None:
+        folded, report = fold_run(loaded[chosen])
+        save(chosen / FOLDED, folded)
+        models[chosen / FOLDED] = folded.model
+        found[chosen]["fold"] |= {"max_error": report.max_error, "native_error": report.native_error}
+        found[chosen]["scores"]["folded"] = open_task(folded).score_test()
+    seconds, obstacle = _time(models, rounds)
+    for place, model in models.items():
+        fold = found[chosen if place not in found else place]["fold"]  # type: ignore[index]
+        kind = "folded" if place not in found else "trained"
+        megabytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()) / 1e6
+        fold |= {f"seconds_{kind}": seconds[place], f"megabytes_{kind}": megabytes, "obstacle": obstacle}
+    for folder, result in found.items():
+        results.write(folder, result)
 
 
-def _ending(result: Any) -> str:
-    if result is None:
-        return "done"
-    running = result["scores"].get("running")
-    return f"{result['status']}, PER {running['per']:.1f}" if running else result["status"]
+def _time(models: Mapping[Path, Any], rounds: int) -> tuple[dict[Path, float], str | None]:
+    """Median seconds to decode the same words with each model, by turns; and why no verdict is possible."""
+    from normkit_papers.data.embedded import cmudict
+    from normkit_papers.train.pairs import PairTable, spread
+
+    pairs = cmudict().test
+    source, given, _ = PairTable.of(pairs).batch(spread(len(pairs), WORDS)).tensors
+    timings = measure(
+        {str(place): lambda m=model: decode_along(m, source, given) for place, model in models.items()}, rounds
+    )
+    return {place: timings.median(str(place)) for place in models}, timings.obstacle or None
 
 
-def _cost(entry: Entry) -> bool:
-    """Sort key: norms with batch statistics take longest, so they start first."""
-    return issubclass(NORMS[parse(entry.run.model.norm)[0]], StatNorm)
+@torch.no_grad()
+def decode_along(model: Any, source: Tensor, target: Tensor) -> None:
+    """Decode step by step with a cache, along `target`, so that all models do the same work.
 
-
-def steps_for(minutes: float, plan: list[Entry], board: Board, processes: int = 2) -> int:
-    """Estimate the steps that fit into some minutes, by training each norm briefly.
-
-    Raises:
-        ValueError: If the minutes do not suffice.
+    Args:
+        model: A Seq2Seq.
+        source: Symbols, `[batch, time]`.
+        target: Symbols that the decoder is given, `[batch, time]`.
     """
-    costs = {}
-    with Workers(processes, board.update) as workers, tempfile.TemporaryDirectory() as folder:
-        for entry in sorted(plan, key=_cost, reverse=True):
-            workers.submit(entry.title, measure_job, entry.run, Path(folder) / entry.folder.name)
-        for title, seconds in workers.ended():
-            if isinstance(seconds, BaseException):
-                raise seconds
-            costs[title] = seconds
-    busy = [0.0] * processes
-    for entry in sorted(plan, key=_cost, reverse=True):
-        busy[busy.index(min(busy))] += costs[entry.title]
-    steps = round(60 * minutes * (1 - SPARE) / max(busy)) - SCORING * len(plan) // processes - FINISHING
-    if steps < LEAST:
-        needed = (LEAST + SCORING * len(plan) // processes + FINISHING) * max(busy) / 60 / (1 - SPARE)
-        raise ValueError(f"--minutes {minutes:g} is too short for {len(plan)} norms here; needs about {needed:.1f}")
-    return steps
-
-
-def measure_job(title: str, run: Run, folder: Path) -> float:
-    """Measure the seconds per step of a run, in a worker."""
-    from normkit_papers.train.run import train
-
-    samples: list[tuple[float, int]] = []
-
-    def on_progress(progress: Progress) -> bool:
-        samples.append((time.perf_counter(), progress.step))
-        stop = send(title, progress._replace(stage="measuring speed"))
-        return stop or len(samples) == SPEED_SAMPLES
-
-    train(run, folder, on_progress=on_progress)
-    (start, first_step), (end, last_step) = samples[1], samples[-1]
-    return (end - start) / (last_step - first_step)
+    memory, real = model.encode(source)
+    cache: dict = {}
+    for step in range(target.shape[1]):
+        model.decode(target[:, step : step + 1], memory, real, cache, step).argmax(-1)

@@ -1,182 +1,353 @@
-"""Run a study: keep finished runs, resume interrupted ones, show failed ones."""
+"""Train runs in parallel with joblib: processes on this machine, or the workers of a Ray cluster.
 
+A run that ended is kept, a run that was interrupted resumes, also after kill -9: the same command again continues.
+"""
+
+import contextlib
 import dataclasses
-import shutil
-from collections.abc import Sequence
+import hashlib
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import joblib
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from normkit._util import write_whole
-from normkit_papers.data.corpora import CORPORA, locate
 from normkit_papers.report import results
-from normkit_papers.studies.progress import Board
-from normkit_papers.studies.similarity import add_similarity
-from normkit_papers.studies.table import FAILURE, Table, check, collect, write
-from normkit_papers.studies.workers import Workers, on_devices, train_job
-from normkit_papers.study import Study, expand, seeded, unique
+from normkit_papers.studies import rows
+from normkit_papers.studies.catalogue import lacking
+from normkit_papers.studies.rows import FAILURE
+from normkit_papers.study import Study, expand, seeded
 from normkit_papers.train.config import Run
-from normkit_papers.train.folder import Locked, load
-from normkit_papers.train.source import open_task, source
+from normkit_papers.train.folder import Locked, differences
 
-if TYPE_CHECKING:
-    from normkit_papers.studies.ray_workers import RayWorkers
+RETRIES = 3  # how often training goes on after a process was killed, as when memory runs out
+REFRESH = 0.5  # seconds between two readings of the notes
+PROGRESS, ENDED = ".progress.json", ".ended.json"  # notes of runs in training, and of those that have ended
+LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray reserves for results; ours are small
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_THRESHOLD_": "2147483647",  # glibc would return every large tensor to the system
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "SLURM_JOB_NAME": "interactive",  # Lightning: these processes are not tasks of SLURM
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
-    Engine = Workers | RayWorkers
+Runs = Mapping[Path, Run]
+"""Runs by their folder."""
+
+
+def train_all(
+    runs: Runs,
+    command: str,
+    processes: int = 1,
+    ray: str | None = None,
+    on_end: Callable[[Path, str], object] = lambda folder, status: None,
+    console: Console | None = None,
+) -> dict[Path, str]:
+    """Train all runs, in their order, and show one progress display.
+
+    Args:
+        runs: The runs by folder; on a cluster, all machines must see the folders.
+        command: Command line to repeat the runs, for their results.
+        processes: Runs at the same time on this machine.
+        ray: Address of a Ray cluster to train on instead.
+        on_end: Called with folder and status of each run as it ends.
+        console: Where to show the progress.
+
+    Returns:
+        The status of each run that ended: "done", "diverged at step N", "failed: ...", "left out: ...".
+    """
+    kinds: dict[tuple[Any, ...], dict[Path, Run]] = {}  # runs of equal needs are trained together
+    for folder, run in runs.items():
+        kinds.setdefault((run.device, run.devices, run.threads), {})[folder] = run
+    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+    shared = Path(os.path.commonpath([folder.parent for folder in runs]))
+    shared.mkdir(parents=True, exist_ok=True)
+    with Display(console or Console(), len(runs), shared, on_end) as display:
+        for kind in kinds.values():
+            with _backend(next(iter(kind.values())), processes, ray) as jobs:
+                _train_kind(kind, command, jobs, display)
+    return {folder: display.ended[folder] for folder in runs if folder in display.ended}
+
+
+def _train_kind(runs: Runs, command: str, jobs: int, display: "Display") -> None:
+    """Train runs of equal needs; those that have not ended start again after a process was killed."""
+    for attempt in range(RETRIES + 1):
+        left = {folder: run for folder, run in runs.items() if folder not in display.ended}
+        calls = [joblib.delayed(train_one)(run, folder, command, display.notes) for folder, run in left.items()]
+        try:
+            joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)
+            return
+        except TerminatedWorkerError:
+            display.follow()
+            if attempt == RETRIES:
+                raise ValueError(
+                    f"a process was killed {attempt + 1} times, as when memory runs out; take fewer --processes"
+                ) from None
+            display.console.print("a process was killed, as when memory runs out; the others start again")
+
+
+def train_one(run: Run, folder: Path, command: str, notes: Path) -> None:
+    """Train or resume a run in a worker, unless it has ended; note progress and status in files.
+
+    A run that raises leaves failed.txt, and is tried again by the next command.
+    """
+    name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    note, shown = notes / f"{name}{PROGRESS}", 0.0
+
+    def on_progress(progress: Any) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > REFRESH:
+            shown = time.monotonic()
+            write_whole(note, json.dumps({"description": run.name, **describe(progress)}).encode())
+
+    try:
+        if not is_finished(folder, run):
+            _on_devices(run, folder, command, on_progress)
+        status = results.read(folder)["status"]
+        (folder / FAILURE).unlink(missing_ok=True)
+    except Locked as error:  # another command trains it
+        status = f"left out: {error}"
+    except Exception as error:
+        status = f"failed: {' '.join(str(error).split()) or type(error).__name__}"[:300]
+        write_whole(folder / FAILURE, f"{status}\n".encode())
+    note.unlink(missing_ok=True)
+    if status.startswith("interrupted"):  # by Ctrl-C, which ends this process too
+        raise KeyboardInterrupt
+    write_whole(notes / f"{name}{ENDED}", json.dumps([str(folder), run.name, status]).encode())
+
+
+def is_finished(folder: Path, run: Run) -> bool:
+    """Check whether a folder holds this run's result: scores, or a divergence.
+
+    Raises:
+        ValueError: If the result is of a run with other settings.
+    """
+    if (result := results.ended(folder)) is None:
+        return False
+    if changed := differences(result["run"], run):
+        raise ValueError(
+            f"{folder} holds a run of other settings ({', '.join(changed)}); name another --out, or delete it"
+        )
+    return True
+
+
+def _on_devices(run: Run, folder: Path, command: str, on_progress: Callable[[Any], None]) -> None:
+    """Train in this process, or in one for each device; Lightning would start the whole command again for these."""
+    if run.devices == 1:
+        _train(run, folder, command, on_progress)
+        return
+    from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        spawn(_train_rank, (run, folder, command, port), run.devices)
+    except ProcessRaisedException as error:
+        raise RuntimeError(str(error).strip().splitlines()[-1]) from None
+
+
+def _train_rank(rank: int, run: Run, folder: Path, command: str, port: int) -> None:
+    variables = {"LOCAL_RANK": rank, "WORLD_SIZE": run.devices, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    _train(run, folder, command, None)
+
+
+def _train(run: Run, folder: Path, command: str, on_progress: Callable[[Any], None] | None) -> None:
+    from normkit_papers.train.run import train
+
+    train(run, folder, resume=True, on_progress=on_progress, command=command)
+
+
+@contextlib.contextmanager
+def _backend(run: Run, processes: int, ray: str | None) -> Iterator[int]:
+    """Choose joblib's backend for runs with the needs of `run`; yields the number of runs at the same time."""
+    gpus, threads = 0 if run.device == "cpu" else run.devices, (run.threads or 1) * run.devices
+    if ray is None:
+        if run.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ValueError("this scale needs a GPU, and none is here; --scale pocket needs none")
+        with joblib.parallel_config("loky", inner_max_num_threads=run.threads):
+            yield processes
+        return
+    import ray as cluster
+    from ray.util.joblib import register_ray
+
+    register_ray()
+    local = {"include_dashboard": False, "object_store_memory": LOCAL_MEMORY} if ray == "local" else {}
+    cluster.init(address=ray, log_to_driver=False, ignore_reinit_error=True, **local)
+    have = cluster.cluster_resources()
+    jobs = int(have.get("GPU", 0) // gpus if gpus else have["CPU"] // threads)
+    if jobs < 2:  # joblib would train in this process
+        raise ValueError(f"this Ray cluster has {have}, not enough for two runs of {gpus} GPU and {threads} CPU each")
+    with joblib.parallel_config("ray", n_jobs=jobs, ray_remote_args={"num_cpus": threads, "num_gpus": gpus}):
+        yield jobs
+
+
+def describe(progress: Any) -> dict[str, Any]:
+    """Reduce the progress of a run to what is shown: completed, total, and a text.
+
+    >>> from normkit_papers.train.progress import Progress
+    >>> describe(Progress("training", 5, 10, 1.25))
+    {'completed': 5, 'total': 10, 'state': 'loss 1.250'}
+    """
+    training = progress.stage == "training"
+    state = f"loss {progress.loss:.3f}" if training else progress.stage
+    return {"completed": progress.step, "total": progress.steps, "state": state}
+
+
+class Display:
+    """One progress display of many runs: a bar for all, and one for each run in training.
+
+    Workers write notes into files, which a thread follows: so it is the same for processes, Ray, and this process.
+
+    Attributes:
+        notes: Folder of the notes, which all workers see.
+        ended: Status of each run that has ended, by its folder.
+    """
+
+    def __init__(self, console: Console, total: int, shared: Path, on_end: Callable[[Path, str], object]):
+        self.console, self.total, self.on_end = console, total, on_end
+        self._folder = tempfile.TemporaryDirectory(prefix=".progress-", dir=shared)
+        self.notes, self.ended = Path(self._folder.name), dict[Path, str]()
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
+        more = (TextColumn("{task.fields[state]}", markup=False), TimeRemainingColumn())
+        self._bars = Progress(*columns, *more, console=console, disable=not console.is_terminal)
+        self._rows: dict[str, TaskID] = {}
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_following, daemon=True)
+
+    def __enter__(self) -> "Display":
+        self._bars.start()
+        self._all = self._bars.add_task("runs", total=self.total, state="")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+        self.follow()
+        self._bars.stop()
+        self._folder.cleanup()
+
+    def _keep_following(self) -> None:
+        while not self._closed.wait(REFRESH):
+            self.follow()
+
+    def follow(self) -> None:
+        """Show the notes that workers have written since the last time."""
+        with self._lock:
+            for file in sorted(self.notes.glob(f"*{ENDED}")):
+                folder, name, status = json.loads(file.read_bytes())
+                file.unlink()
+                self.ended[Path(folder)] = status
+                self._bars.advance(self._all)
+                self.console.print(f"{name}: {status}", markup=False, highlight=False, soft_wrap=True)
+                self.on_end(Path(folder), status)
+            found = {}
+            for file in self.notes.glob(f"*{PROGRESS}"):
+                with contextlib.suppress(OSError):  # it was removed meanwhile
+                    found[file.name] = json.loads(file.read_bytes())
+            for name in self._rows.keys() - found.keys():
+                self._bars.remove_task(self._rows.pop(name))
+            for name, shown in found.items():
+                if name not in self._rows:
+                    self._rows[name] = self._bars.add_task("", state="")
+                self._bars.update(self._rows[name], **shown)
 
 
 @dataclasses.dataclass(frozen=True)
-class StudyPlan:
-    """Runs of a study that are left to train.
+class Plan:
+    """Runs of studies that are left to train.
 
     Attributes:
-        todo: Runs by folder, in the order of training.
-        finished: Number of runs that are finished already.
-        missing: A line for each data set that is missing (at scale paper: incomplete), whose runs are left out.
-        kinds: Kinds of donors that the study's columns show; a run without these scores is not finished.
+        todo: Runs by folder, in the order of training; runs that several studies share stand once.
+        finished: Number of runs that have ended already.
+        missing: Why runs are left out, by the name of their data.
     """
 
     todo: dict[Path, Run]
     finished: int
-    missing: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
+    missing: dict[str, str]
 
 
-def plan(study: Study, scale: str, out: Path, *, seeds: int = 1, only: Sequence[str] = ()) -> StudyPlan:
-    """List the runs that are left to train, seed by seed: all rows appear early.
+def plan(studies: Sequence[Study], scale: str, out: Path, seeds: int | None = None, only: Sequence[str] = ()) -> Plan:
+    """List the runs that are left to train, seed by seed: all rows of a table appear early.
+
+    Args:
+        studies: The studies.
+        scale: Scale of the runs.
+        out: Folder of the runs.
+        seeds: Runs of each cell; None for each study's own number.
+        only: Rows to train, by label or norm; empty for all.
 
     Raises:
-        ValueError: If nothing can be run at this scale, all data is missing, or a folder holds a run with other
-            settings.
+        ValueError: If a folder holds a run with other settings.
     """
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1; got {seeds}")
-    cells = unique(expand(study, scale, only))
-    printed = [row.label for row in study.rows if row.settings is None and row.label in only]
-    if not cells and printed:
-        raise ValueError(
-            f"{', '.join(printed)} of {study.id}: the paper quotes these figures from others; --only takes rows that "
-            "can be run"
-        )
-    if study.measured and scale in study.scales:
-        return StudyPlan({}, 0)
-    if not cells:
-        available = ", ".join(study.scales) or "none"
-        raise ValueError(f"{study.id} has no runs at scale {scale} here; scales with runs: {available}")
-    runs = dict(seeded(cell, out, seed) for seed in range(seeds) for cell in cells)
-    todo = {folder: run for folder, run in runs.items() if not finished(folder, run, study.donors)}
-    one_each = {run.data: run for run in todo.values()}
-    missing = {data: reason for data, run in one_each.items() if (reason := _missing(run, whole=scale == "paper"))}
-    if missing and len(missing) == len({run.data for run in runs.values()}):
-        raise ValueError("; ".join(missing.values()))
+    counts = {study.id: seeds or (study.seeds if scale == "pocket" else 1) for study in studies}
+    runs: dict[Path, Run] = {}
+    for seed in range(max(counts.values(), default=0)):
+        for study in studies:
+            if seed < counts[study.id]:
+                runs |= dict(seeded(cell, out, seed) for cell in expand(study, scale, only))
+    todo = {folder: run for folder, run in runs.items() if not is_finished(folder, run)}
+    missing = {
+        run.data: why
+        for run in {run.data: run for run in todo.values()}.values()
+        if (why := lacking(run, scale == "paper"))
+    }
     kept = {folder: run for folder, run in todo.items() if run.data not in missing}
-    return StudyPlan(kept, len(runs) - len(todo), tuple(missing.values()), study.donors)
+    return Plan(kept, len(runs) - len(todo), missing)
 
 
-def _missing(run: Run, whole: bool) -> str:
-    """Explain why the data of a run is missing or, with `whole`, incomplete; else empty."""
-    try:
-        source(run)
-    except ValueError as error:
-        return str(error)
-    if whole and run.data in CORPORA and (part := locate(run.data).partial):
-        return (
-            f"the corpus {run.data} is here in part alone ({part}), and scale paper is the original setting; "
-            f"get the rest from {CORPORA[run.data].origin}, or take another scale"
-        )
-    return ""
+def has_result(folder: Path) -> bool:
+    """Check whether a folder has a result file."""
+    return (folder / results.FILE).is_file()
 
 
-def finished(folder: Path, run: Run, kinds: Sequence[str] = ()) -> bool:
-    """Check whether a folder holds this run's result: all scores, or a divergence.
+def run_studies(
+    studies: Sequence[Study], scale: str, out: Path, chosen: Plan, command: str, **how: Any
+) -> dict[Path, str]:
+    """Train the runs of a plan; after each, write the rows of the studies that show it into `out/STUDY.csv`.
 
-    Raises:
-        ValueError: If the result is of another run.
-    """
-    if not (folder / results.FILE).is_file():
-        return False
-    result = results.read(folder)
-    check(folder, result["run"], run)
-    return not result["status"].startswith("interrupted") and not _lacking(result, kinds)
-
-
-def _lacking(result: dict[str, Any], kinds: Sequence[str]) -> list[str]:
-    """Kinds of donors that a result has no scores of; none if its norms have no statistics."""
-    return [kind for kind in kinds if kind not in result["scores"]] if "calibrated" in result["scores"] else []
-
-
-def engine(plan: StudyPlan, processes: int, ray: str | None, board: Board) -> "Engine":
-    """Create the engine for a plan: processes on this machine, or Ray at an address.
-
-    Raises:
-        ValueError: If the plan needs a GPU and this machine has none.
-    """
-    if ray is not None:
-        from normkit_papers.studies.ray_workers import RayWorkers
-
-        return RayWorkers(ray)
-    if any(run.device == "cuda" for run in plan.todo.values()):
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "this scale needs a GPU, and none is here; --scale pocket does not, --ray ADDRESS may have"
-            )
-    return Workers(processes, board.update)
-
-
-def run_study(
-    study: Study, scale: str, out: Path, plan: StudyPlan, engine: "Engine", board: Board, command: str = ""
-) -> tuple[Table, bool]:
-    """Train the runs of a plan; after each run, write the table's files again.
-
-    A run that raises leaves failed.txt and is tried again next time; one that another process trains is left to it.
+    Args:
+        studies: The studies.
+        scale: Scale of the runs.
+        out: Folder of the runs and of the CSV files.
+        chosen: What `plan` returned.
+        command: Command line, for the results.
+        how: Further arguments of `train_all`.
 
     Returns:
-        The table of all finished runs, and whether Ctrl-C interrupted the study.
+        The status of each run that ended.
     """
-    folders = {run.name: folder for folder, run in plan.todo.items()}
+    shown_by = {study.id: {out / cell.folder for cell in expand(study, scale)} for study in studies}
 
-    def collect_ended() -> None:
-        for title, outcome in engine.ended():
-            failure = folders[title] / FAILURE
-            if isinstance(outcome, Locked):  # by another command for the same study
-                status = f"left out: {outcome}"
-            elif isinstance(outcome, BaseException):
-                status = f"failed: {' '.join(str(outcome).split()) or type(outcome).__name__}"
-                write_whole(failure, f"{status[:300]}\n".encode())
-            else:
-                status = outcome["status"]
-                failure.unlink(missing_ok=True)
-            board.end(title, status)
-            write(collect(study, scale, out), out)
+    def on_end(folder: Path, status: str) -> None:
+        for study in studies:
+            if folder.parent in shown_by[study.id]:
+                rows.append(out / f"{study.id}.csv", rows.collect(study, scale, out))
 
-    for folder, run in plan.todo.items():
-        engine.submit(run.name, study_job, run, folder, command, plan.kinds)
-    interrupted = False
     try:
-        collect_ended()
-    except KeyboardInterrupt:
-        interrupted = True
-        board.print("stopping; finished runs are kept, the others resume next time (Ctrl-C again: at once)")
-        engine.stop()
-        collect_ended()
-    if not interrupted and any(column.metric.startswith("cka") for column in study.columns):
-        board.print("comparing the layers of the models")
-        add_similarity(study, scale, out)
-    table = collect(study, scale, out)
-    write(table, out)
-    return table, interrupted
+        return train_all(chosen.todo, command, on_end=on_end, **how) if chosen.todo else {}
+    finally:
+        for study in studies:
+            if any(column.metric.startswith("cka") for column in study.columns):
+                from normkit_papers.studies.similarity import add_similarity
 
-
-def study_job(title: str, run: Run, folder: Path, command: str, kinds: Sequence[str] = ()) -> dict[str, Any]:
-    """Train or resume a run in a worker, unless it is trained; add scores by donors."""
-    if not finished(folder, run):
-        on_devices(run.devices, train_job, title, run, folder, command, True)
-    result = results.read(folder)
-    if not result["status"].startswith("interrupted"):
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    if lacking := _lacking(result, kinds):
-        task = open_task(load(folder))
-        result["scores"] |= {kind: task.score_donors(kind) for kind in lacking}
-        results.write(folder, result)
-    return result
+                add_similarity(study, scale, out)
+            if made := rows.collect(study, scale, out):
+                rows.append(out / f"{study.id}.csv", made)

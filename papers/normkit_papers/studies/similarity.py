@@ -5,7 +5,7 @@ from pathlib import Path
 from normkit.watch.row_files import FILE, Appender, read_run
 from normkit_papers.cka import cka
 from normkit_papers.report import results
-from normkit_papers.study import Study, expand, seeds, unique
+from normkit_papers.study import Study, expand, seeds
 from normkit_papers.train.folder import load
 from normkit_papers.train.source import open_task
 
@@ -18,17 +18,17 @@ def add_similarity(study: Study, scale: str, out: Path) -> None:
 
     Models of the same seed are compared (UN, Figure 6).
     """
-    cells = unique(expand(study, scale))
-    first = next(cell for cell in cells if cell.row == 0)
-    references = {seed: folder for seed, folder in seeds(out / first.folder).items() if _done(folder)}
-    for cell in cells:
-        for seed, folder in seeds(out / cell.folder).items():
-            if seed in references and _done(folder) and "cka" not in read_run(folder).quantities:
+    folders = dict.fromkeys(cell.folder for cell in expand(study, scale))
+    first = next(cell.folder for cell in expand(study, scale) if cell.row == 0)
+    references = {seed: folder for seed, folder in seeds(out / first).items() if _is_done(folder)}
+    for path in folders:
+        for seed, folder in seeds(out / path).items():
+            if seed in references and _is_done(folder) and "cka" not in read_run(folder).quantities:
                 reference, other = load(references[seed]), load(folder)
                 images = open_task(other).test_images(IMAGES, BATCH)
                 found = cka(reference.model, images, other.model, LAYERS)
                 Appender(folder / FILE)(found.rows(other.run.steps))
 
 
-def _done(folder: Path) -> bool:
+def _is_done(folder: Path) -> bool:
     return (folder / results.FILE).is_file() and results.read(folder)["status"] == "done"

@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 
-from normkit_papers.report import canvas
-from normkit_papers.report.canvas import safe
-from normkit_papers.report.curves import extremes
-from normkit_papers.report.recorded import POINTS, Drawn, Recorded, titled, with_quantities
+from normkit_papers.report.recorded import Drawn, Recorded, add_line, panels, with_quantities
 
 SUBLAYERS = {  # names of norms in our models: the paper's names of sublayers
     "encoder": {"attention_norm": "encoder attention", "feedforward_norm": "encoder feed-forward"},
@@ -17,27 +14,20 @@ SUBLAYERS = {  # names of norms in our models: the paper's names of sublayers
     },
 }
 SMOOTHING = "label_smoothing"
-VALIDATED = (("bleu", "BLEU on the validation split"), ("loss", "Loss on the validation split"))
+VALIDATED = {"bleu": "BLEU on the validation split", "loss": "loss on the validation split"}
 
 
 def figure1(runs: Sequence[Recorded]) -> Drawn:
     """Draw BLEU, or else the loss, on the validation split over training."""
     key, title = validated_by(runs)
-    found = [(run, [(point["step"], point[key]) for point in run.result["valid"] if key in point]) for run in runs]
-    figure = canvas.figure(4.8, 3.2)
-    axes = figure.add_subplot()
-    for number, (run, points) in enumerate(found):
-        if points:
-            axes.plot(
-                *zip(*points, strict=True),
-                marker="o",
-                markersize=2.5,
-                label=safe(run.label),
-                **canvas.line_style(number),
-            )
-    axes.set(xlabel="step", ylabel=title)
-    axes.legend(fontsize=8)
-    return figure, [run for run, points in found if points]
+    figure, used = panels(1, 1), list[Recorded]()
+    for run in runs:
+        if points := validation(run, key):
+            add_line(figure, points, run.label, len(used), mode="lines+markers")
+            used.append(run)
+    figure.update_xaxes(title="step")
+    figure.update_yaxes(title=title)
+    return figure, used
 
 
 def figure2(runs: Sequence[Recorded]) -> Drawn:
@@ -45,65 +35,56 @@ def figure2(runs: Sequence[Recorded]) -> Drawn:
     runs = with_quantities(runs, "gradient_norm")
     across = min(2, len(runs))
     down = -(-len(runs) // across)
-    figure = canvas.figure(3.4 * across, 2.1 * down + 0.3)
-    panels = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
-    for number, (axes, run) in enumerate(zip(panels, runs, strict=False)):
-        known = run.recording.of("gradient_norm")[""].points()
-        line = extremes([step for step, _ in known], [value for _, value in known], POINTS)
-        axes.plot(*line, linewidth=0.7, **canvas.line_style(number))
-        titled(axes, run.label)
-    for axes in panels[len(runs) :]:
-        axes.set_axis_off()
-    figure.supxlabel("step", fontsize=9)
-    figure.supylabel("gradient norm", fontsize=9)
+    figure = panels(down, across, [run.label for run in runs], 220, shared_xaxes=True, shared_yaxes="all")
+    for number, run in enumerate(runs):
+        points = run.recording.of("gradient_norm")[""].points()
+        add_line(figure, points, run.label, number, number // across + 1, number % across + 1)
+    figure.update_layout(showlegend=False)
+    figure.update_xaxes(title="step", row=down)
+    figure.update_yaxes(title="gradient norm", col=1)
     return figure, runs
 
 
 def figure3(runs: Sequence[Recorded]) -> Drawn:
     """Draw the learned g by depth at the end of training, a panel for each kind of sublayer."""
     runs = with_quantities(runs, "learned_g")
-    lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for run in runs:
+    lines: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for number, run in enumerate(runs):
         for site, series in run.sites("learned_g").items():
             place = _place(site)
             if place is not None and (points := series.points()):
-                lines.setdefault(place[0], {}).setdefault(run.label, []).append((place[1], points[-1][1]))
+                lines.setdefault(place[0], {}).setdefault(number, []).append((place[1], points[-1][1]))
     if not lines:
         raise ValueError("none of the recorded norms is in a numbered layer of an encoder or a decoder")
-    figure = canvas.figure(2.3 * len(lines) + 0.5, 2.9)
-    panels = figure.subplots(1, len(lines), sharey=True, squeeze=False)[0]
-    for axes, (kind, by_run) in zip(panels, lines.items(), strict=True):
-        for number, run in enumerate(runs):
-            if run.label in by_run:
-                points = zip(*sorted(by_run[run.label]), strict=True)
-                axes.plot(*points, marker="o", markersize=3, label=safe(run.label), **canvas.line_style(number))
-        axes.set_title(kind, fontsize=9)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    panels[0].set_ylabel("g")
-    figure.supxlabel("layer", fontsize=9)
-    lines_of = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels]
-    named = {name: handle for pairs in lines_of for handle, name in pairs}  # a decoder alone is not in every panel
-    figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=3, fontsize=8)
-    return figure, [run for run in runs if any(run.label in by_run for by_run in lines.values())]
+    figure = panels(1, len(lines), list(lines), shared_yaxes=True)
+    for column, by_run in enumerate(lines.values(), 1):
+        for number, points in by_run.items():
+            add_line(figure, sorted(points), runs[number].label, number, column=column, mode="lines+markers")
+    figure.update_xaxes(title="layer", dtick=1)
+    figure.update_yaxes(title="g", col=1)
+    return figure, [run for number, run in enumerate(runs) if any(number in by_run for by_run in lines.values())]
 
 
 def figure4(runs: Sequence[Recorded]) -> Drawn:
     """Draw the learned g by depth with and without label smoothing; needs runs of both."""
     runs = with_quantities(runs, "learned_g")
-    kinds = {bool(run.settings.get(SMOOTHING)) for run in runs}
-    if len(kinds) < 2:
+    if len({bool(run.settings.get(SMOOTHING)) for run in runs}) < 2:
         raise ValueError("this compares runs with and without label smoothing; train one with --label-smoothing 0")
-    return figure3([run if SMOOTHING in run.label else run._replace(label=_smoothed(run)) for run in runs])
+    named = [f"{run.label}, {SMOOTHING}={run.settings.get(SMOOTHING, 0)}" for run in runs]
+    return figure3([
+        run if SMOOTHING in run.label else run._replace(label=name) for run, name in zip(runs, named, strict=True)
+    ])  # fmt: skip
 
 
-def _smoothed(run: Recorded) -> str:
-    return f"{run.label}, {SMOOTHING}={run.settings.get(SMOOTHING, 0)}"
+def validation(run: Recorded, key: str) -> list[tuple[float, float]]:
+    """Steps and scores of the validation passes."""
+    return [(point["step"], point[key]) for point in run.result["valid"] if key in point]
 
 
 def validated_by(runs: Sequence[Recorded]) -> tuple[str, str]:
     """The score that validated these runs, at least twice, and its title; else ValueError."""
-    for key, title in VALIDATED:
-        if any(sum(key in point for point in run.result["valid"]) > 1 for run in runs):
+    for key, title in VALIDATED.items():
+        if any(len(validation(run, key)) > 1 for run in runs):
             return key, title
     raise ValueError("none of these runs was validated twice; train with --valid-every")
 

@@ -13,7 +13,7 @@ from normkit_papers.train.config import Run
 def mt_ted_gl() -> Run:
     """Galician to English on TED talks, as in Transformers without Tears (Table 1).
 
-    NORMKIT_DATA=FOLDER normkit train mt_ted_gl --model.norm scale --model.fixnorm
+    NORMKIT_DATA=FOLDER papers train mt_ted_gl --model.norm scale --model.fixnorm
 
     Cost: one GPU. The paper's BLEU: post-norm layer 18.47, pre-norm 19.09, with FixNorm 19.38, with
     ScaleNorm too 20.91.
@@ -37,7 +37,7 @@ def mt_ted_gl() -> Run:
 def mt_ted_gl_pocket() -> Run:
     """Galician to English on TED talks, 11,000 pairs, a model below `mt_multi30k` in size.
 
-    NORMKIT_DATA=FOLDER normkit train mt_ted_gl_pocket
+    NORMKIT_DATA=FOLDER papers train mt_ted_gl_pocket
 
     Cost: minutes on one CPU core. Too short to overfit: dropout stays at 0.1, word dropout at 0.
     """
@@ -51,7 +51,7 @@ def mt_ted_gl_pocket() -> Run:
 def mt_iwslt15_vi() -> Run:
     """English to Vietnamese on IWSLT'15, as in Transformers without Tears.
 
-    NORMKIT_DATA=FOLDER normkit train mt_iwslt15_vi --model.norm scale --model.fixnorm
+    NORMKIT_DATA=FOLDER papers train mt_iwslt15_vi --model.norm scale --model.fixnorm
 
     Cost: one GPU.
     """

@@ -12,7 +12,7 @@ EPOCH = 117_266 // 16  # steps: COCO's training images that have boxes
 def mask_rcnn_coco_36() -> Run:
     """Mask R-CNN with Swin-T on COCO, 36 epochs, as in Unified Normalization (B.3).
 
-    NORMKIT_DATA=FOLDER normkit train mask_rcnn_coco_36 --devices 8 --batch-tokens 2 --weights RUN --model.norm un
+    NORMKIT_DATA=FOLDER papers train mask_rcnn_coco_36 --devices 8 --batch-tokens 2 --weights RUN --model.norm un
 
     Cost: 8 GPUs. The paper's AP of boxes / masks: layer 46.0 / 41.6, un 45.6 / 41.4, batch 44.9 / 40.8,
     mabn 45.1 / 41.0, power(groups=0) 44.6 / 40.7.
@@ -34,7 +34,7 @@ def mask_rcnn_coco_36() -> Run:
 def mask_rcnn_coco_12() -> Run:
     """Mask R-CNN with Swin-T on COCO, 12 epochs, as in the paper's ablations.
 
-    NORMKIT_DATA=FOLDER normkit train mask_rcnn_coco_12 --devices 8 --batch-tokens 2 --weights RUN --model.norm un
+    NORMKIT_DATA=FOLDER papers train mask_rcnn_coco_12 --devices 8 --batch-tokens 2 --weights RUN --model.norm un
 
     Cost: 8 GPUs. The paper's AP of boxes / masks: un 42.8 / 39.2.
     """
@@ -46,7 +46,7 @@ def mask_rcnn_coco_12() -> Run:
 def faster_rcnn_coco_36() -> Run:
     """Faster R-CNN with Swin-T on COCO, 36 epochs, as in Unified Normalization (Table 3).
 
-    NORMKIT_DATA=FOLDER normkit train faster_rcnn_coco_36 --devices 8 --batch-tokens 2 --weights RUN
+    NORMKIT_DATA=FOLDER papers train faster_rcnn_coco_36 --devices 8 --batch-tokens 2 --weights RUN
 
     Cost: 8 GPUs. The paper's AP of boxes: layer 45.5, un 45.2, batch 44.6, mabn 44.8, power(groups=0) 44.3.
     """
@@ -58,7 +58,7 @@ def faster_rcnn_coco_36() -> Run:
 def faster_rcnn_coco_12() -> Run:
     """Faster R-CNN with Swin-T on COCO, 12 epochs.
 
-    NORMKIT_DATA=FOLDER normkit train faster_rcnn_coco_12 --devices 8 --batch-tokens 2 --weights RUN
+    NORMKIT_DATA=FOLDER papers train faster_rcnn_coco_12 --devices 8 --batch-tokens 2 --weights RUN
 
     Cost: 8 GPUs.
     """
@@ -70,7 +70,7 @@ def faster_rcnn_coco_12() -> Run:
 def mask_rcnn_pennfudan() -> Run:
     """Mask R-CNN with a narrow Swin on Penn-Fudan: 120 street scenes, one object class.
 
-    NORMKIT_DATA=FOLDER normkit train mask_rcnn_pennfudan --model.norm 'un(warmup=40, outlier_filtration=True)'
+    NORMKIT_DATA=FOLDER papers train mask_rcnn_pennfudan --model.norm 'un(warmup=40, outlier_filtration=True)'
 
     Cost: minutes on one CPU core.
     """
@@ -88,7 +88,7 @@ def mask_rcnn_pennfudan() -> Run:
 def mask_rcnn_coco128() -> Run:
     """Mask R-CNN with a narrow Swin on 128 COCO images, scored on the same images.
 
-    NORMKIT_DATA=FOLDER normkit train mask_rcnn_coco128 --model.norm 'un(warmup=40, outlier_filtration=True)'
+    NORMKIT_DATA=FOLDER papers train mask_rcnn_coco128 --model.norm 'un(warmup=40, outlier_filtration=True)'
 
     Cost: minutes on one CPU core. Checks that the detector can fit its training data, nothing more.
     """

@@ -14,7 +14,7 @@ RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 def mt_wmt14_fr() -> Run:
     """English to French on WMT'14, Transformer big, as in Unified Normalization (Table 1).
 
-    NORMKIT_DATA=FOLDER normkit train mt_wmt14_fr --devices 8 --accumulate 16
+    NORMKIT_DATA=FOLDER papers train mt_wmt14_fr --devices 8 --accumulate 16
 
     Cost: many GPUs.
     """
@@ -26,7 +26,7 @@ def mt_wmt14_fr() -> Run:
 def imagenet_t2t_vit_14() -> Run:
     """T2T-ViT-14 on ImageNet, as in Unified Normalization (B.2).
 
-    NORMKIT_DATA=FOLDER normkit train imagenet_t2t_vit_14 --model.norm 'un(warmup=4000, outlier_filtration=True)'
+    NORMKIT_DATA=FOLDER papers train imagenet_t2t_vit_14 --model.norm 'un(warmup=4000, outlier_filtration=True)'
 
     Cost: days on 8 GPUs. The paper's accuracy: layer 81.5, un 80.9, batch 79.8; mabn and power(groups=0) fail.
 
@@ -51,7 +51,7 @@ def imagenet_t2t_vit_14() -> Run:
 def imagenet_swin_t() -> Run:
     """Swin-T on ImageNet by its authors' settings, as in Unified Normalization (Table 2).
 
-    NORMKIT_DATA=FOLDER normkit train imagenet_swin_t --model.norm 'un(warmup=4000, outlier_filtration=True)'
+    NORMKIT_DATA=FOLDER papers train imagenet_swin_t --model.norm 'un(warmup=4000, outlier_filtration=True)'
 
     Cost: days on 8 GPUs. The paper's accuracy: layer 81.3, un 81.0, mabn 80.9, power(groups=0) 80.9, batch 80.8.
     """
@@ -72,7 +72,7 @@ def imagenet_swin_t() -> Run:
 def cifar10_t2t_vit_14_tuned() -> Run:
     """Fine-tune T2T-ViT-14 on CIFAR-10, as in Unified Normalization (Table 2).
 
-    NORMKIT_DATA=FOLDER normkit train cifar10_t2t_vit_14_tuned --weights runs/imagenet_t2t_vit_14
+    NORMKIT_DATA=FOLDER papers train cifar10_t2t_vit_14_tuned --weights runs/imagenet_t2t_vit_14
 
     Cost: hours on one GPU. The paper's accuracy, CIFAR-10 / CIFAR-100: layer 98.3 / 88.4, batch 96.6 / 88.2,
     un 98.3 / 88.9.
@@ -95,7 +95,7 @@ def cifar10_t2t_vit_14_tuned() -> Run:
 def cifar100_t2t_vit_14_tuned() -> Run:
     """Fine-tune T2T-ViT-14 on CIFAR-100, as on CIFAR-10.
 
-    NORMKIT_DATA=FOLDER normkit train cifar100_t2t_vit_14_tuned --weights runs/imagenet_t2t_vit_14
+    NORMKIT_DATA=FOLDER papers train cifar100_t2t_vit_14_tuned --weights runs/imagenet_t2t_vit_14
 
     Cost: hours on one GPU.
     """
@@ -105,7 +105,7 @@ def cifar100_t2t_vit_14_tuned() -> Run:
 def cifar10_swin_t_gpu() -> Run:
     """Swin-T on CIFAR-10 at 224 x 224, from scratch, 20 epochs in bf16.
 
-    NORMKIT_DATA=FOLDER normkit train cifar10_swin_t_gpu --model.norm un
+    NORMKIT_DATA=FOLDER papers train cifar10_swin_t_gpu --model.norm un
 
     Cost: tens of minutes on a large GPU.
     """
@@ -124,7 +124,7 @@ def cifar10_swin_t_gpu() -> Run:
 def cifar10_t2t_vit_14_gpu() -> Run:
     """T2T-ViT-14 on CIFAR-10 at 224 x 224, from scratch, 20 epochs in bf16.
 
-    NORMKIT_DATA=FOLDER normkit train cifar10_t2t_vit_14_gpu --model.norm un
+    NORMKIT_DATA=FOLDER papers train cifar10_t2t_vit_14_gpu --model.norm un
 
     Cost: tens of minutes on a large GPU.
     """
@@ -137,7 +137,7 @@ def cifar10_t2t_vit_14_gpu() -> Run:
 def cifar10_t2t_vit_14_pocket() -> Run:
     """T2T-ViT-14 on CIFAR-10 at 32 x 32: four tokens and the class token, all 14 layers.
 
-    NORMKIT_DATA=FOLDER normkit train cifar10_t2t_vit_14_pocket --model.norm un
+    NORMKIT_DATA=FOLDER papers train cifar10_t2t_vit_14_pocket --model.norm un
 
     Cost: six minutes on one CPU core.
     """

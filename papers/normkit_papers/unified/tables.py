@@ -3,7 +3,6 @@
 from normkit_papers.study import Bases, Column, Row, Settings, Study, columns, with_options
 from normkit_papers.unified.detectors import FASTER_RCNN, FASTER_RCNN_12, MASK_RCNN, MASK_RCNN_12
 from normkit_papers.unified.recipes import CIFAR10, CIFAR100, IMAGENET_SWIN, IMAGENET_T2T, IWSLT14_UN, T2T, WMT14_FR
-from normkit_papers.unified.throughput import table8
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
 
@@ -24,6 +23,7 @@ PN, PN_STAR = _norm("power(groups=1)"), _norm("power(groups=0)")
 
 TABLE1 = Study(
     id="un.table1",
+    seeds=3,
     title="BLEU of translation on the tests of IWSLT14 De-En and WMT14 En-Fr",
     claim="UN equals LN and is the best of the norms that fold; BN loses 4 to 5 points.",
     columns=(
@@ -45,11 +45,11 @@ TABLE1 = Study(
 
 POCKET_VIT = (
     "At pocket scale T2T-ViT-14 on CIFAR-10 is a tiny ViT; there and at gpu scale it is trained from scratch. The paper"
-    " fine-tunes ImageNet weights, as `normkit train cifar10_t2t_vit_14_tuned --weights RUN` does."
+    " fine-tunes ImageNet weights, as `papers train cifar10_t2t_vit_14_tuned --weights RUN` does."
 )
 POCKET_COCO = (
     "At pocket scale COCO is Penn-Fudan, 120 street scenes to train on, and Swin-T a narrow Swin. Backbones start from"
-    " random weights; the paper's from ImageNet weights with the same norm, as `normkit train --weights` does."
+    " random weights; the paper's from ImageNet weights with the same norm, as `papers train --weights` does."
 )
 
 
@@ -67,6 +67,7 @@ def _figures(line: str) -> tuple[str, ...]:
 
 TABLE2 = Study(
     id="un.table2",
+    seeds=3,
     title="accuracy in percent of Swin-T and T2T-ViT-14 on ImageNet-1K, of T2T-ViT-14 on CIFAR-10 and CIFAR-100",
     claim="UN is the best of the norms that fold; MABN and PN* fail on T2T-ViT-14.",
     note=POCKET_VIT,
@@ -175,9 +176,8 @@ TABLE8 = Study(
     id="un.table8",
     title="memory (MB) and throughput (images a second) of Swin-T at inference, LN against UN folded, RTX 3090",
     claim="Folding saves 17.7% of the memory and adds 31.2% to the throughput on ImageNet, 6.1% and 24.2% on COCO.",
-    note="`python benchmarks/swin.py` measures ours, all variants in one run, memory on GPUs alone. Shown are eager"
-    " models in float32; docs/vision.md has compiled ones, other norms, and how much the rounds scatter.",
-    measured=table8,
+    note="All variants in one run, memory on GPUs alone. Shown are eager models in float32.",
+    script="python benchmarks/deploy.py --models swin --runtimes eager --schemes float32",
     columns=tuple(
         Column(title=f"{task} {title}", metric=metric)
         for task in ("ImageNet", "COCO")
@@ -191,6 +191,7 @@ TABLE8 = Study(
 
 TABLE9 = Study(
     id="un.table9",
+    seeds=3,
     title="parts of UN left out, BLEU on the test of IWSLT14 De-En",
     claim="Without momentum in the backward training breaks down; the geometric mean is worth 0.9.",
     note=PARTS,
@@ -283,8 +284,8 @@ FIGURE6 = Study(
     id="un.figure6",
     title="similarity (CKA) of T2T-ViT-14's feature maps with those of the model with LN",
     claim="UN's features are closer to LN's than BN's are, most of all in shallow layers.",
-    note="CKA on 1,000 test images, of norms, attention and feed-forward blocks. `normkit figure un.figure6` draws the"
-    " maps from the run folders. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs, which is"
+    note="CKA on 1,000 test images, of norms, attention and feed-forward blocks. `papers report --figure un.figure6`"
+    " draws the maps. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs, which is"
     " no evidence on the similarity after 310 epochs on ImageNet.",
     columns=columns(T2T, {"all layers": "cka", "first third of the layers": "cka shallow", "accuracy": "accuracy"}),
     rows=(Row("LN", LN), Row("BN", BN), _un("UN", outlier_filtration=True)),

@@ -1,0 +1,471 @@
+"""The command `papers`: train, run the studies of the papers, and report.
+
+Exit status: 0 if all went well, 1 if a run failed or diverged, 2 for bad input (one line on standard error), 130 after
+Ctrl-C, 143 after SIGTERM.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from normkit._util import align, escape, pick, truncate
+
+Scale = Literal["pocket", "gpu", "paper"]
+BAD_INPUT, INTERRUPTED = 2, 130
+DEMO = ("layer", "scale", "un", "power(groups=0)", "pnv", "batch")
+STUDIES_OUT = Path("runs/studies")
+
+
+def demo(
+    norms: tuple[str, ...] = DEMO,
+    steps: int = 3600,
+    bucketing: bool = True,
+    seed: int = 0,
+    out: Path = Path("runs/demo"),
+    processes: int = 2,
+) -> int:
+    """Train one Transformer with each of several norms on the CMU Pronouncing Dictionary, fold one, compare.
+
+    Args:
+        norms: Norm specs to compare; `normkit list` lists all.
+        steps: Steps of each norm.
+        bucketing: Batches of words of similar length; otherwise of any lengths.
+        seed: Seed of weights and data order, the same for all norms.
+        out: Folder for models and report.html. Finished runs in it are kept.
+        processes: Norms trained at the same time, one thread each.
+    """
+    from normkit_papers.report import results
+    from normkit_papers.studies import demo as made
+    from normkit_papers.studies.runner import train_all
+
+    started, runs = time.monotonic(), made.runs(norms, out, steps, seed, bucketing)
+    status = train_all(runs, _typed("demo"), processes)
+    scored = [folder for folder in runs if (folder / results.FILE).is_file() and results.read(folder)["scores"]]
+    if scored:
+        _write("folding and timing")
+        made.fold_and_time(scored)
+        _show({folder: results.read(folder) for folder in scored}, out)
+    _write(f"{time.monotonic() - started:.0f} s in all")
+    return _failed(status)
+
+
+def list_() -> int:
+    """List the recipes of `papers train` with what each trains, and if this machine can run it."""
+    from normkit_papers.studies.catalogue import recipe_rows
+
+    return _list(recipe_rows())
+
+
+def train(arguments: list[str]) -> int:
+    """Train a recipe; every setting of a run is a flag: papers train RECIPE [--SETTING VALUE ...]."""
+    from normkit_papers.studies.catalogue import RECIPES
+    from normkit_papers.study import warm
+
+    if not arguments or arguments[0].startswith("-"):
+        _write("usage: papers train RECIPE [--steps N] [--model.norm SPEC] [--SETTING VALUE ...]\n")
+        list_()
+        return 0 if arguments else BAD_INPUT
+    recipe = pick(RECIPES, arguments[0], "recipe")
+    default = recipe()
+
+    @dataclasses.dataclass
+    class Given:
+        run: Annotated[type(default), tyro.conf.arg(name="")]  # type: ignore[valid-type]
+        out: Path | None = None
+        """Folder of the run; runs/NAME by default."""
+        resume: bool = False
+        """Continue from the last checkpoint in that folder."""
+        seeds: int = 1
+        """Train this many seeds, from --seed on; of several, each in a folder seed-N."""
+
+    given = tyro.cli(Given, args=arguments[1:], prog=f"papers train {arguments[0]}", default=Given(default),
+                     description=recipe.__doc__)  # fmt: skip
+    run, folder = warm(given.run, automatic=True), given.out or Path("runs") / given.run.name
+    if given.seeds < 1:
+        raise ValueError(f"--seeds must be at least 1; got {given.seeds}")
+    runs = {folder: run}
+    if given.seeds > 1:
+        numbers = range(run.seed, run.seed + given.seeds)
+        runs = {folder / f"seed-{n}": dataclasses.replace(run, seed=n, name=f"{run.name}/seed-{n}") for n in numbers}
+    return _train(runs, folder, given.resume)
+
+
+def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
+    """Train runs one after the other, in this process; an interrupt ends them."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from normkit_papers.report import results
+    from normkit_papers.studies.runner import describe
+    from normkit_papers.train.run import train as train_run
+
+    found: dict[Path, Any] = {}
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
+    more = (TextColumn("{task.fields[state]}", markup=False), TimeRemainingColumn())
+    with _interruptible() as signals, Progress(*columns, *more, disable=not sys.stdout.isatty()) as bars:
+        for folder, run in runs.items():
+            row, printed = bars.add_task(run.name, state=""), list[str]()
+
+            def on_progress(progress: Any, run: Any = run, row: Any = row, printed: list[str] = printed) -> bool:
+                bars.update(row, **(shown := describe(progress)))
+                tenth = f"{10 * progress.step // max(progress.steps, 1)} {progress.stage}"
+                if not bars.console.is_terminal and tenth not in printed:  # as into a file
+                    printed.append(tenth)
+                    _write(f"{run.name}: step {progress.step:,} of {progress.steps:,}, {shown['state']}")
+                return bool(signals)
+
+            if signals:
+                break
+            try:
+                kept = results.ended(folder) if resume else None
+                found[folder] = kept or train_run(run, folder, resume, on_progress, _typed("train"))
+            except KeyboardInterrupt:
+                if len(signals) != 1:  # the second Ctrl-C
+                    raise
+    _show(found, out)
+    if signals:
+        _complain("interrupted; the same command with --resume continues")
+        return 128 + signals[0]
+    return _failed({folder: result["status"] for folder, result in found.items()})
+
+
+def study(
+    name: tyro.conf.Positional[str] = "",
+    list_: Annotated[bool, tyro.conf.arg(name="list")] = False,
+    show: bool = False,
+    scale: Scale = "pocket",
+    seeds: int | None = None,
+    only: tuple[str, ...] = (),
+    out: Path = STUDIES_OUT,
+    processes: int = 1,
+    ray: str | None = None,
+) -> int:
+    """Run a study, a table or figure of a paper, and compare with the printed figures.
+
+    The same command again continues: finished runs are kept, interrupted ones resume. Studies share common runs.
+
+    Args:
+        name: Name of the study, such as un.table9.
+        list_: List all studies, which scales this machine can run, and missing data with its source.
+        show: Show the table from the CSV in --out or, without one, of the kept results; run nothing.
+        scale: pocket (minutes of a CPU core a run), gpu (ten minutes of a GPU a run) or paper (the original).
+        seeds: Runs of each cell; by default the study's own number.
+        only: Labels of rows to run, or norms; all by default.
+        out: Folder of the runs and of NAME.csv.
+        processes: Runs at the same time on this machine.
+        ray: Address of a Ray cluster to train on, or `local`.
+    """
+    from normkit_papers.studies import rows, runner, table
+    from normkit_papers.studies.catalogue import STUDIES, study_rows
+
+    if list_ or not name:
+        return _list(study_rows())
+    chosen = pick(STUDIES, name, "study")
+    runner.expand(chosen, scale, only)  # checks the names
+    if show:
+        found, path = rows.known(chosen, scale, out)
+        _write(table.text(table.build(chosen, scale, found)))
+        _write(f"from {path}" if path else f"no run at scale {scale} yet, neither in {out} nor in the kept results")
+        return 0
+    if scale not in chosen.scales:
+        how = f"it is measured by `{chosen.script}`" if chosen.script else f"it can run at {', '.join(chosen.scales)}"
+        raise ValueError(f"{name} has no runs at scale {scale}; {how}")
+    return _run_studies([name], scale, seeds, only, out, processes, ray)
+
+
+def reproduce(
+    scale: Scale = "pocket",
+    only: tuple[str, ...] = (),
+    seeds: int | None = None,
+    out: Path = STUDIES_OUT,
+    processes: int = 2,
+    ray: str | None = None,
+) -> int:
+    """Run or continue all tables and figures of the three papers, and make the page of results.
+
+    Args:
+        scale: pocket, gpu or paper, as `papers study`.
+        only: Studies to run, such as un.table9; all of the papers by default.
+        seeds: Runs of each cell; by default each study's own number.
+        out: Folder of the runs, of one CSV a study, and of report.html.
+        processes: Runs at the same time on this machine.
+        ray: Address of a Ray cluster to train on, or `local`.
+    """
+    from normkit_papers.studies.catalogue import OF_PAPERS, STUDIES
+
+    for name in only:
+        pick(STUDIES, name, "study")
+    return _run_studies(list(only or OF_PAPERS), scale, seeds, (), out, processes, ray)
+
+
+def _run_studies(
+    names: Sequence[str], scale: str, seeds: int | None, only: Sequence[str], out: Path, processes: int, ray: str | None
+) -> int:
+    """Train what is left of some studies, print their tables and write the page."""
+    from normkit_papers.report import page, verdicts
+    from normkit_papers.studies import rows, runner, table
+    from normkit_papers.studies.catalogue import STUDIES
+    from normkit_papers.study import expand
+    from normkit_papers.study import seeds as seeds_of
+
+    if processes < 1 or (seeds is not None and seeds < 1):
+        raise ValueError(f"--processes and --seeds must be at least 1; got {processes} and {seeds}")
+    chosen = [STUDIES[name] for name in names]
+    plan = runner.plan(chosen, scale, out, seeds, only)
+    _write(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
+    for data, why in plan.missing.items():
+        _complain(f"left out, without {data}: {why}")
+    if plan.missing and not plan.todo and not plan.finished:
+        return BAD_INPUT
+    status = runner.run_studies(chosen, scale, out, plan, _typed(), processes=processes, ray=ray)
+    title = names[0] if len(names) == 1 else "Tables and figures of the three papers"
+    made = page.Page(f"{title}, scale {scale}")
+    built = {each.id: table.build(each, scale, rows.known(each, scale, out)[0]) for each in chosen}
+    verdicts.add(made, built.values())
+    for each in chosen:
+        folders = [f for cell in expand(each, scale) for f in seeds_of(out / cell.folder).values()]
+        page.add_study(made, built[each.id], [folder for folder in dict.fromkeys(folders) if runner.has_result(folder)])
+        if len(chosen) == 1:
+            _write(table.text(built[each.id]))
+    _write(f"report: {made.write(out / (f'{names[0]}.html' if len(names) == 1 else 'report.html'))}")
+    return _failed(status)
+
+
+def report(
+    paths: tyro.conf.Positional[tuple[Path, ...]],
+    figure: str = "",
+    compare: bool = False,
+    out: Path | None = None,
+) -> int:
+    """Make a page of runs, of results in CSV files or of recorded rows; or a figure of the papers; or compare seeds.
+
+    Args:
+        paths: Run folders, or folders with runs inside; CSV files of results; files of rows by `normkit.record`.
+        figure: Draw this figure of the papers from the runs, such as pn.figure2; `list` lists all.
+        compare: Compare the first run, or the seeds in a folder, with the others, and make no page.
+        out: File of the page; report.html beside the first path, or NAME.html of a figure, by default.
+    """
+    from normkit_papers import figures
+    from normkit_papers.report import page, results
+
+    if figure == "list":
+        _write(align([[name, each.about, f"needs {each.needs}"] for name, each in figures.FIGURES.items()]))
+        return 0
+    if compare:
+        from normkit_papers.report.compare import compare as compared
+
+        _write("\n".join(compared(paths)))
+        return 0
+    if not paths:
+        raise ValueError("no path is given; try `papers report runs/demo`")
+    if figure:
+        drawn, left_out = figures.draw(figure, results.find(paths))
+        made = page.Page(f"{figure}: {figures.FIGURES[figure].about}")
+        made.chart(drawn)
+        _write(f"figure: {made.write(out or Path(f'{figure}.html'))}")
+        if left_out:
+            _write(f"not in it, which needs {figures.FIGURES[figure].needs}: {', '.join(truncate(left_out))}")
+        return 0
+    folder = paths[0] if paths[0].is_dir() else paths[0].parent
+    made = page.make(paths, f"Report of {', '.join(path.name or str(path) for path in paths)}")
+    _write(f"report: {made.write(out or folder / 'report.html')}")
+    return 0
+
+
+def translate(run: tyro.conf.Positional[Path]) -> int:
+    """Translate lines of standard input with the model of a run; for a run of task g2p, a line is a word.
+
+    Args:
+        run: Folder of the run.
+    """
+    from normkit_papers.inference import translate_lines
+
+    for stream in (sys.stdin, sys.stdout):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(encoding="utf8")  # type: ignore[attr-defined]
+    for line in translate_lines(run, (line.rstrip("\n") for line in sys.stdin), _complain):
+        _write(line)
+        sys.stdout.flush()
+    return 0
+
+
+def pronounce(run: tyro.conf.Positional[Path], words: tyro.conf.Positional[tuple[str, ...]]) -> int:
+    """Print the sounds of words, predicted by a model of the demo.
+
+    Args:
+        run: Folder of the run.
+        words: Words, of letters and apostrophes.
+    """
+    from normkit_papers.inference import translate_lines
+
+    for word, sounds in zip(words, translate_lines(run, words), strict=True):
+        _write(f"{word}  {sounds}")
+    return 0
+
+
+def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
+    """Fold the norms of a run away, and verify in float64 that its outputs stay.
+
+    Args:
+        run: Folder of the run.
+        out: Folder for the folded run.
+    """
+    from normkit_papers.train.fold_run import fold_run
+    from normkit_papers.train.folder import load, save
+
+    _check_new(out)
+    folded, found = fold_run(load(run))
+    save(out, folded)
+    _write(f"{found}\nsaved to {out}")
+    return 0
+
+
+def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = None) -> int:
+    """Compute the running statistics of a run's norms again, from training batches; the weights stay.
+
+    Args:
+        run: Folder of the run. Its data must be here.
+        out: Folder for the calibrated run.
+        batches: Training batches; by default as many as training uses for its calibrated scores.
+    """
+    from normkit_papers.train.calibrate_run import calibrate_run
+    from normkit_papers.train.folder import load, save
+
+    _check_new(out)
+    calibrated, found = calibrate_run(load(run), batches)
+    save(out, calibrated)
+    _write(f"{found}\nsaved to {out}")
+    return 0
+
+
+def use(arguments: list[str]) -> int:
+    """Use a trained run: translate lines, pronounce words, fold its norms, calibrate its statistics."""
+    actions = {"translate": translate, "pronounce": pronounce, "fold": fold, "calibrate": calibrate}
+    return _dispatch(actions, arguments, "papers use")
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "demo": demo,
+    "list": list_,
+    "train": train,
+    "study": study,
+    "reproduce": reproduce,
+    "report": report,
+    "use": use,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command line and return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    _command_line[:] = arguments
+    try:
+        return _dispatch(COMMANDS, arguments, "papers")
+    except KeyboardInterrupt:
+        return _complain("interrupted; the same command again continues", INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        return _complain(f"this needs the package {error.name}; pip install 'normkit-papers[text,vision,ray]'")
+    except OSError as error:
+        what = error.strerror or str(error)
+        return _complain(f"{what}: {error.filename}; what was written before is kept" if error.filename else what)
+    except (ValueError, TypeError) as error:
+        return _complain(str(error) or type(error).__name__)
+
+
+def _dispatch(commands: Mapping[str, Callable[..., int]], arguments: list[str], prog: str) -> int:
+    """Call the command that the first argument names, with the others parsed by tyro."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        lines = [(f"{prog} {name}", str(command.__doc__).splitlines()[0]) for name, command in commands.items()]
+        _write(f"{align(lines)}\n\n{prog} COMMAND --help lists the options of a command.")
+        return 0 if arguments else BAD_INPUT
+    command = pick(commands, arguments[0], "command")
+    if command in (train, use):
+        return command(arguments[1:])
+    return tyro.cli(command, args=arguments[1:], prog=f"{prog} {arguments[0]}", config=(tyro.conf.FlagCreatePairsOff,))
+
+
+_command_line: list[str] = []
+
+
+def _typed(*default: str) -> str:
+    """The command line as it is typed in a shell."""
+    return shlex.join(["papers", *(_command_line or default)])
+
+
+def _list(found: tuple[list[list[str]], dict[str, str]]) -> int:
+    from normkit_papers.studies.catalogue import missing_lines
+
+    lines, missing = found
+    _write(align(lines))
+    if missing:
+        _write("\nmissing data:\n" + "\n".join(f"  {line}" for line in missing_lines(missing)))
+    return 0
+
+
+def _show(found: Mapping[Path, Any], out: Path) -> None:
+    """Print the table of runs, and write their page."""
+    from normkit_papers.report import page, summary
+
+    if found:
+        _write(summary.text(found))
+        made = page.Page(f"Report of {out.name}")
+        page.add_runs(made, found)
+        _write(f"report: {made.write(out / 'report.html')}")
+
+
+def _failed(status: Mapping[Path, str]) -> int:
+    """Name runs that failed or diverged; return the exit status."""
+    bad = {folder: each for folder, each in status.items() if each != "done"}
+    for folder, each in bad.items():
+        _complain(f"{folder}: {each}")
+    return 1 if bad else 0
+
+
+def _check_new(out: Path) -> None:
+    """Raise a ValueError if a folder has files."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out} is not an empty folder; name another one")
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in the returned list; a second one raises KeyboardInterrupt."""
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _complain(text: str, status: int = BAD_INPUT) -> int:
+    """Write an error in one line to standard error, and return the exit status."""
+    sys.stderr.write(f"papers: {escape(' '.join(text.split()))}\n")
+    return status
+
+
+def _write(text: str) -> None:
+    """Write lines to standard output, with control characters of texts from files escaped."""
+    sys.stdout.write(f"{escape(text, keep=chr(10))}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

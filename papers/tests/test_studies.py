@@ -1,0 +1,425 @@
+"""Studies: grids of runs, printed figures, CSV, tables, verdicts. Runs may fail or be killed."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+import made_results
+import pytest
+from forked import Program
+from joblib.externals.loky import reusable_executor
+from normkit_papers.metrics import STUDY_METRICS, validation_metrics
+from normkit_papers.report import results, verdicts
+from normkit_papers.report.verdicts import AGREES, DISAGREES, UNDECIDED
+from normkit_papers.studies import rows, runner, similarity, table
+from normkit_papers.studies.catalogue import OF_PAPERS, RECIPES, STUDIES
+from normkit_papers.study import SCALES, Base, Column, Row, Study, Times, expand, override, seeded, seeds, warmed
+from normkit_papers.train.folder import locked
+from rich.console import Console
+
+from normkit.norms import make
+from normkit.watch import Row as RecordedRow
+from normkit.watch import read_run
+
+TINY = {"steps": 6, "batch_tokens": 120, "test_items": 8, "valid_every": 3, "checkpoint_every": 2, "warmup": 2}
+BASE = {
+    "pocket": Base("tiny", RECIPES["g2p_cmudict"], TINY),
+    "paper": Base("tiny", RECIPES["g2p_cmudict"], {**TINY, "steps": 9}),
+}
+COLUMNS = (
+    Column(title="PER", metric="per", base=BASE),
+    Column(title="PER, shuffled", metric="per running", base=BASE, settings={"bucketing": False}),
+    Column(title="pictures", metric="accuracy"),
+)
+ROWS = (
+    Row(label="theirs", settings=None, printed=("9.0", "/", "80.0")),
+    Row(label="LN", settings={}, printed=("10.0", "10.5", "81.3")),
+    Row(label="UN", settings={"model.norm": "un"}, printed=("11.0*", "FAIL", "81.0")),
+)
+TOY = Study(id="toy", title="a toy", claim="LN wins.", rows=ROWS, columns=COLUMNS)
+
+FAST = {"steps": 6, "batch_tokens": 16, "valid_every": 3, "checkpoint_every": 2, "warmup": 2, "model.depth": 1}
+DIGITS = {"pocket": Base("tiny", RECIPES["vit_digits"], FAST)}
+ONE = Study(
+    id="one",
+    title="one column, trained in moments",
+    rows=(Row("LN", {}), Row("UN", {"model.norm": "un"}), Row("wild", {"lr": 1e30, "clip": 0.0, "warmup": 0})),
+    columns=(Column(title="accuracy", metric="accuracy", base=DIGITS),),
+)
+QUIET = Console(quiet=True)
+
+
+def put(cell, out, seed=0, **changed):
+    """Write the result of a finished run without training."""
+    folder, run = seeded(cell, out, seed)
+    results.write(folder, {**made_results.result(per=10.0 + seed), "run": dataclasses.asdict(run), **changed})
+    return folder
+
+
+def built(study, out, scale="pocket"):
+    return table.build(study, scale, rows.collect(study, scale, out))
+
+
+# -- grids ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_is_rows_times_columns_that_have_a_recipe():
+    cells = expand(TOY, "pocket")
+    assert [(cell.row, cell.column) for cell in cells] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [cell.folder.name for cell in cells] == ["layer", "layer,bucketing=False", "un", "un,bucketing=False"]
+    assert [cell.run.bucketing for cell in cells] == [True, False, True, False]
+    assert {cell.run.steps for cell in expand(TOY, "paper")} == {9}
+    assert (TOY.scales, expand(TOY, "gpu")) == (("pocket", "paper"), [])
+    assert {make(cell.run.model.norm, 8).warmup for cell in cells if cell.row == 2} == {2}, "with the learning rate"
+
+
+def test_rows_are_chosen_by_norm_or_label():
+    for name in ("un", "UN"):
+        assert {cell.row for cell in expand(TOY, "pocket", [name])} == {2}
+    longer = Row(label="un(warmup=9)", settings={"model.norm": "un(warmup=9)"})
+    study = dataclasses.replace(TOY, rows=(*ROWS, longer))
+    assert {cell.row for cell in expand(study, "pocket", ["un"])} == {2, 3}, "all rows with this norm"
+    with pytest.raises(ValueError, match="'layr'"):
+        expand(TOY, "pocket", ["layr"])
+    with pytest.raises(ValueError, match="'pockets'"):
+        expand(TOY, "pockets")
+
+
+def test_settings_replace_and_multiply():
+    run = RECIPES["g2p_cmudict"]()
+    changed = override(run, {"warmup": Times(0.5), "lr": Times(2), "model.depth": 5, "batch_tokens": Times(1 / 8)})
+    assert (changed.warmup, changed.lr, changed.model.depth) == (run.warmup // 2, run.lr * 2, 5)
+    assert changed.batch_tokens == round(run.batch_tokens / 8)
+    with pytest.raises(ValueError, match=r"model\.norms"):
+        override(run, {"model.norms": "un"})
+    assert warmed("un(warmup=7)", 100) == "un(warmup=7)"
+
+
+def test_a_table_with_too_few_figures_or_an_unknown_metric_is_an_error():
+    with pytest.raises(ValueError, match="'bleus'"):
+        Study(id="x", title="", rows=(), columns=(Column(title="", metric="bleus"),))
+    with pytest.raises(ValueError, match="1 figures for 2 columns"):
+        Study(id="x", title="", rows=(Row(label="a", settings={}, printed=("1",)),), columns=COLUMNS[:2])
+
+
+# -- the studies of the papers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_row_has_its_printed_figures_and_settings_that_exist(name):
+    study = STUDIES[name]
+    assert study.id == name
+    assert len({row.label for row in study.rows}) == len(study.rows)
+    for row in study.rows:
+        if ".table" in name:
+            assert len(row.printed) == len(study.columns), row.label
+            for figure in row.printed:
+                assert re.fullmatch(r"\d+(\.\d+)?[*†‡]*|FAIL|fails?|[/-]", figure), (row.label, figure)
+        else:
+            assert row.settings is not None
+            assert not row.printed
+    assert bool(study.source) == bool(study.claim) == (name in OF_PAPERS)
+
+
+def test_all_36_tables_and_figures_are_here_with_a_rule_or_a_drawing():
+    assert len(OF_PAPERS) == 36
+    assert set(verdicts.RULES) == set(OF_PAPERS)
+    for name, found in verdicts.RULES.items():
+        study = STUDIES[name]
+        labels, titles = {row.label for row in study.rows}, {column.title for column in study.columns}
+        assert found or ".figure" in name
+        for rule in found:
+            assert set(rule.columns) <= titles, (name, rule)
+            for place in filter(None, (rule.row, rule.than)):
+                label, _, title = place.partition(" @ ")
+                assert label in labels, (name, label)
+                assert not title or title in titles, (name, title)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_cell_of_every_study_is_a_run(scale):
+    """Settings fit each other, and runs of one folder are the same run."""
+    runs = {}
+    for study in STUDIES.values():
+        for cell in expand(study, scale):
+            assert runs.setdefault(cell.folder, cell.run) == cell.run, (study.id, cell.folder)
+            assert cell.run.device == ("cpu" if scale == "pocket" else "cuda")
+            assert cell.run.checkpoint_every > 0
+    assert len(runs) > 20
+
+
+def test_the_papers_settings_at_paper_scale():
+    def only(name, row, data):
+        (found,) = [cell.run for cell in expand(STUDIES[name], "paper", [row]) if cell.run.data == data]
+        return found
+
+    pn = only("pn.table1", "Pre-Norm PN", "iwslt14.de-en")
+    assert (pn.warmup, make(pn.model.norm, 8).warmup, pn.model.norm_at) == (8000, 8000, {"decoder.*": "layer"})
+    assert (pn.lr, pn.steps, pn.average, pn.model.width, pn.model.depth) == (1.5e-3, 100_000, 10, 512, 6)
+    un = only("un.table1", "un", "iwslt14.de-en")
+    assert (un.warmup, un.lr, un.model.norm, un.model.norm_at) == (6000, 7e-4, "un(window=4, warmup=4000)", {})
+    synced = only("pn.table1", "Pre-Norm BN", "wmt14.en-de")
+    assert (synced.model.norm, synced.accumulate * synced.devices) == ("batch(sync=True)", 128)
+    text = only("pn.table2", "power", "wikitext-103")
+    assert (text.model.depth, text.context, text.model.adaptive) == (6, 80, (20_000, 40_000, 200_000))
+    for cell, warmup in zip(
+        expand(STUDIES["tears.table2"], "paper", ["SmallInit PreNorm"]), (4000, 8000, 16_000), strict=True
+    ):
+        assert (cell.run.warmup, cell.run.lr) == (warmup, pytest.approx((512 * warmup) ** -0.5)), "Eq. 7, lambda 1"
+    fixed = expand(STUDIES["tears.table7"], "paper", ["ScaleNorm (g = √d) + FixNorm"])[0].run
+    assert (fixed.model.norm_at, fixed.stop_lr) == ({"decoder.final_norm": "scale"}, 1e-6)
+    for cell in expand(STUDIES["pn.figure5"], "paper"):
+        assert cell.run.batch_tokens * cell.run.accumulate == pytest.approx(pn.batch_tokens, abs=4)
+
+
+def test_well_known_figures_of_the_papers():
+    """Against a slip while copying: sums over tables, counted by hand in the paper."""
+    printed = {(name, row.label): row.printed for name, study in STUDIES.items() for row in study.rows if row.printed}
+    assert printed["pn.table1", "Pre-Norm PN"] == ("35.9", "30.1")
+    assert printed["pn.table2", "Tensor-Transformer 1core + PN"] == ("47.6", "17.9")
+    assert printed["un.table1", "UN, folds"] == ("35.4", "39.9")
+    # Table 3 of Tears prints the average gain over its second row: +0.27, +0.61, +1.10
+    lines = [[table.number(figure) for figure in row.printed] for row in STUDIES["tears.table3"].rows]
+    gains = [sum(a - b for a, b in zip(line, lines[1], strict=True)) / 5 for line in lines]
+    assert [round(gain, 2) for gain in gains] == [-4.05, 0.0, 0.27, 0.61, 1.1]
+    # Tables 3 and 4 of UN print the loss against LN
+    for name, places, losses in (
+        ("un.table3", (0,), [(0.9,), (0.7,), (1.2,), (0.3,)]),
+        ("un.table4", (0, 6), [(1.1, 0.8), (0.9, 0.6), (1.4, 0.9), (0.4, 0.2)]),
+    ):
+        lines = [[table.number(row.printed[place]) for place in places] for row in STUDIES[name].rows]
+        assert [tuple(round(a - b, 1) for a, b in zip(lines[0], line, strict=True)) for line in lines[1:]] == losses
+
+
+# -- CSV and tables ---------------------------------------------------------------------------------------------------
+
+
+def test_our_figures_appear_beside_the_papers(tmp_path):
+    first, second, third, _ = expand(TOY, "pocket")
+    for seed in (0, 1, 10):
+        put(first, tmp_path, seed)
+    (tmp_path / first.folder / "seed-0-old").mkdir()
+    assert sorted(seeds(tmp_path / first.folder)) == [0, 1, 10]
+    put(second, tmp_path, status="diverged at step 7", scores={})
+    folder, _ = seeded(third, tmp_path, 0)
+    folder.mkdir(parents=True)
+    (folder / rows.FAILURE).write_text("failed: no memory\n")
+    grid = table.grid(built(TOY, tmp_path))
+    assert grid[0] == ["", "PER", "PER", "PER, shuffled", "PER, shuffled", "pictures"]
+    assert grid[2] == ["theirs", "9.0", "-", "/", "-", "80.0"]
+    assert grid[3] == ["LN", "10.0", "13.3 ± 5.5 (3)", "10.5", "diverged at step 7", "81.3"]
+    assert grid[4] == ["UN", "11.0*", "failed", "FAIL", "not yet run", "81.0"]
+    assert "failed: no memory" in table.text(built(TOY, tmp_path))
+
+
+def test_a_row_of_a_csv_replaces_that_of_the_same_run(tmp_path):
+    path, first = tmp_path / "toy.csv", expand(TOY, "pocket")[0]
+    put(first, tmp_path)
+    before = rows.append(path, rows.collect(TOY, "pocket", tmp_path))
+    assert [(row["row"], row["column"], row["per beam"], row["minutes"]) for row in before] == [
+        ("LN", "PER", "9.6", "2")
+    ]
+    put(first, tmp_path, scores={"running": made_results.score(7.0)})
+    put(first, tmp_path, seed=1)
+    rows.append(path, rows.collect(TOY, "pocket", tmp_path))
+    after = rows.read(path)
+    assert [(row["seed"], row["per running"]) for row in after] == [("0", "7"), ("1", "11")]
+    assert [STUDY_METRICS["per"].value(row) for row in after] == [7.0, 10.6], "of beam search where there is one"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"toy\.csv"):
+        rows.read(path)
+
+
+def test_the_kept_results_have_the_numbers_that_the_documentation_quotes():
+    """Means over seeds, by study, row and metric."""
+    for path in sorted(rows.KEPT.glob("*.csv")):
+        if path.stem in STUDIES:
+            labels = {row.label for row in STUDIES[path.stem].rows}
+            kept = {row["row"] for row in rows.read(path)}
+            assert kept & labels or not kept, path
+    made = table.build(STUDIES["core.multi30k-hour"], "pocket", rows.read(rows.KEPT / "core.multi30k-hour.csv"))
+    cells = {row.label: line[0] for row, line in zip(made.study.rows, made.cells, strict=True)}
+    assert len(cells["layer"].values) >= 3
+    assert table.ours(cells["batch"]) < table.ours(cells["layer"]) < table.ours(cells["layer + FixNorm"])
+
+
+def test_losses_give_metrics_also_of_a_run_that_ended_early():
+    made = made_results.result(steps=1000)
+    made["curve"] = [{"step": step, "train_loss": 2.0 if step > 95 else 9.0} for step in range(1, 101)]
+    made["valid"] = [{"step": 50, "loss": 1e9, "bleu": 3.0}, {"step": 100, "loss": 0.0, "bleu": 2.0}]
+    found = validation_metrics(made)
+    assert found["perplexity train"] == pytest.approx(7.389, abs=1e-3)
+    assert (found["bleu valid"], found["perplexity valid"]) == (3.0, 1.0)
+
+
+def test_statistics_are_summarized_from_recorded_rows(tmp_path):
+    made_results.write(tmp_path, made_results.result("batch", steps=200), ["distance_mean"])
+    recording = read_run(tmp_path)
+    series = recording.of("distance_mean")[made_results.SITES[0]]
+    late = sorted(value for step, value in series.points() if step > 20)
+    summary = {name: STUDY_METRICS[name].summary(recording, 200) for name in ("distance_mean", "distance_mean max")}
+    assert summary == {
+        "distance_mean": pytest.approx((late[17] + late[18]) / 2, rel=0.2),
+        "distance_mean max": late[-1],
+    }
+    assert STUDY_METRICS["g_mu"].summary(recording, 200) is None
+
+
+def test_the_order_of_rows_is_compared_with_the_papers(tmp_path):
+    put(expand(TOY, "pocket")[0], tmp_path)
+    put(expand(TOY, "pocket")[2], tmp_path, seed=3)
+    assert "of 1 pairs, ours order 1 as the paper" in table.agreement(built(TOY, tmp_path), 0)
+    assert table.agreement(built(TOY, tmp_path), 1) is None
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def judged(name, scores, monkeypatch=None):
+    """Verdict on a study of the papers, from BLEU by row and column."""
+    made = [
+        {"study": name, "scale": "pocket", "row": row, "column": column, "seed": str(seed), "status": "done",
+         "bleu beam": str(value), "data": "d", "items": "", "steps": "5", "parameters": "7", "minutes": "1"}
+        for (row, column), values in scores.items() for seed, value in enumerate(values)
+    ]  # fmt: skip
+    return verdicts.judge(table.build(STUDIES[name], "pocket", made))
+
+
+@pytest.mark.parametrize(
+    ("un_without_mean", "without_momentum", "verdict"),
+    [
+        ((28.0, 28.1, 27.9), (9.0, 9.1, 9.2), AGREES),
+        ((30.0, 30.2, 30.1), (9.0, 9.1, 9.2), UNDECIDED),
+        ((31.0, 31.1, 30.9), (9.0, 9.1, 9.2), DISAGREES),
+        ((28.0, 28.1, 27.9), (29.0, 29.1, 29.2), DISAGREES),
+        ((28.0,), (9.0,), UNDECIDED),
+    ],
+)
+def test_the_interval_of_a_difference_decides_a_verdict(un_without_mean, without_momentum, verdict):
+    scores = {
+        ("1: GM, AM, alpha", "IWSLT14"): (30.0, 30.1, 30.2),
+        ("2: AM, alpha", "IWSLT14"): un_without_mean,
+        ("4: GM, AM", "IWSLT14"): without_momentum,
+        ("5: GM", "IWSLT14"): (1.0, 1.0, 1.0),
+    }
+    assert judged("un.table9", scores)[0] == verdict
+
+
+def test_a_study_without_runs_or_rules_has_no_verdict():
+    assert judged("un.table9", {})[0] == "not run"
+    assert judged("un.figure5", {("UN", "IWSLT14, share of steps, first norm"): (1.0,)})[0] == UNDECIDED
+    assert judged("un.table1", {("LN", "IWSLT14"): (3.0, 3.1)})[0] == UNDECIDED, "nothing to compare with"
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_study_runs_diverges_fails_and_goes_on(tmp_path, monkeypatch):
+    plan = runner.plan([ONE], "pocket", tmp_path, seeds=1)
+    assert len(plan.todo) == 3
+    held = next(folder for folder in plan.todo if folder.parent.name == "un")
+    with locked(held):
+        status = runner.run_studies([ONE], "pocket", tmp_path, plan, "papers study one", console=QUIET)
+    assert {folder.parent.name: each.split()[0] for folder, each in status.items()} == {
+        "layer": "done", "un": "left", "layer,lr=1e-30,clip=0.0,warmup=0": "diverged",
+    }  # fmt: skip
+    found = rows.read(tmp_path / "one.csv")
+    assert [row["row"] for row in found] == ["LN", "wild"]
+    assert found[0]["command"] == "papers study one"
+    again = runner.plan([ONE], "pocket", tmp_path, seeds=1)
+    assert (list(again.todo), again.finished) == ([held], 2)
+    monkeypatch.setattr(runner, "_train", lambda *_: 1 / 0)
+    assert runner.run_studies([ONE], "pocket", tmp_path, again, "", console=QUIET)[held].startswith("failed: ")
+    monkeypatch.undo()
+    assert runner.run_studies([ONE], "pocket", tmp_path, again, "", console=QUIET) == {held: "done"}
+    assert {row["row"]: row["status"].split()[0] for row in rows.read(tmp_path / "one.csv")} == {
+        "LN": "done", "wild": "diverged", "UN": "done",
+    }  # fmt: skip
+    longer = {"pocket": Base("tiny", RECIPES["vit_digits"], {**FAST, "steps": 5})}
+    other = dataclasses.replace(ONE, columns=(dataclasses.replace(ONE.columns[0], base=longer),))
+    with pytest.raises(ValueError, match="steps"):
+        runner.plan([other], "pocket", tmp_path, seeds=1)
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from normkit_papers.studies import runner
+from normkit_papers.train import run
+sys.path.insert(0, {tests!r})
+from test_studies import ONE, QUIET
+out = Path(sys.argv[1])
+train = run.train
+def killed(run, folder, **how):
+    def on_progress(progress):
+        if progress.step == 5 and len(sys.argv) > 2 and folder.parent.name == "un":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return train(run, folder, **{{**how, "on_progress": on_progress}})
+run.train = killed
+print(runner.run_studies([ONE], "pocket", out, runner.plan([ONE], "pocket", out, 1), "", console=QUIET))
+"""
+
+
+@pytest.mark.slow
+def test_a_study_that_was_killed_resumes_with_the_same_weights(tmp_path):
+    def weights(out, *kill):
+        code, _, error = Program(SCRIPT.format(tests=str(Path(__file__).parent)), str(out), *kill).ended()
+        assert bool(code) == bool(kill), error
+        path = out / "pocket/tiny/un/seed-0/model.safetensors"
+        return path.read_bytes() if path.exists() else b""
+
+    assert not weights(tmp_path / "a", "kill")
+    before = (result := next((tmp_path / "a").rglob("result.json"))).stat().st_mtime_ns
+    assert weights(tmp_path / "a") == weights(tmp_path / "b") != b""
+    assert result.stat().st_mtime_ns == before, "what was finished is not trained again"
+
+
+@pytest.mark.slow
+def test_runs_in_several_processes_that_are_killed_once(tmp_path, monkeypatch):
+    """A worker is killed from outside, as when memory runs out: the others start again."""
+    seen = []
+
+    class Heard(Console):
+        def print(self, *objects, **how):
+            seen.append(str(objects[0]))
+
+    follow = runner.Display.follow
+
+    def kill(display):
+        if not seen and (workers := reusable_executor._executor) and list(display.notes.iterdir()):
+            seen.append("")
+            os.kill(next(iter(workers._processes)), 9)
+        follow(display)
+
+    monkeypatch.setattr(runner.Display, "follow", kill)
+    slow = {"pocket": Base("slow", RECIPES["vit_digits"], {**FAST, "steps": 300, "valid_every": 0})}
+    study = dataclasses.replace(ONE, rows=ONE.rows[:2], columns=(dataclasses.replace(ONE.columns[0], base=slow),))
+    plan = runner.plan([study], "pocket", tmp_path, seeds=1)
+    status = runner.run_studies([study], "pocket", tmp_path, plan, "", processes=2, console=Heard())
+    assert list(status.values()) == ["done", "done"]
+    assert any("killed" in line for line in seen)
+
+
+def test_similarity_is_measured_once_against_the_first_row(tmp_path, monkeypatch):
+    study = dataclasses.replace(ONE, rows=ONE.rows[:2], columns=(Column(title="CKA", metric="cka", base=DIGITS),))
+    for cell in expand(study, "pocket"):
+        made_results.write(put(cell, tmp_path), {**made_results.result(), "run": dataclasses.asdict(cell.run)})
+
+    class Similar:
+        run, model = expand(study, "pocket")[0].run, None
+
+        def test_images(self, *_):
+            return []
+
+        def rows(self, step):
+            return [RecordedRow(step, "a|a", "", "cka", 0.75)]
+
+    monkeypatch.setattr(similarity, "load", lambda folder: Similar())
+    monkeypatch.setattr(similarity, "open_task", lambda loaded: loaded)
+    calls = []
+    monkeypatch.setattr(similarity, "cka", lambda *_: calls.append(1) or Similar())
+    similarity.add_similarity(study, "pocket", tmp_path)
+    similarity.add_similarity(study, "pocket", tmp_path)
+    assert len(calls) == 2
+    assert [row["cka"] for row in rows.collect(study, "pocket", tmp_path)] == [0.75, 0.75]
