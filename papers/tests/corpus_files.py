@@ -28,6 +28,16 @@ def write_corpus(folder, train=300, valid=20, test=30):
     return folder
 
 
+def write_pairs(folder, **files):
+    """A folder with a few sequence pairs; `files` replaces the text of some, or leaves them out."""
+    text = {"train_source": "a b\nb c\n", "train_target": "x\ny x\n", "valid_source": "a\n", "valid_target": "x\n",
+            "test_source": "a z\nb\na z\n", "test_target": "x\ny\ny y\n", **files}  # fmt: skip
+    for name, content in text.items():
+        if content is not None:
+            (folder / name.replace("_", ".")).write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
 def cache_with_kernels(folder):
     """A cache folder without data, with the compiled kernels of the usual one."""
     folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from normkit_papers.data.corpora import CORPORA
 from normkit_papers.data.embedded import SOURCES
-from normkit_papers.data.image_sets import IMAGE_SETS
+from normkit_papers.data.images import IMAGE_SETS
 from normkit_papers.data.scenes import SCENE_SETS
 from normkit_papers.models.config import Model
 from normkit_papers.report import results

@@ -21,7 +21,7 @@ def list_() -> int:
     """
     from normkit_papers.data.corpora import CORPORA, locate
     from normkit_papers.data.embedded import SOURCES
-    from normkit_papers.data.image_sets import IMAGE_SETS, find_images
+    from normkit_papers.data.images import IMAGE_SETS, find_images
     from normkit_papers.data.scenes import SCENE_SETS, find_scenes
     from normkit_papers.studies.catalogue import RECIPES
 

@@ -1,4 +1,4 @@
-"""Real data without a download: from Python itself and from two packages.
+"""Small data in memory: from Python itself, from two packages, or from a folder of your own.
 
 | source | content | from | split |
 |---|---|---|---|
@@ -26,12 +26,15 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from normkit_papers.data.vocab import BOS, EOS, Vocab
+from normkit.names import unknown
+from normkit_papers.data.lines import read_pairs
+from normkit_papers.data.vocab import BOS, EOS, SPECIAL, Vocab
 
 Pair = tuple[list[int], list[int]]
 
@@ -106,15 +109,10 @@ def cmudict() -> Pairs:
     words = dict(sorted(words.items()))
     source = Vocab(sorted({letter for word in words for letter in word}))
     target = Vocab(sorted({phone for variants in words.values() for phones in variants for phone in phones}))
-    splits: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}
-    references = []
+    splits: dict[str, list[tuple[Any, Any]]] = {"train": [], "valid": [], "test": []}
     for word, variants in words.items():
-        split = split_of(word)
-        for phones in variants[:1] if split == "test" else variants:
-            splits[split].append(([*source.encode(word), EOS], [*target.encode(phones), EOS]))
-        if split == "test":
-            references.append(variants)
-    return Pairs("cmudict", **splits, references=references, vocabularies={"source": source, "target": target})
+        splits[split_of(word)] += [(word, phones) for phones in variants]
+    return _encoded("cmudict", splits, {"source": source, "target": target})
 
 
 def pydoc() -> Text:
@@ -153,6 +151,60 @@ def digits() -> Digits:
 
 
 SOURCES: dict[str, Callable[[], Pairs | Text | Digits]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
+"""By name."""
+
+
+def reader(name: str) -> Callable[[], Any]:
+    """Return the function that reads a row of SOURCES, or a folder as `pairs_in` describes it.
+
+    Raises:
+        ValueError: If there is neither; the message names the nearest row.
+
+    >>> reader("cmudict").__name__
+    'cmudict'
+    """
+    if name in SOURCES:
+        return SOURCES[name]
+    if Path(name).is_dir():
+        return functools.partial(pairs_in, Path(name).absolute())
+    raise unknown(SOURCES, name, "data set", ", or name a folder of text files")
+
+
+def pairs_in(folder: Path) -> Pairs:
+    """Read `train.source`, `train.target`, `valid.source` ...: a sequence per line, symbols between spaces.
+
+    The vocabularies have the symbols of the training split. Test lines with the same source are one item with several
+    references.
+
+    Raises:
+        ValueError: If a file is missing, misaligned, not UTF-8, or has a blank line or a reserved symbol (`<unk>`).
+    """
+    splits: dict[str, list[tuple[Any, Any]]] = {}
+    for split in ("train", "valid", "test"):
+        files = folder / f"{split}.source", folder / f"{split}.target"
+        if missing := [path.name for path in files if not path.is_file()]:
+            raise ValueError(f"{folder} lacks {', '.join(missing)}; needs a source and a target of train, valid, test")
+        splits[split] = [(source.split(), target.split()) for source, target in read_pairs(*files)]
+        if not splits[split]:
+            raise ValueError(f"{files[0]} is empty; needs at least one line")
+        if reserved := {*SPECIAL} & {symbol for pair in splits[split] for side in pair for symbol in side}:
+            raise ValueError(f"the {split} split of {folder} has {min(reserved)}, which is reserved; rename it")
+    sides = [sorted({symbol for pair in splits["train"] for symbol in pair[at]}) for at in (0, 1)]
+    return _encoded(folder.name, splits, {"source": Vocab(sides[0]), "target": Vocab(sides[1])})
+
+
+def _encoded(name: str, splits: dict[str, list[tuple[Any, Any]]], vocabularies: dict[str, Vocab]) -> Pairs:
+    """Encode pairs of symbols; equal sources of the test split become one item with several references."""
+    answers: dict[tuple[str, ...], list[list[str]]] = collections.defaultdict(list)
+    for source, target in splits["test"]:
+        answers[tuple(source)].append(target)
+    splits["test"] = [(source, targets[0]) for source, targets in answers.items()]
+    encode = [vocab.encode for vocab in vocabularies.values()]
+    made = {
+        split: [([*encode[0](source), EOS], [*encode[1](target), EOS]) for source, target in pairs]
+        for split, pairs in splits.items()
+    }
+    return Pairs(name, **made, references=list(answers.values()), vocabularies=vocabularies)
 
 
 def _package_text(package: str, path: str) -> str:
@@ -164,4 +216,4 @@ def _package_text(package: str, path: str) -> str:
 
 
 def _missing(package: str) -> ModuleNotFoundError:
-    return ModuleNotFoundError(f"this data set comes with the package {package}: pip install 'normkit[demo]'")
+    return ModuleNotFoundError(f"this data set comes with the package {package}: pip install 'normkit-papers'")

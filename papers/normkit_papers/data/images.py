@@ -1,147 +1,359 @@
-"""Image data sets: CIFAR, ImageNet, folders of your own.
+"""Images with classes: CIFAR, ImageNet, and folders of your own.
 
-ImageNet, and a folder of your own, have their splits in one of three formats:
+A folder has its splits in one of three formats:
 
 | format | training split | test split |
 |---|---|---|
-| one file per image | train/CLASS/*.JPEG | val/CLASS/*.JPEG |
+| a file per image | train/CLASS/*.JPEG | val/CLASS/*.JPEG |
+| Parquet | *train*.parquet: columns image and label | *val*.parquet |
 | WebDataset | *train*.tar: KEY.jpg beside KEY.cls or KEY.json | *val*.tar |
-| Parquet | *train*.parquet: columns image (bytes) and label | *val*.parquet |
 
-Shards are in the folder itself or in its `data`, `train`, `val`. If there is a split "test" beside "val", "val" is the
-validation split; unless all classes of "test" are negative, as in ImageNet's, where they are secret.
+Shards lie in the folder itself or in its `data`, `train`, `val`. The library datasets copies them once into the cache
+(`NORMKIT_CACHE`) and maps them into memory. If there is a split "test" beside "val", "val" is the validation split;
+unless the classes of "test" are negative, as in ImageNet's, where they are secret.
 """
 
+import contextlib
+import copy
 import dataclasses
+import io
+import lzma
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
+from normkit.files import cache_folder
+from normkit.names import unknown
 from normkit_papers.data import OnStage
-from normkit_papers.data.cifar import read_cifar
-from normkit_papers.data.image_folder import ClassFolders, Split, Subset
-from normkit_papers.data.image_sets import IMAGENET_MEAN, IMAGENET_STD, find_images
+from normkit_papers.data.corpora import data_roots, not_here, table
+from normkit_papers.data.lines import undamaged
 from normkit_papers.data.vocab import Vocab
+from normkit_papers.models.torchvision_ops import load_torchvision
 
-ALIASES = {"train": ("train",), "valid": ("val", "valid", "validation"), "test": ("test",)}
-MOST_CLASSES = 1_000_000  # larger numbers, such as 2**32 - 1 for "none", would fill the memory with names
-Splits = dict[str, Split]
+NAMES = {"train": ("train",), "valid": ("val", "valid", "validation"), "test": ("test",)}
+Splits = dict[str, "ImageSplit"]
+
+
+class Broken(ValueError):
+    """An image that cannot be read; the message has its name and the reason."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """A row of the table of images; `corpora.toml` explains its keys."""
+
+    name: str
+    folders: tuple[str, ...]
+    classes: int
+    train: int
+    test: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    origin: str
+
+
+IMAGE_SETS: dict[str, ImageSet] = {name: ImageSet(name=name, **row) for name, row in table("images").items()}
+"""By name."""
+
+
+class ImageSplit:
+    """Images and their classes; an image is decoded when it is used.
+
+    Args:
+        items: For each image its pixels `[height, width, 3]`, the path of its file, or a dict with its "bytes".
+        labels: Class of each image `[n]`.
+        origin: Source of the images, for error messages.
+
+    >>> decode(ImageSplit(np.zeros((2, 4, 6, 3), np.uint8), np.array([0, 1])), 1).size
+    (6, 4)
+    """
+
+    def __init__(self, items: Any, labels: np.ndarray, origin: str = "the array"):
+        if len(items) != len(labels):
+            raise ValueError(f"{origin} has {len(items):,} images and {len(labels):,} labels; needs as many")
+        self.items, self.labels, self.origin = items, np.asarray(labels, np.int64), origin
+        self.rows = np.arange(len(labels))
+
+    def take(self, chosen: np.ndarray) -> "ImageSplit":
+        """Return some of the images."""
+        part = copy.copy(self)
+        part.rows, part.labels = self.rows[chosen], self.labels[chosen]
+        return part
+
+    def __getitem__(self, item: int) -> Any:
+        return self.items[int(self.rows[item])]
+
+    def name(self, item: int) -> str:
+        """Return the name of an image for error messages."""
+        found = self.items[int(self.rows[item])] if isinstance(self.items, list) else None
+        return found or f"image {self.rows[item]} of {self.origin}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageData:
-    """An image data set, decoded when used; `notes` lists deviations from the expected."""
+    """A data set of images, decoded when used; `notes` lists deviations from the table."""
 
     name: str
-    train: Split
-    valid: Split
-    test: Split
+    train: ImageSplit
+    valid: ImageSplit
+    test: ImageSplit
     vocabularies: dict[str, Vocab]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     notes: tuple[str, ...] = ()
 
 
+def find_images(name: str) -> tuple[ImageSet | None, Path]:
+    """Return the row (None for a folder of your own) and the folder of a data set.
+
+    Raises:
+        ValueError: If the name is unknown or the folder is missing; the message names the source.
+    """
+    if name not in IMAGE_SETS:
+        if not Path(name).is_dir():
+            raise unknown(IMAGE_SETS, name, "image data set", ", or name a folder of images")
+        return None, Path(name).absolute()  # "." has no name
+    row = IMAGE_SETS[name]
+    for folder in [root / folder for root in data_roots() for folder in row.folders]:
+        if folder.is_dir():
+            return row, folder
+    raise not_here(
+        name, row.folders[0], row.origin, {root: [f"{each}/" for each in row.folders] for root in data_roots()}
+    )
+
+
 def read_images(
     name: str, *, held_out: int = 0, refuse: bool = False, on_stage: OnStage = lambda stage: None
 ) -> ImageData:
-    """List the images of a data set and their classes; no image is decoded.
+    """List the images of a data set and their classes; files are decoded when they are used.
 
     Args:
         name: A row of IMAGE_SETS, or a folder.
         held_out: Training images, always the same, that make the validation split; 0 uses the data set's own, or else
             the test split.
-        refuse: Raise an error for unexpected counts and shards that are cut short, which `notes` lists otherwise.
+        refuse: Raise an error for other counts than the table has, which `notes` lists otherwise.
         on_stage: Called with a description of each stage.
 
     Raises:
         ValueError: If the data set is missing or damaged.
     """
     row, folder = find_images(name)
-    if row is not None and row.name.startswith("cifar"):
-        on_stage(f"reading {row.name}")
-        train, test, classes = read_cifar(folder, row.classes)
-        splits, notes = {"train": train, "test": test}, []
-    else:
-        splits, classes, notes = _read_folder(folder, on_stage)
+    on_stage(f"reading {folder.name}")
+    is_cifar = row is not None and row.name.startswith("cifar")
+    splits, classes = _read_cifar(folder, row.classes) if is_cifar and row else _read_folder(folder)
+    for split, part in splits.items():
+        if not len(part.labels) or part.labels.min() < 0 or part.labels.max() >= len(classes):
+            raise ValueError(f"the {split} split of {folder} needs images with classes from 0 to {len(classes) - 1}")
+    notes = []
     if row is not None:
-        found = {"classes": len(classes), **{split: len(splits[split].labels) for split in row.counts}}
-        for what, expected in {"classes": row.classes, **row.counts}.items():
-            if found[what] != expected:
-                counted = "classes" if what == "classes" else f"images in its {what} split"
-                notes.append(f"{folder} has {found[what]:,} {counted}, {row.name} has {expected:,}")
+        counts = {
+            "classes": len(classes),
+            **{f"{split} images": len(splits[split].labels) for split in ("train", "test")},
+        }
+        expected = {"classes": row.classes, "train images": row.train, "test images": row.test}
+        notes = [
+            f"{folder} has {counts[what]:,} {what}, {row.name} has {count:,}; get it from {row.origin}"
+            for what, count in expected.items()
+            if counts[what] != count
+        ]
     if notes and refuse:
-        raise ValueError(f"{notes[0]}; get it from {row.origin if row else 'its owner'}, or --broken skip")
-    train = splits["train"]
-    valid = splits.get("valid", splits["test"])
+        raise ValueError(f"{notes[0]}, or use --broken skip")
+    train, valid = splits["train"], splits.get("valid", splits["test"])
     if held_out:
-        count = len(train.labels)
-        if held_out >= count:
+        if held_out >= (count := len(train.labels)):
             raise ValueError(f"images.held_out must be below the {count:,} training images; got {held_out}")
         order = np.random.default_rng(0).permutation(count)
-        valid, train = Subset(train, np.sort(order[:held_out])), Subset(train, np.sort(order[held_out:]))
-    for split, part in (("training", train), ("test", splits["test"])):
-        if not len(part.labels):
-            raise ValueError(f"the {split} split of {folder} has no images")
-    mean, std = (row.mean, row.std) if row else (IMAGENET_MEAN, IMAGENET_STD)
+        valid, train = train.take(np.sort(order[:held_out])), train.take(np.sort(order[held_out:]))
+    known = row or IMAGE_SETS["imagenet"]
+    vocabularies = {"classes": Vocab(classes)}
     label = row.name if row else folder.name
-    return ImageData(label, train, valid, splits["test"], {"classes": Vocab(classes)}, mean, std, tuple(notes))
+    return ImageData(
+        label, train, valid, splits["test"], vocabularies, tuple(known.mean), tuple(known.std), tuple(notes)
+    )
 
 
-def _read_folder(folder: Path, on_stage: OnStage) -> tuple[Splits, list[str], list[str]]:
-    """Return the splits of a folder, the names of the classes, and the problems found."""
-    from normkit_papers.data.shards import Rows, Tars
+def decode(split: ImageSplit, item: int, least: int = 0) -> Any:
+    """Decode an image to PIL in RGB; `Broken` if it cannot be read.
 
+    With `least`, a JPEG is decoded at a half, a fourth or an eighth of its size if both sides keep `least` pixels,
+    which is faster.
+    """
+    from PIL import Image
+
+    found = split[item]
+    if isinstance(found, np.ndarray):
+        return Image.fromarray(found)
+    with reading(split.name(item)), Image.open(found if isinstance(found, str) else io.BytesIO(found["bytes"])) as file:
+        if least:
+            file.draft(None, (least, least))
+        return to_rgb(file)
+
+
+def to_rgb(image: Any) -> Any:
+    """Convert an image of PIL to RGB; ValueError if PIL would clip its pixels to white."""
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); scale them to 8 bits")
+    return image.convert("RGB")
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise `Broken` if the image of this name cannot be read in the block."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        yield
+    except UnidentifiedImageError:  # its message has a memory address
+        raise Broken(f"{name} cannot be read: it is not an image of a known format") from None
+    except (OSError, TypeError, ValueError, SyntaxError, NotImplementedError, Image.DecompressionBombError) as error:
+        raise Broken(f"{name} cannot be read: {error}") from None
+
+
+def image_batches(split: ImageSplit, size: int, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+    """Return the images of each batch of an epoch; the order depends on seed and epoch only.
+
+    An incomplete last batch is left out.
+
+    Raises:
+        ValueError: If there are fewer than `size` images.
+
+    >>> [len(batch) for batch in image_batches(ImageSplit(np.zeros((5, 1, 1, 3), np.uint8), np.zeros(5)), 2)]
+    [2, 2]
+    """
+    count = len(split.labels)
+    if count < size:
+        raise ValueError(f"a batch of {size} images needs as many to train on; there are {count}")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    return order[: count // size * size].reshape(-1, size).tolist()
+
+
+# -- CIFAR ------------------------------------------------------------------------------------------------------------
+
+
+def _read_cifar(folder: Path, classes: int) -> tuple[Splits, list[str]]:
+    """Read the binary version, or images packed as differences (FILE.grad.xz and labels as .npy).
+
+    A record of the binary version has a byte for the class (CIFAR-100: two, the second is the fine class) and 3072 for
+    the planes of red, green and blue. The "python version" consists of pickles, which are not opened.
+    """
+    train, names, head = (("train",), "fine_label_names.txt", 2)
+    if classes == 10:
+        train, names, head = tuple(f"data_batch_{number}" for number in range(1, 6)), "batches.meta.txt", 1
+    files = {"train": train, "test": ("test_batch",) if classes == 10 else ("test",)}
+    packed = (folder / f"{train[0]}.grad.xz").is_file()
+    needed = [f"{file}{'.grad.xz' if packed else '.bin'}" for split in files.values() for file in split]
+    needed += ["train_labels.npy", "test_labels.npy", names := "label_names.txt"] if packed else [names]
+    if missing := [file for file in needed if not (folder / file).is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}; needs the binary version of CIFAR, not the Python one")
+    splits = {}
+    for split, parts in files.items():
+        if packed:
+            with undamaged(path := folder / f"{split}_labels.npy"):
+                labels = np.load(path)
+            pixels = np.concatenate([_unpacked(folder / f"{part}.grad.xz") for part in parts])
+        else:
+            records = np.concatenate([_records(folder / f"{part}.bin", head + 3072) for part in parts])
+            labels = records[:, head - 1]
+            pixels = np.ascontiguousarray(records[:, head:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+        splits[split] = ImageSplit(pixels, labels, str(folder))
+    return splits, (folder / names).read_text(encoding="utf8").split()
+
+
+def _records(path: Path, size: int) -> np.ndarray:
+    with undamaged(path):
+        return np.fromfile(path, np.uint8).reshape(-1, size)
+
+
+def _unpacked(path: Path) -> np.ndarray:
+    """Read images `[n, 32, 32, 3]` from planes G, R - G, B - G, each the 2-D difference of the plane, modulo 256."""
+    with undamaged(path), lzma.open(path) as file:
+        planes = np.frombuffer(file.read(), np.uint8).reshape(3, -1, 32, 32)
+    planes = planes.cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
+    planes[1:] += planes[0]
+    return np.ascontiguousarray(planes[[1, 0, 2]].transpose(1, 2, 3, 0))
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def _read_folder(folder: Path) -> tuple[Splits, list[str]]:
+    """Return the splits of a folder and the names of the classes."""
     splits: Splits = {}
     classes: list[str] = []
-    notes: list[str] = []
-    for split, names in ALIASES.items():
-        for name in names:
-            inside = (folder / name).iterdir() if (folder / name).is_dir() else ()
-            if found := sorted(path.name for path in inside if path.is_dir() and not path.name.startswith(".")):
-                unknown = sorted(set(found) - set(classes or found))
-                if unknown:
-                    raise ValueError(f"{folder / name} has a class {unknown[0]!r} that the training split has not")
-                classes = classes or found
-                on_stage(f"listing {folder / name}")
-                splits[split] = ClassFolders(folder / name, classes)
-            elif tars := _shards(folder, name, "tar"):
-                splits[split] = Tars(tars, notes, on_stage)
-            elif rows := _shards(folder, name, "parquet"):
-                splits[split] = Rows(rows)
-            elif (folder / name).is_dir():
-                raise ValueError(f"{folder / name} has no folders of classes; needs {name}/CLASS/*.JPEG")
-            if split in splits:
-                break
+    for split, names in NAMES.items():
+        for place in (folder / name for name in names if (folder / name).is_dir()):
+            if any(path.is_dir() for path in place.iterdir()):
+                splits[split], found = _class_folders(place)
+                if classes and found != classes:
+                    raise ValueError(f"{place} has other folders of classes than {folder / 'train'}; needs the same")
+                classes = found
+        for kind in ("parquet", "tar"):
+            if split not in splits and (shards := _shards(folder, names, kind)):
+                splits[split] = _read_shards(shards, kind)
     if "test" in splits and "valid" in splits and (splits["test"].labels < 0).all():
-        on_stage(f"the test split of {folder} has no classes; the validation split is scored")
         del splits["test"]
     if "test" not in splits and "valid" in splits:
         splits["test"] = splits.pop("valid")
-    missing = [split for split in ("train", "test") if split not in splits]
-    if missing:
-        expected = {"train": "train/CLASS/*.JPEG", "test": "val/CLASS/*.JPEG"}
+    if missing := [split for split in ("train", "test") if split not in splits]:
         raise ValueError(
-            f"{folder} lacks {' and '.join(expected[split] for split in missing)}; images may also be shards, "
+            f"{folder} lacks a {' and a '.join(missing)} split; needs train/CLASS/*.JPEG and val/CLASS/*.JPEG, or "
             "*train*.tar and *val*.tar, or *.parquet"
         )
-    for split, part in splits.items():
-        count = len(classes) or MOST_CLASSES
-        if len(wrong := part.labels[(part.labels < 0) | (part.labels >= count)]):
-            raise ValueError(
-                f"the {split} split of {folder} has a class {wrong[0]}; classes are numbered from 0, "
-                f"and below {count:,}"
-            )
-    most = 1 + max(int(part.labels.max(initial=-1)) for part in splits.values())
-    return splits, classes or [str(number) for number in range(most)], notes
+    most = 1 + max(int(part.labels.max(initial=0)) for part in splits.values())
+    if most > 100_000:  # such as 2**32 - 1 for "none"
+        raise ValueError(f"{folder} has a class {most - 1:,}; classes are numbered from 0")
+    return splits, classes or [str(number) for number in range(most)]
 
 
-def _shards(folder: Path, split: str, kind: str) -> list[Path]:
-    """Return the shards of a split, in order."""
-    own = folder / split
-    every = sorted(path for place in (folder, folder / "data", own) for path in place.glob(f"*.{kind}"))
-    every = [path for path in every if split in path.stem or path.parent == own]
-    for path in every:
-        if path.parent != own and sum(names[0] in path.stem for names in ALIASES.values()) > 1:
-            raise ValueError(f"{path} has the names of several splits; rename it, or move it into a folder {split}")
-    return every
+def _class_folders(folder: Path) -> tuple[ImageSplit, list[str]]:
+    """Read a folder of folders of classes."""
+    load_torchvision()
+    from torchvision.datasets import ImageFolder
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    def is_image(path: str) -> bool:
+        return path.lower().endswith(IMG_EXTENSIONS) and not Path(path).name.startswith(".")  # macOS adds ._NAME
+
+    try:
+        found = ImageFolder(str(folder), is_valid_file=is_image)
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return ImageSplit([path for path, _ in found.samples], np.array(found.targets), str(folder)), found.classes
+
+
+def _shards(folder: Path, names: tuple[str, ...], kind: str) -> list[str]:
+    """Return the shards of a split: those in a folder of its name, and elsewhere those with the name in theirs."""
+    own = [path for name in names for path in (folder / name).glob(f"*.{kind}")]
+    beside = [path for place in (folder, folder / "data") for path in place.glob(f"*.{kind}")]
+    return sorted(str(path) for path in [*own, *(path for path in beside if any(name in path.stem for name in names))])
+
+
+def _read_shards(paths: list[str], kind: str) -> ImageSplit:
+    """Read shards by the library datasets; an image is a dict with its bytes."""
+    import datasets
+
+    where = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else paths[0]
+    cache = str(cache_folder() / "datasets")
+    builder = {"parquet": "parquet", "tar": "webdataset"}[kind]
+    for path in map(Path, paths if kind == "tar" else ()):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 512))
+            if any(file.read()):  # an archive ends with zeros; tarfile ignores that they are missing
+                raise ValueError(f"{path} cannot be read: it is cut short; get it again")
+    try:
+        rows: Any = datasets.load_dataset(builder, data_files=paths, split="train", cache_dir=cache)
+    except Exception as error:  # datasets raises errors of many kinds, and its own name no file
+        raise ValueError(f"{where} cannot be read: {error.__cause__ or error}; get the files again") from None
+    images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image) or name == "image"]
+    labels = [name for name in ("label", "cls", "json") if name in rows.features]
+    if not images or not labels:
+        raise ValueError(f"{where} has columns {', '.join(rows.features)}; needs an image, and a label, cls or json")
+    found = rows[labels[0]][:]
+    found = [row.get("label") if isinstance(row, dict) else row for row in found]
+    if not all(isinstance(label, int) for label in found):
+        raise ValueError(f"{where} has an image without a class; needs a whole number each")
+    rows = rows.cast_column(images[0], datasets.Image(decode=False))
+    return ImageSplit(rows[images[0]], np.array(found), where)

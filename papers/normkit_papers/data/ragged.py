@@ -22,7 +22,7 @@ class Ragged:
 
     def __init__(self, flat: np.ndarray, offsets: np.ndarray):
         self.flat, self.offsets = flat, offsets
-        self.sizes = np.diff(offsets).astype(np.int32)
+        self.sizes = np.diff(np.asarray(offsets)).astype(np.int32)
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int]]) -> "Ragged":

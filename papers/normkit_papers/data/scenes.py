@@ -1,39 +1,139 @@
-"""Detection data sets, by name or in a folder of your own: files and numbers of images."""
+"""Images with boxes and outlines in COCO's JSON: by name, or in a folder of your own."""
 
+import collections
 import dataclasses
 import functools
+import io
+import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from normkit.names import unknown
-from normkit_papers.data.coco import Broken, Scenes, read_scenes
-from normkit_papers.data.corpora import data_roots, not_here
-from normkit_papers.data.image_files import ImageFiles
-from normkit_papers.data.lines import find_file
+from normkit_papers.data.corpora import data_roots, not_here, table
+from normkit_papers.data.images import Broken, reading, to_rgb
+from normkit_papers.data.lines import find_file, open_bytes, undamaged
 from normkit_papers.data.vocab import Vocab
 
-
-class SplitPaths(NamedTuple):
-    """A split: its JSON, its images (a folder or a tar archive) and their number."""
-
-    annotations: str
-    images: str
-    count: int | None = None  # type: ignore[assignment]
+LEAST = 0.01  # pixels: minimum side of a box, so that its corners differ in float32
+KEYS = {
+    "images": ("id", "file_name", "height", "width"),
+    "annotations": ("image_id", "category_id", "bbox"),
+    "categories": ("id", "name"),
+}
+"""Keys that each list of the JSON needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SceneSet:
-    """A detection data set: training and test split."""
+    """A row of the table of detection data; `corpora.toml` explains its keys."""
 
     name: str
-    """Its name, and that of its folder."""
-    train: SplitPaths
-    test: SplitPaths
+    train: dict[str, Any]
+    test: dict[str, Any]
     remark: str = ""
-    """Remark on its scores, part of the name in results."""
     origin: str
-    """Source."""
+
+
+SCENE_SETS: dict[str, SceneSet] = {name: SceneSet(name=name, **row) for name, row in table("detection").items()}
+"""By name."""
+
+
+class ImageFiles:
+    """Images of a folder or of an uncompressed tar archive, by name."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.members: dict[str, tuple[int, int]] | None = None
+        if path.is_file():
+            with undamaged(path):
+                try:
+                    with tarfile.open(path, "r:") as archive:
+                        self.members = {
+                            each.name.removeprefix("./"): (each.offset_data, each.size)
+                            for each in archive
+                            if each.isfile()
+                        }
+                except tarfile.TarError as error:
+                    raise ValueError(error) from None
+
+    def __contains__(self, name: str) -> bool:
+        return (self.path / name).is_file() if self.members is None else name in self.members
+
+    def read(self, name: str) -> Tensor:
+        """Read an image as uint8 RGB `[3, height, width]`; `Broken` if it cannot be read."""
+        from PIL import Image
+
+        with reading(name):
+            if self.members is None:
+                content = (self.path / name).read_bytes()
+            else:
+                offset, size = self.members[name]
+                with self.path.open("rb") as archive:
+                    archive.seek(offset)
+                    content = archive.read(size)
+            with Image.open(io.BytesIO(content)) as image:
+                return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """An image file and its objects.
+
+    Boxes `[n, 4]` are (x1, y1, x2, y2), labels `[n]` count from 1, an outline is COCO's or None.
+    """
+
+    number: int
+    file: str
+    height: int
+    width: int
+    boxes: Tensor
+    labels: Tensor
+    outlines: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenes:
+    """The scenes of a split; `truth` is their annotation in COCO's JSON, for pycocotools."""
+
+    scenes: tuple[Scene, ...]
+    files: ImageFiles
+    categories: dict[int, str]
+    """COCO's numbers of the categories and their names; labels number these from 1."""
+    counts: dict[str, int]
+    """Numbers of images and boxes, and of what was left out, by reason."""
+    truth: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    @property
+    def has_outlines(self) -> bool:
+        """True if every object has an outline."""
+        return all(outline is not None for scene in self.scenes for outline in scene.outlines)
+
+    def image(self, index: int) -> Tensor:
+        """Read an image as uint8 `[3, height, width]`; `Broken` if it is damaged or of another size than listed."""
+        scene = self.scenes[index]
+        image = self.files.read(scene.file)
+        if image.shape[1:] != (scene.height, scene.width):
+            found = f"{image.shape[2]} x {image.shape[1]}"
+            raise Broken(f"{scene.file} is {found} pixels, but listed as {scene.width} x {scene.height}")
+        return image
+
+    def masks(self, index: int) -> Tensor:
+        """Return the objects of an image as masks of 0 and 1, `[n, height, width]`."""
+        from pycocotools import mask
+
+        scene = self.scenes[index]
+        size = scene.height, scene.width
+        masks = [torch.from_numpy(mask.decode(_run_lengths(outline, *size))) for outline in scene.outlines]
+        return torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,86 +147,212 @@ class SceneData:
     vocabularies: dict[str, Vocab]
 
 
-_SMALL = SplitPaths("instances.json", "images.tar", 128)
-
-SCENE_SETS: dict[str, SceneSet] = {
-    "coco": SceneSet(
-        name="coco",
-        train=SplitPaths("annotations/instances_train2017.json", "train2017", 118_287),
-        test=SplitPaths("annotations/instances_val2017.json", "val2017", 5_000),
-        origin="cocodataset.org: train2017, val2017 and annotations of 2017, unpacked",
-    ),
-    "coco128_320": SceneSet(
-        name="coco128_320",
-        train=_SMALL,
-        test=_SMALL,
-        remark="scored on what it was trained on",
-        origin="the first 128 images of COCO train2017, longer side 320 pixels",
-    ),
-    "pennfudan_320": SceneSet(
-        name="pennfudan_320",
-        train=SplitPaths("train.json", "images.tar", 120),
-        test=SplitPaths("val.json", "images.tar", 50),
-        origin="cis.upenn.edu/~jshi/ped_html, longer side 320 pixels, masks as COCO's run lengths",
-    ),
-}
-"""By name."""
-
-
-def find_scenes(name: str, broken: Broken = "skip") -> Callable[[], SceneData]:
+def find_scenes(name: str, broken: Literal["skip", "refuse"] = "skip") -> Callable[[], SceneData]:
     """Return a function that reads a data set.
 
     Args:
-        name: A row of SCENE_SETS, in a folder that NORMKIT_DATA lists; or a folder of your own, with `train.json` and
-            `valid.json` in COCO's format (plain, .xz or .gz) and the images in `images` or `images.tar`.
+        name: A row of SCENE_SETS; or a folder of your own, with `train.json` and `valid.json` in COCO's format (plain,
+            .xz or .gz) and the images in `images` or `images.tar`.
         broken: "skip" leaves out and counts unusable entries; "refuse" makes the first one an error.
 
     Raises:
         ValueError: If the name is unknown or a file is missing. Nothing has been read then.
     """
     if name in SCENE_SETS:
-        each = SCENE_SETS[name]
-        folders = [root / name for root in data_roots()]
+        row, folders = SCENE_SETS[name], [root / name for root in data_roots()]
     elif Path(name).is_dir():
-        folders = [Path(name)]
-        images = "images.tar" if (Path(name) / "images.tar").is_file() else "images"
-        each = SceneSet(
-            name=Path(name).absolute().name,
-            train=SplitPaths("train.json", images),
-            test=SplitPaths("valid.json", images),
-            origin="its owner",
-        )
+        folders = [Path(name).absolute()]
+        images = "images.tar" if (folders[0] / "images.tar").is_file() else "images"
+        train, test = ({"annotations": f"{split}.json", "images": images} for split in ("train", "valid"))
+        row = SceneSet(name=folders[0].name, train=train, test=test, origin="its owner")
     else:
         raise unknown(SCENE_SETS, name, "data set", ", or name a folder")
-    missing = {folder: _missing(each, folder) for folder in folders}
-    complete = next((folder for folder in folders if not missing[folder]), None)
-    if complete is None:
-        raise not_here(f"the data set {name}", name, each.origin, missing)
-    return functools.partial(_read, each, complete, broken)
+    parts = (row.train, row.test)
+    missing = {}
+    for folder in folders:
+        lacking = [part["annotations"] for part in parts if find_file(folder / part["annotations"]) is None]
+        lacking += [part["images"] for part in parts if not (folder / part["images"]).exists()]
+        if not lacking:
+            return functools.partial(_read, row, folder, broken)
+        missing[folder] = list(dict.fromkeys(lacking))
+    raise not_here(name, name, row.origin, missing)
 
 
-def _missing(each: SceneSet, folder: Path) -> list[str]:
-    """Return the files of a data set that are missing in a folder."""
-    parts = (each.train, each.test)
-    annotations = [part.annotations for part in parts if find_file(folder / part.annotations) is None]
-    images = [part.images for part in parts if not (folder / part.images).exists()]
-    return list(dict.fromkeys([*annotations, *images]))
-
-
-def _read(each: SceneSet, folder: Path, broken: Broken) -> SceneData:
-    splits, remarks = [], [each.remark] if each.remark else []
-    for part, what in ((each.train, "training"), (each.test, "test")):
-        annotations = find_file(folder / part.annotations)
-        assert annotations is not None, "checked by find_scenes"
-        scenes = read_scenes(annotations, ImageFiles(folder / part.images), broken, empty=what == "test")
+def _read(row: SceneSet, folder: Path, broken: Literal["skip", "refuse"]) -> SceneData:
+    splits, remarks = [], [row.remark] if row.remark else []
+    for part, what in ((row.train, "training"), (row.test, "test")):
+        path = find_file(folder / part["annotations"])
+        assert path is not None, "checked by find_scenes"
+        scenes = read_scenes(path, ImageFiles(folder / part["images"]), broken, empty=what == "test")
         found = scenes.counts["images"] + scenes.counts.get("images without boxes", 0)
-        if part.count is not None and found != part.count:
+        if found != part.get("count", found):
             if broken == "refuse":
-                raise ValueError(f"{annotations} has {found:,} images, {each.name} has {part.count:,}; get it again")
-            remarks.append(f"{found:,} of {part.count:,} {what} images")
+                raise ValueError(f"{path} has {found:,} images, {row.name} has {part['count']:,}; get it again")
+            remarks.append(f"{found:,} of {part['count']:,} {what} images")
         splits.append(scenes)
     train, test = dataclasses.replace(splits[0], truth={}), splits[1]
     if train.categories != test.categories:
-        raise ValueError(f"{each.train.annotations} and {each.test.annotations} of {folder} list different categories")
-    name = f"{each.name} ({', '.join(remarks)})" if remarks else each.name
+        raise ValueError(f"the two splits of {folder} list different categories; needs the same")
+    name = f"{row.name} ({', '.join(remarks)})" if remarks else row.name
     return SceneData(name, train, test, test, {"classes": Vocab(train.categories.values())})
+
+
+def read_scenes(
+    path: Path, files: ImageFiles, broken: Literal["skip", "refuse"] = "skip", empty: bool = True
+) -> Scenes:
+    """Read COCO's JSON, and check everything except pixel data.
+
+    Crowds (`iscrowd`) are in `truth` only: COCO's scores ignore boxes there.
+
+    Args:
+        path: The JSON file, plain, `.xz` or `.gz`.
+        files: The images.
+        broken: "skip" leaves out and counts missing images and unusable boxes; "refuse" makes the first one an error.
+        empty: Keep images without objects, from which a detector learns little.
+
+    Raises:
+        ValueError: If the file is not COCO's JSON, contradicts itself, or has no usable image.
+    """
+    images, by_image, categories, given = _parse(path)
+    labels = {category: label for label, category in enumerate(categories, 1)}
+    left_out: collections.Counter[str] = collections.Counter()
+
+    def leave_out(what: str, where: object) -> None:
+        if broken == "refuse":
+            raise ValueError(f"{path}: {what}: {where}; broken=skip leaves these out and counts them")
+        left_out[what] += 1
+
+    scenes, truth, kept = [], [], []
+    for image in images.values():
+        if image["file_name"] not in files:
+            leave_out("missing images", f"{files.path} has no {image['file_name']}")
+            continue
+        height, width = image["height"], image["width"]
+        usable = []
+        for annotation in by_image[image["id"]]:
+            corners, outline = _corners(annotation["bbox"], height, width), annotation.get("segmentation") or None
+            if corners is None:
+                leave_out("boxes without area in their image", annotation)
+            elif outline is not None and not _is_drawable(outline, height, width):
+                leave_out("outlines that cannot be drawn", annotation)
+            else:
+                usable.append((annotation, corners, outline))
+        boxes = [each for each in usable if not each[0].get("iscrowd")]
+        left_out["crowds"] += len(usable) - len(boxes)
+        if not boxes and not empty:
+            left_out["images without boxes"] += 1
+            continue
+        kept.append(image)
+        truth += [_truth(len(truth) + at, *each) for at, each in enumerate(usable, 1)]
+        scenes.append(
+            Scene(
+                image["id"],
+                image["file_name"],
+                height,
+                width,
+                torch.tensor([corners for _, corners, _ in boxes], dtype=torch.float32).view(-1, 4),
+                torch.tensor([labels[row["category_id"]] for row, _, _ in boxes], dtype=torch.long),
+                tuple(outline for _, _, outline in boxes),
+            )
+        )
+    left_out = +left_out  # without zeros
+    if not scenes:
+        raise ValueError(f"{path} has no usable image; left out: {dict(left_out)}")
+    counts = {"images": len(scenes), "boxes": sum(len(scene.labels) for scene in scenes), **left_out}
+    whole = {"images": kept, "annotations": truth, "categories": given}
+    return Scenes(tuple(scenes), files, categories, counts, whole)
+
+
+def _parse(path: Path) -> tuple[dict[int, Any], dict[int, list[Any]], dict[int, str], list[Any]]:
+    """Return images, their annotations and the names of categories, by number, and the list of categories."""
+    with undamaged(path), open_bytes(path) as file:
+        given = json.load(file)
+        for part, keys in KEYS.items():
+            rows = given.get(part) if isinstance(given, dict) else None
+            if not isinstance(rows, list) or not all(isinstance(row, dict) and {*keys} <= row.keys() for row in rows):
+                raise ValueError(f"COCO's JSON has a list {part!r} of objects with {', '.join(keys)}")
+        categories = {row["id"]: str(row["name"]) for row in sorted(given["categories"], key=lambda row: row["id"])}
+        images = {row["id"]: row for row in given["images"]}
+        if len({*categories.values()}) < len(given["categories"]) or len(images) < len(given["images"]):
+            raise ValueError("two categories or two images have the same number or name")
+        by_image: dict[int, list[Any]] = {number: [] for number in images}
+        for row in given["annotations"]:
+            if row["image_id"] not in images or row["category_id"] not in categories:
+                raise ValueError(f"an annotation has an image or a category that is not listed: {row}")
+            by_image[row["image_id"]].append(row)
+    return images, by_image, categories, given["categories"]
+
+
+def _corners(box: Any, height: int, width: int) -> tuple[float, float, float, float] | None:
+    """Return the corners of a box (x, y, width, height) inside its image; None if it has no area there."""
+    if not (isinstance(box, list) and len(box) == 4 and _are_numbers(box)):
+        return None
+    x, y, w, h = box
+    corners = max(x, 0.0), max(y, 0.0), min(x + w, width), min(y + h, height)
+    return corners if corners[2] - corners[0] >= LEAST and corners[3] - corners[1] >= LEAST else None
+
+
+def _are_numbers(values: list[Any], most: float = 1e7) -> bool:
+    """Return True for finite numbers of limited size."""
+    return all(type(value) in (int, float) and abs(value) <= most for value in values)
+
+
+def _is_drawable(outline: Any, height: int, width: int) -> bool:
+    """Return True for polygons near the image, or run lengths that add up to its size.
+
+    pycocotools does not check its input: another outline can crash the process.
+    """
+    if isinstance(outline, list):
+        most = 2 * max(height, width)
+        return all(
+            isinstance(ring, list) and len(ring) >= 6 and len(ring) % 2 == 0 and _are_numbers(ring, most)
+            for ring in outline
+        )
+    if not isinstance(outline, dict) or outline.get("size") != [height, width]:
+        return False
+    counts = outline.get("counts")
+    counts = _decoded(counts) if isinstance(counts, str) else counts
+    return isinstance(counts, list) and all(type(n) is int and n >= 0 for n in counts) and sum(counts) == height * width
+
+
+def _decoded(text: str) -> list[int]:
+    """Decode COCO's compressed run lengths.
+
+    A character has five bits; from the fourth number on, a number is the difference to the last but one.
+
+    >>> _decoded("3260")
+    [3, 2, 6, 2]
+    """
+    counts: list[int] = []
+    value = shift = 0
+    for bits in (ord(character) - 48 for character in text):
+        value |= (bits & 31) << shift
+        shift += 5
+        if not bits & 32:
+            value -= (bits & 16) << (shift - 4)  # the sign
+            counts.append(value + counts[-2] if len(counts) > 2 else value)
+            value = shift = 0
+    return counts
+
+
+def _run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
+    """Return polygons or run lengths as compressed run lengths."""
+    from pycocotools import mask
+
+    tools: Any = mask
+    if isinstance(outline, list):
+        return tools.merge(tools.frPyObjects(outline, height, width))
+    return tools.frPyObjects(outline, height, width) if isinstance(outline["counts"], list) else outline
+
+
+def _truth(number: int, annotation: dict[str, Any], corners: tuple[float, ...], outline: Any) -> dict[str, Any]:
+    """Return an annotation with all keys that pycocotools reads; crowds may lack an outline."""
+    left, top, right, bottom = corners
+    area = annotation.get("area")
+    return {
+        **annotation,
+        "id": number,  # 0 means "not found" in pycocotools
+        "iscrowd": int(bool(annotation.get("iscrowd"))),
+        "area": area if _are_numbers([area], 1e14) else annotation["bbox"][2] * annotation["bbox"][3],
+        "segmentation": outline or [[left, top, right, top, right, bottom, left, bottom]],
+    }

@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import tokenizers
+
 from normkit_papers.data.vocab import SPECIAL, UNK, Vocab
 
 SPACE = "\u2581"  # begins the first subword of each word
@@ -32,7 +34,6 @@ class Subwords(Vocab):
     @classmethod
     def learn(cls, lines: Iterable[str], size: int, punctuation: bool = False) -> "Subwords":
         """Learn about `size` symbols: all characters, then repeatedly the most frequent pair."""
-        tokenizers = _library()
         if size < 1:
             raise ValueError(f"a vocabulary of subwords needs at least 1 symbol; got {size}")
         learned = _tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNK]), punctuation)
@@ -45,18 +46,17 @@ class Subwords(Vocab):
         return cls(symbols[len(SPECIAL) :], merges, punctuation)
 
     @functools.cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> tokenizers.Tokenizer:
         """Tokenizer of the tokenizers library."""
-        tokenizers = _library()
         model = tokenizers.models.BPE(vocab=self.number, merges=self.merges, unk_token=SPECIAL[UNK])
         return _tokenizer(model, self.punctuation)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the numbers of the subwords of a line, without begin and end."""
-        return self.tokenizer.encode(" ".join(text.split()), add_special_tokens=False).ids
+        return self.encode_texts([text])[0]
 
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode many lines at once."""
+    def encode_texts(self, texts: Iterable[str]) -> list[list[int]]:
+        """Return the numbers of the subwords of each line, without begin and end."""
         lines = [" ".join(text.split()) for text in texts]
         return [found.ids for found in self.tokenizer.encode_batch_fast(lines, add_special_tokens=False)]
 
@@ -84,10 +84,10 @@ def vocabulary(plain: Any) -> Vocab:
     >>> vocabulary(["a"]).symbols[-1]
     'a'
     """
-    symbols, kind = (plain.get("symbols"), " of subwords") if isinstance(plain, dict) else (plain, "")
+    symbols = plain.get("symbols") if isinstance(plain, dict) else plain
     if not isinstance(symbols, list) or not all(isinstance(symbol, str) for symbol in symbols):
-        raise ValueError(f"not a vocabulary{kind}: its symbols must be a list of strings")
-    if not kind:
+        raise ValueError("not a vocabulary: its symbols must be a list of strings")
+    if not isinstance(plain, dict):
         return Vocab(symbols)
     try:
         return Subwords(symbols, plain["merges"], plain["punctuation"])
@@ -95,20 +95,9 @@ def vocabulary(plain: Any) -> Vocab:
         raise ValueError(f"not a vocabulary of subwords: {error!r}") from None
 
 
-def _tokenizer(model: Any, punctuation: bool) -> Any:
-    tokenizers = _library()
+def _tokenizer(model: Any, punctuation: bool) -> tokenizers.Tokenizer:
     spaces = tokenizers.pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")
     tokenizer = tokenizers.Tokenizer(model)
     marks = [tokenizers.pre_tokenizers.Punctuation("isolated")] if punctuation else []
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([spaces, *marks])
     return tokenizer
-
-
-def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ModuleNotFoundError(
-            "subwords need the package tokenizers, which is not installed; pip install 'normkit[text]'"
-        ) from None
-    return tokenizers

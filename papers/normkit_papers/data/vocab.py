@@ -31,6 +31,10 @@ class Vocab:
         number = self.number.get
         return [number(symbol, UNK) for symbol in symbols]
 
+    def encode_texts(self, texts: Iterable[str]) -> list[list[int]]:
+        """Return the numbers of the symbols of each line, which are between spaces."""
+        return [self.encode(text.split()) for text in texts]
+
     def decode(self, numbers: Iterable[int]) -> list[str]:
         """Return the symbols up to the end, without begin and padding."""
         symbols = []

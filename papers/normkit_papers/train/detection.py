@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from normkit_papers.data.batches import batches_of, endless
-from normkit_papers.data.coco import Scenes
+from normkit_papers.data.scenes import Scenes
 from normkit_papers.models.detection import DETECTORS
 from normkit_papers.models.torchvision_ops import torchvision_operators
 from normkit_papers.train.average_precision import average_precision, coco_results

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from normkit_papers.data.batches import endless
-from normkit_papers.data.image_files import Broken
-from normkit_papers.data.image_folder import Split, decode, image_batches
-from normkit_papers.data.images import ImageData
+from normkit_papers.data.images import Broken, ImageData, ImageSplit, decode, image_batches
 from normkit_papers.train.augment import ImageAugmentation
 from normkit_papers.train.config import Run
 from normkit_papers.train.ema import moving_average
@@ -29,7 +27,7 @@ class ImageBatches(Dataset):
     They come with the error messages of images that cannot be read. The process that asks for a batch makes it.
     """
 
-    def __init__(self, split: Split, augmentation: ImageAugmentation, seed: int | None):
+    def __init__(self, split: ImageSplit, augmentation: ImageAugmentation, seed: int | None):
         self.split, self.augmentation, self.seed = split, augmentation, seed  # no seed: as at inference
 
     def __getitem__(self, request: Request) -> tuple[Tensor, Tensor, list[str]]:
@@ -86,7 +84,7 @@ class ImageClassification(Task):
         order = zip(itertools.count(start, stride), endless(epoch, list, start, stride), strict=False)
         return self._load(split, order, run.seed)
 
-    def _load(self, split: Split, order: Iterable[Request], seed: int | None) -> Iterator[Batch]:
+    def _load(self, split: ImageSplit, order: Iterable[Request], seed: int | None) -> Iterator[Batch]:
         """Yield batches in an order; images that cannot be read are skipped, or an error."""
         loader = DataLoader(
             ImageBatches(split, self.augmentation, seed),
@@ -150,7 +148,7 @@ class ImageClassification(Task):
         return self._score(self.model, self.data.test)
 
     @torch.no_grad()
-    def _score(self, model: nn.Module, split: Split) -> dict[str, float]:
+    def _score(self, model: nn.Module, split: ImageSplit) -> dict[str, float]:
         """Return the mean loss, and accuracies in percent with their sampling error."""
         from torchmetrics.classification import MulticlassAccuracy
 

@@ -259,9 +259,9 @@ def _texts(name: str) -> tuple[list[str], list[str]]:
         found = locate(name)
         if found.corpus.kind != "text":
             raise ValueError(f"{name} is a corpus of kind {found.corpus.kind}; name one of running text, or a file")
-        train, test = (_sentences(read_lines(found.files[split][0])) for split in ("train", "test"))
+        train, test = (_sentences(line for (line,) in found.lines(split)) for split in ("train", "test"))
     elif Path(name).is_file():
-        every = _sentences(read_lines(name))
+        every = _sentences(read_lines(Path(name)))
         train, test = [text for i, text in enumerate(every) if i % 20], every[::20]
     else:
         raise ValueError(f"--text {name} is neither a file nor a corpus; corpora are {', '.join(CORPORA)}")

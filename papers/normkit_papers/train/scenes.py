@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from normkit_papers.data.coco import Scenes
+from normkit_papers.data.scenes import Scenes
 from normkit_papers.models.detection import Detector
 from normkit_papers.models.torchvision_ops import load_torchvision
 from normkit_papers.train.task import Batch

@@ -11,12 +11,10 @@ from normkit.arguments import require
 from normkit.names import pick
 from normkit_papers.data import OnStage
 from normkit_papers.data.corpora import CORPORA, locate
-from normkit_papers.data.embedded import SOURCES, Digits, Pairs, Text
-from normkit_papers.data.image_sets import IMAGE_SETS, find_images
-from normkit_papers.data.images import read_images
+from normkit_papers.data.embedded import SOURCES, Digits, Pairs, Text, reader
+from normkit_papers.data.images import IMAGE_SETS, find_images, read_images
 from normkit_papers.data.prepare import Parallel, prepare
 from normkit_papers.data.scenes import SceneData, find_scenes
-from normkit_papers.data.text import reader
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import Loaded, check_vocabularies
