@@ -311,28 +311,20 @@ def _is_drawable(outline: Any, height: int, width: int) -> bool:
     if not isinstance(outline, dict) or outline.get("size") != [height, width]:
         return False
     counts = outline.get("counts")
-    counts = _decoded(counts) if isinstance(counts, str) else counts
-    return isinstance(counts, list) and all(type(n) is int and n >= 0 for n in counts) and sum(counts) == height * width
+    if isinstance(counts, list):
+        return all(type(n) is int and n >= 0 for n in counts) and sum(counts) == height * width
+    return isinstance(counts, str) and _is_whole(outline)
 
 
-def _decoded(text: str) -> list[int]:
-    """Decode COCO's compressed run lengths.
+def _is_whole(outline: Any) -> bool:
+    """Return True if compressed run lengths have no more and no fewer pixels than their image."""
+    from pycocotools import mask
 
-    A character has five bits; from the fourth number on, a number is the difference to the last but one.
-
-    >>> _decoded("3260")
-    [3, 2, 6, 2]
-    """
-    counts: list[int] = []
-    value = shift = 0
-    for bits in (ord(character) - 48 for character in text):
-        value |= (bits & 31) << shift
-        shift += 5
-        if not bits & 32:
-            value -= (bits & 16) << (shift - 4)  # the sign
-            counts.append(value + counts[-2] if len(counts) > 2 else value)
-            value = shift = 0
-    return counts
+    try:
+        again = mask.encode(np.asfortranarray(mask.decode(outline)))  # of too few, pycocotools adds random ones
+    except ValueError:
+        return False
+    return again["counts"].decode() == outline["counts"]
 
 
 def _run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
