@@ -37,15 +37,15 @@ def data_roots() -> list[Path]:
     return [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
 
 
-def not_here(name: str, folder: str, origin: str, missing: Mapping[Path, list[str]]) -> ValueError:
+def not_here(name: str, folder: str, origin: str, missing: Mapping[Path, list[str]], forms: str = "") -> ValueError:
     """Return the error for a data set that no folder of `NORMKIT_DATA` has.
 
-    `missing` has the files that each folder lacks.
+    `missing` has the files that each folder lacks, `forms` what they may end in.
     """
     where = f"{VARIABLE} is not set; set it to a folder that holds {folder}/"
     if missing:
         nearest = min(missing, key=lambda each: len(missing[each]))
-        where = f"{nearest} lacks {', '.join(missing[nearest])} (plain, .xz or .gz)"
+        where = f"{nearest} lacks {', '.join(missing[nearest])}{forms}"
     return ValueError(f"the data set {name} is not here: {where}. Get it from {origin}")
 
 
@@ -135,7 +135,7 @@ def locate(name: str) -> Located:
             if isinstance(found := _in_folder(corpus, folder), Located):
                 return found
             missing[folder] = found
-        raise not_here(name, corpus.folder, corpus.origin, missing)
+        raise not_here(name, corpus.folder, corpus.origin, missing, " (plain, .xz or .gz)")
     if not Path(name).is_dir():
         raise unknown(CORPORA, name, "corpus", ", or name a folder of text files")
     folder = Path(name).absolute()  # "." has no name
