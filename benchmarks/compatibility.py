@@ -1,23 +1,20 @@
-"""Fold many models and write docs/compatibility.md.
+"""Convert and fold many models: norms found, converted and gone, errors, and what stays and why.
 
-The page lists the norms found, converted and gone, the errors, and what stays and why.
-
-    python benchmarks/compatibility.py [--rows benchmarks/results/compatibility.json] [--out docs/compatibility.md]
+    python benchmarks/compatibility.py [--out benchmarks/results/compatibility.csv]
     python benchmarks/compatibility.py --only bert gpt2 "timm resnet18"
-    python benchmarks/compatibility.py --page
 
 All models are tiny and random, with random gains, biases and statistics: identities would hide errors. Each finished
-case is written to `--rows`; cases that are there already run again only with `--only`. `--page` writes the page alone.
+model is written at once; models that are in the file already run again only with `--only`.
 """
 
 import argparse
-import json
+import csv
+import io
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -26,19 +23,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import architectures
 import diffusers_models
-from compatibility_page import page
 from normkit_papers.models.config import Model
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.models.vit import TinyViT
 from third_party_models import CASES, Case, missing, padding, pixels, randomize, tokens
 
+from normkit._util import write_whole
 from normkit.fold import fold, to_rms
 from normkit.models import convert, find
 
 ROOT = Path(__file__).parents[1]
 OFFLINE = ("un", "batch", "renorm", "mabn", "pnv", "repbn", "power(groups=0)")
 ONLINE = ("as it is", "power(groups=2)")
+COLUMNS = (
+    "model", "spec", "norms", "gone", "gain", "affine", "kept", "rms", "found", "error", "saved", "why", "failed",
+    "warnings", "seconds", "commit",
+)  # fmt: skip
 
 
 def _config(placement: str = "pre") -> Model:
@@ -72,8 +73,8 @@ def folded(case: Case, spec: str, untie: bool = False) -> dict[str, object]:
     left = Counter(reason(row.why) for row in report if row.action in ("multiply-add", "add", "kept"))
     return {
         "norms": len(report), "gone": int(report.foldable.split()[0]), "gain": counted["gain folded"],
-        "affine": counted["multiply-add"] + counted["add"], "kept": counted["kept"], "error": report.max_error,
-        "saved": report.saved, "why": dict(left.most_common()), "seconds": round(time.process_time() - start, 1),
+        "affine": counted["multiply-add"] + counted["add"], "kept": counted["kept"], "error": f"{report.max_error:.1e}",
+        "saved": report.saved, "why": counts(left), "seconds": round(time.process_time() - start, 1),
     }  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def to_rmsnorm(case: Case) -> dict[str, object]:
     """Replace LayerNorms by RMSNorms, and count."""
     _, report = to_rms(case.model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)
     left = Counter(reason(row.why) for row in report if row.why)
-    return {"norms": len(report), "rms": report.count("rms"), "error": report.max_error, "why": dict(left)}
+    return {"norms": len(report), "rms": report.count("rms"), "error": f"{report.max_error:.1e}", "why": counts(left)}
 
 
 def zoo(name: str) -> dict[str, object]:
@@ -103,10 +104,15 @@ def further(name: str) -> dict[str, object]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             row |= folded(case, "un")
-        row["warnings"] = sorted({str(w.message)[:200] for w in caught if "leaves norms" in str(w.message)})
+        row["warnings"] = "; ".join(sorted({str(w.message)[:200] for w in caught if "leaves norms" in str(w.message)}))
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return row
+
+
+def counts(found: Counter) -> str:
+    """Reasons with their numbers, the most frequent first."""
+    return "; ".join(f"{name}: {count}" for name, count in found.most_common())
 
 
 REASONS = {  # part of a reason: how the page puts it
@@ -139,36 +145,31 @@ def reason(why: str) -> str:
 def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "compatibility.md")
-    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "results" / "compatibility.json")
-    parser.add_argument("--only", nargs="+", default=[])
-    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compatibility.csv")
+    parser.add_argument("--only", nargs="+", default=[], help="names of models, such as bert or 'timm resnet18'")
     given = parser.parse_args()
     if unknown := [name for name in given.only if name not in (*ZOO, *FURTHER)]:
-        parser.error(f"no model is called {unknown[0]!r}; names are those of the page, such as bert or 'timm resnet18'")
-    if given.page and not given.rows.exists():
-        parser.error(f"there is no {given.rows}; leave out --page to measure the rows first")
-    rows = json.loads(given.rows.read_text()) if given.rows.exists() else {"zoo": {}, "further": {}}
-    for kind, cases, run in (("zoo", ZOO, zoo), ("further", FURTHER, further)):
-        for name in cases:
-            if given.page or (name not in given.only if given.only else name in rows[kind]):
-                continue
-            if kind == "zoo" and missing(name):
-                print(f"{name}: {missing(name)} is not installed", flush=True)
-                continue
-            rows[kind][name] = row = run(name)
-            print(name, {key: row[key] for key in ("gone", "norms", "why", "failed") if key in row}, flush=True)
-            rows["versions"] = _versions()
-            given.rows.write_text(json.dumps(rows, indent=1, sort_keys=True))
-    given.out.write_text(page(rows), encoding="utf8")
+        parser.error(f"no model is called {unknown[0]!r}; give a name such as bert or 'timm resnet18'")
+    kept = list(csv.DictReader(given.out.open(encoding="utf8"))) if given.out.exists() else []
+    done = {row["model"] for row in kept}
+    for name in given.only or [name for name in (*ZOO, *FURTHER) if name not in done]:
+        if name in ZOO and missing(name):
+            print(f"{name}: {missing(name)} is not installed", flush=True)
+            continue
+        rows = zoo(name) if name in ZOO else {"un": further(name)}
+        kept = [row for row in kept if row["model"] != name]
+        kept += [{"model": name, "spec": spec, "commit": commit(), **row} for spec, row in rows.items()]
+        print(name, *(f"{spec}: {row.get('gone', row.get('failed'))}" for spec, row in rows.items()), flush=True)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(kept, key=lambda row: row["model"]))
+        write_whole(given.out, text.getvalue().encode())
 
 
-def _versions() -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
-    packages = ("normkit", "torch", "transformers", "timm", "torchvision", "diffusers")
-    return {"commit": commit.stdout.strip(), **{package: version(package) for package in packages}}
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

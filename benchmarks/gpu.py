@@ -37,14 +37,13 @@ import torch
 import torch.nn.functional as F
 from normkit_papers.models.config import Model
 from normkit_papers.models.mt import Seq2Seq
-from normkit_papers.norm_speed import skip_warmup
-from normkit_papers.timing import ROUNDS, Timings, measure
 from peers import providers, versions
 from swin import swin_t
 from torch import Tensor
 
 import normkit
-from normkit.files import write_whole
+from normkit._util import write_whole
+from normkit.bench import ROUNDS, Timings, measure, skip_warmup
 from normkit.kernels import ops
 from normkit.kernels.triton import columns
 from normkit.kernels.triton import entry as kernels

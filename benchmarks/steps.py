@@ -19,13 +19,12 @@ from pathlib import Path
 
 import sweep
 import torch
-from normkit_papers.norm_speed import skip_warmup
 from normkit_papers.recipes import g2p_cmudict
 from normkit_papers.tasks import TASKS
-from normkit_papers.timing import measure
 from normkit_papers.train.build import build_model
 from normkit_papers.train.source import source
 
+from normkit.bench import measure, skip_warmup
 from normkit.norms import Norm
 
 NORMS = ("layer", "rms", "power(groups=0)", "power(groups=1)", "pnv", "batch", "mabn", "un")

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from normkit_papers.models.torchvision_ops import load_torchvision
 from third_party_models import CASES, case_of, padding, randomize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torchvision_stub import load_torchvision
 
 from normkit.fold import fold
 from normkit.models import Blend, blend, calibrate, convert, settle

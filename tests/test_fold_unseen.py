@@ -95,7 +95,7 @@ def test_padding_that_only_sizes_not_tried_show():
 
     None of the sizes tried needs any in every stage.
     """
-    from normkit_papers.models.torchvision_ops import load_torchvision
+    from torchvision_stub import load_torchvision
 
     swin = load_torchvision().models.SwinTransformer([4, 4], 6, [1, 1], [1, 1], [7, 7], num_classes=5)
     model = convert(swin, "un")

@@ -11,12 +11,12 @@ import sys
 import pytest
 import torch
 from normkit_papers.cli import COMMANDS, main
-from normkit_papers.pretrained import audit_dir, example_for, fold_dir, is_pretrained_dir
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from third_party_models import case_of, randomize
 
 from normkit.fold import fold, to_rms
+from normkit.fold.folders import audit_dir, example_for, fold_dir, is_pretrained_dir
 from normkit.models import blend, convert, find, load_pretrained, save_pretrained, settle
 from normkit.norms import Norm
 
@@ -116,7 +116,7 @@ def test_a_full_disk_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
     def full(*args, **options):
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr("normkit_papers.pretrained.save_pretrained", full)
+    monkeypatch.setattr("normkit.fold.folders.save_pretrained", full)
     assert main(["fold", str(tmp_path / "model"), "--out", str(tmp_path / "folded")]) == 2
     assert capsys.readouterr().err.endswith("normkit: No space left on device (os error 28)\n")
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from normkit_papers.models.torchvision_ops import load_torchvision
 from third_party_models import randomize
 from torch import nn
+from torchvision_stub import load_torchvision
 
 from normkit.fold import fold
 from normkit.models import blend, convert, find, unreadable

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from normkit_papers.models.torchvision_ops import load_torchvision
 from torch import nn
+from torchvision_stub import load_torchvision
 
 import normkit
 from normkit.watch import Row, advise, diagnose, record

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from normkit_papers.models.torchvision_ops import load_torchvision
 from torch import Tensor, nn
+from torchvision_stub import load_torchvision
 
 from normkit.models import find
 from normkit.norms import StatNorm

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normkit.arguments import is_number, require
+from normkit._util import is_number, require
 from normkit.fold.plan import FoldPlan
 from normkit.fold.progress import steps
 from normkit.fold.report import Report

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from normkit._util import unique
 from normkit.fold.float64 import on_cpu
 from normkit.fold.position import position
 from normkit.fold.relations import Relations
@@ -16,7 +17,6 @@ from normkit.fold.trace import ZERO, Product, Source, Trace
 from normkit.models.convert import put_everywhere, replacement, take_place
 from normkit.models.fastpath import leave_fast_path
 from normkit.models.invoke import Call, Pick
-from normkit.text import unique
 
 
 @torch.inference_mode(False)  # the result may be trained

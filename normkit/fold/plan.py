@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from normkit._util import listed, unique
 from normkit.fold.conditioning import Conditioning
 from normkit.fold.float64 import on_cpu
 from normkit.fold.position import position
@@ -14,7 +15,6 @@ from normkit.fold.relations import NormNode, Relations, new_bias
 from normkit.fold.report import UNREPLACED, Outcome
 from normkit.fold.solve import Solver, smallest_clash
 from normkit.fold.trace import Product, Trace, View
-from normkit.text import listed, unique
 
 ONLINE = "statistics of each token are computed at inference"
 

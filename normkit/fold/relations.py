@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit._util import listed, unique
 from normkit.fold.forest import Forest, unite
 from normkit.fold.trace import FOREIGN, ZERO, Product, Source, Trace, View
 from normkit.models.hooks import LAYOUT_HOOKS
 from normkit.models.masks import GiveMask
 from normkit.models.third_party import equivalent
 from normkit.norms import Norm
-from normkit.text import listed, unique
 
 LARGEST_TIE = 1 << 24  # elements of a weight whose uses are compared one by one
 

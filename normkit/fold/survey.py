@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import require_flags, require_functions
+from normkit._util import require_flags, require_functions
 from normkit.fold.float64 import in_float64, widened
 from normkit.fold.inputs import longer, variants
 from normkit.fold.report import Audit, Outcome, Report

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from normkit.files import cache_folder, write_whole
+from normkit._util import cache_folder, write_whole
 
 SOURCES, TORCH = Path(__file__).parent / "cpu", Path(torch.__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import is_int, require, require_flags
+from normkit._util import is_int, require, require_flags
 from normkit.kernels import autograd
 from normkit.models.checks import check_not_meta, check_not_wrapped, copy_unless
 from normkit.models.convert import Specs, Where, chosen_sites, find, replace_all, replacement

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import is_int, require, require_functions
+from normkit._util import is_int, require, require_functions
 from normkit.kernels import ops, sync
 from normkit.models.checks import check_not_meta, check_not_wrapped, copy_unless, norms_with_statistics
 from normkit.models.invoke import Forward, call, check_batches, input_and_mask

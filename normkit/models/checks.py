@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from normkit.arguments import require_flags
+from normkit._util import require_flags
 from normkit.norms import StatNorm
 
 WRAPPERS = {  # class name: what to do instead

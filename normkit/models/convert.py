@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from normkit._util import listed
 from normkit.models.checks import check_is_model, check_not_quantized, check_not_wrapped, copy_unless
 from normkit.models.fastpath import leave_fast_path
 from normkit.models.hooks import channels_first, take_hooks
@@ -17,7 +18,6 @@ from normkit.models.model_changes import record_changes
 from normkit.models.take_apart import take_apart
 from normkit.models.third_party import CannotRead, Found, is_named_norm, read_norm, statistics, write
 from normkit.norms import NORMS, Norm, StatNorm, make, options, parse
-from normkit.text import listed
 
 Specs = str | Mapping[str, str]  # one spec, or rules from patterns of names to specs
 Where = Callable[[str, nn.Module], bool]  # chooses norms by name and module

@@ -9,22 +9,20 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import normkit.models.openvino_executorch as openvino_executorch
-from normkit.arguments import as_path, is_number, require, require_flags, require_functions
+from normkit._util import as_path, is_number, require, require_flags, require_functions
 from normkit.models.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
 from normkit.models.difference import error
 from normkit.models.extras import needs
 from normkit.models.invoke import Call, Pick, example_call, tensors
-from normkit.models.openvino_executorch import Ran
-from normkit.models.quantize import Int8, calibration, quantize_onnx
+from normkit.models.quantize import DYNAMIC, Int8, calibration, quantize_dynamically, quantize_onnx
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
     "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
@@ -42,6 +40,7 @@ class Exported:
         runtime: The runtime that ran the file.
         max_error: Largest difference to the model's outputs, relative to the largest output.
         cosine: Smallest cosine to an output of the model, in integers; None in float.
+        dynamic: Open axes of each input, by its name.
     """
 
     path: Path
@@ -49,6 +48,7 @@ class Exported:
     runtime: str
     max_error: float
     cosine: float | None = None
+    dynamic: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def normalizing(self) -> dict[str, int]:
@@ -58,9 +58,10 @@ class Exported:
     def __str__(self) -> str:
         kept = ", ".join(f"{n} {name}" for name, n in self.normalizing.items()) or "none"
         int8 = f"; int8, cosine {self.cosine:.4f}" if self.cosine is not None else ""
+        axes = "; ".join(f"{name} {', '.join(map(str, axes))}" for name, axes in self.dynamic.items()) or "none"
         return (
             f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
-            f"{self.max_error:.1e} in {self.runtime}{int8}"
+            f"{self.max_error:.1e} in {self.runtime}{int8}; open axes: {axes}"
         )
 
 
@@ -71,7 +72,7 @@ def export(
     outputs: Pick | None = None,
     dynamic: bool = True,
     tolerance: float = 1e-4,
-    int8: Int8 | Iterable[Any] | None = None,
+    int8: Int8 | Iterable[Any] | Literal["dynamic"] | None = None,
     **kwexample: Any,
 ) -> Exported:
     """Write a model to a file, run the file, and compare its outputs with the model's.
@@ -80,16 +81,16 @@ def export(
 
     Args:
         model: The model, in evaluation mode.
-        path: File to write. The suffix selects the format: `.onnx` (runs in onnxruntime), `.pt2` (`torch.export`),
-            `.xml` (OpenVINO) or `.pte` (ExecuTorch for XNNPACK; its shapes are fixed).
+        path: File to write. The suffix selects the format: `.onnx` (runs in onnxruntime) or `.pt2` (`torch.export`).
         *example: Arguments of a call of the model; with `dynamic`, of at least two samples. Or one mapping of keywords.
         outputs: Picks what to export of the output, such as `lambda out: out.logits`. By default all tensors.
-        dynamic: Leave the first axis of every input, the batch, open.
+        dynamic: Leave the first axis of every input, the batch, open, and the axis of tokens where the model allows it:
+            the second one of integers, masks and `[batch, tokens, channels]`.
         tolerance: Largest accepted error of the float model, relative to the largest output.
-        int8: Batches on which to calibrate a static quantization to 8-bit integers, or `Int8(batches, ...)` with its
-            options: by onnxruntime for `.onnx`, nncf for `.xml`, torchao's PT2E for `.pte`. The batches have the form
-            and, the batch axis apart, the shapes of the example. The errors of the result are then those of the
-            integers, on the example; compare them with those that your task allows.
+        int8: Write 8-bit integers by onnxruntime, `.onnx` alone. "dynamic" quantizes weights for each channel, and
+            activations while the model runs; it needs no data. Batches, or `Int8(batches, ...)` with its options,
+            calibrate a static quantization; they have the form of the example. The errors of the result are then those
+            of the integers, on the example; compare them with those that your task allows.
         **kwexample: Keyword arguments of the call.
 
     Returns:
@@ -113,40 +114,44 @@ def export(
     require_flags(dynamic=dynamic)
     require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")
     path = as_path(path, "path")
-    if path.suffix not in (".onnx", ".pt2", ".xml", ".pte"):
-        raise ValueError(f"export() writes .onnx, .pt2, .xml or .pte by the ending of the path; got {path.name!r}")
+    if path.suffix not in (".onnx", ".pt2"):
+        raise ValueError(f"export() writes .onnx or .pt2 by the ending of the path; got {path.name!r}")
     if not path.parent.is_dir() or path.is_dir():
         what = "is a folder; name a file" if path.is_dir() else "is in no folder; make it first, or name another"
         raise ValueError(f"export() writes a file, and {path} {what}")
     if int8 is not None and path.suffix == ".pt2":
-        raise ValueError(f"export(int8=) writes .onnx, .xml or .pte; got {path.name!r}")
+        raise ValueError(f"export(int8=) writes .onnx; got {path.name!r}")
     given = Call(example, kwexample).unpacked(model)
     with torch.no_grad():
         expected = picked(example_call(model, given.copied(), "export", given), outputs)
     if not any(t.isfinite().any() for t in expected):
         raise ValueError("export() cannot verify anything: no number of the model output is finite on the example")
     wrapped = TensorModel(copy_model(model), given.copied(), outputs).eval()
-    shapes = batch_axis(wrapped.given) if dynamic else None
-    settings = Int8(int8) if int8 is not None and not isinstance(int8, Int8) else int8
-    batches = calibration(settings, given, shapes is not None) if settings else []
+    shapes = open_axes(wrapped.given) if dynamic else None
+    settings = int8 if isinstance(int8, Int8) or int8 in (None, DYNAMIC) else Int8(int8)
+    batches = calibration(settings, given, shapes is not None) if isinstance(settings, Int8) else []
     with quiet(), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
-        in_float = Path(scratch) / path.name.replace(".pte", ".pt2") if settings else new  # .pte: only int8 is lowered
+        in_float = Path(scratch) / path.name if settings else new
         new.parent.mkdir()
-        operations, runtime, got = _write(wrapped, in_float, shapes)
+        operations, runtime, got, axes = _write(wrapped, in_float, shapes)
+        if any(len(each) > 1 for each in axes.values()) and not _takes_other_sizes(wrapped, in_float, axes, tolerance):
+            shapes = open_axes(wrapped.given, tokens=False)
+            operations, runtime, got, axes = _write(wrapped, in_float, shapes)
         worst = error(tuple(got), tuple(expected))
         if not worst <= tolerance:
             differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
             raise ValueError(f"{path} computes something else than the model: {differ}")
         if settings is not None:
-            operations, runtime, got = _write_int8(wrapped, in_float, new, settings, batches)
+            _quantize(wrapped, in_float, new, settings, batches)
+            operations, got = _operations(new), _run(wrapped, new, wrapped.given)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
     if settings is None:
-        return Exported(path, operations, runtime, worst)
+        return Exported(path, operations, runtime, worst, dynamic=axes)
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
     cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
-    return Exported(path, operations, runtime, error(tuple(got), tuple(expected)), cosine)
+    return Exported(path, operations, runtime, error(tuple(got), tuple(expected)), cosine, axes)
 
 
 class TensorModel(nn.Module):
@@ -176,13 +181,22 @@ def picked(output: Any, outputs: Pick | None) -> tuple[Tensor, ...]:
     return found
 
 
-def batch_axis(given: tuple[Tensor, ...]) -> Any:
-    """Return dynamic shapes: the first axis of all tensors with the most common length."""
+def open_axes(given: tuple[Tensor, ...], tokens: bool = True) -> Any:
+    """Return dynamic shapes: the batch, and with `tokens` the axes of tokens if the model allows it.
+
+    The batch is the first axis of all tensors with the most common length; None if it is below 2.
+    """
     sizes = [t.shape[0] for t in given if t.dim()]
     batch = max(set(sizes), key=sizes.count) if sizes else 0
     if batch < 2:
         return None
-    return {"inputs": tuple({0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else None for t in given)}
+    found = []
+    for t in given:
+        axes: dict[int, Any] = {0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else {}
+        if tokens and t.dim() in (2, 3) and axes and t.shape[1] > 1 and (t.dim() == 3 or not t.is_floating_point()):
+            axes[1] = torch.export.Dim.AUTO  # PyTorch fixes what the model fixes
+        found.append(axes or None)
+    return {"inputs": tuple(found)}
 
 
 def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
@@ -206,53 +220,82 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(sorted(names)).most_common())
 
 
-def _write(model: TensorModel, path: Path, shapes: Any) -> Ran:
+def _write(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int], str, Sequence[Tensor], dict]:
+    """Write a file in float; return its operations, the runtime, its outputs on the example and the open axes."""
     if path.suffix == ".onnx":
-        return _onnx(model, path, shapes)
-    if path.suffix == ".pte":
-        return openvino_executorch.write_executorch(program_of(model, *model.given), model.given, path)
+        with needs("export() to ONNX", "export"):
+            import onnxruntime  # noqa: F401
+            import onnxscript  # noqa: F401
     program = program_of(model, *model.given, dynamic_shapes=shapes)
-    if path.suffix == ".xml":
-        return openvino_executorch.write_openvino(program, model.given, path)
+    inputs = [node.meta["val"] for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+    axes = {
+        name: found
+        for name, t in zip(model.names, inputs, strict=True)
+        if (found := tuple(axis for axis, size in enumerate(t.shape) if not isinstance(size, int)))
+    }
+    if path.suffix == ".onnx":
+        with torch.no_grad():
+            written = torch.onnx.export(
+                program, (), input_names=model.names, dynamic_shapes=shapes, dynamo=True, verbose=False
+            )
+        assert written is not None
+        written.save(str(path))
+        return _operations(path), "onnxruntime", _run(model, path, model.given), axes
     with torch.no_grad():
         torch.export.save(program, buffer := io.BytesIO())  # to a file on a full disk, it ends the process
         path.write_bytes(buffer.getbuffer())
-        return operations_of(program), "torch.export", torch.export.load(path).module()(*model.given)
+        return operations_of(program), "torch.export", _run(model, path, model.given), axes
 
 
-def _write_int8(model: TensorModel, in_float: Path, path: Path, int8: Int8, batches: list[list[Tensor]]) -> Ran:
-    if path.suffix == ".onnx":
-        import onnx
-
-        known = {slot.name for slot in onnx.load(in_float, load_external_data=False).graph.input}
-        quantize_onnx(in_float, path, [_feed(model, known, batch) for batch in batches], int8)
-        return _run_onnx(model, path)
-    if path.suffix == ".xml":
-        return openvino_executorch.quantize_openvino(in_float, path, model.given, batches, int8)
-    return openvino_executorch.quantize_executorch(program_of(model, *model.given), model.given, path, batches, int8)
-
-
-def _onnx(model: TensorModel, path: Path, shapes: Any) -> Ran:
-    with needs("export() to ONNX", "export"):
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    with torch.no_grad():
-        written = torch.onnx.export(
-            model, model.given, dynamic_shapes=shapes, input_names=model.names, dynamo=True, verbose=False
-        )
-    assert written is not None
-    written.save(str(path))
-    return _run_onnx(model, path)
+def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: float) -> bool:
+    """Return True if a file computes what the model does where each open axis is longer or shorter by one."""
+    for longer in (True, False):
+        given = []
+        for name, t in zip(model.names, model.given, strict=True):
+            given.append(t)
+            for axis in axes.get(name, ()):
+                last = given[-1]
+                longer_by_one = torch.cat([last, last.narrow(axis, -1, 1)], axis)
+                given[-1] = longer_by_one if longer else last.narrow(axis, 0, last.shape[axis] - 1)
+        try:
+            with torch.no_grad():
+                expected = model(*(t.clone() for t in given))
+        except Exception:  # such as beyond its positions
+            continue
+        try:
+            got = _run(model, path, given)
+        except Exception:
+            return False
+        return error(tuple(got), tuple(expected)) <= tolerance
+    return False
 
 
-def _run_onnx(model: TensorModel, path: Path) -> Ran:
-    import onnx
+def _run(model: TensorModel, path: Path, given: Sequence[Tensor]) -> list[Tensor]:
+    """Run a file."""
+    if path.suffix == ".pt2":
+        return list(torch.export.load(path).module()(*given))
     import onnxruntime
 
-    operations = _counted(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    out = session.run(None, _feed(model, {slot.name for slot in session.get_inputs()}, model.given))
-    return operations, "onnxruntime", [torch.from_numpy(array) for array in out]
+    out = session.run(None, _feed(model, {slot.name for slot in session.get_inputs()}, given))
+    return [torch.from_numpy(array) for array in out]
+
+
+def _quantize(model: TensorModel, in_float: Path, path: Path, int8: Any, batches: list[list[Tensor]]) -> None:
+    if int8 == DYNAMIC:
+        quantize_dynamically(in_float, path)
+        return
+    import onnx
+
+    known = {slot.name for slot in onnx.load(in_float, load_external_data=False).graph.input}
+    quantize_onnx(in_float, path, [_feed(model, known, batch) for batch in batches], int8)
+
+
+def _operations(path: Path) -> dict[str, int]:
+    """Count the operations of an ONNX file."""
+    import onnx
+
+    return _counted(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
 
 
 def _feed(model: TensorModel, known: set[str], given: Sequence[Tensor]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import require_functions
+from normkit._util import require_functions
 from normkit.kernels import ops
 from normkit.models.calibrate import evaluating, restored_on_error
 from normkit.models.checks import check_not_meta, check_not_wrapped, copy_model, copy_unless, norms_with_statistics

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from normkit.arguments import as_path
+from normkit._util import as_path
 from normkit.models.extras import needs
 from normkit.models.model_changes import KEY, apply_changes, write_changes
 from normkit.models.take_apart import GatedNorm

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normkit._util import unique
 from normkit.norms import Norm
 from normkit.norms._recompute import is_recomputed
-from normkit.text import unique
 
 MaskFrom = str | Mapping[str, str] | None
 

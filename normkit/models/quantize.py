@@ -1,4 +1,4 @@
-"""Static quantization to 8-bit integers, calibrated on batches."""
+"""Quantization of ONNX files to 8-bit integers by onnxruntime: dynamic, or static and calibrated on batches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from normkit.arguments import require, require_flags
+from normkit._util import require, require_flags
 from normkit.models.invoke import Call, arguments, describe
 
+DYNAMIC = "dynamic"
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
 SCOPES = {"products": PRODUCTS, "stream": [*PRODUCTS, "Add", "Mul"]}
 
@@ -44,7 +45,7 @@ class Int8:
 
     def __post_init__(self) -> None:
         if isinstance(self.batches, str) or not hasattr(self.batches, "__iter__"):
-            allowed = "batches to calibrate on, such as a list of tensors, or Int8(batches, ...)"
+            allowed = '"dynamic", batches to calibrate on, such as a list of tensors, or Int8(batches, ...)'
             raise ValueError(f"int8= takes {allowed}; got {self.batches!r}")
         require_flags(per_channel=self.per_channel)
         require(self.scope in [*SCOPES], "scope", self.scope, " or ".join(map(repr, SCOPES)))
@@ -79,6 +80,17 @@ def _kind(t: Tensor, dynamic: bool) -> tuple[torch.dtype, torch.Size]:
     return t.dtype, t.shape[dynamic and t.dim() > 0 :]
 
 
+def quantize_dynamically(source: Path, path: Path) -> None:
+    """Quantize the weights of an ONNX file for each channel; activations get their scales while it runs."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    prepared = source.with_suffix(".prepared.onnx")
+    quant_pre_process(source, prepared, skip_symbolic_shape=True)
+    _renamed(prepared)
+    quantize_dynamic(prepared, path, per_channel=True, weight_type=QuantType.QInt8, reduce_range=True)
+
+
 def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: Int8) -> None:
     """Quantize an ONNX file by onnxruntime's static quantization; `feeds` are inputs by name."""
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
@@ -105,7 +117,8 @@ def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: I
 def _renamed(path: Path) -> Any:
     """Rename what onnxruntime's fusion of products and biases named, and return the graph.
 
-    The fusion runs again when the quantized file is loaded, and fails at names that it gave before.
+    The fusion runs again when the quantized file is loaded, and fails at names that it gave before. Shapes that are
+    noted for weights go, as dynamic quantization transposes weights.
     """
     import onnx
 
@@ -116,6 +129,10 @@ def _renamed(path: Path) -> Any:
         value.name = new.get(value.name, value.name)
     for node in model.graph.node:
         node.input[:] = [new.get(name, name) for name in node.input]
+    weights = {value.name for value in values} | set(new)
+    noted = [info for info in model.graph.value_info if info.name not in weights]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(noted)
     onnx.save(model, path)
     return model.graph
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from normkit.arguments import require
+from normkit._util import require
 from normkit.models.checks import check_is_model
 from normkit.models.convert import find
 from normkit.models.invoke import input_and_mask

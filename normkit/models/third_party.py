@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from normkit._util import format_spec
 from normkit.models.hooks import copy_without_hooks
 from normkit.norms import Norm, StatNorm, make, options, parse
-from normkit.text import format_spec
 
 COMMON_EPS = (1e-5, 1e-6, 1e-12, 1e-8)  # tried if a class has eps in its forward, not in an attribute
 

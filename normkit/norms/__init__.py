@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from normkit.names import pick
+from normkit._util import pick
 from normkit.norms._base import Norm, RowNorm, Split
 from normkit.norms._options import option_defaults
 from normkit.norms._stat_norm import Stat, StatNorm

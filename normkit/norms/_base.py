@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from normkit.arguments import require
+from normkit._util import format_spec, require
 from normkit.norms._options import Epsilon, HasOptions, option, option_defaults
-from normkit.text import format_spec
 
 
 class Split(NamedTuple):

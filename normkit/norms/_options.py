@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, datacla
 
 from torch import nn
 
-from normkit.arguments import is_int, is_number, plain, require
-from normkit.names import unknown
+from normkit._util import is_int, is_number, plain, require, unknown
 
 
 class Allowed(NamedTuple):

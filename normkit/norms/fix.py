@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normkit.arguments import is_number, require
+from normkit._util import is_number, require
 
 
 class FixNorm(nn.Module):

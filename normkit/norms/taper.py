@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import require
+from normkit._util import require
 from normkit.kernels import reference, sync
 from normkit.kernels.step_statistics import StepStatistics
 from normkit.norms._base import Norm, Split

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from normkit.arguments import require, require_functions
+from normkit._util import require, require_functions
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 

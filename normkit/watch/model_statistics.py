@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from normkit.arguments import require
+from normkit._util import require
 from normkit.models.calibrate import evaluating
 from normkit.models.checks import check_is_model
 from normkit.norms import StatNorm, SwitchableNorm

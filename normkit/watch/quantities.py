@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.arguments import require
+from normkit._util import require
 from normkit.watch.normality import p_normal
 from normkit.watch.row_names import current_name
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import normkit.watch.graph_ops as graph_ops
-from normkit.arguments import is_int, is_number, require
+from normkit._util import is_int, is_number, require
 from normkit.kernels.sync import is_distributed
 from normkit.models.checks import check_is_model
 from normkit.models.invoke import input_and_mask

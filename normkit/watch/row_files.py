@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from normkit.arguments import as_path, require
-from normkit.files import open_regular, write_whole
+from normkit._util import as_path, open_regular, require, write_whole
 from normkit.watch.recording import Recording, Row, checked_rows
 from normkit.watch.row_names import current_name
 

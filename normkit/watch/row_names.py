@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable
 
+from normkit._util import escape, truncate
 from normkit.norms import NORMS, Norm, StatNorm, options, parse
-from normkit.text import escape, truncate
 
 NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)(|\..*)")  # the name of a site around its first part that is a number
 UNTRACKED = "(track_running_stats=False)"  # follows the class of a BatchNorm that keeps nothing for evaluation

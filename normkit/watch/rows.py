@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.arguments import is_int, require
+from normkit._util import is_int, require
 from normkit.watch.recording import Row
 from normkit.watch.row_files import Appender, write
 

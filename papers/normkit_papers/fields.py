@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
-from normkit.arguments import is_int, is_number, plain, require
+from normkit._util import is_int, is_number, plain, require
 from normkit.norms._options import PLAIN, Allowed
 
 LARGEST = 2**62

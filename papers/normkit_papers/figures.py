@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from normkit.names import pick
+from normkit._util import pick
 from normkit_papers.powernorm import figures as figures_power
 from normkit_papers.report import canvas
 from normkit_papers.report.length import draw_length

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from normkit._util import truncate
 from normkit.norms import StatNorm
-from normkit.text import truncate
 from normkit_papers.data.batches import pad
 from normkit_papers.data.subwords import Subwords, spell
 from normkit_papers.data.vocab import EOS, UNK, Vocab

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from normkit.arguments import is_int, require
+from normkit._util import is_int, require
 from normkit.kernels import ops
 from normkit.norms import mabn, power, un
 from normkit.norms._base import Norm, Split

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from normkit.names import pick
+from normkit._util import format_spec, pick
 from normkit.norms import options, parse
-from normkit.text import format_spec
 from normkit_papers.metrics import STUDY_METRICS
 from normkit_papers.report.settings import flat
 from normkit_papers.train.config import Run

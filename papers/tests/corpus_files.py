@@ -5,7 +5,7 @@ It is a folder of text files.
 
 import random
 
-from normkit.files import cache_folder
+from normkit._util import cache_folder
 from normkit.kernels import build
 
 WORDS = {"ka": "one", "lo": "two", "mi": "three", "ne": "four", "pu": "five", "so": "six", "tä": "seven", "wu": "eight"}

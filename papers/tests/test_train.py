@@ -33,7 +33,7 @@ from normkit_papers.train.weights import load_weights, mean_weights, save_weight
 from torch import nn
 
 import normkit
-from normkit.names import pick
+from normkit._util import pick
 
 EMBEDDED = [name for name, recipe in RECIPES.items() if recipe().data in SOURCES]
 TINY = Model(width=16, hidden=24, depth=1, heads=2)

@@ -16,7 +16,6 @@ from forked import Program
 from normkit_papers.cli import main
 from normkit_papers.models.config import Model
 from normkit_papers.report import results
-from normkit_papers.timing import use_threads
 from normkit_papers.train import environment
 from normkit_papers.train import run as run_module
 from normkit_papers.train.checkpoints import checkpoint_path, checkpoints, remove_temporary
@@ -25,7 +24,8 @@ from normkit_papers.train.folder import LOCK, load, locked
 from normkit_papers.train.run import train
 from normkit_papers.train.task import Task
 
-from normkit.files import write_whole
+from normkit._util import write_whole
+from normkit.bench import use_threads
 
 RUN = Run(
     name="folder", task="digits", data="digits", model=Model(width=8, hidden=8, depth=1, heads=1), steps=6,

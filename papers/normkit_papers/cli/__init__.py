@@ -13,9 +13,7 @@ from pathlib import Path
 from textwrap import indent
 
 import normkit
-from normkit.names import pick
-from normkit.text import align
-from normkit_papers.cli.benching import bench
+from normkit._util import align, pick
 from normkit_papers.cli.doctor import doctor
 from normkit_papers.cli.folding import audit, calibrate, fold
 from normkit_papers.cli.line import BAD_INPUT, INTERRUPTED, complain, write
@@ -50,7 +48,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "watch": watch,
     "doctor": doctor,
     "study": study,
-    "bench": bench,
 }
 
 

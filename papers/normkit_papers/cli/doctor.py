@@ -84,7 +84,7 @@ def _result(path: Path) -> Mapping[str, Any] | None:
 
 def _ending(result: Mapping[str, Any] | None) -> Iterable[str]:
     """The outcome of a run that diverged, possibly between two samples."""
-    from normkit.text import escape
+    from normkit._util import escape
 
     status = escape(result["status"]) if result is not None else ""
     return [f"the run {status}: see its losses before that step"] if status.startswith("diverged") else []

@@ -17,7 +17,7 @@ def audit(model: Path, /) -> int:
     Args:
         model: Folder of a run, or of a Hugging Face model with safetensors.
     """
-    from normkit_papers.pretrained import audit_dir, is_pretrained_dir
+    from normkit.fold.folders import audit_dir, is_pretrained_dir
 
     check_model(model)
     if is_pretrained_dir(model):
@@ -44,7 +44,7 @@ def fold(model: Path, /, out: Path) -> int:
     """
     check_model(model)
     check_out(model, out, "folding")
-    from normkit_papers.pretrained import fold_dir, is_pretrained_dir
+    from normkit.fold.folders import fold_dir, is_pretrained_dir
 
     if is_pretrained_dir(model):
         report = fold_dir(model, out)
@@ -104,7 +104,7 @@ def fit_width(text: str, rows: Any) -> str:
 
 def check_model(model: Path) -> None:
     """Raise ValueError if a folder holds neither a run nor a Hugging Face model."""
-    from normkit_papers.pretrained import is_pretrained_dir
+    from normkit.fold.folders import is_pretrained_dir
     from normkit_papers.train.folder import read_run
 
     if is_pretrained_dir(model):
@@ -120,7 +120,7 @@ def check_model(model: Path) -> None:
 
 def check_out(model: Path, out: Path, action: str) -> None:
     """Raise ValueError if `out` is the model itself, a trained run or a Hugging Face model."""
-    from normkit_papers.pretrained import is_pretrained_dir
+    from normkit.fold.folders import is_pretrained_dir
     from normkit_papers.report import results
     from normkit_papers.train import removal
     from normkit_papers.train.folder import foreign_files

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from normkit.arguments import require
-from normkit.text import escape
+from normkit._util import escape, require
 
 BAD_INPUT, INTERRUPTED = 2, 130
 MOST_SEEDS = 1000

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from normkit._util import align
 from normkit.norms import NORMS, make, options
-from normkit.text import align
 from normkit_papers.cli.line import command, write
 
 TASK_EXTRAS = {"mt": "text", "images": "vision", "detection": "vision"}  # beside `demo`, which all tasks need

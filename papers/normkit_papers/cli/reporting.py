@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from normkit.text import truncate
+from normkit._util import truncate
 from normkit_papers.cli.doctor import examine
 from normkit_papers.cli.line import check_writable, command, typed, write
 
@@ -62,7 +62,7 @@ def figure(name: str = "", paths: tuple[Path, ...] = (), /, out: Path | None = N
         paths: Result files, or folders with such files somewhere inside.
         out: The figure, .svg or .png; by default NAME.svg.
     """
-    from normkit.names import pick
+    from normkit._util import pick
     from normkit_papers import figures
     from normkit_papers.report import results
 

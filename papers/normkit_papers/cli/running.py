@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any
 
-from normkit.text import align
+from normkit._util import align
 from normkit_papers.cli.line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -98,7 +98,7 @@ def _demo(settings: dict[str, Any], minutes: float | None, processes: int) -> in
 
 def train(arguments: list[str]) -> int:
     """Train a recipe; every setting of a run is a flag."""
-    from normkit.names import pick
+    from normkit._util import pick
     from normkit_papers.studies.catalogue import RECIPES
     from normkit_papers.study import warm
     from normkit_papers.train.config import Run

@@ -55,7 +55,7 @@ def study(arguments: list[str]) -> int:
         for part in ([word, "local"] if word == "--ray" and following.startswith("-") else [word])
     ]
     given = parse_arguments(parse, words, "study")
-    from normkit.names import pick
+    from normkit._util import pick
     from normkit_papers.studies.catalogue import STUDIES, listing
 
     if given["list_"] or not given["study"]:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from normkit.text import escape
+from normkit._util import escape
 from normkit_papers.cli.line import command, complain, write
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from normkit.names import unknown
+from normkit._util import unknown
 from normkit_papers.data.embedded import split_of
 from normkit_papers.data.lines import find_file, read_columns, read_lines, read_pairs
 

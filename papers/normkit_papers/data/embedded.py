@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.names import unknown
+from normkit._util import unknown
 from normkit_papers.data.lines import read_pairs
 from normkit_papers.data.vocab import BOS, EOS, SPECIAL, Vocab
 

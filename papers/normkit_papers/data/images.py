@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from normkit.files import cache_folder
-from normkit.names import unknown
+from normkit._util import cache_folder, unknown
 from normkit_papers.data import OnStage
 from normkit_papers.data.corpora import data_roots, not_here, table
 from normkit_papers.data.lines import undamaged

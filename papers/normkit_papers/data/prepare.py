@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from normkit.files import cache_folder
+from normkit._util import cache_folder
 from normkit_papers.data import OnStage
 from normkit_papers.data.corpora import SPLITS, Corpus, Located
 from normkit_papers.data.embedded import Text

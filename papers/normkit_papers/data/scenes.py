@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normkit.names import unknown
+from normkit._util import unknown
 from normkit_papers.data.corpora import data_roots, not_here, table
 from normkit_papers.data.images import Broken, reading, to_rgb
 from normkit_papers.data.lines import find_file, open_bytes, undamaged

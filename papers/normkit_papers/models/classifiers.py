@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from normkit.names import pick
+from normkit._util import pick
 from normkit_papers.models.blocks import place_norms
 from normkit_papers.models.config import Model
 from normkit_papers.models.resnet import ResNet20

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from normkit.arguments import require
+from normkit._util import require
 from normkit_papers.fields import Checked, limited
 
 Init = Literal["xavier", "small", "ds", "fixup", "t-fixup"]

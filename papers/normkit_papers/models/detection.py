@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit.names import pick
+from normkit._util import pick
 from normkit.norms import StatNorm
 from normkit_papers.models.blocks import place_norms
 from normkit_papers.models.config import Model

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit.arguments import require
+from normkit._util import require
 from normkit_papers.models.blocks import Cache
 from normkit_papers.models.config import Model
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normkit.files import write_whole
+from normkit._util import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from normkit.files import write_whole
-from normkit.text import truncate
+from normkit._util import truncate, write_whole
 from normkit.watch.row_files import RunReader
 from normkit_papers.report import study_tables, summary
 from normkit_papers.report.curves import losses, thin

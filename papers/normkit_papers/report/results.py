@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from normkit.files import open_regular, write_whole
+from normkit._util import open_regular, write_whole
 
 FILE = "result.json"
 PROGRESS = "progress.json"

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from normkit._util import escape, format_spec
 from normkit.norms import parse
-from normkit.text import escape, format_spec
 
 Result = Mapping[str, Any]
 Results = Mapping[Any, Result]

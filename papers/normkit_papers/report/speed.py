@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from normkit.text import align
+from normkit._util import align
 from normkit_papers.report import canvas
 
 Rows = Sequence[dict[str, Any]]

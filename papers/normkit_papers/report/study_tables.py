@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from normkit.text import escape
+from normkit._util import escape
 from normkit_papers.report.results import NUMBER, Maybe, check
 
 SCHEMA = 1

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from normkit.text import align, escape
+from normkit._util import align, escape
 from normkit_papers.report.seeds import CONFIDENT, pool
 from normkit_papers.report.settings import Result, Results, groups, job, labels
 from normkit_papers.report.verdict import sentences

@@ -3,7 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
-from normkit.text import escape, truncate
+from normkit._util import escape, truncate
 from normkit_papers.report.seeds import CONFIDENT
 from normkit_papers.report.settings import Result, Results, groups, job, labels, split
 from normkit_papers.tasks import METRICS, TASKS, Metric

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 
-from normkit.text import align
+from normkit._util import align
 from normkit_papers import recipes
 from normkit_papers.powernorm import language_models
 from normkit_papers.powernorm import recipes as power_recipes

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from normkit.bench import ROUNDS
 from normkit.norms import NORMS, StatNorm, parse
 from normkit_papers.recipes import g2p_cmudict
 from normkit_papers.report import results
@@ -13,7 +14,6 @@ from normkit_papers.studies.evaluate import finish_job
 from normkit_papers.studies.progress import Board
 from normkit_papers.studies.workers import Workers, send, train_job
 from normkit_papers.study import slug, warmed
-from normkit_papers.timing import ROUNDS
 from normkit_papers.train.config import Run
 from normkit_papers.train.progress import Progress
 

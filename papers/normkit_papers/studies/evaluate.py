@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normkit.bench import ROUNDS, Timings, measure
 from normkit_papers.report import results
 from normkit_papers.studies.workers import send
-from normkit_papers.timing import ROUNDS, Timings, measure
 from normkit_papers.train.fold_run import audit_run, fold_run
 from normkit_papers.train.folder import Loaded, load, save
 from normkit_papers.train.progress import Progress

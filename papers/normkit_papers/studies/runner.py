@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normkit.files import write_whole
+from normkit._util import write_whole
 from normkit_papers.data.corpora import CORPORA, locate
 from normkit_papers.report import results
 from normkit_papers.studies.progress import Board

@@ -10,8 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from normkit.files import write_whole
-from normkit.text import align, escape
+from normkit._util import align, escape, write_whole
 from normkit_papers.metrics import STUDY_METRICS
 from normkit_papers.report import results
 from normkit_papers.report.study_tables import NONE, NOT_YET, SCHEMA, cell_text

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from normkit.names import pick
+from normkit._util import pick
 from normkit.norms import spectral_norm, weight_norm
 from normkit_papers.data.vocab import BOS, SPECIAL, Vocab
 from normkit_papers.models.classifiers import classifier

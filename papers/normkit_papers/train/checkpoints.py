@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.files import write_whole
+from normkit._util import write_whole
 from normkit_papers.train.lightning import lightning
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from normkit.text import truncate
+from normkit._util import truncate
 from normkit_papers.data.corpora import CORPORA, Corpus, locate
 from normkit_papers.report import results
 from normkit_papers.report.seeds import difference, interval

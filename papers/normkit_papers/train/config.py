@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Self
 
-from normkit.arguments import require
+from normkit._util import require
 from normkit.norms import parse
 from normkit_papers.tasks import TASKS, takers
 from normkit_papers.train.settings import (

@@ -6,9 +6,9 @@ import dataclasses
 import torch
 from torch import nn
 
+from normkit._util import format_spec
 from normkit.fold import Audit, Outcome, Report, audit, fold
 from normkit.norms import NoNorm, Norm, parse
-from normkit.text import format_spec
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import Loaded

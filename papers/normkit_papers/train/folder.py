@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from normkit.files import write_whole
-from normkit.text import truncate
+from normkit._util import truncate, write_whole
 from normkit_papers.data.subwords import vocabulary
 from normkit_papers.data.vocab import Vocab
 from normkit_papers.report import results

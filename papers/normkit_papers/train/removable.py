@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normkit.fold import Report, fold
+from normkit.fold.folders import copy_input_files, example_for, is_pretrained_dir
 from normkit.models import load_pretrained, save_pretrained
 from normkit.norms import Norm
 from normkit_papers.data.corpora import CORPORA, locate
 from normkit_papers.data.lines import read_lines
 from normkit_papers.data.vocab import PAD
-from normkit_papers.pretrained import copy_input_files, example_for, is_pretrained_dir
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.distill import Outputs, distance, pooled
 from normkit_papers.train.fold_run import fold_run, with_norms

@@ -14,10 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.files import write_whole
+from normkit._util import align, write_whole
 from normkit.models import calibrate, convert, find, fit_norms
 from normkit.norms import StatNorm, make, parse
-from normkit.text import align
 from normkit_papers.train.distill import Distillation
 from normkit_papers.train.environment import environment
 from normkit_papers.train.fit import fit

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from normkit.files import write_whole
+from normkit._util import write_whole
+from normkit.bench import use_threads
 from normkit.kernels.sync import is_distributed
 from normkit.norms import fold_weights, weight_norm
 from normkit_papers.report import results
 from normkit_papers.tasks import TASKS
-from normkit_papers.timing import use_threads
 from normkit_papers.train.build import build_model
 from normkit_papers.train.callbacks import RunCallback
 from normkit_papers.train.checkpoints import checkpoints, model_state, read_checkpoint, remove_temporary

@@ -7,7 +7,7 @@ command line, `"lr"` in `run.json` and in studies. A function that needs one gro
 import dataclasses
 from typing import ClassVar, Literal
 
-from normkit.arguments import require
+from normkit._util import require
 from normkit.watch.quantities import choose
 from normkit_papers.fields import Checked, limited
 from normkit_papers.models.config import Model

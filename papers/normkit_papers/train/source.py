@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from normkit.arguments import require
-from normkit.names import pick
+from normkit._util import pick, require
 from normkit_papers.data import OnStage
 from normkit_papers.data.corpora import CORPORA, locate
 from normkit_papers.data.embedded import SOURCES, Digits, Pairs, Text, reader

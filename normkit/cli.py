@@ -1,0 +1,257 @@
+"""The command `normkit`.
+
+Exit status: 0 if all went well, 1 if `diagnose` found a fault, 2 for bad input and errors (one line on standard error),
+130 after Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import csv
+import importlib
+import io
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+FOUND, BAD_INPUT, INTERRUPTED = 1, 2, 130
+EXTRAS = {"transformers": "huggingface", "safetensors": "huggingface", "pyarrow": "watch"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit status."""
+    if sys.stdout is None:  # closed
+        sys.stdout = Path(os.devnull).open("w", encoding="utf8")  # noqa: SIM115
+    try:
+        given = _parser().parse_args(arguments)
+        with _end_at_once():  # importing PyTorch takes seconds, and may catch a KeyboardInterrupt
+            importlib.import_module("normkit")
+        return given.run(given)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package in ("", "normkit"):
+            raise
+        return _complain(f"this needs the package {package}; pip install 'normkit[{EXTRAS.get(package, 'export')}]'")
+    except OSError as error:
+        what = error.strerror or str(error) or type(error).__name__
+        return _complain(f"{what}: {error.filename}" if error.filename else what)
+    except (ImportError, TypeError, ValueError) as error:
+        return _complain(str(error) or type(error).__name__)
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":  # weights that cannot be read or written
+            raise
+        return _complain(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; `{self.prog} --help` lists what is allowed\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("normkit", description="Swap, watch and fold away the norms of any Transformer.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        text = textwrap.dedent(f"    {run.__doc__}").strip()
+        made = commands.add_parser(
+            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        made.set_defaults(run=run)
+        return made
+
+    add("list", list_)
+    _model(add("audit", audit))
+    _model(add("fold", fold)).add_argument("--out", type=Path, required=True, help="folder for the folded model")
+    one = _model(add("export", export))
+    one.add_argument("--out", type=Path, required=True, help="file to write, .onnx or .pt2")
+    one.add_argument("--int8", choices=("dynamic",), help="weights in 8-bit integers for each channel (.onnx)")
+    one = add("diagnose", diagnose)
+    one.add_argument("rows", type=Path, help="file of rows (.csv, .parquet) that `normkit.record` wrote, or its folder")
+    one = add("bench", bench)
+    one.add_argument("norms", nargs="+", metavar="NORM", help="specs, as layer 'un(window=8)'")
+    one.add_argument("--shape", type=_shape, default=(4096, 512), metavar="ROWSxCHANNELS", help="default: 4096x512")
+    one.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    one.add_argument("--rounds", type=_positive, default=60, help="how often each norm runs; default: 60")
+    one.add_argument("--threads", type=_positive, default=1, help="threads of PyTorch; one is pinned to a core")
+    one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    one.add_argument("--compiled", action="store_true", help="also each norm compiled; needs a C++ compiler")
+    one.add_argument("--out", type=Path, help="file for the timings (.csv)")
+    return parser
+
+
+def _model(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("model", type=Path, help="folder of a Hugging Face model with safetensors")
+    return parser
+
+
+def list_(_: argparse.Namespace) -> int:
+    """List the norms with their options."""
+    from normkit.norms import NORMS, make, options
+
+    common = options("layer").items()
+    _write("Norms: a spec is a name, or a name with options as in 'un(window=8)'\n")
+    for name, kind in NORMS.items():
+        own = options(name)
+        inference = "folds away at inference" if make(name, 16).offline else "stays at inference"
+        inference = "folds away with groups=0" if not kind.batch_free and "groups" in own else inference
+        statistics = "statistics of each token or sample" if kind.batch_free else "batch statistics"
+        _write(f"  {name:<11} {kind.__name__}: {statistics}, {inference}")
+        text = ", ".join(f"{key}={value!r}" for key, value in own.items() if (key, value) not in common)
+        for line in textwrap.wrap(text, 100):
+            _write(f"{'':16}{line}")
+    _write(f"\nOptions of all norms, with defaults: {', '.join(f'{key}={value!r}' for key, value in common)}")
+    return 0
+
+
+def audit(given: argparse.Namespace) -> int:
+    """Report for each norm of a model what folding can make of it; nothing changes."""
+    from normkit.fold.folders import audit_dir
+
+    _write(str(audit_dir(given.model)))
+    return 0
+
+
+def fold(given: argparse.Namespace) -> int:
+    """Fold the norms of a model away, and verify in float64 that nothing changed."""
+    from normkit.fold.folders import fold_dir
+
+    _write(f"{fold_dir(given.model, given.out)}\nsaved to {given.out}")
+    return 0
+
+
+def export(given: argparse.Namespace) -> int:
+    """Write a model as an ONNX or torch.export file, run it, and compare the outputs."""
+    from normkit.fold.folders import example_for
+    from normkit.models import export
+    from normkit.models.huggingface import load_pretrained
+
+    model = load_pretrained(given.model)
+    _write(str(export(model, given.out, int8=given.int8, **example_for(model))))
+    return 0
+
+
+def diagnose(given: argparse.Namespace) -> int:
+    """Find faults of a training run in its recorded rows.
+
+    Faults are listed with remedies; the exit status is 1. Checks for which the rows do not suffice are listed with how
+    to record more; exit status 2 if these are all.
+    """
+    from normkit import watch
+
+    rows = watch.read(given.rows)
+    found = watch.diagnose(rows)
+    faults = [finding for finding in found if finding.kind != watch.NOT_CHECKED]
+    unchecked = [finding.message for finding in found if finding.kind == watch.NOT_CHECKED]
+    made = watch.checked(rows)
+    for finding in faults:
+        _write(f"- {finding}")
+    if not faults:
+        _write(f"nothing wrong was found in {len(made)} checks: {', '.join(made)}" if made else "nothing was checked")
+    if unchecked:
+        _write("\n".join(["", f"{watch.NOT_CHECKED}:", *(f"- {message}" for message in unchecked)]))
+    return FOUND if faults else 0 if made else BAD_INPUT
+
+
+def bench(given: argparse.Namespace) -> int:
+    """Measure the time of norms relative to nn.LayerNorm.
+
+    Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, with the
+    20th and 80th percentile. Norms with a warm-up are measured after it.
+    """
+    import torch
+
+    from normkit._util import align, write_whole
+    from normkit.bench import measure_norms
+
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out to measure on the CPU")
+    rows = measure_norms(
+        given.norms, *given.shape, dtype=given.dtype, rounds=given.rounds, device=given.device,
+        compiled=given.compiled, threads=given.threads,
+    )  # fmt: skip
+    columns = ("pass", "norm", "provider", "ms", "ratio", "low", "high")
+    lines = [columns, *([str(row[column]) for column in columns] for row in rows)]
+    _write(align(lines, right=range(3, 7), heads=1))
+    for why in dict.fromkeys(row["verdict"] for row in rows if row["verdict"]):
+        _write(f"No verdict: {why}.")
+    if given.out is not None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        _write(f"wrote {write_whole(given.out, text.getvalue().encode())}")
+    return 0
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from normkit import __version__
+
+        print(f"normkit {__version__}")
+        parser.exit()
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
+    return int(text)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """Rows and channels.
+
+    >>> _shape("4096x512")
+    (4096, 512)
+    """
+    rows, _, channels = text.lower().partition("x")
+    try:
+        return _positive(rows), _positive(channels)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be rows x channels, as 4096x512; got {text!r}") from None
+
+
+@contextlib.contextmanager
+def _end_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process inside the block, in one line."""
+
+    def end(*_: Any) -> None:
+        sys.stderr.write("normkit: interrupted\n")
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+
+    try:
+        before = signal.signal(signal.SIGINT, end)
+    except ValueError:  # not the main thread
+        yield
+        return
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _write(text: str) -> None:
+    """Write lines to standard output, with control characters of texts from files escaped."""
+    from normkit._util import escape
+
+    print(escape(text, keep="\n"))
+
+
+def _complain(text: str, status: int = BAD_INPUT) -> int:
+    """Write an error in one line to standard error, and return the exit status."""
+    print(f"normkit: {' '.join(text.split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
