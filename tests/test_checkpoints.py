@@ -15,8 +15,8 @@ from torch import nn
 from torchvision_stub import load_torchvision
 
 from normkit.fold import fold
-from normkit.fold.folders import audit_dir, fold_dir
 from normkit.fold.checkpoints import Checkpoint, doubtful_gains
+from normkit.fold.folders import audit_dir, fold_dir
 from normkit.models.lazy import Lazy
 
 load_torchvision()  # before transformers looks for it
