@@ -73,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add("list", list_)
     _model(add("audit", audit))
-    _model(add("fold", fold)).add_argument("--out", type=Path, required=True, help="folder for the folded model")
+    one = _model(add("fold", fold))
+    one.add_argument("--out", type=Path, required=True, help="folder for the folded model")
+    one.add_argument("--untie", action="store_true", help="give a tied output layer a weight of its own")
     one = _model(add("export", export))
     one.add_argument("--out", type=Path, required=True, help="file to write, .onnx or .pt2")
     one.add_argument("--int8", choices=("dynamic",), help="weights in 8-bit integers for each channel (.onnx)")
@@ -119,15 +121,22 @@ def audit(given: argparse.Namespace) -> int:
     """Report for each norm of a model what folding can make of it; nothing changes."""
     from normkit.fold.folders import audit_dir
 
-    _write(str(audit_dir(given.model)))
+    found, warnings = audit_dir(given.model)
+    _write(str(found))
+    for warning in warnings:
+        _write(f"warning: {warning}; was this checkpoint converted for another class?")
     return 0
 
 
 def fold(given: argparse.Namespace) -> int:
-    """Fold the norms of a model away, and verify in float64 that nothing changed."""
+    """Fold the norms of a model away, and verify in float64 that nothing changed.
+
+    A model whose norms compute statistics keeps its architecture: their gains become 1, and any program that opens the
+    original opens the result.
+    """
     from normkit.fold.folders import fold_dir
 
-    _write(f"{fold_dir(given.model, given.out)}\nsaved to {given.out}")
+    _write(f"{fold_dir(given.model, given.out, given.untie)}\nsaved to {given.out}")
     return 0
 
 
