@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from normkit_papers.cli.folding import fit_width
 from third_party_models import CASES, case_of, randomize
 from torch import nn
 
@@ -69,20 +68,6 @@ def test_the_table_names_readers_reasons_and_savings():
     assert "read by the model output" in text
     assert "4 of 5 norms fold away, 128 parameters saved" in text
     assert text.endswith("not in the example, so taken as never given: mask")
-
-
-@pytest.mark.parametrize("columns", [40, 80, 500])
-def test_reports_fit_a_terminal(columns, monkeypatch):
-    model = nn.Sequential(make("un", 4), nn.Linear(4, 4), nn.ReLU(), make("layer", 4)).eval()
-    found = audit(model, torch.randn(3, 4))
-    assert fit_width(found) == str(found)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    text = fit_width(found)
-    assert max(map(len, text.splitlines())) <= columns
-    assert (text == str(found)) == (columns == 500)
-    joined = text.replace("\n    ", " ")
-    assert columns == 500 or all(part in joined for row in found for part in (row.norm, row.action, row.why, *row.into))
 
 
 def test_outputs_that_the_user_reads_are_compared():

@@ -9,7 +9,6 @@ import signal
 import pytest
 import torch
 from normkit_papers.cli import main
-from normkit_papers.cli.folding import check_out
 from normkit_papers.models.config import Model
 from normkit_papers.train import removal
 from normkit_papers.train.config import Run
@@ -109,14 +108,6 @@ def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tm
     assert not (tmp_path / "out" / ".removal").exists()
     unfolded = load(tmp_path / "out" / "unfolded").model
     assert sum(isinstance(module, StatNorm) for module in unfolded.modules()) == norms
-
-
-def test_a_removal_that_was_interrupted_after_saving_resumes(tmp_path):
-    (tmp_path / "out" / removal.STATE).mkdir(parents=True)
-    (tmp_path / "out" / "config.json").write_text('{"architectures": ["AlbertModel"]}')  # no load.py: norms are left
-    check_out(tmp_path / "model", tmp_path / "out", "removal")
-    with pytest.raises(ValueError, match="holds a Hugging Face model, which folding would overwrite"):
-        check_out(tmp_path / "model", tmp_path / "out", "folding")
 
 
 def test_a_pretrained_model_loses_its_norms(pretrained, text, tmp_path):
