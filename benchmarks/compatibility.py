@@ -150,7 +150,7 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := [name for name in given.only if name not in (*ZOO, *FURTHER)]:
         parser.error(f"no model is called {unknown[0]!r}; give a name such as bert or 'timm resnet18'")
-    kept = list(csv.DictReader(given.out.open(encoding="utf8"))) if given.out.exists() else []
+    kept = list(csv.DictReader(io.StringIO(given.out.read_text(encoding="utf8")))) if given.out.exists() else []
     done = {row["model"] for row in kept}
     for name in given.only or [name for name in (*ZOO, *FURTHER) if name not in done]:
         if name in ZOO and missing(name):

@@ -249,7 +249,7 @@ def keep(rows: list[dict[str, Any]], path: Path) -> None:
     """Put rows into a CSV file, in the place of those of the same variant."""
     from normkit._util import write_whole
 
-    old = list(csv.DictReader(path.open(encoding="utf8"))) if path.exists() else []
+    old = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf8")))) if path.exists() else []
     made = {tuple(str(row[key]) for key in KEY): row for row in [*old, *rows]}
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 import torch
-from normkit_papers.cli import COMMANDS, main
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from third_party_models import case_of, randomize
 
+from normkit.cli import main
 from normkit.fold import fold, to_rms
 from normkit.fold.folders import audit_dir, example_for, fold_dir, is_pretrained_dir
 from normkit.models import calibrate, convert, find, load_pretrained, save_pretrained
@@ -116,7 +116,7 @@ def test_a_full_disk_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
     def full(*args, **options):
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr("normkit.fold.folders.save_pretrained", full)
+    monkeypatch.setattr(sys.modules["normkit.fold.folders"], "save_pretrained", full)
     assert main(["fold", str(tmp_path / "model"), "--out", str(tmp_path / "folded")]) == 2
     assert capsys.readouterr().err.endswith("normkit: No space left on device (os error 28)\n")
 
@@ -482,7 +482,7 @@ def test_positions_that_a_model_makes_anew_for_longer_inputs_stay():
     model = randomize(transformers.XGLMForCausalLM(config)).eval()
     changed, report = to_rms(model, IDS, outputs=lambda out: out.logits, untie=True)
     assert report.absent == ("attention_mask", "encoder_attention_mask")
-    assert "makes it again for longer inputs" in str(report)
+    assert "makes it again for longer inputs" in " ".join(row.why for row in report)
     ids = IDS.repeat(1, 4)
     torch.testing.assert_close(changed(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
@@ -493,12 +493,3 @@ def test_the_command_line_names_the_extra_without_transformers(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["audit", str(tmp_path)]) == 2
     assert "pip install 'normkit[huggingface]'" in capsys.readouterr().err
-
-
-def test_the_command_line_names_the_extra_of_a_package(monkeypatch, capsys):
-    def missing(arguments):
-        raise ModuleNotFoundError(name="PIL.Image")
-
-    monkeypatch.setitem(COMMANDS, "list", missing)
-    assert main(["list"]) == 2
-    assert "PIL, which is not installed; pip install 'normkit[vision]'" in capsys.readouterr().err

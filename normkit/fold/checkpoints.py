@@ -244,7 +244,7 @@ def doubtful_gains(model: nn.Module) -> list[str]:
         kind, stored = type(module).__name__, stored.detach().float()
         adds[kind] = bool((found.weight.detach().float() - stored).mean() > 0.5)
         count[kind] += 1
-        if float((stored - adds[kind]).abs().mean()) < NEAR:
+        if float((stored - float(adds[kind])).abs().mean()) < NEAR:
             doubtful[kind].append(f"{name}.weight" if name else "weight")
     return [
         f"{kind} multiplies by {'1 + ' if adds[kind] else ''}its weight, which is near {int(adds[kind])} in "

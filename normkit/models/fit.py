@@ -230,7 +230,7 @@ def _pauses(run: Callable[[Pause], object]) -> Iterator[Any]:
             error = problem
         events.put((False, error))
 
-    thread = Thread(target=work, daemon=True)
+    thread = Thread(target=work, daemon=True, name="normkit-forward")
     thread.start()
     try:
         while True:
