@@ -65,7 +65,7 @@ class NormCalls(TorchFunctionMode):
         trace, each = self.tracer.trace, given.arguments
         names = [trace.names.get(id(each[key]), "") for key in ("running_mean", "running_var", "weight", "bias")]
         alone = all(name and len(trace.owners[name]) == 1 for name in names) and len(set(names)) == 4
-        return NormCall(*names, each["eps"]) if alone and not each["training"] else None
+        return NormCall(*names, each["eps"]) if alone and not each["training"] else None  # pyright: ignore[reportCallIssue]
 
     def _read(self, call: NormCall) -> Found:
         mean, variance, weight, bias = (self.tracer.tensors[name] for name in call.tensors)

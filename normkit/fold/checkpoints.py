@@ -202,7 +202,7 @@ def fold_checkpoint(checkpoint: Checkpoint, example: dict[str, Any], out: Path, 
         untied = {name: first for name, first in ties.items() if name in survey.names.values()}
         changes = _in_files(checkpoint, read, edits, ties, untied)
         files = {each.read: each for each in checkpoint}
-        added = {name: files[read[name].leaves[0].read] for name in untied if name not in {s.name for s in checkpoint}}
+        added = {name: files[read[name].leaves[0].read] for name in untied if name not in {s.name for s in checkpoint}}  # pyright: ignore[reportArgumentType]
         report = survey.audit(plan.outcomes)
         with complete_folder(out) as new:
             step("write")
@@ -261,7 +261,7 @@ def _in_files(
     files = {stored.read: stored for stored in checkpoint}
     changes: dict[str, Edit] = {}
     for name, edit in edits.items():
-        parts = [files[leaf.read] for leaf in read[name].leaves]
+        parts = [files[leaf.read] for leaf in read[name].leaves]  # pyright: ignore[reportArgumentType]
         if name in untied:
             changes[name] = edit
         elif read[name].read == parts[0].read:
@@ -282,7 +282,7 @@ def _through(source: Lazy, parts: list[Stored], edit: Edit) -> dict[str, Edit]:
         with torch.enable_grad(), only_moving():
             whole = source.numbers()
         given = [part.stand_in for part in parts]
-        moved = [torch.autograd.grad(whole, given, t.expand(whole.shape), retain_graph=True) for t in edit]
+        moved = [torch.autograd.grad(whole, given, t.expand(whole.shape), retain_graph=True) for t in edit]  # pyright: ignore[reportCallIssue, reportArgumentType]
     finally:
         for part in parts:
             part.stand_in = None
@@ -327,7 +327,7 @@ def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit],
         for name, stored in shard.items():
             for rows, old in blocks(stored.lazy()):
                 new = _rounded(changes[name](old.double(), rows), old, name) if name in changes else old
-                opened.write(new.contiguous().view(-1).view(torch.uint8).numpy())
+                opened.write(new.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
 def _rounded(values: Tensor, old: Tensor, name: str) -> Tensor:

@@ -262,7 +262,7 @@ class Relations:
                 shift = use.takes_shift and same.takes_shift
                 self._equal(self.inputs[use], self.inputs[same], why=differ)
                 self._equal(self.outputs[use], self.outputs[same], shift=shift, why=differ)
-            elif across in first:
+            elif across is not None and across in first:
                 tied = untied if mixed else differ
                 self._equal(self.inputs[use], self.outputs[first[across]], -1, why=tied)
                 self._equal(self.outputs[use], self.inputs[first[across]], -1, why=tied)

@@ -93,7 +93,7 @@ def change(model: nn.Module, name: str, how: Change, in_parts: bool = True) -> N
         if not in_parts:
             new = tensor.changed(lambda rows: how(tensor.numbers(), slice(None))[rows], False)
         for each in model.modules():
-            each._parameters |= {k: new for k, p in each._parameters.items() if p is tensor}
+            each._parameters |= {k: new for k, p in each._parameters.items() if p is tensor}  # pyright: ignore[reportAttributeAccessIssue]
         return
     for rows, part in blocks(tensor) if in_parts else [(slice(None), tensor.detach())]:
         part.copy_(how(part.double().cpu(), rows))

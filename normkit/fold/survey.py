@@ -118,7 +118,7 @@ class Survey:
         return tuple(
             f"{owner}.{name}" if owner else name
             for owner, module in self.model.named_modules()
-            if hasattr(config := getattr(module, "config", None), "text_config") and config.text_config is not config
+            if hasattr(config := getattr(module, "config", None), "text_config") and config.text_config is not config  # pyright: ignore[reportOptionalMemberAccess]
             for name, child in module.named_children()
             if not any(key.startswith(f"{owner}.{name}." if owner else f"{name}.") for key in used)
             and not isinstance(child, nn.Linear)

@@ -42,7 +42,7 @@ def _forget_ties(model: nn.Module, untied: set[str]) -> None:
             continue
         expand = getattr(module, "get_expanded_tied_weights_keys", None)
         before = expand() if expand else module._tied_weights_keys
-        if len(left := _without(before, own)) < len(before):
+        if len(left := _without(before, own)) < len(before):  # pyright: ignore[reportArgumentType]
             module._tied_weights_keys = left  # of this model alone, not of its class
             for config in _configs(module.config) if not left and not is_read else ():
                 config.tie_word_embeddings = False

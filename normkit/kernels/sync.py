@@ -67,8 +67,10 @@ def includes(group: Any, other: Any) -> bool:
 
 def all_reduce(sums: Tensor, groups: Groups) -> Tensor:
     """Sum over the processes of each group."""
-    if groups:
-        from torch.distributed._functional_collectives import all_reduce, wait_tensor
+    if not groups:
+        return sums
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
     for group in groups:
         sums = wait_tensor(all_reduce(sums, "sum", group))
     return sums

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Generator, Mapping, Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -83,7 +83,7 @@ class Moments(NamedTuple):
         xy: Sum of the products of both deviations.
     """
 
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     x: Tensor
     y: Tensor
     xx: Tensor
@@ -153,7 +153,7 @@ class _Models(NamedTuple):
 
     def calls(
         self, norms: Mapping[str, StatNorm], batch: Any, done: Collection[str] = ()
-    ) -> Iterator[tuple[str, Moments]]:
+    ) -> Generator[tuple[str, Moments], None, None]:
         """Run both on a batch, and yield name and rows of each call of a norm that is not done."""
         runs = (functools.partial(run, norms, batch, done) for run in (self.run_model, self.run_original))
         inputs, outputs = map(_pauses, runs)
@@ -203,7 +203,7 @@ class _Stop(BaseException):
     """Ends a function that waits."""
 
 
-def _pauses(run: Callable[[Pause], object]) -> Iterator[Any]:
+def _pauses(run: Callable[[Pause], object]) -> Generator[Any, None, None]:
     """Call `run(pause)` in a thread, and yield what it passes to `pause`.
 
     There the thread waits until the next value is taken. It never runs at the same time as the caller.

@@ -104,7 +104,7 @@ class Lazy(Tensor):
                 out = torch.cat([args[-2] @ part.T for _, part in blocks(weight)], 1)
                 return out if packet is aten.mm else out + args[0]
         args, kwargs = tree_map_only(Lazy, Lazy.numbers, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
 def blocks(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:

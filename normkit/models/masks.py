@@ -153,7 +153,7 @@ class Route:
 def _warn(norms: str, argument: str, length: int, shape: tuple[int, ...]) -> None:
     warnings.warn(
         f"norms that train without a mask: {norms}. {argument} has length {length}, the input of the first one "
-        f"{shape[1] if len(shape) > 1 else shape[0]} (shape {[*shape, 'channels']}). Padding in such an input enters "
+        f"{shape[:2][-1]} (shape {[*shape, 'channels']}). Padding in such an input enters "
         "the statistics. Give the model a mask of the input's length, or use a per-token norm there; where the input "
         "holds no padding, leave these norms out of the patterns of mask_from",
         stacklevel=2,

@@ -159,7 +159,7 @@ class Norm(HasOptions, nn.LayerNorm):
             "normkit.export, or, for a model in evaluation mode, torch.export.export"
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Check and normalize `x[..., dim]`; in training, norms with statistics update them."""
         if type(x) is not Tensor and (normalize := find_form(x)):
             return normalize(self, x, self.mask if mask is None else mask)

@@ -91,7 +91,7 @@ def normalize_sharded(norm: Norm, x: DTensor, mask: Tensor | None) -> Tensor:
     shards = [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]
     if mask is not None:
         mask = mask if is_dtensor(mask) else DTensor.from_local(mask, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        mask = mask.redistribute(placements=placements).to_local()
+        mask = mask.redistribute(placements=placements).to_local()  # pyright: ignore[reportAttributeAccessIssue]
     twin: Any = object.__new__(type(norm))  # the same norm with local tensors; its state shares their memory
     vars(twin).update(vars(norm), processes=tuple(mesh.get_group(axis) for axis in shards))
     grads = [Partial() if isinstance(p, Shard) else p for p in placements]

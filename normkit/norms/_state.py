@@ -17,7 +17,7 @@ OPTIONAL = ("pending", "pending_grad", "micro_step", "micro_step_grad", "average
 CALLS = 4  # a norm asks twice a step whether its warm-up has ended: on a GPU every second step copies or reads
 
 
-class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):
+class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Norm with running statistics.
 
     Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards without an
@@ -67,7 +67,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):
 
     def extra_repr(self) -> str:
         """Return size, spec, and the processes of a group, which a spec cannot hold."""
-        return super().extra_repr() + (f", sync over a group of {self.sync.size()}" if sync.is_group(self.sync) else "")
+        return super().extra_repr() + (f", sync over a group of {self.sync.size()}" if sync.is_group(self.sync) else "")  # pyright: ignore[reportAttributeAccessIssue]
 
     def process_groups(self) -> Groups:
         """Return the groups over which statistics are computed: those of a sharded batch, and that of `sync`."""
@@ -124,7 +124,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):
         return self.running[0] if self.center else torch.zeros_like(self.running[0])
 
     @running_mean.setter
-    def running_mean(self, value: Tensor) -> None:
+    def running_mean(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.center:
             self.running[0].copy_(value)
 
@@ -134,7 +134,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):
         return self.running[-1]
 
     @running_var.setter
-    def running_var(self, value: Tensor) -> None:
+    def running_var(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.running[-1].copy_(value)
 
     @property
@@ -143,7 +143,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):
         return self.step.view(())
 
     @num_batches_tracked.setter
-    def num_batches_tracked(self, value: Tensor) -> None:
+    def num_batches_tracked(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.step.copy_(value)
         self._reset_counters()
 

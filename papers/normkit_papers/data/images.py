@@ -170,7 +170,14 @@ def read_images(
     vocabularies = {"classes": Vocab(classes)}
     label = row.name if row else folder.name
     return ImageData(
-        label, train, valid, splits["test"], vocabularies, tuple(known.mean), tuple(known.std), tuple(notes)
+        label,
+        train,
+        valid,
+        splits["test"],
+        vocabularies,
+        tuple(known.mean),
+        tuple(known.std),
+        tuple(notes),  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -204,5 +204,5 @@ def _check(located: Located, path: Path, lines: int, md5: str = "") -> None:
     if (found := sum(1 for _ in read_lines(path))) != lines:
         raise ValueError(f"{path} has {found:,} lines, {located.corpus.name} has {lines:,}; get it again")
     with open_bytes(path) as file:
-        if md5 and (other := hashlib.file_digest(file, "md5").hexdigest()) != md5:
+        if md5 and (other := hashlib.file_digest(file, "md5").hexdigest()) != md5:  # pyright: ignore[reportArgumentType]
             raise ValueError(f"{path} is not that file of {located.corpus.name}: its MD5 is {other}, not {md5}")

@@ -132,7 +132,7 @@ class Scenes:
 
         scene = self.scenes[index]
         size = scene.height, scene.width
-        masks = [torch.from_numpy(mask.decode(_run_lengths(outline, *size))) for outline in scene.outlines]
+        masks = [torch.from_numpy(mask.decode(_run_lengths(outline, *size))) for outline in scene.outlines]  # pyright: ignore[reportArgumentType]
         return torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8)
 
 
@@ -324,7 +324,7 @@ def _is_whole(outline: Any) -> bool:
         again = mask.encode(np.asfortranarray(mask.decode(outline)))  # of too few, pycocotools adds random ones
     except ValueError:
         return False
-    return again["counts"].decode() == outline["counts"]
+    return again["counts"].decode() == outline["counts"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:

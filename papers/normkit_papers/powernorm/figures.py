@@ -46,7 +46,7 @@ def figure3(runs: Sequence[Recorded]) -> Drawn:
 
 def figure4(runs: Sequence[Recorded]) -> Drawn:
     """Draw distances and gradients of BatchNorm's variance and PN-V's quadratic mean."""
-    upper = [("distance_var", BATCH_NORMS), ("g_sigma2", BATCH_NORMS)]
+    upper: list[tuple[str, tuple[str, ...]]] = [("distance_var", BATCH_NORMS), ("g_sigma2", BATCH_NORMS)]
     return _first_norms(runs, [upper, [("distance_quadratic", ("pnv",)), ("g_psi2", ("pnv",))]])
 
 

@@ -118,7 +118,7 @@ def add_line(
     **more: Any,
 ) -> None:
     """Add a line to a panel; lines of one name share colour and entry in the legend."""
-    known = any(trace.name == name for trace in figure.data)
+    known = any(trace.name == name for trace in figure.data)  # pyright: ignore[reportAttributeAccessIssue]
     x, y = zip(*extremes(list(points), POINTS), strict=True)
     line = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)], "width": 1.5}
     style: dict[str, Any] = {"mode": "lines", "legendgroup": name, "showlegend": not known, "line": line}
@@ -133,7 +133,7 @@ def in_percent(run: Recorded, series: Series) -> list[tuple[float, float]]:
 def limit(figure: "Figure", row: int, column: int, **panel: Any) -> None:
     """Scale a panel from 0 to its highest value after the first twentieth of training."""
     traces = list(figure.select_traces(row=row, col=column))
-    highest = max((y for trace in traces for x, y in zip(trace.x, trace.y, strict=True) if x >= 100 * SKIP), default=0)
+    highest = max((y for trace in traces for x, y in zip(trace.x, trace.y, strict=True) if x >= 100 * SKIP), default=0)  # pyright: ignore[reportAttributeAccessIssue]
     figure.update_yaxes(range=[0, 1.05 * highest or 1], row=row, col=column, **panel)
 
 

@@ -86,7 +86,7 @@ def _train_kind(runs: Runs, command: str, jobs: int, display: "Display") -> None
         left = {folder: run for folder, run in runs.items() if folder not in display.ended}
         calls = [joblib.delayed(train_one)(run, folder, command, display.notes) for folder, run in left.items()]
         try:
-            joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)
+            joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)  # pyright: ignore[reportArgumentType]
             return
         except TerminatedWorkerError:
             display.follow()
