@@ -175,9 +175,9 @@ def read_images(
         valid,
         splits["test"],
         vocabularies,
-        tuple(known.mean),
-        tuple(known.std),
-        tuple(notes),  # pyright: ignore[reportArgumentType]
+        tuple(known.mean),  # pyright: ignore[reportArgumentType]
+        tuple(known.std),  # pyright: ignore[reportArgumentType]
+        tuple(notes),
     )
 
 
