@@ -1,6 +1,6 @@
 """Check, time and count all kernels on a CUDA device, in under 9 minutes.
 
-    python benchmarks/gpu.py OUT [--budget 500] [--only checks sanitizer launches steps speed tuning]
+    python benchmarks/gpu.py OUT [--budget 500] [--only checks sanitizer launches steps speed]
     python benchmarks/gpu.py OUT --dry          the script itself, at tiny sizes, under Triton's interpreter on a CPU
 
 Ratios are taken within 60 rounds, in which providers take turns; before each call 1 GiB is overwritten, which empties
@@ -13,7 +13,9 @@ in the folder OUT.
 
 # ruff: noqa: E402
 import argparse
+import csv
 import functools
+import io
 import json
 import math
 import os
@@ -25,20 +27,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from unittest import mock
 
 DRY, SMALL = "--dry" in sys.argv, "--small" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"
 
-import sweep
 import torch
 import torch.nn.functional as F
 from normkit_papers.models.config import Model
 from normkit_papers.models.mt import Seq2Seq
 from peers import providers, versions
-from swin import swin_t
 from torch import Tensor
 
 import normkit
@@ -47,8 +45,7 @@ from normkit.bench import ROUNDS, Timings, measure, skip_warmup
 from normkit.kernels import ops
 from normkit.kernels.triton import columns
 from normkit.kernels.triton import entry as kernels
-from normkit.kernels.triton import rows as row_ops
-from normkit.kernels.triton.launch import Launch, cdiv, column_launch, row_launch, sum_grid, sum_launch
+from normkit.kernels.triton.launch import cdiv, sum_grid, sum_launch
 
 DEVICE = "cpu" if DRY else "cuda"
 EPS = 1e-5
@@ -253,7 +250,7 @@ def known_in_advance(x: Tensor, var: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return y
 
 
-# -- launches, steps, launch configurations ---------------------------------------------------------------------------
+# -- launches and steps -----------------------------------------------------------------------------------------------
 
 
 def launches() -> Iterator[dict]:
@@ -293,8 +290,8 @@ SIZES = {
 
 
 def steps() -> Iterator[dict]:
-    """Time training steps of three models; norms are past their warm-up."""
-    sizes = [("tiny", "bf16")] if DRY else [("iwslt14", "bf16"), ("multi30k", "fp32"), ("swin_t", "bf16")]
+    """Time training steps of two models; norms are past their warm-up."""
+    sizes = [("tiny", "bf16")] if DRY else [("iwslt14", "bf16"), ("multi30k", "fp32")]
     for size, precision in sizes:
         of_one = functools.partial(training_step, size, precision)
         runs = {spec: of_one(spec, "auto") for spec in STEPS}
@@ -305,17 +302,12 @@ def steps() -> Iterator[dict]:
 
 
 def training_step(size: str, precision: str, spec: str, choice: str) -> Run:
-    """Forward, backward and optimizer of one model on a batch of random words or pictures."""
+    """Forward, backward and optimizer of one model on a batch of random words."""
     plain = spec.removesuffix(EARLY)
     torch.manual_seed(0)
-    if size == "swin_t":
-        model = normkit.convert(swin_t(128, dry=False).model, plain).to(memory_format=torch.channels_last)
-        pictures = torch.randn(128, 3, 224, 224, device=DEVICE).to(memory_format=torch.channels_last)
-        inputs, target = (pictures,), torch.randint(10, (128,), device=DEVICE)
-    else:
-        sizes, batch = SIZES[size]
-        source, target = (torch.randint(4, 10_000, batch, device=DEVICE) for _ in range(2))
-        model, inputs = Seq2Seq(Model(norm=plain, share=True, **sizes), 10_000, 10_000), (source, target)
+    sizes, batch = SIZES[size]
+    source, target = (torch.randint(4, 10_000, batch, device=DEVICE) for _ in range(2))
+    model = Seq2Seq(Model(norm=plain, share=True, **sizes), 10_000, 10_000)
     model.to(DEVICE).train()
     norms = [module for module in model.modules() if isinstance(module, normkit.Norm)]
     for norm in norms:
@@ -328,61 +320,13 @@ def training_step(size: str, precision: str, spec: str, choice: str) -> Run:
     def step() -> None:
         with normkit.kernels(choice):
             with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
-                logits = model(*inputs)
+                logits = model(source, target)
                 loss = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def tuning() -> Iterator[dict]:
-    """The heuristic's launch beside the best of those around it."""
-    if DRY:
-        return
-    for n, c in SHAPES[:-1]:
-        x, dy, w, var = *(draw(n, c, dtype=torch.bfloat16) for _ in range(2)), draw(c), draw(c).abs() + 0.2
-        layer = functools.partial(row_ops.forward, x, w, w, "layer", EPS)
-        power = functools.partial(known_in_advance, x, var, w, w)
-        back = functools.partial(row_ops.backward, dy, x, w, layer()[1], "layer", EPS, 1, True, True)
-        tasks = {
-            "layer forward": (layer, (row_ops, "row_launch"), row_launch(n, c)),
-            "layer backward": (back, (row_ops, "row_launch"), row_launch(n, c, backward=True)),
-            "power forward": (power, (columns, "column_launch"), column_launch(n, c)),
-        }
-        for name, (op, chooser, guess) in tasks.items():
-            found = tune(op, chooser, guess, n)
-            mine = next(ms for ms, at in found if at == guess)
-            yield {"rows": n, "channels": c, "op": name, "heuristic": str(tuple(guess)), "ms": mine,
-                   "best": str(tuple(found[0][1])), "best_ms": found[0][0], "gap": mine / found[0][0]}  # fmt: skip
-
-
-def candidates(guess: Launch, rows: int, *, wide: bool = False) -> Iterator[Launch]:
-    """Launches around a guess: tile, warps and programs halved and doubled.
-
-    With `wide`, for kernels of columns, the block is doubled too.
-    """
-    for tile in {max(1, guess.tile // 2), guess.tile, guess.tile * 2}:
-        for warps in {max(1, guess.warps // 2), guess.warps, min(32, guess.warps * 2)}:
-            for programs in {max(1, guess.programs // 2), guess.programs, guess.programs * 2}:
-                for block in {guess.block, guess.block * 2} if wide else {guess.block}:
-                    yield Launch(tile, block, warps, max(1, min(programs, cdiv(rows, tile))))
-
-
-def tune(op: Run, chooser: tuple[ModuleType, str], guess: Launch, rows: int) -> list[tuple[float, Launch]]:
-    """Median time in ms of every candidate, the fastest first. Needs a GPU.
-
-    `chooser` names the function that chooses the launch of `op`. `triton.autotune` does not fit: the number of programs
-    decides the size of buffers too, and the result serves to correct the heuristic, not to change the bits at run time.
-    """
-    import triton
-
-    times = []
-    for launch in {guess, *candidates(guess, rows, wide=chooser[0] is columns)}:
-        with mock.patch.object(*chooser, lambda *_, launch=launch, **options: launch):
-            times.append((float(triton.testing.do_bench(op, warmup=5, rep=30, return_mode="median")), launch))
-    return sorted(times)
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------
@@ -392,7 +336,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--budget", type=float, default=500.0, help="seconds; sections not begun by then are left out")
-    parser.add_argument("--only", nargs="+", default=["checks", "sanitizer", "launches", "steps", "speed", "tuning"])
+    parser.add_argument("--only", nargs="+", default=["checks", "sanitizer", "launches", "steps", "speed"])
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--small", action="store_true", help="the checks at small odd shapes alone")
     given = parser.parse_args()
@@ -403,7 +347,7 @@ def main() -> int:
     torch.manual_seed(0)
     left = lambda: given.budget * 0.8 - (time.monotonic() - begun)  # noqa: E731
     sections = {"checks": checks, "sanitizer": sanitizer, "launches": launches, "steps": steps,
-                "speed": lambda: speed(left), "tuning": tuning}  # fmt: skip
+                "speed": lambda: speed(left)}  # fmt: skip
     for name in given.only:
         if time.monotonic() - begun > given.budget:
             failures[name] = "not begun: the budget was spent"
@@ -419,7 +363,11 @@ def main() -> int:
             failures[name] = traceback.format_exc(limit=6)
         if found:
             short = [{k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in found]
-            sweep.keep(given.out / f"{name}.csv", tuple(found[0]), short)
+            text = io.StringIO()
+            writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(short)
+            write_whole(given.out / f"{name}.csv", text.getvalue().encode())
         wrong = [row for row in found if row.get("ok") is False]
         print(f"{name}: {len(found)} rows, {len(wrong)} wrong, {time.monotonic() - begun:.0f} s so far", flush=True)
         for row in wrong:
