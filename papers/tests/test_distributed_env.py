@@ -10,7 +10,7 @@ import torch
 from forked import Program, free_port
 from normkit_papers.report import results
 from normkit_papers.studies.catalogue import RECIPES
-from normkit_papers.studies.workers import ENVIRONMENT
+from normkit_papers.studies.runner import ENVIRONMENT
 from normkit_papers.train import callbacks
 from normkit_papers.train.distributed_env import check_launched, is_rank_zero
 from normkit_papers.train.run import train
