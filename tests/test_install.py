@@ -6,9 +6,12 @@ The environment holds normkit and links to the distributions that the wheel requ
 test downloads torch. An undeclared dependency is therefore missing there, as it would be for a user.
 """
 
+import ast
 import importlib.metadata
+import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -22,6 +25,7 @@ from packaging.requirements import Requirement
 import normkit
 
 ROOT = pathlib.Path(__file__).parents[1]
+PROJECTS = "pyproject.toml", "papers/pyproject.toml"
 pytestmark = pytest.mark.slow
 
 
@@ -91,17 +95,29 @@ def wheel(sdist, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def papers_wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("papers")
+    code = f"import hatchling.build; hatchling.build.build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "papers", check=True, capture_output=True, timeout=300)
+    (path,) = folder.glob("normkit_papers-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
 def core(wheel, tmp_path_factory):
     return Environment(tmp_path_factory.mktemp("environment") / "core", wheel)
 
 
 def test_versions_agree(sdist, wheel):
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]["version"]
+    projects = [tomllib.loads((ROOT / path).read_text(encoding="utf8"))["project"] for path in PROJECTS]
+    (version,) = {project["version"] for project in projects}
     assert normkit.__version__ == version
     assert sdist.name == f"normkit-{version}.tar.gz"
     assert wheel.name == f"normkit-{version}-py3-none-any.whl"
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf8")
-    assert f"\n## {version} - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf8")
+    newest = next(line for line in changes.splitlines() if line.startswith("## "))
+    assert newest == "## Unreleased" or newest.startswith(f"## {version} - ")
 
 
 def test_the_sdist_holds_sources_tests_and_citation(sdist):
@@ -112,12 +128,19 @@ def test_the_sdist_holds_sources_tests_and_citation(sdist):
     assert not any(name.startswith(("results/", "runs/")) for name in names)
 
 
-def test_wheel_holds_only_package_and_entry_point(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"normkit", "normkit_command.py"}
-    here = {str(path.relative_to(ROOT)) for path in (ROOT / "normkit").rglob("*") if path.is_file()}
-    assert {name for name in here if "__pycache__" not in name} <= set(names)
-    assert any(name.endswith("LICENSE") for name in names)
+def test_wheels_hold_only_their_package_and_entry_point(wheel, papers_wheel):
+    for path, package, folder, command in (
+        (wheel, "normkit", ROOT, "normkit = normkit.cli:main"),
+        (papers_wheel, "normkit_papers", ROOT / "papers", "papers = normkit_papers.cli:main"),
+    ):
+        with zipfile.ZipFile(path) as archive:
+            names = set(archive.namelist())
+            (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
+        assert {name.split("/")[0].split("-")[0] for name in names} == {package}
+        here = {str(file.relative_to(folder)) for file in (folder / package).rglob("*") if file.is_file()}
+        assert {name for name in here if "__pycache__" not in name} <= names
+        assert entry_points.split("\n")[:2] == ["[console_scripts]", command]
+    assert any(name.endswith("LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
 
 def test_torch_alone_is_enough_to_import_and_to_list(core):
@@ -126,29 +149,36 @@ def test_torch_alone_is_enough_to_import_and_to_list(core):
     assert imported.stdout.startswith(str(core.packages))
     listed = core.run("normkit", "list")
     assert listed.returncode == 0, listed.stderr
-    for name in ("layer", "power", "un", "g2p_cmudict"):
+    for name in ("layer", "power", "un"):
         assert name in listed.stdout
 
 
-def test_a_missing_extra_is_one_line(core):
-    done = core.run("normkit", "train", "g2p_cmudict")
+def test_a_missing_extra_is_one_line(core, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    done = core.run("normkit", "audit", str(tmp_path))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "pip install 'normkit[demo]'" in done.stderr
+    assert "pip install 'normkit[huggingface]'" in done.stderr
 
 
-def test_the_extra_demo_installs_all_imports(wheel, tmp_path):
-    environment = Environment(tmp_path / "demo", wheel, ("demo",))
-    code = (
-        "import importlib, pkgutil, normkit\n"
-        "for module in pkgutil.walk_packages(normkit.__path__, 'normkit.', onerror=lambda name: None):\n"
-        "    if 'triton' not in module.name:  # comes with torch where there is a GPU for it\n"
-        "        importlib.import_module(module.name)\n"
-        "print(normkit.__file__)"
-    )
-    done = environment.run("python", "-W", "ignore", "-c", code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(environment.packages))
-    done = environment.run("normkit", "demo", "--norms", "laier")
-    assert done.returncode == 2
-    assert "layer" in done.stderr
+def test_the_project_of_the_papers_names_its_imports():
+    project = tomllib.loads((ROOT / "papers" / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    given = {re.sub(r"[-_.]+", "-", Requirement(line).name).lower() for line in lines}
+    given.add("torch")  # comes with normkit
+    owners = importlib.metadata.packages_distributions()
+    imported = set()
+    for path in (ROOT / "papers" / "normkit_papers").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.partition(".")[0])
+    foreign = imported - {*sys.stdlib_module_names, "normkit", "normkit_papers"}
+    assert {"torch", "lightning"} <= foreign
+    unnamed = [
+        name
+        for name in sorted(foreign)
+        if given.isdisjoint(re.sub(r"[-_.]+", "-", owner).lower() for owner in owners.get(name, [name]))
+    ]
+    assert unnamed == []

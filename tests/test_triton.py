@@ -20,6 +20,7 @@ import normkit
 from normkit.kernels import dispatch
 
 HERE = pathlib.Path(__file__).parent
+PATHS = os.pathsep.join([str(HERE.parent), str(HERE.parent / "papers")])  # the benchmark trains models of the papers
 FILES = "tests/triton_interpreted.py", "tests/triton_launched.py"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -37,7 +38,7 @@ needs_interpreter = pytest.mark.skipif(interpreter_fails(), reason="triton 3.6 i
 def child(arguments, **variables):
     """Output of a Python in whose environment only these variables of Triton are set."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "COV_", "PYTEST_"))}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **variables}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, **variables}
     ended = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,

@@ -194,7 +194,8 @@ def test_the_first_process_writes(tmp_path):
 
 
 def test_the_share_of_padding_is_that_of_one_process(monkeypatch):
-    monkeypatch.setattr(sync, "all_reduce", lambda sums: 4 * sums)  # of four equal processes
+    monkeypatch.setattr(sync, "groups_of", lambda synced: ("four equal processes",) if synced else ())
+    monkeypatch.setattr(sync, "all_reduce", lambda sums, groups: 4 * sums if groups else sums)
     model = nn.Sequential(nn.Embedding(9, 6, padding_idx=0), normkit.make("pnv(sync=True)", 6))
     with normkit.record(model, every=1, quantities=["tokens", "padding"]) as rows:
         model(torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]]))

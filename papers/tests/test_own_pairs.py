@@ -21,7 +21,7 @@ def test_a_model_of_plain_files_translates_their_lines(tmp_path):
               record_every=0, threads=1)  # fmt: skip
     train(run, tmp_path / "run")
     assert len(list(translate_lines(tmp_path / "run", ["HH AH L"]))) == 1
-    with pytest.raises(ValueError, match="line 1: 'h' in 'hh x' is not in the vocabulary of the model"):
+    with pytest.raises(ValueError, match=r"^line 1: 'h' "):
         list(translate_lines(tmp_path / "run", ["HH X"]))
 
 

@@ -242,7 +242,7 @@ def test_run_that_cannot_start_changes_no_file(wrong, tmp_path, monkeypatch):
     changes["norm"] = {"model": dataclasses.replace(TINY, norm="laier")}
     expected = {
         "device": pytest.raises(ValueError, match=r"for 1 GPU, PyTorch finds 0 here; give --device cpu"),
-        "data": pytest.raises(ValueError, match="misaligned"),
+        "data": pytest.raises(ValueError, match=r"train\.source ends at line 1, before .*train\.target"),
         "norm": pytest.raises(ValueError, match="named 'laier'"),
         "interrupted": pytest.raises(KeyboardInterrupt),
     }
@@ -301,7 +301,7 @@ def test_layer_drop_with_several_processes_raises(how):
     ("changes", "message"),
     [
         ({"task": "g2"}, "no task named 'g2' .did you mean 'g2p'"),
-        ({"data": "cmudikt"}, "no data named 'cmudikt' .did you mean 'cmudict'"),
+        ({"data": "cmudikt"}, "no data set named 'cmudikt' .did you mean 'cmudict'"),
         ({"model": dataclasses.replace(TINY, norm="laier")}, "no norm named 'laier' .did you mean 'layer'"),
         ({"model": dataclasses.replace(TINY, norm="un(windw=2)")}, "named 'windw' .did you mean 'window'"),
     ],
