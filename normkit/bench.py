@@ -103,7 +103,7 @@ def measure(
         threads: Threads of PyTorch. One thread is pinned to a core; more are not.
         device: "cpu", or "cuda" to time between events on the device.
 
-    Example:
+    Examples:
         >>> timings = measure({"nothing": lambda: None}, rounds=3)
         >>> len(timings.seconds["nothing"]), len(timings.repeated)
         (3, 3)
@@ -149,7 +149,7 @@ def measure_norms(
         20th and 80th percentile. `noise` is the ratio of `nn.LayerNorm` to itself, `verdict` the reason why the row
         allows none.
 
-    Example:
+    Examples:
         >>> [row["norm"] for row in measure_norms(["rms"], 8, 4, rounds=1)]
         ['nn.LayerNorm', 'rms', 'rms']
     """

@@ -36,7 +36,7 @@ def audit(
     Returns:
         A row for each norm. The errors are those of `fold`.
 
-    Example:
+    Examples:
         >>> import normkit, torch
         >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
         >>> audit(model, torch.zeros(3, 4)).foldable

@@ -225,7 +225,7 @@ def doubtful_gains(model: nn.Module) -> list[str]:
     are wrong by 1. A class is doubtful where most of its stored weights are near the number that the other kind begins
     with: near 0 if it multiplies by them, near 1 if it adds 1.
 
-    Example:
+    Examples:
         >>> norm = nn.LayerNorm(4)
         >>> nn.init.zeros_(norm.weight)
         Parameter containing:

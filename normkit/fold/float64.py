@@ -61,7 +61,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options:
     `x` is `[rows, in]` sorted by group, or `[groups, rows, in]` without `offs`, and `weight` is `[groups, in, out]`.
     `offs` is the row after the last one of each group. PyTorch ignores or refuses `bias` and `out_dtype` as well.
 
-    Example:
+    Examples:
         >>> grouped_mm(torch.ones(3, 2), torch.ones(2, 2, 1), torch.tensor([1, 3])).flatten()
         tensor([2., 2., 2.])
     """

@@ -77,7 +77,7 @@ def fold(
         TypeError: If the model is wrapped or quantized, or `balance` is no collection of batches.
         RuntimeError: If folded weights overflow in half precision.
 
-    Example:
+    Examples:
         >>> import torch, normkit
         >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
         >>> folded, report = fold(model, torch.randn(3, 4))

@@ -48,7 +48,7 @@ def to_rms(
         ValueError: If the model has no LayerNorm, is in training mode, or the example does not fit.
         RuntimeError: If the result differs in float64, or changed weights overflow in half precision.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).eval()
         >>> to_rms(model, torch.randn(3, 4))[0][1]
         RMSNorm(4, rms(bias=True))

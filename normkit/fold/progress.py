@@ -13,7 +13,7 @@ PATIENCE = 3.0  # seconds before it appears
 def steps(title: str) -> Iterator[Callable[[str], None]]:
     """Show the current step on stderr, if that is a terminal and rich is installed.
 
-    Example:
+    Examples:
         >>> with steps("fold") as step:
         ...     step("trace the example")
     """

@@ -19,7 +19,7 @@ class Routing(TorchFunctionMode):
     `experts` are the numbers of experts: scores are ranked along an axis of such a length. The tokens of another `turn`
     begin where those of the turn before stopped.
 
-    Example:
+    Examples:
         >>> with Routing({3}):
         ...     torch.zeros(2, 3).topk(2)[1].tolist()
         [[0, 1], [2, 0]]

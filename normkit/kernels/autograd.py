@@ -120,7 +120,7 @@ def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManag
     Returns:
         The two context managers that `torch.utils.checkpoint.checkpoint` expects.
 
-    Example:
+    Examples:
         >>> from torch.utils.checkpoint import checkpoint
         >>> def block(x):
         ...     return checkpoint(torch.tanh, x, use_reentrant=False, context_fn=keep_statistics)

@@ -68,7 +68,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
         ValueError: If the choice is unknown.
         RuntimeError: If the choice cannot run on this machine, or (for "triton", when an op is called) on its tensor.
 
-    Example:
+    Examples:
         >>> with kernels("reference") as ran:
         ...     _ = select(torch.ones(2, 4), "layer")
         >>> dict(ran)

@@ -20,7 +20,7 @@ class Affine(nn.Module):
         bias: Addend of each channel, `[dim]`, or None.
         channel_dim: Axis of the channels: -1 for `[batch, time, channels]`, 1 for `[batch, channels, ...]`.
 
-    Example:
+    Examples:
         >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.tensor([[3.0]])).item()
         7.0
     """

@@ -66,7 +66,7 @@ def calibrate(
             `like` is not the original, or is given with `passes`.
         TypeError: If `batches` is a single batch.
 
-    Example:
+    Examples:
         >>> import normkit
         >>> model = nn.Sequential(normkit.make("pnv", 1))
         >>> calibrate(model, [torch.full((2, 1), 3.0), torch.full((6, 1), 1.0)])[0].running.tolist()

@@ -34,7 +34,7 @@ def find(model: nn.Module) -> dict[str, Found]:
     Returns:
         What each norm computes, by its name in the model.
 
-    Example:
+    Examples:
         >>> list(find(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
         ['1']
     """
@@ -66,7 +66,7 @@ def is_parametrization(name: str) -> bool:
 def unreadable(model: nn.Module) -> dict[str, str]:
     """Find modules named like norms that `convert` cannot replace, with the reason.
 
-    Example:
+    Examples:
         >>> unreadable(nn.Sequential(nn.InstanceNorm1d(4)))
         {'0': 'no reader for the class name InstanceNorm1d'}
     """
@@ -114,7 +114,7 @@ def convert(
         ValueError: If nothing was converted, a pattern matches no norm, or a spec is wrong.
         TypeError: If the model is wrapped, compiled or quantized.
 
-    Example:
+    Examples:
         >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un")[1]
         UN(4, un)
     """

@@ -18,7 +18,7 @@ def error(mine: Any, theirs: Any) -> float:
 
     `theirs` is the reference. The error is inf where shapes, types or infinite numbers differ.
 
-    Example:
+    Examples:
         >>> error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0]))
         1.0
     """

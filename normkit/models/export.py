@@ -101,7 +101,7 @@ def export(
             no integers, or the outputs in float differ by more than `tolerance`.
         ImportError: If a package is missing; the message names the extra to install.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     export(nn.Linear(2, 3).eval(), f"{folder}/model.pt2", torch.zeros(2, 2)).normalizing
@@ -208,7 +208,7 @@ def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -
 def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
     """Count the operations of a program, most frequent first.
 
-    Example:
+    Examples:
         >>> operations_of(program_of(nn.Linear(2, 3).eval(), torch.zeros(1, 2)))
         {'aten.linear': 1}
     """

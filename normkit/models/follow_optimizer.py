@@ -52,7 +52,7 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
     Raises:
         ValueError: If the model has no norm with running statistics, or trains by other optimizers alone.
 
-    Example:
+    Examples:
         >>> import normkit as nk
         >>> model = nk.convert(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)), "un")
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

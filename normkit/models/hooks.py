@@ -33,7 +33,7 @@ def share_groups(model: nn.Module) -> dict[int, Any]:
 def channels_first(norm: T) -> T:
     """Make a norm take and return `[batch, channels, ...]`; the names of its parameters stay.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from normkit.norms import LayerNorm
         >>> channels_first(LayerNorm(3))(torch.zeros(2, 3, 5, 7)).shape

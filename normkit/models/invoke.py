@@ -42,7 +42,7 @@ class Call(NamedTuple):
     def left_out(self, model: nn.Module) -> dict[str, inspect.Parameter]:
         """Return the parameters of a model's forward that the call leaves out or passes as None.
 
-        Example:
+        Examples:
             >>> list(Call((0,), {}).left_out(nn.Bilinear(1, 1, 1)))
             ['input2']
         """
@@ -72,7 +72,7 @@ def call(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
 
     A batch is a mapping of keyword arguments, a tuple or list of positional ones, or one argument.
 
-    Example:
+    Examples:
         >>> call(nn.Linear(2, 3), (torch.zeros(4, 2),)).shape
         torch.Size([4, 3])
     """
@@ -146,7 +146,7 @@ def advice(model: nn.Module, weights: Iterable[str], given: Call) -> str:
 
     The arguments to pass follow from the names of the weights and the signature of the forward.
 
-    Example:
+    Examples:
         >>> class Pair(nn.Module):
         ...     def forward(self, input_ids, encoder_hidden_states=None): ...
         >>> advice(Pair(), ["layer.0.crossattention.key.weight"], Call((), {"input_ids": 0}))
@@ -167,7 +167,7 @@ def tensors(output: Any, outputs: Pick | None = None, depth: int = 6) -> dict[st
 
     Only those in `outputs(output)`, if it is given.
 
-    Example:
+    Examples:
         >>> list(tensors({"logits": torch.zeros(1), "past": (torch.zeros(2), None)}))
         ['logits', 'past.0']
     """

@@ -39,7 +39,7 @@ class Lazy(Tensor):
         transposed: The matrix that this one is the transpose of.
         leaves: The tensors that this one is made of; itself by default.
 
-    Example:
+    Examples:
         >>> weight = Lazy(torch.empty(2, 3, device="meta"), lambda rows: torch.ones(2, 3)[rows])
         >>> (weight.t() @ torch.ones(2)).tolist()
         [2.0, 2.0, 2.0]

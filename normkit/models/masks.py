@@ -249,7 +249,7 @@ def _can_derive(name: str, value: Tensor, argument: str) -> bool:
 def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
     """Convert a model's mask to `[batch, tokens]`, True for real tokens.
 
-    Example:
+    Examples:
         >>> real_tokens(torch.tensor([[1, 1, 0]])).tolist()
         [[True, True, False]]
     """

@@ -11,7 +11,7 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
 def plain_weights(model: nn.Module) -> nn.Module:
     """Replace parametrized weights by those of inference, in place; shared ones stay shared.
 
-    Example:
+    Examples:
         >>> plain_weights(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))))[0]
         Linear(in_features=4, out_features=3, bias=True)
     """

@@ -33,7 +33,7 @@ class Int8:
     Raises:
         ValueError: If the scope is unknown, or `batches` cannot be iterated over.
 
-    Example:
+    Examples:
         >>> import torch
         >>> Int8([torch.zeros(2, 3)]).scope
         'products'

@@ -34,7 +34,7 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         deviation of each real token's root mean square from the batch's, averaged over tokens and sites. It raises a
         ValueError if there were none, as under reentrant checkpointing.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
         >>> with scale_loss(model) as scales:
         ...     loss = model(torch.randn(8, 4)).square().mean() + 0.1 * scales()

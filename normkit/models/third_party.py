@@ -60,7 +60,7 @@ class CannotRead(Exception):
 def read_norm(module: nn.Module) -> Found:
     """Read what a norm computes; a CannotRead unless it is what its class name suggests.
 
-    Example:
+    Examples:
         >>> read_norm(nn.LayerNorm(8, eps=1e-6)).kind
         'layer'
     """
@@ -98,7 +98,7 @@ def is_named_norm(module: nn.Module) -> bool:
 def equivalent(found: Found) -> Norm:
     """Build the equivalent norm of normkit, in evaluation mode, without shared memory.
 
-    Example:
+    Examples:
         >>> equivalent(read_norm(nn.RMSNorm(4, eps=1e-6))).spec
         'rms(eps=1e-06)'
     """
@@ -133,7 +133,7 @@ def statistics(running: Tensor, center: bool) -> Tensor:
 def write(name: str, given: dict[str, object]) -> str:
     """Write the spec of a norm with these options.
 
-    Example:
+    Examples:
         >>> write("un", {"window": 2})
         'un(window=2)'
     """

@@ -95,7 +95,7 @@ def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
         TypeError: for anything but rows.
         ValueError: without any row.
 
-    Example:
+    Examples:
         >>> found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
         >>> [finding.kind for finding in found]
         ['padding', 'not checked', 'not checked']

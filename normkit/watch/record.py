@@ -64,7 +64,7 @@ def record(
         ValueError: for an unknown quantity, a value out of range, a model without norms or sharded by FSDP2, or a file
             `to` that has rows where `start` is 0.
 
-    Example:
+    Examples:
         >>> import normkit
         >>> model = nn.Sequential(nn.Linear(4, 4), normkit.make("pnv", 4))
         >>> with record(model, every=1, quantities=["distance_quadratic"]) as rows:
