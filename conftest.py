@@ -13,7 +13,7 @@ import torch
 with contextlib.suppress(ModuleNotFoundError):  # the tests of the library run without those of the papers
     from forked import forked_workers  # noqa: F401
 
-SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
+SHARED = pathlib.Path(__file__).parents[1] / "shared" / "data"
 
 
 def pytest_configure():
