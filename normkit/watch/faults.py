@@ -42,7 +42,7 @@ THRESHOLDS: dict[str, Threshold] = {
 }
 
 LIMITS = {name: threshold.value for name, threshold in THRESHOLDS.items()}
-RECORD = 'record them: nk.record(model, quantities="default"), or normkit train --quantities default'
+RECORD = 'record them: nk.record(model, quantities="default"), or papers train --quantities default'
 CALIBRATE = (
     "calibrate the model; if that does not help, the batches differ from each other: mix them, or use a per-token norm"
 )

@@ -96,7 +96,7 @@ def read_run(folder: Path) -> Run:
         problem = "it is a file" if folder.is_file() else "there is no such folder"
         problem = "it has no run.json" if folder.is_dir() else problem
         runs = truncate(sorted(str(path.parent) for path in folder.glob("*/run.json")))
-        advice = f"runs in it are {', '.join(runs)}" if runs else "`normkit train` and `normkit demo` write them"
+        advice = f"runs in it are {', '.join(runs)}" if runs else "`papers train` and `papers demo` write them"
         raise ValueError(f"{folder} is not a run folder: {problem}; {advice}")
     try:
         return Run.from_json(path.read_text(encoding="utf8"))
