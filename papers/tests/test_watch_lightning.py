@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 from normkit_papers.train.lightning import lightning
-from normkit_papers.train.watch_callback import LOGGED, Watch, log_rows
+from normkit.watch.lightning import LOGGED, Watch, log_rows
 from torch import nn
 
 from normkit import watch

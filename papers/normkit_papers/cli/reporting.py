@@ -45,7 +45,7 @@ def compare(runs: tuple[Path, ...], /) -> int:
     """
     if not runs:
         raise ValueError("no run given; try `normkit compare runs/layer runs/un`")
-    from normkit_papers.train.compare import compared
+    from normkit_papers.report.compare import compared
 
     write("\n".join(compared(runs)))
     return 0

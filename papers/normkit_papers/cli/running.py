@@ -136,8 +136,7 @@ def _train(runs: dict[Path, Any], out: Path, resume: bool, command: str) -> int:
     """Train runs one after the other; an interrupt ends them."""
     from normkit_papers.report import results
     from normkit_papers.studies.progress import Board
-    from normkit_papers.train.checkpoints import checkpoints
-    from normkit_papers.train.folder import check_resumable
+    from normkit_papers.train.folder import check_resumable, checkpoints
     from normkit_papers.train.run import train as train_run
 
     console, found = progress_console(), dict[Path, Any]()

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from normkit.names import pick
-from normkit.norms import spectral_norm, weight_norm
 from normkit_papers.data.vocab import BOS, SPECIAL, Vocab
 from normkit_papers.models.classifiers import classifier
 from normkit_papers.models.config import Model
@@ -28,16 +27,13 @@ def build_model(task: str, config: Model, vocabularies: Vocabularies) -> nn.Modu
     """
     build = pick(TASKS, task, "task").load("model")
     try:
-        model = build(config, vocabularies)
+        return build(config, vocabularies)
     except KeyError as error:
         raise ValueError(f"a model of task {task} needs a vocabulary {error}; got {sorted(vocabularies)}") from None
     except (MemoryError, OverflowError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"a model of these sizes cannot be built ({reason}); lower model.width, depth, max_length or "
                          "the windows of norms") from None  # fmt: skip
-    if config.reparametrize == "weight":
-        return weight_norm(model)
-    return spectral_norm(model) if config.reparametrize == "spectral" else model
 
 
 def seq2seq(config: Model, vocabularies: Vocabularies) -> Seq2Seq:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from normkit.kernels.sync import is_distributed
 from normkit_papers.models.blocks import Layer
 from normkit_papers.train.config import Run
 from normkit_papers.train.distributed_env import is_rank_zero
@@ -47,7 +46,7 @@ def make_strategy(run: Run) -> Any:
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
 
 
-def cluster_plugins() -> list[Any]:
+def cluster_plugins() -> tuple[Any, ...]:
     """Return Lightning's plugin for SLURM, without requeueing, if SLURM is the launcher.
 
     Requeueing would save a checkpoint of Lightning's own in the run folder, and a later run would resume from it.
@@ -56,13 +55,13 @@ def cluster_plugins() -> list[Any]:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
-        return []
-    return [SLURMEnvironment(auto_requeue=False)]
+        return ()
+    return (SLURMEnvironment(auto_requeue=False),)
 
 
 def all_gather(value: Any) -> list[Any]:
     """Return the values of all processes, which must all call this; of one, its own."""
-    if not is_distributed():
+    if not torch.distributed.is_initialized():
         return [value]
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, value)

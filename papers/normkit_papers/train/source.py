@@ -1,6 +1,5 @@
 """Find the data of a run by its name and its task, and return a function that reads it."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -59,7 +58,6 @@ def open_task(loaded: Loaded) -> Any:
     run, model, vocabularies = loaded
     data = source(run)()
     check_vocabularies(run.name, vocabularies, data.vocabularies)
-    run = dataclasses.replace(run, weights="", body_lr=1.0, ema=0.0)  # the model has what training began and ended with
     return TASKS[run.task].load("module")(run, model, data)
 
 

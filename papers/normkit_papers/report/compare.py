@@ -1,6 +1,5 @@
 """Comparison of runs: means over seeds, and translations of the same sentences."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,9 +10,8 @@ from normkit_papers.report import results
 from normkit_papers.report.seeds import difference, interval
 from normkit_papers.report.settings import flat, job, split
 from normkit_papers.tasks import TASKS
-from normkit_papers.train.bleu import counted, metric
-from normkit_papers.train.config import Run
 from normkit_papers.train.folder import MOVABLE
+from normkit_papers.train.scores import counted, metric
 
 SCORES = tuple(dict.fromkeys((task.decided_by, task.metrics[0].key) for task in TASKS.values()))
 """Kind and name of scores; runs are compared by the first one that all have."""
@@ -139,8 +137,7 @@ def _seeds(folder: Path) -> dict[int, tuple[Path, dict[str, Any]]]:
         ValueError: If they differ in another setting that changes results, too.
     """
     there = results.find([folder])
-    defaults = flat(json.loads(Run(name="", task="", data="", steps=1).to_json()))  # for settings that older runs lack
-    _, different = split([{**defaults, **flat(result["run"])} for result in there.values()])
+    _, different = split([flat(result["run"]) for result in there.values()])
     if others := sorted(different.keys() - {"seed", *MOVABLE}):
         raise ValueError(
             f"{folder} has runs of several settings, which differ in {', '.join(truncate(others))}; name the folder of "
