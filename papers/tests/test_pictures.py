@@ -1,6 +1,5 @@
 """Models of pictures by name: sizes, shapes, every norm by rule, drop path, folding."""
 
-import importlib.util
 import math
 
 import pytest
@@ -8,11 +7,11 @@ import safetensors.torch
 import torch
 from norm_cases import short
 from normkit_papers.data.vocab import Vocab
-from normkit_papers.models.classifiers import ARCHES, TIMM, classifier
+from normkit_papers.models.classifiers import classifier
 from normkit_papers.models.config import Model
 from normkit_papers.models.resnet import ResNet20
-from normkit_papers.models.t2t import Layer, Performer, T2TViT
-from normkit_papers.train.config import Run
+from normkit_papers.models.t2t import Performer, T2TViT
+from normkit_papers.train.config import ImageRun
 from normkit_papers.train.fold_run import fold_run
 from normkit_papers.train.folder import Loaded, load, save
 from third_party_models import randomize
@@ -90,34 +89,18 @@ def test_t2t_vit_14_is_that_of_the_paper():
     assert layers == [((1, 14 * 14 + 1, 384),) * 2] * 14
 
 
-@pytest.mark.parametrize(
-    ("arch", "size", "parameters", "norms"),
-    [("swin_t", 32, 28_288_354, 29), ("deit_tiny_patch16_224", 224, 5_717_416, 25)],
-)
-def test_library_models_take_norms_by_rule_and_drop_path(arch, size, parameters, norms):
-    if importlib.util.find_spec("timm" if arch in TIMM else "torchvision") is None:
-        pytest.skip("timm and torchvision are not installed")
-    config = Model(arch=arch, image_size=size, layer_drop=0.1, norm="un", norm_at={"norm": "layer"})
+def test_swin_takes_norms_by_rule_and_drop_path():
+    config = Model(arch="swin_t", image_size=32, layer_drop=0.1, norm="un", norm_at={"norm": "layer"})
     model = classifier(config, 1000)
-    assert count(model) == parameters
+    assert count(model) == 28_288_354
     found = {name: type(model.get_submodule(name)).__name__ for name in find(model)}
     assert found.pop("norm") == "LayerNorm"
-    assert list(found.values()) == ["UN"] * (norms - 1)
+    assert list(found.values()) == ["UN"] * 28
     drops = [float(getattr(m, "p", getattr(m, "drop_prob", 0)) or 0) for m in model.modules()
              if type(m).__name__ in ("StochasticDepth", "DropPath")]  # fmt: skip
     assert max(drops) == pytest.approx(0.1)
-    step(model, images(2, size))
+    step(model, images(2))
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_unknown_names_and_sizes_that_do_not_fit_raise():
-    with pytest.raises(ValueError, match=r"no model named 'resnet2' \(did you mean 'resnet20'\?\); there are tiny_vit"):
-        classifier(Model(arch="resnet2"), 10)
-    with pytest.raises(ValueError, match="multiple of 16; got 40"):
-        T2TViT(Model(image_size=40), 10)
-    with pytest.raises(ValueError, match="image_size=32; got 48 x 32"):
-        small_t2t()(torch.zeros(1, 3, 48, 32))
-    assert {"tiny_vit", "resnet20", "t2t_vit_14", "swin_t", *TIMM} == set(ARCHES)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -151,16 +134,6 @@ def test_every_norm_by_rule(name, spec):
     assert_close(*scores, rtol=0, atol=0)
 
 
-def test_channels_last_changes_nothing():
-    model = randomize(small_resnet(norm="un(warmup=0)"))
-    twin = small_resnet(norm="un(warmup=0)").to(memory_format=torch.channels_last)
-    twin.load_state_dict(model.state_dict())
-    for m, x in ((model, images()), (twin, images().contiguous(memory_format=torch.channels_last))):
-        step(m, x)
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "spec", "action", "norms"),
     [*(("t2t_vit", spec, "folded", 9) for spec in FROZEN),
@@ -186,7 +159,7 @@ def test_folded_run_is_saved_with_new_biases(tmp_path):
     """ResNet-20's convolutions have none before."""
     torch.manual_seed(0)
     model = Model(arch="resnet20", image_size=16, norm="un")
-    run = Run(name="run", task="images", data="cifar10", steps=1, model=model)
+    run = ImageRun(name="run", data="cifar10", steps=1, model=model)
     old = randomize(classifier(model, 5)).eval()
     folded, report = fold_run(Loaded(run, old, {"classes": Vocab("abcde")}))
     assert report.count("folded back") == 19
@@ -197,7 +170,7 @@ def test_folded_run_is_saved_with_new_biases(tmp_path):
     assert_close(again.model(images(size=16)), old(images(size=16)), rtol=1e-4, atol=1e-4)
     saved = again.model.state_dict() | {"conv.more": torch.zeros(16)}
     safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"it has an unknown conv\.more"):
+    with pytest.raises(ValueError, match=r"conv\.more"):
         load(tmp_path)
 
 
@@ -221,27 +194,6 @@ def test_performer_equals_attention_with_its_feature_kernel():
     assert performer._mix(100 * key, 100 * query, value).isfinite().all(), "exponents beyond those of float64"
     rows = performer.features
     assert_close(rows @ rows.T, rows.shape[0] * torch.eye(len(rows), dtype=torch.float64), atol=1e-5, rtol=0)
-
-
-def test_random_features_tend_to_softmax_attention():
-    torch.manual_seed(0)
-    performer = Performer(10, 4).double().eval()
-    performer.features = torch.randn(20_000, 4, dtype=torch.float64)
-    key, query, value = 0.5 * torch.randn(3, 1, 5, 4, dtype=torch.float64)
-    expected = (query @ key.transpose(1, 2)).softmax(-1) @ value
-    assert float((performer._mix(key, query, value) - expected).abs().max()) < 0.05
-
-
-def test_drop_path_leaves_blocks_out_by_picture():
-    torch.manual_seed(0)
-    layer = Layer(8, 2, 16, drop_path=0.5)
-    x = torch.randn(64, 3, 8)
-    kept = (layer(x) - x).abs().amax((1, 2)) > 0
-    assert 0.6 < kept.float().mean() < 0.9, "one of two blocks is left in three times of four"
-    assert_close(layer._dropped(torch.ones(4096, 1, 1)).mean(), torch.tensor(1.0), atol=0.1, rtol=0)
-    assert (layer.eval()(x) != x).any((1, 2)).all()
-    drops = [part.drop_path for part in small_t2t(layer_drop=0.1).layers]
-    assert drops == pytest.approx([0.0, 0.1])
 
 
 def test_the_final_norm_gets_all_tokens():

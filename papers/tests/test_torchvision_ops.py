@@ -78,18 +78,6 @@ def test_nms_equals_the_loop_over_boxes(count, threshold):
     assert nms(b, scores, threshold).tolist() == greedy(b.double().numpy(), scores.numpy(), threshold)
 
 
-def test_nms_in_blocks_is_the_same(monkeypatch):
-    b, scores = boxes(100), torch.rand(100)
-    whole = nms(b, scores, 0.4)
-    monkeypatch.setattr("normkit_papers.models.torchvision_ops.BOX_ROWS", 7)
-    assert torch.equal(nms(b, scores, 0.4), whole)
-
-
-def test_nms_of_boxes_without_area():
-    point = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 3, 3]])
-    assert nms(point, torch.tensor([0.3, 0.2, 0.1]), 0.5).tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("samples", [2, 1, 0])
 def test_roi_align_is_the_mean_of_its_samples(samples, aligned):

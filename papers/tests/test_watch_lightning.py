@@ -4,8 +4,9 @@ import csv
 
 import pytest
 import torch
-from normkit_papers.train.lightning import lightning
-from normkit.watch.lightning import LOGGED, Watch, log_rows
+
+from normkit_papers.train.lightning import lightning  # isort: skip
+from normkit.watch.lightning import LOGGED, Watch, log_rows  # isort: skip
 from torch import nn
 
 from normkit import watch

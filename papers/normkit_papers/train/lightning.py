@@ -21,6 +21,10 @@ if importlib.util.find_spec("torchvision") is not None:
 import lightning.pytorch as lightning
 from lightning.pytorch.plugins import TorchCheckpointIO
 
+from normkit.watch.lightning import Watch
+
+__all__ = ["Watch", "lightning", "make_trainer", "run_trainer"]
+
 
 class WholeCheckpoints(TorchCheckpointIO):
     """Writes a checkpoint whole or not at all; Lightning's own may copy it from another file system."""

@@ -11,7 +11,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normkit.files import write_whole
-from normkit.watch.lightning import Watch
 from normkit_papers.singular_values import embedding_rows
 from normkit_papers.tasks import TASKS
 from normkit_papers.timing import use_threads
@@ -35,7 +34,7 @@ from normkit_papers.train.folder import (
     write_result,
     write_run,
 )
-from normkit_papers.train.lightning import make_trainer, run_trainer
+from normkit_papers.train.lightning import Watch, make_trainer, run_trainer
 from normkit_papers.train.parallel import check_devices, cluster_plugins, make_strategy, unshard
 from normkit_papers.train.progress import Progress
 from normkit_papers.train.source import source

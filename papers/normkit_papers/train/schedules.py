@@ -68,5 +68,5 @@ class Schedule(LambdaLR):
         self.best = max(self.best, score)
         if self.waited >= self.PATIENCE:
             self.decays, self.waited = self.decays + 1, 0
-            for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-                group["lr"] = rate
+            for group in self.optimizer.param_groups:
+                group["lr"] *= self.FACTOR

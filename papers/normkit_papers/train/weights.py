@@ -67,17 +67,20 @@ def unshared(model: nn.Module) -> dict[str, Tensor]:
 def check_fit(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: object) -> None:
     """Raise a ValueError unless names and shapes are the same."""
     wrong = [
-        f"{name} {_shape(saved, name)}, not {_shape(expected, name)}"
+        f"{name} {_kind(saved, name)}, not {_kind(expected, name)}"
         for name in dict.fromkeys((*expected, *saved))
-        if _shape(saved, name) != _shape(expected, name)
+        if _kind(saved, name) != _kind(expected, name)
     ]
     if wrong:
         more = f" and {len(wrong) - 1} more differences" if wrong[1:] else ""
         raise ValueError(f"{origin} is of another model: it has {wrong[0]}{more}")
 
 
-def _shape(tensors: Mapping[str, Tensor], name: str) -> str:
-    return f"of shape {tuple(tensors[name].shape)}" if name in tensors else "missing"
+def _kind(tensors: Mapping[str, Tensor], name: str) -> str:
+    if name not in tensors:
+        return "missing"
+    tensor = tensors[name]
+    return f"of {'' if tensor.is_floating_point() else 'whole '}numbers {tuple(tensor.shape)}"
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def start_from(weights: str, model: nn.Module, head: nn.Module | None = None, pr
     norms = {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
     free = {id(parameter) for parameter in (head.parameters() if head is not None else ())}
     free |= {id(buffer) for norm in norms.values() for buffer in norm.buffers(recurse=False)}
-    new = [n for n, tensor in expected.items() if id(tensor) in free and _shape(saved, n) != _shape(expected, n)]
+    new = [n for n, tensor in expected.items() if id(tensor) in free and _kind(saved, n) != _kind(expected, n)]
     of_norms = tuple(f"{name}." for name in norms)
     kept = {n: t for n, t in saved.items() if n not in new and (n in expected or not n.startswith(of_norms))}
     check_fit(kept, {name: tensor for name, tensor in expected.items() if name not in new}, weights)
