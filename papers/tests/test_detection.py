@@ -64,16 +64,6 @@ def pictures() -> tuple[list, list]:
 # -- the model -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["tiny", "tiny_boxes"])
-def test_losses_reach_every_parameter(arch):
-    model = detector(Model(arch=arch, norm="layer"), classes=2).train()
-    losses = model(*pictures())
-    assert ("loss_mask" in losses) == (arch == "tiny")
-    torch.stack(list(losses.values())).sum().backward()
-    idle = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
-    assert not idle
-
-
 def test_norms_of_detectors_are_placed_in_the_backbone():
     model = detector(Model(arch="tiny", norm="un", norm_at={"*.norms.*": "layer"}), classes=2)
     kinds = {name: type(model.get_submodule(name)) for name in find(model)}

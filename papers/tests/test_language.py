@@ -10,7 +10,7 @@ from norm_cases import reads_its_sample, short
 from normkit_papers.models.config import Model
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.models.lstm import LSTMLM, WeightDropLSTM
-from normkit_papers.models.mixers import MultiLinear, RelativeAttention
+from normkit_papers.models.mixers import RelativeAttention
 from normkit_papers.train import language
 from normkit_papers.train.config import LanguageRun
 from normkit_papers.train.run import train
@@ -78,16 +78,6 @@ def test_norms_in_transformer_xl_measure_each_word_once(spec, placement):
     torch.testing.assert_close(in_segments(model, tokens, 5), model(tokens))
 
 
-def test_memory_is_as_long_as_the_configuration():
-    model, cache = DecoderLM(XL, 11), {}
-    for segment in texts(3, 9).split(3, 1):
-        model(segment, cache)
-    assert cache["1"][0].shape == (3, 4, 12)
-    assert not cache["1"][0].requires_grad
-    model.eval()(texts(3, 9), cache)
-    assert cache["1"][0].shape == (3, 13, 12)
-
-
 def test_relative_attention_is_its_formula():
     block = random(RelativeAttention(6, 2, 0.0))
     x, past = torch.randn(2, 2, 4, 6, dtype=torch.float64)
@@ -112,14 +102,6 @@ def test_relative_attention_is_its_formula():
     torch.testing.assert_close(block(x, seen), torch.cat(heads, -1) @ block.out.weight.T, rtol=1e-5, atol=1e-6)
 
 
-def test_a_mixture_of_softmaxes_is_a_distribution_and_no_softmax():
-    model = random(LSTMLM(LSTM, 11))
-    probabilities = model(texts(4, 6)).exp()
-    torch.testing.assert_close(probabilities.sum(-1), torch.ones(4, 6, dtype=torch.float64))
-    logits = probabilities.log().flatten(0, 1)
-    assert torch.linalg.matrix_rank(logits - logits.mean(-1, keepdim=True)) > 8, "one softmax has width + 1 at most"
-
-
 def test_weight_drop_drops_recurrent_weights_in_training_alone():
     torch.manual_seed(0)
     layer, x = WeightDropLSTM(4, 6, 0.5).double(), torch.randn(2, 7, 4, dtype=torch.float64)
@@ -135,13 +117,6 @@ def test_weight_drop_drops_recurrent_weights_in_training_alone():
     torch.testing.assert_close(dropped, plain(x)[0])
     dropped.square().sum().backward()
     assert ((layer.weight_hh_l0.grad == 0) == (plain.weight_hh_l0 == 0)).all()
-
-
-def test_two_cores_are_one_core_that_is_their_mean():
-    two, one = random(MultiLinear(6, 4, 7, 0.0, cores=2)), random(MultiLinear(6, 4, 7, 0.0))
-    one.load_state_dict({**two.state_dict(), "core": two.core.mean(0)})
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
-    torch.testing.assert_close(two(x), one(x))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import safetensors.torch
 import torch
 from normkit_papers.data.corpora import CORPORA
 from normkit_papers.data.embedded import SOURCES
@@ -16,10 +15,8 @@ from normkit_papers.data.scenes import SCENE_SETS
 from normkit_papers.models.config import Model
 from normkit_papers.studies.catalogue import RECIPES
 from normkit_papers.tasks import TASKS
-from normkit_papers.timing import use_threads
 from normkit_papers.train.build import build_model
 from normkit_papers.train.config import DigitsRun, G2PRun
-from normkit_papers.train.environment import environment
 from normkit_papers.train.fold_run import audit_run, fold_run
 from normkit_papers.train.folder import checkpoints, load, locked, save
 from normkit_papers.train.run import train
@@ -133,13 +130,6 @@ def test_accumulation_takes_several_batches_to_a_step(tmp_path):
     assert int(norm.step) == 12, "statistics move with every batch"
 
 
-def test_validation_decay_lowers_the_rate_at_stagnation(tmp_path, monkeypatch):
-    monkeypatch.setattr(Translation, "validate", lambda task: {"loss": 1.0})
-    run = dataclasses.replace(SMALL, schedule="validation_decay", lr=1e-3, warmup=0, valid_every=2, steps=10)
-    rates = [point["lr"] for point in train(run, tmp_path)["curve"]]
-    assert rates == pytest.approx([1e-3] * 8 + [0.8e-3] * 2), "best at 2, no better at 4, 6 and 8"
-
-
 def test_average_of_the_last_checkpoints(tmp_path):
     run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="un"), checkpoint_every=3, average=3)
     assert train(run, tmp_path)["averaged"] == 3
@@ -203,19 +193,6 @@ def test_run_that_cannot_start_changes_no_file(wrong, tmp_path, monkeypatch):
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": "cmudikt"}, "no data named 'cmudikt' .did you mean 'cmudict'"),
-        ({"model": dataclasses.replace(TINY, norm="laier")}, "no norm named 'laier' .did you mean 'layer'"),
-        ({"model": dataclasses.replace(TINY, norm="un(windw=2)")}, "named 'windw' .did you mean 'window'"),
-    ],
-)
-def test_unknown_names_raise_with_the_nearest(changes, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        train(dataclasses.replace(SMALL, **changes), tmp_path)
-
-
 def test_a_folder_without_a_run_raises(tmp_path):
     with pytest.raises(ValueError, match="is not a run folder: there is no such folder"):
         load(tmp_path / "nowhere")
@@ -252,17 +229,6 @@ def test_weights_cut_short_or_of_another_model_are_refused(tmp_path):
             load_weights(model, path)
 
 
-def test_shared_weights_are_saved_once_and_stay_shared(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    save_weights(model, tmp_path / "w")
-    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    other[1].weight = other[0].weight
-    load_weights(other, tmp_path / "w")
-    assert other[1].weight is other[0].weight
-    torch.testing.assert_close(other[1].weight, model[0].weight, rtol=0, atol=0)
-
-
 # -- folding a run ---------------------------------------------------------------------------------------------------
 
 
@@ -289,14 +255,6 @@ def test_a_folded_run_is_a_run_with_the_same_answers(model, foldable, tmp_path):
     assert again.run.model.tie == model.tie
 
 
-def test_a_result_names_what_trained_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    assert environment()["device"] == "a GPU"
-    assert environment(count=8)["device"] == "8 x a GPU"
-    assert environment("cpu")["device"] not in ("a GPU", "")
-
-
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 DIGITS = DigitsRun(
@@ -318,12 +276,6 @@ def copy(folder, tmp_path):
     for name in ("run.json", "vocab.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     return tmp_path
-
-
-def test_a_run_leaves_the_threads_of_its_process_as_they_were(tmp_path):
-    with use_threads(2):
-        assert train(DIGITS, tmp_path)["where"]["threads"] == 1
-        assert torch.get_num_threads() == 2
 
 
 # -- the lock --------------------------------------------------------------------------------------------------------
@@ -374,19 +326,6 @@ def test_files_of_other_models_are_not_replaced(name, tmp_path):
         with pytest.raises(ValueError, match=f"holds files of something else than a run .{name}.; name another folder"):
             train(DIGITS, tmp_path, resume=resume)
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
-
-
-def test_integers_are_refused_in_place_of_weights(copy):
-    state = safetensors.torch.load_file(copy / "model.safetensors")
-    state["head.weight"] = state["head.weight"].to(torch.int64)
-    safetensors.torch.save_file(state, copy / "model.safetensors")
-    with pytest.raises(ValueError, match=r"head\.weight"):
-        load(copy)
-
-
-def _raise_after_step_4(progress):
-    if progress.step >= 4:
-        raise InterruptedError
 
 
 # -- progress, seeds, signals ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from normkit_papers.data.coco import read_scenes
 from normkit_papers.data.image_files import Broken, ImageFiles, image_size, read_image
 from normkit_papers.data.scenes import SCENE_SETS, find_scenes
 from normkit_papers.data.segmentation import decode_counts, drawable, filled, run_lengths
-from normkit_papers.train.average_precision import average_precision
+from normkit_papers.train.scores import average_precision
 
 pytest.importorskip("PIL")
 pytest.importorskip("pycocotools")

@@ -11,7 +11,7 @@ from normkit_papers.report import page, summary
 from normkit_papers.report.results import write as write_result
 from normkit_papers.report.seeds import difference, interval, pool
 from normkit_papers.studies import table
-from normkit_papers.train.compare import compared
+from normkit_papers.report.compare import compared
 
 
 def seeds(norm, *scores):

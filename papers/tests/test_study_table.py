@@ -15,7 +15,7 @@ from normkit_papers.report.seeds import difference, pool
 from normkit_papers.studies import runner, similarity, table
 from normkit_papers.studies.catalogue import STUDIES
 from normkit_papers.study import Base, Column, Row, Study, expand, seeded
-from normkit_papers.train.compare import compared
+from normkit_papers.report.compare import compared
 from normkit_papers.train.run import train
 from normkit_papers.unified import throughput
 from test_study import TOY, put

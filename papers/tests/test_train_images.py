@@ -14,7 +14,6 @@ from normkit_papers.models.classifiers import classifier
 from normkit_papers.models.config import Model
 from normkit_papers.studies.catalogue import RECIPES
 from normkit_papers.train import images as task_images
-from normkit_papers.train.calibrate_run import calibrate_run
 from normkit_papers.train.config import ImageRun, Images
 from normkit_papers.train.folder import load
 from normkit_papers.train.images import ImageAugmentation, ImageBatches, ImageClassification, moving_average
@@ -55,16 +54,6 @@ def shown(settings, data, size=32, seed=5):
 # -- what a model is shown -------------------------------------------------------------------------------------------
 
 
-def test_at_inference_a_picture_is_normalized_and_no_more():
-    data = album()
-    images, labels, broken = ImageBatches(data.test, ImageAugmentation(Images(), data, 32), None)[0, range(4)]
-    wanted = (data.test.pixels[:4].transpose(0, 3, 1, 2) / 255 - np.reshape(data.mean, (3, 1, 1))) / np.reshape(
-        data.std, (3, 1, 1)
-    )
-    np.testing.assert_allclose(images.numpy(), wanted, atol=1e-6)
-    assert (labels.tolist(), broken) == ([0, 1, 2, 0], [])
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -83,17 +72,6 @@ def test_a_batch_is_a_function_of_seed_and_number(settings):
     assert torch.equal(states[0], torch.get_rng_state()), "dropout's chance is left alone"
     assert np.array_equal(states[1], np.random.get_state()[1])  # noqa: NPY002
     assert states[2] == random.getstate()
-
-
-def test_windows_of_a_picture_with_an_edge():
-    data = album()
-    plain = shown(Images(padding=0, flip=0.0), data)[0]
-    moved = shown(Images(padding=4, flip=0.0), data)[0]
-    wanted = (0 - torch.tensor(data.mean)) / torch.tensor(data.std)
-    for before, after in zip(plain, moved, strict=True):
-        edged = torch.nn.functional.pad(before - wanted.view(3, 1, 1), (4, 4, 4, 4)) + wanted.view(3, 1, 1)
-        windows = edged.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).reshape(-1, *after.shape)
-        assert float((windows - after).abs().amax((1, 2, 3)).min()) < 1e-6
 
 
 def test_mixup_mixes_images_and_classes_by_one_share():
@@ -241,18 +219,6 @@ def test_all_parameters_are_fine_tuned_the_final_norm_too(folder, tmp_path):
         ImageClassification(dataclasses.replace(run, weights=""), copy.deepcopy(model), album()).load_pretrained()
 
 
-def test_calibration_of_a_fine_tuned_run_keeps_its_weights(folder, tmp_path):
-    run = dataclasses.replace(SMALL, data=str(folder), model=dataclasses.replace(TINY, norm="un(warmup=2)"))
-    train(run, tmp_path / "old")
-    train(dataclasses.replace(run, weights=str(tmp_path / "old"), body_lr=0.5, ema=0.5), tmp_path / "tuned")
-    trained = load(tmp_path / "tuned")
-    kept = {name: parameter.clone() for name, parameter in trained.model.named_parameters()}
-    calibrated, report = calibrate_run(trained, 2)
-    for name, parameter in calibrated.model.named_parameters():
-        assert torch.equal(parameter, kept[name]), name
-    assert report.loss_after != report.loss_before, "the average of the weights is not measured in its place"
-
-
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -268,23 +234,6 @@ def test_broken_images_are_counted_or_raise(tmp_path):
     assert result["scores"]["running"]["n"] == 8
     with pytest.raises(ValueError, match=r"0003.png cannot be read.*--broken skip|0001.png cannot be read"):
         train(dataclasses.replace(run, broken="refuse"), tmp_path / "b")
-
-
-def test_a_run_of_several_processes_is_scored_by_one_alone(folder, tmp_path, monkeypatch):
-    """The others have ended: metrics that wait for them never return."""
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    score = ImageClassification.score
-    initialized = []
-    monkeypatch.setattr(
-        ImageClassification, "score", lambda *given: initialized.append(distributed.is_initialized()) or score(*given)
-    )
-    try:
-        assert train(dataclasses.replace(SMALL, data=str(folder), steps=1), tmp_path)["status"] == "done"
-        assert initialized == [False]
-    finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
 
 
 def test_workers_make_the_same_batches(folder):

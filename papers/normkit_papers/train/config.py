@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from normkit.names import pick
 from normkit.norms import parse
 from normkit.watch.quantities import choose
 from normkit_papers.fields import Below1, Count, Fraction, Natural, NotNegative, Positive, explain, settings
@@ -56,7 +57,7 @@ class Images:
 
 @settings
 class Run:
-    """Settings of every task."""
+    """Settings of every task; `Run(task="lm", ...)` makes those of that task, a `LanguageRun`."""
 
     uses: ClassVar[tuple[str, ...]] = ()
     """Those of `OF_SOME_TASKS` that the task's models use."""
@@ -143,6 +144,10 @@ class Run:
     """Average the weights of up to this many checkpoints at the end; without any checkpoint, use the last weights."""
     average_of: Literal["last", "best"] = "last"
     """Checkpoints to average: the last ones, or the best of the validations."""
+
+    def __new__(cls, **given: Any) -> Any:
+        """Make settings of the class of the task."""
+        return super().__new__(pick(RUNS, given.get("task", ""), "task") if cls is Run else cls)
 
     def __post_init__(self):
         inside = ".." not in self.name.split("/") and not self.name.startswith("/")
@@ -350,6 +355,14 @@ class DetectionRun(Run):
     """Images of the test split to score, evenly spaced; 0: all."""
 
 
+RUNS = {
+    "g2p": G2PRun,
+    "mt": TranslationRun,
+    "lm": LanguageRun,
+    "digits": DigitsRun,
+    "images": ImageRun,
+    "detection": DetectionRun,
+}
 AnyRun = G2PRun | TranslationRun | LanguageRun | DigitsRun | ImageRun | DetectionRun
 RUN: TypeAdapter[AnyRun] = TypeAdapter(Annotated[AnyRun, Field(discriminator="task")])
 
