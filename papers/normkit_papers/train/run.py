@@ -161,6 +161,8 @@ def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
         return
     if foreign := foreign_files(folder):
         raise ValueError(f"{folder} holds files of something else than a run ({foreign}); name another folder")
+    if not resume and (folder / "run.json").exists():
+        callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
     clear(folder, DERIVED if resume else (*OUTPUTS, *DERIVED))
     write_run(folder, run, task.data.vocabularies)
 
