@@ -120,9 +120,8 @@ def trained_cases(folders: dict[str, Path], count: int) -> Iterator[Case]:
     """The three variants of trained image classifiers, with test images of their data set."""
     load_torchvision()
     from normkit_papers.data.images import read_images
-    from normkit_papers.train.images import ImageAugmentation
     from normkit_papers.train.folder import load
-    from normkit_papers.train.images import ImageBatches
+    from normkit_papers.train.images import ImageAugmentation, ImageBatches
 
     for norms, folder in folders.items():
         run, model, _ = load(folder)

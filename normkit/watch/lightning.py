@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as lightning
+
 from normkit.watch import Recorder, Row, Rows
 from normkit.watch.row_files import Appender, truncate_file
-import lightning.pytorch as lightning
 
 LOGGED = ("gap_batch", "gap_quadratic", "rms", "largest", "gradient_norm")
 """Quantities that loggers are given unless others are named."""

@@ -23,8 +23,7 @@ from normkit_papers.data.image_sets import find_images
 from normkit_papers.data.images import read_images
 from normkit_papers.data.shards import Rows, Tars
 from normkit_papers.tasks import takers
-from normkit_papers.train.config import Run
-from normkit_papers.train.config import Images
+from normkit_papers.train.config import Images, Run
 from PIL import Image
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data" / "cifar10"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from made_results import result
 from normkit_papers.report import page, summary
+from normkit_papers.report.compare import compared
 from normkit_papers.report.results import write as write_result
 from normkit_papers.report.seeds import difference, interval, pool
 from normkit_papers.studies import table
-from normkit_papers.report.compare import compared
 
 
 def seeds(norm, *scores):

@@ -11,11 +11,11 @@ from made_results import result
 from normkit_papers.metrics import STUDY_METRICS
 from normkit_papers.recipes import cifar10_tiny_vit
 from normkit_papers.report import results
+from normkit_papers.report.compare import compared
 from normkit_papers.report.seeds import difference, pool
 from normkit_papers.studies import runner, similarity, table
 from normkit_papers.studies.catalogue import STUDIES
 from normkit_papers.study import Base, Column, Row, Study, expand, seeded
-from normkit_papers.report.compare import compared
 from normkit_papers.train.run import train
 from normkit_papers.unified import throughput
 from test_study import TOY, put
