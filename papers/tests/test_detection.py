@@ -4,6 +4,7 @@ Average precision.
 """
 
 import dataclasses
+import importlib
 import json
 import multiprocessing
 
@@ -14,6 +15,7 @@ import torch
 from normkit_papers.data.scenes import find_scenes
 from normkit_papers.models.config import Model
 from normkit_papers.models.detection import DETECTORS, detector
+from normkit_papers.models.torchvision_ops import load_torchvision, nms, roi_align
 from normkit_papers.studies.catalogue import RECIPES
 from normkit_papers.train.build import build_model
 from normkit_papers.train.config import DetectionRun
@@ -59,6 +61,45 @@ def pictures() -> tuple[list, list]:
          "masks": torch.zeros(0, 90, 40, dtype=torch.uint8)},
     ]  # fmt: skip
     return [torch.rand(3, 50, 70, generator=generator), torch.rand(3, 90, 40, generator=generator)], targets
+
+
+# -- operators that the compiled part of torchvision may lack ------------------------------------------------------
+
+
+def boxes(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    corner, side = (size * torch.rand(count, 2, generator=generator) for size in (20, 10))
+    return torch.cat([corner, corner + side], 1)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("count", [0, 1, 150])
+def test_nms_equals_the_loop_over_boxes(count, threshold):
+    b, scores = boxes(count), torch.rand(count).round(decimals=1)  # with equal ones
+    overlap, kept = load_torchvision().ops.box_iou(b, b), []
+    for i in scores.argsort(descending=True, stable=True).tolist():
+        if not any(overlap[i, j] > threshold for j in kept):
+            kept.append(i)
+    assert nms(b, scores, threshold).tolist() == kept
+    assert torch.equal(torch.ops.torchvision.nms(b, scores, threshold), nms(b, scores, threshold))
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("samples", [2, 1, 0])
+def test_roi_align_is_torchvisions_own_in_pytorch(samples, aligned):
+    x = torch.randn(2, 3, 9, 11, dtype=torch.float64, requires_grad=True)
+    rois = torch.cat([torch.tensor([[1.0], [0], [1], [0], [1]]), 0.4 * boxes(5, seed=2)], 1).double()
+    theirs = importlib.import_module("torchvision.ops.roi_align")._roi_align.__wrapped__  # not compiled
+    results = [align(x, rois, 0.7, 3, 4, samples, aligned) for align in (roi_align, theirs)]
+    torch.testing.assert_close(*results)
+    seed = torch.randn_like(results[0])
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, seed)[0] for y in results))
+    assert roi_align(x, rois[:0], 0.7, 3, 4, samples, aligned).shape == (0, 3, 3, 4)
+
+
+def test_samples_outside_of_the_image_count_as_zero():
+    rois = torch.tensor([[0.0, -4, -4, 4, 4], [0, 20, 20, 30, 30]])
+    assert roi_align(torch.ones(1, 1, 8, 8), rois, 1.0, 1, 1, 2, False).flatten().tolist() == [0.25, 0]
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
