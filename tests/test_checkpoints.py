@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from normkit_papers.cli import main
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision_stub import load_torchvision
 
+from normkit.cli import main
 from normkit.fold import fold
 from normkit.fold.checkpoints import Checkpoint, doubtful_gains
 from normkit.fold.folders import audit_dir, fold_dir

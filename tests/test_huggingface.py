@@ -489,7 +489,7 @@ def test_positions_that_a_model_makes_anew_for_longer_inputs_stay():
 
 def test_the_command_line_names_the_extra_without_transformers(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["audit", str(tmp_path)]) == 2
     assert "pip install 'normkit[huggingface]'" in capsys.readouterr().err

@@ -154,7 +154,8 @@ def test_torch_alone_is_enough_to_import_and_to_list(core):
 
 
 def test_a_missing_extra_is_one_line(core, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     done = core.run("normkit", "audit", str(tmp_path))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

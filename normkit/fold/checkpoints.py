@@ -72,13 +72,12 @@ class Stored:
             first, last, _ = rows.indices(shape[0])
             shape = (max(0, last - first), *shape[1:])
         row = math.prod(shape[1:]) * self.dtype.itemsize
-        data = bytearray(math.prod(shape) * self.dtype.itemsize)
-        if not data:
-            return torch.empty(shape, dtype=self.dtype)
-        with self.file.open("rb") as file:
-            file.seek(self.start + first * row)
-            file.readinto(data)
-        return torch.frombuffer(data, dtype=self.dtype).view(shape)
+        numbers = torch.empty(shape, dtype=self.dtype)
+        if numbers.numel():
+            with self.file.open("rb") as file:
+                file.seek(self.start + first * row)
+                file.readinto(numbers.view(-1).view(torch.uint8).numpy())
+        return numbers
 
     def lazy(self) -> Lazy:
         """The tensor, read where it is used."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 SMALL = 1 << 16  # elements up to which a tensor is held: norms, biases
-BLOCK = 1 << 22  # elements that are read at once where an operation can use a weight in parts
+BLOCK = 1 << 20  # elements that are read at once where an operation can use a weight in parts: 8 MB in float64
 SAME = {aten.alias, aten.detach, aten.lift_fresh, aten.clone}
 DEFERRED = SAME | {
     aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand, aten.permute, aten.transpose, aten.t,
@@ -101,7 +101,9 @@ class Lazy(Tensor):
         if packet in (aten.mm, aten.addmm) and not kwargs and isinstance(args[-1], Lazy):
             weight = args[-1].transposed
             if weight is not None and weight.in_parts and weight.numel() > BLOCK:
-                out = torch.cat([args[-2] @ part.T for _, part in blocks(weight)], 1)
+                out = args[-2].new_empty(len(args[-2]), len(weight))  # kept parts would fragment memory
+                for rows, part in blocks(weight):
+                    out[:, rows] = args[-2] @ part.T
                 return out if packet is aten.mm else out + args[0]
         args, kwargs = tree_map_only(Lazy, Lazy.numbers, (args, kwargs))
         return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]

@@ -53,7 +53,7 @@ def test_the_demo_folds_one_norm_and_times_all(demo):
 
 
 def test_overview_and_help_of_every_command(capsys):
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
     assert main([]) == 2
     assert main(["--help"]) == 0
     overview = capsys.readouterr().out
