@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from torchvision_stub import load_torchvision
 
 import normkit
 
@@ -25,6 +26,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "transformers" in page.read_text(encoding="utf8") and page.parent.name == "guides":
         pytest.importorskip("accelerate")
+        load_torchvision()  # transformers imports it where it is installed
     names: dict = {}
     before = dict(normkit.NORMS)
     try:
